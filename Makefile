@@ -1,0 +1,40 @@
+# Targets for users (serve, demo) and developers (test, check, bench, format). See CONTRIBUTING.md.
+PORT ?= 8000
+CONFIG ?= demo/models.yaml
+PYTHON := .venv/bin/python
+
+.PHONY: serve demo setup test check format bench openapi lock clean
+
+serve: ## install what is missing, then serve CONFIG on PORT
+	@requirements/install.sh server
+	@exec .venv/bin/logsteer-server --config $(CONFIG) --port $(PORT)
+
+demo: ## serve the demo model, make three calls, print the answers, stop
+	@requirements/install.sh server
+	@$(PYTHON) demo/show.py --port $(PORT)
+
+setup: ## everything into .venv, test and benchmark dependencies included
+	@requirements/install.sh dev
+
+test: setup ## all checks and all tests
+	@$(MAKE) --no-print-directory check
+	@$(PYTHON) -m pytest
+
+check: setup ## linters, types, schemas: what the pre-commit hooks run
+	@$(PYTHON) -m pre_commit run --all-files --show-diff-on-failure
+
+format: setup ## format the code
+	@.venv/bin/ruff format .
+	@.venv/bin/ruff check --fix .
+
+bench: setup ## run the benchmarks, write bench/results.json
+	@$(PYTHON) bench/run.py
+
+openapi: setup ## write openapi.json anew from the schemas
+	@$(PYTHON) -m logsteer_server.openapi > openapi.json
+
+lock: setup ## write the lock files anew
+	@PATH=$(CURDIR)/.venv/bin:$$PATH requirements/compile.sh
+
+clean: ## remove .venv and caches
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

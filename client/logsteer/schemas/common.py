@@ -1,0 +1,118 @@
+"""What several endpoints share: options of a request, and what every answer carries."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+BosPolicy = Literal["auto", "always", "never"]
+OverflowPolicy = Literal["error", "truncate_left"]
+Column = Literal["logprob", "rank", "entropy"]
+EngineKind = Literal["vllm", "transformer_lens", "fake"]
+TokenId = Annotated[int, Field(ge=0, lt=2**31, description="An id of the model's vocabulary.")]
+Float = float | None
+"""A number of an answer; null where it would be NaN or infinite, with a flag that says so."""
+
+
+class Request(BaseModel):
+    """A message to the server: unknown fields are refused, values are not coerced."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Reply(BaseModel):
+    """A message from the server: fields that a newer server adds are kept, not refused."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class RequestOptions(Request):
+    """Fields that every request about a model accepts."""
+
+    model: str | None = Field(
+        None, description="Id of a resident model; may be left out where there is only one."
+    )
+    bos: BosPolicy = Field(
+        "auto",
+        description="Beginning-of-sequence token: as the tokenizer does, always, or never. "
+        "It is never added twice.",
+    )
+    on_overflow: OverflowPolicy = Field(
+        "error",
+        description="What happens to a sequence longer than the model's context: an error, or its "
+        "leftmost context tokens are dropped and counted in `truncated_tokens`.",
+    )
+
+
+class RowOptions(RequestOptions):
+    """Which columns are read from every scored row."""
+
+    columns: list[Column] = Field(
+        ["logprob", "rank"],
+        min_length=1,
+        description="Columns read from each scored row.",
+    )
+
+    @model_validator(mode="after")
+    def _columns_are_distinct(self) -> "RowOptions":
+        if len(set(self.columns)) != len(self.columns):
+            raise ValueError(f"columns has an entry twice: {self.columns}; name each column once")
+        return self
+
+
+class Message(Request):
+    """One turn of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class TopAlternatives(Reply):
+    """The most probable tokens of each scored row, most probable first; arrays are [R][top]."""
+
+    token_ids: list[list[int]]
+    tokens: list[list[str]]
+    logprobs: list[list[Float]]
+
+
+class Usage(Reply):
+    """Tokens that a request cost."""
+
+    prompt_tokens: int = Field(description="Tokens that the model was given to read.")
+    scored_tokens: int = Field(description="Tokens whose log-probability was read.")
+    generated_tokens: int = 0
+    cached_tokens: int = Field(0, description="Prompt tokens that came from the prefix cache.")
+
+
+class Timing(Reply):
+    """Milliseconds that a request waited and was worked on."""
+
+    queue_ms: float = Field(description="From acceptance until the engine took the work.")
+    engine_ms: float = Field(description="From then until the last result was there.")
+
+
+class Provenance(Reply):
+    """What computed the numbers of an answer."""
+
+    engine: EngineKind
+    engine_version: str
+    model_path: str
+    weights_digest: str
+    dtype: str
+    logits_dtype: str
+    quantization: str | None
+    tensor_parallel: int
+    pipeline_parallel: int
+    batch_invariant: bool
+    vocab_size: int = Field(description="Number of logits that the softmax ran over.")
+    tokenizer_digest: str
+    protocol: str | None = Field(None, description="Window protocol, where one applies.")
+
+
+class Answer(Reply):
+    """What every answer about a model carries."""
+
+    id: str
+    model: str
+    usage: Usage
+    timing: Timing
+    provenance: Provenance

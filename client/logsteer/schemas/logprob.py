@@ -1,0 +1,135 @@
+"""`POST /logprob`: the exact log-probability of targets given contexts."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from logsteer.schemas.common import (
+    Answer,
+    Float,
+    Message,
+    Reply,
+    Request,
+    RowOptions,
+    TokenId,
+    TopAlternatives,
+)
+
+Boundary = Literal["joint", "separate"]
+BoundaryFinding = Literal["exact", "merged"]
+SpacePolicy = Literal["as_given", "both"]
+
+
+class LogprobItem(Request):
+    """One context and the targets scored after it; text with text, ids with ids."""
+
+    context: str | None = None
+    context_ids: list[TokenId] | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    targets: list[str] | None = Field(None, min_length=1)
+    target_ids: list[list[TokenId]] | None = Field(None, min_length=1)
+
+    @model_validator(mode="after")
+    def _one_form(self) -> "LogprobItem":
+        forms = [n for n in ("context", "context_ids", "messages") if getattr(self, n) is not None]
+        if len(forms) != 1:
+            raise ValueError(
+                f"give exactly one of context, context_ids, messages; got {forms or 'none'}"
+            )
+        wanted = "target_ids" if forms == ["context_ids"] else "targets"
+        other = "targets" if wanted == "target_ids" else "target_ids"
+        if getattr(self, wanted) is None or getattr(self, other) is not None:
+            raise ValueError(f"an item with {forms[0]} takes {wanted}, and no {other}")
+        self._refuse_empty(wanted)
+        return self
+
+    def _refuse_empty(self, field: str) -> None:
+        for index, target in enumerate(getattr(self, field)):
+            if len(target) == 0:
+                raise ValueError(
+                    f"{field}[{index}] is empty: a target needs at least one token; leave it out"
+                )
+
+
+class LogprobRequest(RowOptions):
+    """Targets to score, and how text is cut into tokens."""
+
+    items: list[LogprobItem] = Field(min_length=1)
+    boundary: Boundary = Field(
+        "joint",
+        description="`joint` encodes context + target together and cuts at the context's length; "
+        "`separate` encodes each alone. Ids are taken as they are.",
+    )
+    space: SpacePolicy = Field(
+        "as_given", description="`both` scores text targets with and without one leading space."
+    )
+    top: int = Field(0, ge=0, le=1000, description="Most probable alternatives listed per row.")
+    per_token: bool = Field(True, description="False leaves out the arrays, keeps the sums.")
+
+    @model_validator(mode="after")
+    def _ids_have_no_spaces(self) -> "LogprobRequest":
+        if self.space == "both" and any(item.target_ids is not None for item in self.items):
+            raise ValueError("space: both needs text targets; use as_given with target_ids")
+        return self
+
+
+class TargetScore(Reply):
+    """The score of one target of T tokens; the arrays have one entry per token."""
+
+    target: str = Field(description="The target as given; for ids, their text.")
+    token_ids: list[int] | None = None
+    tokens: list[str] | None = None
+    offsets: list[tuple[int, int]] | None = Field(
+        None,
+        description="[start, end) of each token in characters from the target's first one; "
+        "negative where white space of the context was moved to the target. Null for ids.",
+    )
+    logprobs: list[Float] | None = None
+    ranks: list[int] | None = Field(
+        None, description="1 + the number of tokens with a strictly larger logit."
+    )
+    entropy: list[Float] | None = None
+    top: TopAlternatives | None = None
+    logprob: Float = Field(description="Sum of the log-probabilities, in nats.")
+    prob: Float = None
+    perplexity: Float = Field(None, description="exp(-logprob / num_tokens).")
+    num_tokens: int
+    num_bytes: int = Field(description="UTF-8 bytes of `target`.")
+    is_greedy: bool | None = Field(None, description="Every rank is 1; null without ranks.")
+    boundary: BoundaryFinding = Field(
+        description="`merged` where the context's own tokens are not a prefix of the joint tokens."
+    )
+    truncated_tokens: int = 0
+    flags: list[str] = Field(default_factory=list)
+
+
+class SpaceVariants(Reply):
+    """A target with and without one leading space."""
+
+    with_space: TargetScore
+    without_space: TargetScore
+
+
+class ScoredTarget(TargetScore):
+    """A target of `/logprob`: its score as given, and both variants where they were asked for."""
+
+    variants: SpaceVariants | None = None
+    logprob_any_space: Float = Field(
+        None, description="log(exp(with_space) + exp(without_space)), where both were asked for."
+    )
+
+
+class ItemScore(Reply):
+    """The scores of one context's targets."""
+
+    targets: list[ScoredTarget]
+    best: int | None = Field(description="Index of the most probable target.")
+    choice_probs: list[Float] = Field(
+        description="Softmax over the targets' log-probabilities (any-space ones where asked for)."
+    )
+
+
+class LogprobAnswer(Answer):
+    """One result per item, in the order given."""
+
+    results: list[ItemScore]

@@ -1,0 +1,45 @@
+"""`GET /models`, `/models/{id}`, `/healthz`, `/readyz`."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from logsteer.schemas.common import EngineKind, Provenance, Reply
+
+ModelState = Literal["loading", "ready", "restarting", "failed"]
+
+
+class ModelCard(Reply):
+    """One configured model."""
+
+    id: str
+    engine: EngineKind
+    state: ModelState
+    detail: str = Field(description="What the engine is doing, or why it failed.")
+    required: bool
+    context_length: int | None = Field(None, description="Tokens that the model can read at once.")
+    vocab_size: int | None = None
+    has_chat_template: bool | None = None
+    columns: list[str] | None = Field(None, description="Row columns that this engine can read.")
+    provenance: Provenance | None = None
+    restarts: int = 0
+
+
+class ModelList(Reply):
+    """Every configured model."""
+
+    models: list[ModelCard]
+
+
+class Health(Reply):
+    """The HTTP process answers."""
+
+    status: Literal["ok"]
+    version: str
+
+
+class Readiness(Reply):
+    """Whether every required model answers, and the state of each."""
+
+    ready: bool
+    models: dict[str, ModelState]

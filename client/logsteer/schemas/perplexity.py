@@ -1,0 +1,145 @@
+"""`POST /perplexity`: log-likelihood of long texts, window by window."""
+
+from typing import Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from logsteer.schemas.common import Answer, Float, Provenance, Reply, RequestOptions, Usage
+
+Protocol = Literal["sliding", "rolling", "disjoint", "llamacpp"]
+
+
+class WindowOptions(RequestOptions):
+    """How a text is cut into windows."""
+
+    protocol: Protocol = Field("sliding", description="The window protocol.")
+    context_length: int | None = Field(
+        None, ge=2, description="Tokens in a window; null: the model's own context length."
+    )
+    stride: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens by which a sliding window moves; null: half of context_length.",
+    )
+
+    @model_validator(mode="after")
+    def _stride_belongs_to_sliding(self) -> "WindowOptions":
+        if self.stride is not None and self.protocol != "sliding":
+            raise ValueError(f"stride belongs to protocol sliding, not to {self.protocol}")
+        if self.stride and self.context_length and self.stride > self.context_length:
+            raise ValueError(
+                f"stride {self.stride} is larger than context_length {self.context_length}: "
+                "tokens between windows would never be scored"
+            )
+        return self
+
+
+class PerplexityRequest(WindowOptions):
+    """Texts to score."""
+
+    texts: list[str] = Field(min_length=1)
+    windows: bool = Field(False, description="List the score of every window.")
+    tokens: bool = Field(False, description="List the log-probability of every token.")
+    reference: str | None = Field(
+        None, description="A second resident model with the same vocabulary to compare with."
+    )
+    stream: bool = Field(False, description="Answer with server-sent events, one per window.")
+
+    @model_validator(mode="after")
+    def _texts_have_content(self) -> "PerplexityRequest":
+        for index, text in enumerate(self.texts):
+            if not text:
+                raise ValueError(f"texts[{index}] is empty: leave it out")
+        return self
+
+
+class PerplexityStreamQuery(WindowOptions):
+    """Query parameters of `POST /perplexity/stream`; the body is the text, in UTF-8."""
+
+    model_config = ConfigDict(strict=False)
+
+
+class Divergence(Reply):
+    """How far the model's next-token distributions are from the reference's, over scored tokens."""
+
+    reference: str
+    kl_mean: Float = Field(description="Mean of KL(reference || model) per token, in nats.")
+    kl_median: Float
+    kl_p99: Float
+    kl_max: Float
+    top1_agreement: Float = Field(description="Share of tokens with the same most probable token.")
+    num_tokens: int
+
+
+class TextScore(Reply):
+    """Sufficient statistics of a text: sums of shards add up to the sums of the whole."""
+
+    sum_logprob: Float = Field(description="Sum of the scored tokens' log-probabilities, in nats.")
+    sum_squared_logprob: Float = Field(description="Sum of their squares, so that stderr merges.")
+    num_tokens: int = Field(description="Tokens of the text, without a BOS that was added.")
+    num_scored: int
+    num_bytes: int = Field(description="UTF-8 bytes of the text that the scored tokens cover.")
+    num_chars: int = Field(description="Characters of that text.")
+    num_words: int = Field(description="White-space separated words of that text.")
+    perplexity: Float = Field(description="exp(-sum_logprob / num_scored).")
+    word_perplexity: Float
+    byte_perplexity: Float
+    bits_per_byte: Float
+    stderr: Float = Field(
+        description="Standard error of `perplexity`: perplexity x the standard error of the mean."
+    )
+    flags: list[str] = Field(default_factory=list)
+
+
+class WindowScore(Reply):
+    """One window: it reads tokens [start, end) of the text and scores its last num_scored ones."""
+
+    text: int = Field(description="Index of the text.")
+    start: int
+    end: int
+    num_scored: int
+    sum_logprob: Float
+    sum_squared_logprob: Float
+
+
+class TokenScores(Reply):
+    """Every scored token of a text, in order."""
+
+    positions: list[int]
+    token_ids: list[int]
+    logprobs: list[Float]
+
+
+class TextResult(TextScore):
+    """The score of one text."""
+
+    windows: list[WindowScore] | None = None
+    tokens: TokenScores | None = None
+
+
+class PerplexityAnswer(Answer):
+    """One result per text, in the order given, and the total."""
+
+    results: list[TextResult]
+    total: TextScore
+    divergence: Divergence | None = None
+
+
+class WindowEvent(Reply):
+    """A server-sent event of type `window`: a finished window and the totals so far."""
+
+    window: WindowScore
+    windows_done: int
+    windows_total: int | None = Field(description="Null while the end of the text is not known.")
+    sum_logprob: Float
+    num_scored: int
+    perplexity: Float
+
+
+class StreamStart(Reply):
+    """The first server-sent event, of type `start`."""
+
+    id: str
+    model: str
+    provenance: Provenance
+    usage: Usage | None = None

@@ -1,0 +1,38 @@
+"""The error document: RFC 9457 problem details with the fields that a program decides by."""
+
+from typing import Literal
+
+from logsteer.schemas.common import Reply
+
+ProblemCode = Literal[
+    "invalid_request",
+    "context_too_long",
+    "boundary_empty",
+    "unsupported_by_engine",
+    "invalid_vector",
+    "unauthorized",
+    "not_found",
+    "unknown_model",
+    "unknown_vector",
+    "method_not_allowed",
+    "payload_too_large",
+    "overloaded",
+    "model_loading",
+    "engine_restarting",
+    "out_of_memory",
+    "deadline_exceeded",
+    "internal",
+]
+
+
+class Problem(Reply):
+    """One error. `detail` says what was wrong and what to do about it."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: ProblemCode
+    param: str | None = None
+    retryable: bool
+    request_id: str

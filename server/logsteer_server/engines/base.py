@@ -1,0 +1,125 @@
+"""The engine contract.
+
+An engine lives in a process of its own. Its process gives it jobs, calls `step` as long as it has
+work, and sends what `step` returns back in batches. Nothing here imports torch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int32]
+Scores = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """One model of the configuration, as its engine needs it."""
+
+    id: str
+    engine: str
+    path: str
+    dtype: str = "auto"
+    devices: str | tuple[int, ...] = "auto"
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    quantization: str | None = None
+    max_model_len: int | None = None
+    memory: float | str | None = None
+    compile: bool = True
+    chunk_bytes: int = 64 * 2**20
+    engine_args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine is, once its model is loaded."""
+
+    engine: str
+    engine_version: str
+    model_path: str
+    tokenizer_path: str
+    weights_digest: str
+    dtype: str
+    logits_dtype: str
+    quantization: str | None
+    tensor_parallel: int
+    pipeline_parallel: int
+    batch_invariant: bool
+    context_length: int
+    vocab_size: int
+    columns: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreJob:
+    """One sequence to score: the model reads T tokens, and its last R rows are scored.
+
+    `targets[r]` is the token that follows row T - R + r: the text's next token, and for the last
+    row the one token of the text that the model does not need to read.
+
+    With `export`, each row's log-probabilities over the vocabulary are written to that file as
+    float32 [R, V]; with `reference`, such a file is read, and the columns `kl` and `top1_agrees`
+    compare this model's rows with it.
+    """
+
+    tokens: Ids
+    targets: Ids
+    columns: tuple[str, ...] = ("logprob",)
+    top: int = 0
+    export: str | None = None
+    reference: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreOutput:
+    """The columns of a job's R rows, each [R]; alternatives [R, top], most probable first."""
+
+    columns: dict[str, npt.NDArray[Any]]
+    top_ids: Ids | None
+    top_logprobs: Scores | None
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobFailure:
+    """Why a job has no output: `code` is a problem code, `detail` says what to do."""
+
+    code: str
+    detail: str
+
+
+JobResult = ScoreOutput | JobFailure
+
+
+class Engine(Protocol):
+    """A resident model. Job ids are chosen by the caller and unique while a job runs."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """What this engine is."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is unfinished."""
+        ...
+
+    def add(self, jobs: Sequence[tuple[int, ScoreJob]]) -> None:
+        """Take jobs in; a job that cannot run comes back from `step` as a JobFailure."""
+        ...
+
+    def cancel(self, job_ids: Sequence[int]) -> None:
+        """Drop jobs; they give no result. Unknown ids are ignored."""
+        ...
+
+    def step(self) -> list[tuple[int, JobResult]]:
+        """Advance the work by one batch and give the jobs that ended with it."""
+        ...
+
+    def close(self) -> None:
+        """Free the model."""
+        ...

@@ -1,0 +1,107 @@
+"""A fake engine for tests of the HTTP surface: log-probabilities from a hash, no model."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from logsteer_server.engines.base import (
+    EngineInfo,
+    EngineSpec,
+    JobFailure,
+    JobResult,
+    ScoreJob,
+    ScoreOutput,
+)
+
+FAKE_COLUMNS = ("logprob", "rank", "entropy")
+
+
+def fake_logprobs(tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """A log-probability in [-9, -0.1] per target, fixed by the token before it and itself."""
+    before = tokens[len(tokens) - len(targets) :].astype(np.int64)
+    mixed = (before * 2654435761 + targets.astype(np.int64) * 40503 + 12345) % 8900
+    return (-0.1 - mixed / 1000).astype(np.float32)
+
+
+class FakeEngine:
+    """Answers jobs at once. `engine_args`: `vocab_size`, `context_length`, `delay_s` a step.
+
+    A token id of `crash_id` breaks the engine, one of `fail_id` fails its job alone.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        args = spec.engine_args
+        self._delay_s = float(args.get("delay_s", 0.0))
+        self._crash_id = args.get("crash_id")
+        self._fail_id = args.get("fail_id")
+        self._jobs: dict[int, ScoreJob] = {}
+        if not Path(spec.path).is_dir():
+            raise ValueError(f"{spec.path}: no such directory")
+        self._info = EngineInfo(
+            engine="fake",
+            engine_version="0",
+            model_path=spec.path,
+            tokenizer_path=spec.path,
+            weights_digest="none",
+            dtype="float32",
+            logits_dtype="float32",
+            quantization=None,
+            tensor_parallel=1,
+            pipeline_parallel=1,
+            batch_invariant=True,
+            context_length=spec.max_model_len or int(args.get("context_length", 128)),
+            vocab_size=int(args["vocab_size"]),
+            columns=FAKE_COLUMNS,
+        )
+
+    @property
+    def info(self) -> EngineInfo:
+        """What this engine claims to be."""
+        return self._info
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is unfinished."""
+        return bool(self._jobs)
+
+    def add(self, jobs: Sequence[tuple[int, ScoreJob]]) -> None:
+        """Take jobs in."""
+        self._jobs.update(jobs)
+
+    def cancel(self, job_ids: Sequence[int]) -> None:
+        """Drop jobs."""
+        for job_id in job_ids:
+            self._jobs.pop(job_id, None)
+
+    def step(self) -> list[tuple[int, JobResult]]:
+        """Answer every job."""
+        time.sleep(self._delay_s)
+        jobs, self._jobs = self._jobs, {}
+        return [(job_id, self._answer(job)) for job_id, job in jobs.items()]
+
+    def _answer(self, job: ScoreJob) -> JobResult:
+        if self._crash_id is not None and self._crash_id in job.tokens:
+            raise RuntimeError("the fake engine was told to crash")
+        if self._fail_id is not None and self._fail_id in job.tokens:
+            return JobFailure("internal", "the fake engine was told to fail this job")
+        logprobs = fake_logprobs(job.tokens, job.targets)
+        values = {
+            "logprob": logprobs,
+            "rank": (1 - logprobs).astype(np.int32),
+            "entropy": -logprobs / 2,
+            "kl": np.zeros_like(logprobs),
+            "top1_agrees": np.ones_like(logprobs),
+        }
+        top_ids = np.arange(job.top, dtype=np.int32)[None].repeat(len(logprobs), 0)
+        top = logprobs[:, None] - np.arange(job.top, dtype=np.float32)
+        return ScoreOutput(
+            {name: values[name] for name in job.columns},
+            top_ids if job.top else None,
+            top if job.top else None,
+            0,
+        )
+
+    def close(self) -> None:
+        """Nothing to free."""

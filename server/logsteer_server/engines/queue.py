@@ -1,0 +1,79 @@
+"""A queue of calls in front of one engine: a long call does not keep short ones waiting."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from logsteer_server.engines.base import ScoreJob
+
+
+@dataclass(eq=False)
+class Call:
+    """The jobs of one caller; `unsent` holds the ids of those that the engine does not have."""
+
+    jobs: Sequence[ScoreJob]
+    first_id: int
+    unsent: deque[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.unsent = deque(range(self.first_id, self.first_id + len(self.jobs)))
+
+    def job(self, job_id: int) -> ScoreJob:
+        """The job of that id."""
+        return self.jobs[job_id - self.first_id]
+
+
+class FairQueue:
+    """Gives the engine the next jobs, one from each waiting call in turn, within a token budget.
+
+    The engine holds at most `max_tokens` tokens of unfinished jobs (and always at least one job).
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._waiting: deque[Call] = deque()
+        self._sent_tokens: dict[int, int] = {}
+        self._tokens_in_engine = 0
+
+    def put(self, call: Call) -> None:
+        """Let a call wait for its turns."""
+        if call.unsent:
+            self._waiting.append(call)
+
+    def take(self) -> list[tuple[int, ScoreJob]]:
+        """The jobs that the engine has room for now."""
+        taken: list[tuple[int, ScoreJob]] = []
+        while self._waiting and self._has_room(self._waiting[0]):
+            call = self._waiting.popleft()
+            job_id = call.unsent.popleft()
+            job = call.job(job_id)
+            self._sent_tokens[job_id] = len(job.tokens)
+            self._tokens_in_engine += len(job.tokens)
+            taken.append((job_id, job))
+            if call.unsent:
+                self._waiting.append(call)
+        return taken
+
+    def _has_room(self, call: Call) -> bool:
+        size = len(call.job(call.unsent[0]).tokens)
+        return not self._sent_tokens or self._tokens_in_engine + size <= self._max_tokens
+
+    def finish(self, job_id: int) -> None:
+        """Note that the engine no longer has the job."""
+        self._tokens_in_engine -= self._sent_tokens.pop(job_id, 0)
+
+    def drop(self, call: Call) -> list[int]:
+        """Forget a call; the ids of its jobs that the engine has."""
+        if call in self._waiting:
+            self._waiting.remove(call)
+        ids = range(call.first_id, call.first_id + len(call.jobs))
+        sent = [job_id for job_id in ids if job_id in self._sent_tokens]
+        for job_id in sent:
+            self.finish(job_id)
+        return sent
+
+    def clear(self) -> None:
+        """Forget everything: the engine is gone."""
+        self._waiting.clear()
+        self._sent_tokens.clear()
+        self._tokens_in_engine = 0

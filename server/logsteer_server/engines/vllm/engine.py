@@ -1,0 +1,239 @@
+"""The vLLM engine: steps vLLM's EngineCore itself and hands whole jobs to its scheduler.
+
+Score jobs enter the scheduler as `Request` objects that are built here, because vLLM's own front
+end costs more than the work on a short text: it copies the sampling parameters of every request
+deeply and makes Python objects of every token.
+"""
+
+import itertools
+import os
+from collections.abc import Sequence
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+from logsteer_server.engines.base import (
+    EngineInfo,
+    EngineSpec,
+    JobFailure,
+    JobResult,
+    ScoreJob,
+    ScoreOutput,
+)
+from logsteer_server.engines.weights import digest_weights, locate_model
+from logsteer_server.rows import PUBLIC_COLUMNS, Reading, unpack
+
+CPU_BLOCK_SIZE = 32
+"""Tokens per cache block on CPU; vLLM's own default of 128 shares no short context."""
+
+
+def set_environment(spec: EngineSpec, on_cpu: bool) -> None:
+    """Set what vLLM reads from the environment, before it is imported."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if on_cpu:
+        if spec.tensor_parallel * spec.pipeline_parallel > 1:
+            ranks = spec.tensor_parallel * spec.pipeline_parallel
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _bind_cores(ranks))
+    elif not isinstance(spec.devices, str):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.devices))
+
+
+def _bind_cores(ranks: int) -> str:
+    """Cores for each rank, in vLLM's syntax: `0,1|2,3` shares four cores between two ranks."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < ranks:
+        raise ValueError(
+            f"{ranks} tensor- or pipeline-parallel ranks need {ranks} cores, this process may use "
+            f"{len(cores)}: lower tensor_parallel"
+        )
+    share = len(cores) // ranks
+    return "|".join(",".join(map(str, cores[r * share : (r + 1) * share])) for r in range(ranks))
+
+
+def parse_bytes(size: str) -> int:
+    """Bytes of a size such as `512MiB` or `1GiB`. Errors: ValueError for anything else."""
+    for suffix, unit in (("GiB", 2**30), ("MiB", 2**20)):
+        if size.endswith(suffix):
+            return int(float(size.removesuffix(suffix)) * unit)
+    raise ValueError(f"memory: {size!r} is not a size; write for example 512MiB or 1GiB")
+
+
+def _engine_args(spec: EngineSpec, path: Path | str, on_cpu: bool, limit: int) -> dict[str, Any]:
+    args: dict[str, Any] = {
+        "model": str(path),
+        "dtype": spec.dtype,
+        "tensor_parallel_size": spec.tensor_parallel,
+        "pipeline_parallel_size": spec.pipeline_parallel,
+        "quantization": spec.quantization,
+        # A scored sequence may fill the context, and vLLM always leaves room for a sampled token.
+        "max_model_len": limit + 1,
+        "enforce_eager": not spec.compile,
+        "enable_prefix_caching": True,
+        "async_scheduling": False,
+        "disable_log_stats": True,
+        "worker_cls": "logsteer_server.engines.vllm.worker.ScoringWorker",
+        "additional_config": {"logsteer_chunk_bytes": spec.chunk_bytes},
+    }
+    ranks = spec.tensor_parallel * spec.pipeline_parallel
+    args["distributed_executor_backend"] = "uni" if ranks == 1 else "mp"
+    if on_cpu:
+        args["block_size"] = CPU_BLOCK_SIZE
+        args["kv_cache_memory_bytes"] = parse_bytes(str(spec.memory or "1GiB"))
+    elif isinstance(spec.memory, float):
+        args["gpu_memory_utilization"] = spec.memory
+    elif spec.memory is not None:
+        args["kv_cache_memory_bytes"] = parse_bytes(spec.memory)
+    return args | spec.engine_args
+
+
+def _context_length(path: Path | str, limit: int | None) -> int:
+    from vllm.transformers_utils.config import get_config
+
+    config = get_config(str(path), trust_remote_code=False)
+    derived = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if derived is None and limit is None:
+        raise ValueError(f"{path}: its config names no context length; set max_model_len")
+    return int(min(x for x in (derived, limit) if x is not None))
+
+
+class VllmEngine:
+    """A model resident in vLLM. Errors: ValueError where the specification cannot be served."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        import torch
+
+        on_cpu = spec.devices == "cpu" or not torch.cuda.is_available()
+        set_environment(spec, on_cpu)
+        path = locate_model(spec.path)
+
+        from vllm import SamplingParams
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.core import EngineCore
+        from vllm.v1.executor import Executor
+
+        limit = _context_length(path, spec.max_model_len)
+        config = EngineArgs(**_engine_args(spec, path, on_cpu, limit)).create_engine_config()
+        self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
+        self._info = self._describe(spec, path, config, limit)
+        self._jobs: dict[str, tuple[int, ScoreJob]] = {}
+        self._request_ids: dict[int, str] = {}
+        self._serial = itertools.count()
+        self._failures: list[tuple[int, JobResult]] = []
+        self._params = SamplingParams(
+            temperature=0.0, max_tokens=1, detokenize=False, skip_reading_prefix_cache=False
+        )
+
+    def _describe(self, spec: EngineSpec, path: Path | str, config: Any, limit: int) -> EngineInfo:
+        import vllm
+        import vllm.envs
+
+        model = config.model_config
+        return EngineInfo(
+            engine="vllm",
+            engine_version=str(vllm.__version__),
+            model_path=spec.path,
+            tokenizer_path=str(model.tokenizer),
+            weights_digest=digest_weights(path),
+            dtype=str(model.dtype).removeprefix("torch."),
+            logits_dtype=str(model.head_dtype or model.dtype).removeprefix("torch."),
+            quantization=model.quantization,
+            tensor_parallel=spec.tensor_parallel,
+            pipeline_parallel=spec.pipeline_parallel,
+            batch_invariant=bool(vllm.envs.VLLM_BATCH_INVARIANT),
+            context_length=limit,
+            vocab_size=int(model.get_vocab_size()),
+            columns=PUBLIC_COLUMNS,
+        )
+
+    @property
+    def info(self) -> EngineInfo:
+        """What this engine is."""
+        return self._info
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is unfinished."""
+        return bool(self._jobs or self._failures)
+
+    def add(self, jobs: Sequence[tuple[int, ScoreJob]]) -> None:
+        """Hand jobs to vLLM's scheduler."""
+        for job_id, job in jobs:
+            if len(job.tokens) > self._info.context_length:
+                detail = f"{len(job.tokens)} tokens, the model reads {self._info.context_length}"
+                self._failures.append((job_id, JobFailure("context_too_long", detail)))
+            else:
+                self._submit(job_id, job, use_cache=True)
+
+    def _submit(self, job_id: int, job: ScoreJob, use_cache: bool) -> None:
+        from vllm.v1.request import Request
+
+        from logsteer_server.engines.vllm.worker import SCORE
+
+        params = copy(self._params)
+        params.skip_reading_prefix_cache = not use_cache
+        params.extra_args = {
+            SCORE: {
+                "targets": job.targets.tobytes(),
+                "columns": job.columns,
+                "top": job.top,
+                "export": job.export,
+                "reference": job.reference,
+            }
+        }
+        request_id = str(next(self._serial))
+        self._jobs[request_id] = (job_id, job)
+        self._request_ids[job_id] = request_id
+        self._core.add_request(
+            Request(
+                request_id,
+                job.tokens.tolist(),
+                params,
+                None,
+                block_hasher=self._core.request_block_hasher,
+            )
+        )
+
+    def cancel(self, job_ids: Sequence[int]) -> None:
+        """Abort jobs in vLLM's scheduler."""
+        request_ids = [r for r in map(self._request_ids.get, job_ids) if r is not None]
+        self._core.abort_requests(request_ids)
+        for request_id in request_ids:
+            job_id, _ = self._jobs.pop(request_id)
+            del self._request_ids[job_id]
+
+    def step(self) -> list[tuple[int, JobResult]]:
+        """Run one step of vLLM and give the jobs that it finished."""
+        results, self._failures = self._failures, []
+        if not self._jobs:
+            return results
+        outputs, executed = self._core.step_fn()
+        self._core.post_step(model_executed=executed)
+        for batch in outputs.values():
+            for output in batch.outputs:
+                if output.finished and output.request_id in self._jobs:
+                    results += self._collect(output)
+        return results
+
+    def _collect(self, output: Any) -> list[tuple[int, JobResult]]:
+        job_id, job = self._jobs.pop(output.request_id)
+        del self._request_ids[job_id]
+        values = output.prompt_token_id_logprobs
+        reading = Reading(job.columns, job.top)
+        if values is None:
+            detail = f"vLLM ended the request without its rows ({output.finish_reason})"
+            return [(job_id, JobFailure("internal", detail))]
+        if values.numel() == 0:
+            # The prefix cache reached beyond the first wanted row, so that row was not computed.
+            self._submit(job_id, job, use_cache=False)
+            return []
+        rows = unpack(values.numpy().reshape(-1, reading.width), reading)
+        cached = output.prefill_stats.num_cached_tokens if output.prefill_stats else 0
+        return [(job_id, ScoreOutput(rows.columns, rows.top_ids, rows.top_logprobs, cached))]
+
+    def close(self) -> None:
+        """Stop vLLM and its worker processes."""
+        self._core.shutdown()

@@ -1,0 +1,51 @@
+"""Where a checkpoint lies on this machine, and which one it is."""
+
+import hashlib
+from pathlib import Path
+
+WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+HASHED_WHOLE = 8 * 2**30
+"""Checkpoints of up to this many bytes are hashed whole; larger ones by samples of each file."""
+SAMPLE = 16 * 2**20
+
+
+def locate_model(path: str) -> Path | str:
+    """The directory of a checkpoint: a path as it is, a hub id where the hub's cache has it.
+
+    A hub id that is not cached is given back unchanged, for the engine to download.
+    """
+    if Path(path).exists():
+        return Path(path)
+    if path.startswith((".", "/", "~")):
+        raise ValueError(f"{path}: no such directory; give a checkpoint's directory or a hub id")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return Path(snapshot_download(path, ignore_patterns=["*.bin", "*.pth", "original/*"]))
+
+
+def digest_weights(path: Path | str) -> str:
+    """SHA-256 over the weight files' names, sizes and bytes, as `sha256:<hex>`.
+
+    Checkpoints above HASHED_WHOLE are read at the start and end of each file only, and the digest
+    then says `sampled-sha256`.
+    """
+    directory = Path(path)
+    files = sorted(f for pattern in WEIGHT_PATTERNS for f in directory.glob(pattern))
+    whole = sum(f.stat().st_size for f in files) <= HASHED_WHOLE
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}:".encode())
+        with file.open("rb") as stream:
+            if whole or size <= 2 * SAMPLE:
+                while block := stream.read(SAMPLE):
+                    digest.update(block)
+            else:
+                digest.update(stream.read(SAMPLE))
+                stream.seek(size - SAMPLE)
+                digest.update(stream.read(SAMPLE))
+    return f"{'' if whole else 'sampled-'}sha256:{digest.hexdigest()}"

@@ -1,0 +1,201 @@
+"""The resident models: each an engine, its tokenizer, and the budget of work it takes on."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+
+from logsteer.errors import api_error
+from logsteer.schemas import ModelCard, Provenance
+from logsteer_server.engines.base import EngineInfo, ScoreJob, ScoreOutput
+from logsteer_server.engines.supervisor import EngineHandle, JobEnd, SupervisionLimits, now
+from logsteer_server.scoring.tokenizer import TextCodec
+from logsteer_server.settings import ModelSettings, Settings
+
+
+class WorkClock:
+    """Times of one request: accepted when made, then when the engine took the first job."""
+
+    def __init__(self) -> None:
+        self._accepted = now()
+        self._taken: float | None = None
+
+    def note(self, end: JobEnd) -> None:
+        """Count a finished job in."""
+        self._taken = end.taken_at if self._taken is None else min(self._taken, end.taken_at)
+
+    def read(self) -> dict[str, float]:
+        """The fields of `Timing`."""
+        taken = self._accepted if self._taken is None else self._taken
+        return {
+            "queue_ms": round(1e3 * max(0.0, taken - self._accepted), 3),
+            "engine_ms": round(1e3 * (now() - taken), 3),
+        }
+
+
+class Resident:
+    """One configured model."""
+
+    def __init__(self, settings: ModelSettings, handle: EngineHandle, max_tokens: int) -> None:
+        self.settings = settings
+        self.handle = handle
+        self._codec: TextCodec | None = None
+        self._max_tokens = max_tokens
+        self._pending_tokens = 0
+        self._tokens_per_s = 0.0
+
+    @property
+    def id(self) -> str:
+        """The id under which requests name this model."""
+        return self.settings.id
+
+    async def load_codec(self) -> None:
+        """Load the tokenizer when the engine is ready; the handle's state says if that fails."""
+        await self.handle.ready.wait()
+        assert self.handle.info is not None
+        try:
+            self._codec = await asyncio.to_thread(TextCodec.load, self.handle.info.tokenizer_path)
+        except (OSError, ValueError) as error:
+            self.handle.state = "failed"
+            self.handle.detail = f"tokenizer: {error}"
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests can be answered."""
+        return self.handle.state == "ready" and self._codec is not None
+
+    def require(self) -> tuple[TextCodec, EngineInfo]:
+        """Tokenizer and engine. Errors: APIError where the model does not answer now."""
+        info = self.handle.check_ready()
+        if self._codec is None:
+            detail = f"The tokenizer of model {self.id} is still loading; try again shortly."
+            raise api_error("model_loading", detail, retry_after=2)
+        return self._codec, info
+
+    @contextmanager
+    def admit(self, num_tokens: int) -> Iterator[None]:
+        """Reserve room for work while it runs.
+
+        Errors: APIError `overloaded` where other work leaves no room, `payload_too_large` where
+        the work would not fit even alone.
+        """
+        if num_tokens > self._max_tokens:
+            detail = (
+                f"The request needs {num_tokens} tokens of work, at most {self._max_tokens} are "
+                "taken at once: split it, or raise max_pending_tokens."
+            )
+            raise api_error("payload_too_large", detail)
+        if self._pending_tokens + num_tokens > self._max_tokens:
+            wait = self._pending_tokens / self._tokens_per_s if self._tokens_per_s else 5.0
+            detail = (
+                f"{self._pending_tokens} tokens of work are waiting and this request adds "
+                f"{num_tokens}; the limit is {self._max_tokens}. Try again later."
+            )
+            raise api_error("overloaded", detail, retry_after=max(1.0, round(wait)))
+        self._pending_tokens += num_tokens
+        try:
+            yield
+        finally:
+            self._pending_tokens -= num_tokens
+
+    async def score(
+        self, jobs: Sequence[ScoreJob], clock: WorkClock
+    ) -> AsyncIterator[tuple[int, ScoreOutput]]:
+        """Index and output of each job as it ends; see `EngineHandle.score`."""
+        num_tokens = sum(len(job.tokens) for job in jobs)
+        started = time.monotonic()
+        with self.admit(num_tokens):
+            async for end in self.handle.score(jobs):
+                clock.note(end)
+                yield end.index, end.output
+        speed = num_tokens / max(1e-3, time.monotonic() - started)
+        self._tokens_per_s = 0.8 * self._tokens_per_s + 0.2 * speed if self._tokens_per_s else speed
+
+    def describe(self) -> ModelCard:
+        """The model as `GET /models` shows it."""
+        info, codec = self.handle.info, self._codec
+        card = ModelCard(
+            id=self.id,
+            engine=self.settings.engine,
+            state="loading"
+            if self.handle.state == "ready" and codec is None
+            else self.handle.state,
+            detail=self.handle.detail,
+            required=self.settings.required,
+            restarts=self.handle.restarts,
+        )
+        if info is not None and codec is not None:
+            card.context_length = info.context_length
+            card.vocab_size = info.vocab_size
+            card.has_chat_template = codec.has_chat_template
+            card.columns = list(info.columns)
+            card.provenance = self.provenance()
+        return card
+
+    def provenance(self, protocol: str | None = None) -> Provenance:
+        """What computes this model's numbers."""
+        codec, info = self.require() if self.is_ready else (self._codec, self.handle.info)
+        assert codec is not None and info is not None
+        return Provenance(
+            engine=self.settings.engine,
+            engine_version=info.engine_version,
+            model_path=info.model_path,
+            weights_digest=info.weights_digest,
+            dtype=info.dtype,
+            logits_dtype=info.logits_dtype,
+            quantization=info.quantization,
+            tensor_parallel=info.tensor_parallel,
+            pipeline_parallel=info.pipeline_parallel,
+            batch_invariant=info.batch_invariant,
+            vocab_size=info.vocab_size,
+            tokenizer_digest=codec.digest,
+            protocol=protocol,
+        )
+
+
+class Residents:
+    """Every configured model, by id."""
+
+    def __init__(self, settings: Settings) -> None:
+        limits = SupervisionLimits(
+            settings.engine_tokens, settings.ping_timeout_s, settings.max_restarts
+        )
+        self.by_id = {
+            model.id: Resident(
+                model,
+                EngineHandle(model.to_spec(settings.directory), limits),
+                settings.max_pending_tokens,
+            )
+            for model in settings.models
+        }
+        self._answer_ids = itertools.count(1)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Start every engine; returns at once."""
+        for resident in self.by_id.values():
+            resident.handle.start()
+            self._tasks.append(asyncio.create_task(resident.load_codec()))
+
+    async def close(self) -> None:
+        """End every engine."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*(resident.handle.close() for resident in self.by_id.values()))
+
+    def find(self, model_id: str | None) -> Resident:
+        """The model of that id, or the only one for None.
+
+        Errors: APIError `unknown_model`, or `invalid_request` where None is ambiguous.
+        """
+        ids = ", ".join(self.by_id)
+        if model_id is None:
+            if len(self.by_id) == 1:
+                return next(iter(self.by_id.values()))
+            detail = f"Several models are resident; name one of them as model: {ids}."
+            raise api_error("invalid_request", detail, param="model")
+        if model_id not in self.by_id:
+            detail = f"No model {model_id!r} is resident; these are: {ids}."
+            raise api_error("unknown_model", detail, param="model")
+        return self.by_id[model_id]

@@ -1,0 +1,64 @@
+"""`POST /logprob`."""
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from logsteer.schemas import LogprobAnswer, LogprobRequest
+from logsteer_server.deps import (
+    LimitedRoute,
+    ResidentsDep,
+    SettingsDep,
+    answer,
+    check_count,
+    describe_answer,
+    new_id,
+    run_within,
+)
+from logsteer_server.engines.base import ScoreOutput
+from logsteer_server.residents import Resident, WorkClock
+from logsteer_server.scoring.targets import LogprobPlan, assemble_targets, plan_targets
+
+router = APIRouter(route_class=LimitedRoute, tags=["scoring"])
+
+
+@router.post("/logprob", responses=describe_answer(LogprobAnswer))
+async def logprob(
+    body: LogprobRequest, request: Request, residents: ResidentsDep, settings: SettingsDep
+) -> Response:
+    """Exact log-probability of every target given its context."""
+    check_count("items", len(body.items), settings.max_items)
+    targets = sum(len(item.targets or item.target_ids or ()) for item in body.items)
+    check_count("items[].targets", targets, settings.max_targets)
+    resident = residents.find(body.model)
+    work = _score(body, resident)
+    return answer(request, await run_within(request, settings.request_timeout_s, work))
+
+
+async def _score(body: LogprobRequest, resident: Resident) -> dict[str, Any]:
+    clock = WorkClock()
+    codec, info = resident.require()
+    plan = await asyncio.to_thread(plan_targets, body, codec, info)
+    outputs: list[ScoreOutput | None] = [None] * len(plan.planned)
+    async for index, output in resident.score(plan.jobs, clock):
+        outputs[index] = output
+    complete = [output for output in outputs if output is not None]
+    results = await asyncio.to_thread(assemble_targets, plan, complete, codec)
+    return {
+        "id": new_id("logprob"),
+        "model": resident.id,
+        "results": results,
+        "usage": _sum_usage(plan, complete),
+        "timing": clock.read(),
+        "provenance": resident.provenance().model_dump(),
+    }
+
+
+def _sum_usage(plan: LogprobPlan, outputs: list[ScoreOutput]) -> dict[str, int]:
+    return {
+        "prompt_tokens": sum(len(target.job.tokens) for target in plan.planned),
+        "scored_tokens": sum(len(target.job.targets) for target in plan.planned),
+        "generated_tokens": 0,
+        "cached_tokens": sum(output.cached_tokens for output in outputs),
+    }

@@ -1,0 +1,52 @@
+"""`GET /models`, `/models/{id}`, `/healthz` and `/readyz`."""
+
+import asyncio
+
+from fastapi import APIRouter, Depends, Response
+
+from logsteer.schemas import Health, ModelCard, ModelList, ModelState, Readiness
+from logsteer_server import __version__
+from logsteer_server.deps import ResidentsDep, check_key
+from logsteer_server.residents import Resident
+
+router = APIRouter(tags=["operations"])
+
+
+@router.get("/models", dependencies=[Depends(check_key)])
+async def list_models(residents: ResidentsDep) -> ModelList:
+    """Every configured model and its state."""
+    return ModelList(models=[resident.describe() for resident in residents.by_id.values()])
+
+
+@router.get("/models/{model_id:path}", dependencies=[Depends(check_key)])
+async def get_model(model_id: str, residents: ResidentsDep) -> ModelCard:
+    """One model and its state."""
+    return residents.find(model_id).describe()
+
+
+@router.get("/healthz")
+async def healthz() -> Health:
+    """The HTTP process answers."""
+    return Health(status="ok", version=__version__)
+
+
+@router.get("/readyz")
+async def readyz(residents: ResidentsDep, response: Response) -> Readiness:
+    """Whether the engine of every required model answers now; status 503 where one does not."""
+    found = list(residents.by_id.values())
+    states = await asyncio.gather(*(_probe(resident) for resident in found))
+    ready = all(
+        state == "ready" or not resident.settings.required
+        for state, resident in zip(states, found, strict=True)
+    )
+    response.status_code = 200 if ready else 503
+    return Readiness(
+        ready=ready, models=dict(zip((resident.id for resident in found), states, strict=True))
+    )
+
+
+async def _probe(resident: Resident) -> ModelState:
+    state = resident.describe().state
+    if state == "ready" and not await resident.handle.ping():
+        return "restarting" if resident.handle.state == "ready" else resident.handle.state
+    return state

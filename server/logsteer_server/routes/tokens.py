@@ -1,0 +1,62 @@
+"""`POST /tokenize` and `POST /detokenize`."""
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from logsteer.errors import api_error
+from logsteer.schemas import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    TokenizeAnswer,
+    TokenizeRequest,
+)
+from logsteer_server.deps import LimitedRoute, ResidentsDep, SettingsDep, answer, check_count
+from logsteer_server.scoring.tokenizer import TextCodec
+
+router = APIRouter(route_class=LimitedRoute, tags=["tokens"])
+
+
+@router.post("/tokenize", responses={200: {"model": TokenizeAnswer}})
+async def tokenize(
+    body: TokenizeRequest, request: Request, residents: ResidentsDep, settings: SettingsDep
+) -> Response:
+    """The tokens of each text."""
+    check_count("texts", len(body.texts), settings.max_items)
+    resident = residents.find(body.model)
+    codec, _ = resident.require()
+    results = await asyncio.to_thread(_encode, codec, body)
+    return answer(request, {"model": resident.id, "results": results})
+
+
+def _encode(codec: TextCodec, body: TokenizeRequest) -> list[dict[str, Any]]:
+    results = []
+    for encoded in codec.encode(body.texts):
+        front = codec.bos_ids(body.bos, encoded.ids)
+        ids = front + encoded.ids
+        results.append(
+            {
+                "token_ids": ids,
+                "tokens": [codec.piece(token_id) for token_id in ids],
+                "offsets": [None] * len(front) + list(encoded.offsets),
+            }
+        )
+    return results
+
+
+@router.post("/detokenize", responses={200: {"model": DetokenizeAnswer}})
+async def detokenize(
+    body: DetokenizeRequest, request: Request, residents: ResidentsDep, settings: SettingsDep
+) -> Response:
+    """The text of each sequence of token ids, special tokens written out."""
+    check_count("token_ids", len(body.token_ids), settings.max_items)
+    resident = residents.find(body.model)
+    codec, info = resident.require()
+    for index, ids in enumerate(body.token_ids):
+        if ids and max(ids) >= info.vocab_size:
+            detail = f"token_ids[{index}] has id {max(ids)}; the vocabulary ends at "
+            detail += f"{info.vocab_size - 1}."
+            raise api_error("invalid_request", detail, param=f"token_ids[{index}]")
+    texts = await asyncio.to_thread(lambda: [codec.decode(ids) for ids in body.token_ids])
+    return answer(request, {"model": resident.id, "texts": texts})

@@ -1,0 +1,117 @@
+"""A model's tokenizer, with BOS under control and batches encoded at once."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from logsteer.errors import api_error
+from logsteer.schemas import BosPolicy, Message
+
+Offsets = list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedText:
+    """The tokens of one text, without any that the text does not contain."""
+
+    ids: list[int]
+    offsets: Offsets
+
+
+class TextCodec:
+    """Encodes and decodes text as a model does. Safe to use from several threads.
+
+    Encoding never adds special tokens by itself: `bos_ids` says what stands in front.
+    """
+
+    def __init__(self, tokenizer: Any, digest: str) -> None:
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self.digest = digest
+        self.bos_id: int | None = tokenizer.bos_token_id
+        self.eos_id: int | None = tokenizer.eos_token_id
+        self.vocab_size = len(tokenizer)
+        self.has_chat_template = tokenizer.chat_template is not None
+        probe = tokenizer("a")["input_ids"]
+        self._adds_bos = self.bos_id is not None and probe[:1] == [self.bos_id]
+        self._anchor = self._backend.encode("a", add_special_tokens=False).ids[-1:]
+        self._anchor_length = len(self._decode(self._anchor))
+        self.piece = lru_cache(maxsize=65_536)(self._piece)
+
+    @classmethod
+    def load(cls, path: str) -> "TextCodec":
+        """The tokenizer of a checkpoint. Errors: OSError or ValueError where there is none."""
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        if not hasattr(tokenizer, "backend_tokenizer"):
+            raise ValueError(f"{path}: only tokenizers with a tokenizer.json are supported")
+        file = Path(path) / "tokenizer.json"
+        content = (
+            file.read_bytes() if file.is_file() else tokenizer.backend_tokenizer.to_str().encode()
+        )
+        return cls(tokenizer, f"sha256:{hashlib.sha256(content).hexdigest()}")
+
+    def encode(self, texts: Sequence[str]) -> list[EncodedText]:
+        """The tokens of each text with their character offsets."""
+        encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        return [EncodedText(encoding.ids, encoding.offsets) for encoding in encodings]
+
+    def encode_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token ids of each text; cheaper than `encode`."""
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def bos_ids(self, policy: BosPolicy, ids: Sequence[int] = ()) -> list[int]:
+        """What stands in front of `ids`: the BOS token or nothing; never a second BOS.
+
+        Errors: APIError `invalid_request` where BOS is wanted and the tokenizer has none.
+        """
+        if policy == "never" or (policy == "auto" and not self._adds_bos):
+            return []
+        if self.bos_id is None:
+            detail = "bos: always was asked for, but this model's tokenizer has no BOS token."
+            raise api_error("invalid_request", detail, param="bos")
+        return [] if list(ids[:1]) == [self.bos_id] else [self.bos_id]
+
+    def prefix_id(self) -> int:
+        """The token that stands before a text in the rolling protocol: BOS, else EOS."""
+        prefix = self.bos_id if self.bos_id is not None else self.eos_id
+        if prefix is None:
+            detail = "protocol rolling needs a BOS or EOS token, and this tokenizer has neither."
+            raise api_error("invalid_request", detail, param="protocol")
+        return prefix
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        """The conversation as text, up to where the assistant's next turn begins.
+
+        Errors: APIError `invalid_request` without a chat template, or where it refuses.
+        """
+        from jinja2 import TemplateError
+
+        if not self.has_chat_template:
+            detail = "This model has no chat template; send context text instead of messages."
+            raise api_error("invalid_request", detail, param="messages")
+        turns = [message.model_dump() for message in messages]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            detail = f"The model's chat template refuses these messages: {error}."
+            raise api_error("invalid_request", detail, param="messages") from error
+        return str(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens written out."""
+        return self._decode(list(ids))
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._backend.decode(ids, skip_special_tokens=False))
+
+    def _piece(self, token_id: int) -> str:
+        """The text that a token adds after other text, with its leading space if it has one."""
+        return self._decode([*self._anchor, token_id])[self._anchor_length :]

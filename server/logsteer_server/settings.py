@@ -1,0 +1,133 @@
+"""The server's configuration: the one reader of files and environment variables."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from logsteer.schemas import EngineKind
+from logsteer_server.engines.base import EngineSpec
+
+
+class ConfigurationError(ValueError):
+    """A configuration that cannot be used; the message says where and what to change."""
+
+
+class ModelSettings(BaseModel):
+    """One resident model."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    id: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$")
+    engine: EngineKind = "vllm"
+    path: str = Field(min_length=1, description="Directory of a checkpoint, or its id on the hub.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    devices: Literal["auto", "cpu"] | list[int] = "auto"
+    tensor_parallel: int = Field(1, ge=1)
+    pipeline_parallel: int = Field(1, ge=1)
+    quantization: str | None = None
+    max_model_len: int | None = Field(None, ge=2)
+    memory: float | str | None = Field(
+        None, description="Fraction of a GPU, or the key-value cache's size, such as 1GiB."
+    )
+    compile: bool = True
+    required: bool = True
+    chunk_bytes: int = Field(
+        64 * 2**20, ge=2**20, description="Bytes of logits and temporaries held at once."
+    )
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+
+    def to_spec(self, directory: Path) -> EngineSpec:
+        """What the engine gets; a relative path that exists under `directory` is meant there."""
+        local = directory / Path(self.path).expanduser()
+        fields = self.model_dump(exclude={"required", "devices", "path"})
+        devices = tuple(self.devices) if isinstance(self.devices, list) else self.devices
+        path = str(local.resolve()) if local.exists() else self.path
+        return EngineSpec(**fields, devices=devices, path=path)
+
+
+class Settings(BaseSettings):
+    """All that can be set, by file, then `LOGSTEER_…` variable or `.env`, then argument."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="LOGSTEER_", env_file=".env", extra="ignore", yaml_file=None
+    )
+
+    models: list[ModelSettings] = Field(default_factory=list)
+    directory: Path = Field(Path(), description="Where relative model paths start.")
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)
+    api_key: str | None = Field(None, min_length=1, description="Asked for as a bearer token.")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    max_body_bytes: int = Field(8 * 2**20, ge=1024, description="Bytes of a JSON request.")
+    max_stream_bytes: int = Field(2**40, ge=1024, description="Bytes of a streamed text.")
+    max_items: int = Field(16_384, ge=1, description="Items or texts of one request.")
+    max_targets: int = Field(65_536, ge=1, description="Targets of one request, all items.")
+    max_pending_tokens: int = Field(
+        8_000_000, ge=1, description="Tokens of accepted unfinished work, per model."
+    )
+    max_windows_in_flight: int = Field(64, ge=1, description="Windows at work, per stream.")
+    max_reference_bytes: int = Field(
+        2**30, ge=2**20, description="Bytes of log-probabilities on disk while models are compared."
+    )
+    scratch_directory: Path | None = Field(None, description="For those; null: the system's.")
+    request_timeout_s: float = Field(600.0, gt=0, description="For one request without streaming.")
+    engine_tokens: int = Field(65_536, ge=1, description="Tokens that an engine holds at once.")
+    ping_timeout_s: float = Field(30.0, gt=0)
+    max_restarts: int = Field(5, ge=0, description="Restarts of an engine before it is given up.")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The environment and `.env` above what the file says, which arrives as init settings."""
+        return env_settings, dotenv_settings, init_settings
+
+    @field_validator("models")
+    @classmethod
+    def _ids_are_distinct(cls, models: list[ModelSettings]) -> list[ModelSettings]:
+        ids = [model.id for model in models]
+        if len(set(ids)) != len(ids):
+            raise ValueError(f"model ids must differ, got {ids}")
+        return models
+
+    @model_validator(mode="after")
+    def _has_models(self) -> "Settings":
+        if not self.models:
+            raise ValueError("no model is configured: name one under `models:`")
+        return self
+
+
+def load_settings(config: Path | None, **overrides: Any) -> Settings:
+    """The settings of a YAML file, the environment, and the arguments that are not None.
+
+    Errors: ConfigurationError, for a file that cannot be read or values that do not fit.
+    """
+    document: dict[str, Any] = {}
+    if config is not None:
+        try:
+            loaded = yaml.safe_load(config.read_text())
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigurationError(f"{config}: cannot be read: {error}") from error
+        if not isinstance(loaded, dict):
+            raise ConfigurationError(f"{config}: must be a mapping that begins with `models:`")
+        document = loaded
+        unknown = document.keys() - Settings.model_fields.keys()
+        if unknown:
+            known = ", ".join(Settings.model_fields)
+            raise ConfigurationError(f"{config}: unknown {sorted(unknown)}; known are {known}")
+        document.setdefault("directory", config.parent)
+    try:
+        settings = Settings(**document)
+    except ValueError as error:
+        raise ConfigurationError(f"{config or 'settings'}: {error}") from error
+    given = {name: value for name, value in overrides.items() if value is not None}
+    return settings.model_copy(update=given)
