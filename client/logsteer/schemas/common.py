@@ -29,15 +29,15 @@ class RequestOptions(Request):
     """Fields that every request about a model accepts."""
 
     model: str | None = Field(
-        None, description="Id of a resident model; may be left out where there is only one."
+        default=None, description="Id of a resident model; may be left out where there is only one."
     )
     bos: BosPolicy = Field(
-        "auto",
+        default="auto",
         description="Beginning-of-sequence token: as the tokenizer does, always, or never. "
         "It is never added twice.",
     )
     on_overflow: OverflowPolicy = Field(
-        "error",
+        default="error",
         description="What happens to a sequence longer than the model's context: an error, or its "
         "leftmost context tokens are dropped and counted in `truncated_tokens`.",
     )
@@ -47,7 +47,7 @@ class RowOptions(RequestOptions):
     """Which columns are read from every scored row."""
 
     columns: list[Column] = Field(
-        ["logprob", "rank"],
+        default=["logprob", "rank"],
         min_length=1,
         description="Columns read from each scored row.",
     )
@@ -80,7 +80,9 @@ class Usage(Reply):
     prompt_tokens: int = Field(description="Tokens that the model was given to read.")
     scored_tokens: int = Field(description="Tokens whose log-probability was read.")
     generated_tokens: int = 0
-    cached_tokens: int = Field(0, description="Prompt tokens that came from the prefix cache.")
+    cached_tokens: int = Field(
+        default=0, description="Prompt tokens that came from the prefix cache."
+    )
 
 
 class Timing(Reply):
@@ -105,7 +107,7 @@ class Provenance(Reply):
     batch_invariant: bool
     vocab_size: int = Field(description="Number of logits that the softmax ran over.")
     tokenizer_digest: str
-    protocol: str | None = Field(None, description="Window protocol, where one applies.")
+    protocol: str | None = Field(default=None, description="Window protocol, where one applies.")
 
 
 class Answer(Reply):

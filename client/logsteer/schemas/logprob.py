@@ -25,9 +25,9 @@ class LogprobItem(Request):
 
     context: str | None = None
     context_ids: list[TokenId] | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
-    targets: list[str] | None = Field(None, min_length=1)
-    target_ids: list[list[TokenId]] | None = Field(None, min_length=1)
+    messages: list[Message] | None = Field(default=None, min_length=1)
+    targets: list[str] | None = Field(default=None, min_length=1)
+    target_ids: list[list[TokenId]] | None = Field(default=None, min_length=1)
 
     @model_validator(mode="after")
     def _one_form(self) -> "LogprobItem":
@@ -56,15 +56,20 @@ class LogprobRequest(RowOptions):
 
     items: list[LogprobItem] = Field(min_length=1)
     boundary: Boundary = Field(
-        "joint",
+        default="joint",
         description="`joint` encodes context + target together and cuts at the context's length; "
         "`separate` encodes each alone. Ids are taken as they are.",
     )
     space: SpacePolicy = Field(
-        "as_given", description="`both` scores text targets with and without one leading space."
+        default="as_given",
+        description="`both` scores text targets with and without one leading space.",
     )
-    top: int = Field(0, ge=0, le=1000, description="Most probable alternatives listed per row.")
-    per_token: bool = Field(True, description="False leaves out the arrays, keeps the sums.")
+    top: int = Field(
+        default=0, ge=0, le=1000, description="Most probable alternatives listed per row."
+    )
+    per_token: bool = Field(
+        default=True, description="False leaves out the arrays, keeps the sums."
+    )
 
     @model_validator(mode="after")
     def _ids_have_no_spaces(self) -> "LogprobRequest":
@@ -80,22 +85,22 @@ class TargetScore(Reply):
     token_ids: list[int] | None = None
     tokens: list[str] | None = None
     offsets: list[tuple[int, int]] | None = Field(
-        None,
+        default=None,
         description="[start, end) of each token in characters from the target's first one; "
         "negative where white space of the context was moved to the target. Null for ids.",
     )
     logprobs: list[Float] | None = None
     ranks: list[int] | None = Field(
-        None, description="1 + the number of tokens with a strictly larger logit."
+        default=None, description="1 + the number of tokens with a strictly larger logit."
     )
     entropy: list[Float] | None = None
     top: TopAlternatives | None = None
     logprob: Float = Field(description="Sum of the log-probabilities, in nats.")
     prob: Float = None
-    perplexity: Float = Field(None, description="exp(-logprob / num_tokens).")
+    perplexity: Float = Field(default=None, description="exp(-logprob / num_tokens).")
     num_tokens: int
     num_bytes: int = Field(description="UTF-8 bytes of `target`.")
-    is_greedy: bool | None = Field(None, description="Every rank is 1; null without ranks.")
+    is_greedy: bool | None = Field(default=None, description="Every rank is 1; null without ranks.")
     boundary: BoundaryFinding = Field(
         description="`merged` where the context's own tokens are not a prefix of the joint tokens."
     )
@@ -115,7 +120,8 @@ class ScoredTarget(TargetScore):
 
     variants: SpaceVariants | None = None
     logprob_any_space: Float = Field(
-        None, description="log(exp(with_space) + exp(without_space)), where both were asked for."
+        default=None,
+        description="log(exp(with_space) + exp(without_space)), where both were asked for.",
     )
 
 

@@ -17,10 +17,14 @@ class ModelCard(Reply):
     state: ModelState
     detail: str = Field(description="What the engine is doing, or why it failed.")
     required: bool
-    context_length: int | None = Field(None, description="Tokens that the model can read at once.")
+    context_length: int | None = Field(
+        default=None, description="Tokens that the model can read at once."
+    )
     vocab_size: int | None = None
     has_chat_template: bool | None = None
-    columns: list[str] | None = Field(None, description="Row columns that this engine can read.")
+    columns: list[str] | None = Field(
+        default=None, description="Row columns that this engine can read."
+    )
     provenance: Provenance | None = None
     restarts: int = 0
 

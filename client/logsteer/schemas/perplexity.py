@@ -12,12 +12,12 @@ Protocol = Literal["sliding", "rolling", "disjoint", "llamacpp"]
 class WindowOptions(RequestOptions):
     """How a text is cut into windows."""
 
-    protocol: Protocol = Field("sliding", description="The window protocol.")
+    protocol: Protocol = Field(default="sliding", description="The window protocol.")
     context_length: int | None = Field(
-        None, ge=2, description="Tokens in a window; null: the model's own context length."
+        default=None, ge=2, description="Tokens in a window; null: the model's own context length."
     )
     stride: int | None = Field(
-        None,
+        default=None,
         ge=1,
         description="Tokens by which a sliding window moves; null: half of context_length.",
     )
@@ -38,12 +38,15 @@ class PerplexityRequest(WindowOptions):
     """Texts to score."""
 
     texts: list[str] = Field(min_length=1)
-    windows: bool = Field(False, description="List the score of every window.")
-    tokens: bool = Field(False, description="List the log-probability of every token.")
+    windows: bool = Field(default=False, description="List the score of every window.")
+    tokens: bool = Field(default=False, description="List the log-probability of every token.")
     reference: str | None = Field(
-        None, description="A second resident model with the same vocabulary to compare with."
+        default=None,
+        description="A second resident model with the same vocabulary to compare with.",
     )
-    stream: bool = Field(False, description="Answer with server-sent events, one per window.")
+    stream: bool = Field(
+        default=False, description="Answer with server-sent events, one per window."
+    )
 
     @model_validator(mode="after")
     def _texts_have_content(self) -> "PerplexityRequest":

@@ -1,0 +1,98 @@
+"""logsteer: score and steer language models that a logsteer server keeps resident.
+
+>>> from logsteer import Client
+>>> with Client() as client:  # doctest: +SKIP
+...     client.get_log_prob("The capital of France is", [" Paris", " London"])
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from logsteer._calls import PerplexityEvent
+    from logsteer.client import AsyncClient, Client
+    from logsteer.errors import (
+        AnswerError,
+        APIError,
+        AuthenticationError,
+        DeadlineError,
+        InternalError,
+        InvalidRequestError,
+        LogsteerError,
+        NotFoundError,
+        OverloadedError,
+        PayloadTooLargeError,
+        RequestTimeoutError,
+        TransportError,
+        UnavailableError,
+    )
+    from logsteer.records import LogProb
+
+    __version__: str
+
+# Name -> module that has it. Loaded at first use: the command line's help and the server's import
+# of a schema need not wait for httpx.
+_HOMES = {
+    "APIError": "errors",
+    "AnswerError": "errors",
+    "AsyncClient": "client",
+    "AuthenticationError": "errors",
+    "Client": "client",
+    "DeadlineError": "errors",
+    "InternalError": "errors",
+    "InvalidRequestError": "errors",
+    "LogProb": "records",
+    "LogsteerError": "errors",
+    "NotFoundError": "errors",
+    "OverloadedError": "errors",
+    "PayloadTooLargeError": "errors",
+    "PerplexityEvent": "_calls",
+    "RequestTimeoutError": "errors",
+    "TransportError": "errors",
+    "UnavailableError": "errors",
+}
+
+__all__ = [
+    "APIError",
+    "AnswerError",
+    "AsyncClient",
+    "AuthenticationError",
+    "Client",
+    "DeadlineError",
+    "InternalError",
+    "InvalidRequestError",
+    "LogProb",
+    "LogsteerError",
+    "NotFoundError",
+    "OverloadedError",
+    "PayloadTooLargeError",
+    "PerplexityEvent",
+    "RequestTimeoutError",
+    "TransportError",
+    "UnavailableError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        value: Any = _read_version()
+    elif name in _HOMES:
+        value = getattr(import_module(f"logsteer.{_HOMES[name]}"), name)
+    else:
+        raise AttributeError(f"module 'logsteer' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _read_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("logsteer")
+    except PackageNotFoundError:
+        return "0.1.0"

@@ -1,0 +1,288 @@
+"""The course of every request, written once: build, send, retry, parse, raise.
+
+`exchange` does no input or output. It yields steps, and `_wire` carries them out, blocking or
+awaiting; so `Client` and `AsyncClient` cannot behave differently.
+"""
+
+import json
+import random
+import time
+import uuid
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from logsteer import _arrays
+from logsteer._calls import Call
+from logsteer._events import ServerSentEvent
+from logsteer._upload import Upload
+from logsteer.errors import (
+    AnswerError,
+    APIError,
+    LogsteerError,
+    RequestTimeoutError,
+    TransportError,
+    problem_error,
+)
+
+Encoding = Literal["json", "msgpack"]
+A = TypeVar("A", bound=BaseModel)
+
+_MSGPACK = "application/msgpack"
+_EVENT_STREAM = "text/event-stream"
+_ACCEPT: dict[Encoding, str] = {
+    "json": "application/json, application/problem+json",
+    "msgpack": f"{_MSGPACK}, application/json;q=0.5, application/problem+json",
+}
+# A request that timed out while the server worked on it would only add the same work again.
+_PASSING_FAILURES = (
+    httpx.NetworkError,
+    httpx.RemoteProtocolError,
+    httpx.ConnectTimeout,
+)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How often and after which pauses (seconds) a request is tried again.
+
+    The pause before retry k is `first_pause` * 2**k, at most `longest_pause`, shortened at random
+    by up to a half; or what the server asks for. A server that asks for more than `longest_wait`
+    is not waited for.
+    """
+
+    max_retries: int = 2
+    first_pause: float = 0.5
+    longest_pause: float = 8.0
+    longest_wait: float = 60.0
+    jitter: Callable[[], float] = random.random
+
+    def pause(self, attempt: int, retry_after: float | None) -> float | None:
+        """Seconds to wait after failed attempt number `attempt` (from 0); None: give up."""
+        if attempt >= self.max_retries:
+            return None
+        if retry_after is not None:
+            return retry_after if retry_after <= self.longest_wait else None
+        longest = min(self.first_pause * 2.0**attempt, self.longest_pause)
+        return longest * (1 - 0.5 * self.jitter())
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a client brings to each of its exchanges."""
+
+    build: Callable[..., httpx.Request]
+    chunks: Callable[[Upload], Any]
+    base_url: str
+    encoding: Encoding
+    policy: Policy
+    clock: Callable[[], float] = time.time
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send this and reply with the response; leave it unread if it `streams` events."""
+
+    request: httpx.Request
+    streams: bool
+
+
+@dataclass(frozen=True)
+class Listen:
+    """Reply with the next event of the response, None at its end."""
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Wait, then reply with None."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Deliver(Generic[A]):
+    """Hand this to the caller."""
+
+    answer: A
+
+
+Step: TypeAlias = Send | Listen | Pause | Deliver[A]
+Steps: TypeAlias = Generator[Step[A], Any, None]
+
+
+def exchange(call: Call[A], terms: Terms) -> Steps[A]:
+    """The steps of one call; what it is answered with is delivered.
+
+    A step that fails has its httpx error thrown in. Raises the errors of `logsteer.errors`, each
+    with the request id, which is one for all attempts. A call that streams is not tried again
+    once its first event is there.
+    """
+    request_id = uuid.uuid4().hex
+    attempt = 0
+    while True:
+        error: LogsteerError
+        try:
+            received = yield from _attempt(call, terms, request_id)
+            break
+        except httpx.HTTPError as failure:
+            error, cause = _transport_error(failure, terms.base_url, request_id), failure
+            passing, retry_after = isinstance(failure, _PASSING_FAILURES), None
+        except APIError as refusal:
+            error, cause = refusal, None
+            passing, retry_after = refusal.retryable, refusal.retry_after
+        passing = passing and call.retry_safe and (call.upload is None or call.upload.can_restart)
+        seconds = terms.policy.pause(attempt, retry_after) if passing else None
+        if seconds is None:
+            raise error from cause
+        yield Pause(seconds)
+        attempt += 1
+    if isinstance(received, httpx.Response):
+        yield Deliver(_read_answer(call, received, request_id))
+    else:
+        yield from _relay(call, received, terms, request_id)
+
+
+def _attempt(
+    call: Call[A], terms: Terms, request_id: str
+) -> Generator[Step[A], Any, httpx.Response | ServerSentEvent]:
+    response: httpx.Response = yield Send(_build(call, terms, request_id), bool(call.events))
+    kind = _media_type(response)
+    answers = response.is_success or response.status_code in call.answer_statuses
+    if not answers or kind == "application/problem+json":
+        raise _refusal(response, terms, request_id)
+    if not call.events:
+        return response
+    if kind != _EVENT_STREAM:
+        raise AnswerError(
+            f"expected {_EVENT_STREAM} from {response.url.path}, got {kind or 'no content type'}; "
+            "is base_url a logsteer server?",
+            request_id=request_id,
+        )
+    event: ServerSentEvent | None = yield Listen()
+    if event is None:
+        raise httpx.RemoteProtocolError("the stream ended before its first event")
+    return event
+
+
+def _build(call: Call[Any], terms: Terms, request_id: str) -> httpx.Request:
+    accept = f"{_EVENT_STREAM}, {_ACCEPT['json']}" if call.events else _ACCEPT[terms.encoding]
+    headers = {"X-Request-Id": request_id, "Accept": accept}
+    content: Any = call.body
+    if call.body is not None:
+        headers["Content-Type"] = "application/json"
+    elif call.upload is not None:
+        headers["Content-Type"] = "text/plain; charset=utf-8"
+        content = terms.chunks(call.upload)
+    params = dict(call.params) or None
+    return terms.build(call.method, call.path, content=content, params=params, headers=headers)
+
+
+def _relay(
+    call: Call[A], event: ServerSentEvent | None, terms: Terms, request_id: str
+) -> Generator[Step[A], Any, None]:
+    while event is not None:
+        if event.name == "error":
+            raise problem_error(_problem_document(event.data.encode()), request_id=request_id)
+        # Events of other names are a newer server's.
+        if event.name in call.events:
+            yield Deliver(_parse(call.events[event.name], event.data, request_id))
+        if event.name == call.last_event:
+            return
+        try:
+            event = yield Listen()
+        except httpx.HTTPError as failure:
+            raise _transport_error(failure, terms.base_url, request_id) from failure
+    raise TransportError("the stream ended before its result came", request_id=request_id)
+
+
+def _read_answer(call: Call[A], response: httpx.Response, request_id: str) -> A:
+    assert call.answer is not None, "a call without events has an answer type"
+    if _media_type(response) != _MSGPACK:
+        return _parse(call.answer, response.content, request_id)
+    try:
+        document = _arrays.unpack(response.content)
+    except ValueError as invalid:
+        raise AnswerError(f"unreadable MessagePack: {invalid}", request_id=request_id) from invalid
+    return _parse(call.answer, document, request_id)
+
+
+def _parse(schema: type[A], document: Any, request_id: str) -> A:
+    try:
+        if isinstance(document, str | bytes):
+            return schema.model_validate_json(document)
+        return schema.model_validate(document)
+    except ValidationError as invalid:
+        first = invalid.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the document"
+        raise AnswerError(
+            f"the answer is no {schema.__name__}: {place}: {first['msg']}; is base_url a logsteer "
+            "server of this version?",
+            request_id=request_id,
+        ) from invalid
+
+
+def _refusal(response: httpx.Response, terms: Terms, request_id: str) -> APIError:
+    document = _problem_document(response.content)
+    status = response.status_code
+    if not isinstance(document.get("detail"), str):
+        # Not this contract's: a proxy, or a server of another kind.
+        target = response.headers.get("Location")
+        text = " ".join(response.text.split())[:200] or "no body"
+        hint = f"it redirects to {target}: set base_url to that server" if target else text
+        document["detail"] = f"status {status} from {response.url}: {hint}"
+    return problem_error(
+        # The status that was sent decides, whatever a proxy or the document makes of it.
+        {**document, "status": status},
+        retry_after=_retry_after(response.headers.get("Retry-After"), terms.clock()),
+        request_id=request_id,
+    )
+
+
+def _problem_document(body: bytes) -> dict[str, Any]:
+    try:
+        document = json.loads(body)
+    except ValueError:
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _retry_after(value: str | None, now: float) -> float | None:
+    if value is None:
+        return None
+    try:
+        # isdecimal and not float(): that would take "nan" and "inf", which is not a time.
+        seconds = float(value) if value.replace(".", "", 1).isdecimal() else None
+        if seconds is None:
+            seconds = parsedate_to_datetime(value).timestamp() - now
+    except ValueError:
+        return None
+    return max(0.0, seconds)
+
+
+def _media_type(response: httpx.Response) -> str:
+    kind: str = response.headers.get("Content-Type", "")
+    return kind.partition(";")[0].strip().lower()
+
+
+def _transport_error(failure: httpx.HTTPError, base_url: str, request_id: str) -> LogsteerError:
+    cause = str(failure) or type(failure).__name__
+    if isinstance(failure, httpx.ConnectError | httpx.ConnectTimeout):
+        return TransportError(
+            f"no connection to {base_url} ({cause}). Is the server running there? Start it with "
+            "`make serve`, or point base_url or LOGSTEER_BASE_URL at one that runs.",
+            request_id=request_id,
+        )
+    if isinstance(failure, httpx.TimeoutException):
+        what = "take the request" if isinstance(failure, httpx.WriteTimeout) else "answer"
+        return RequestTimeoutError(
+            f"{base_url} did not {what} within the client's timeout ({type(failure).__name__}). "
+            "Raise timeout, or send less in one request.",
+            request_id=request_id,
+        )
+    if isinstance(failure, httpx.DecodingError):
+        return AnswerError(f"undecodable answer from {base_url}: {cause}", request_id=request_id)
+    return TransportError(f"the exchange with {base_url} failed: {cause}", request_id=request_id)

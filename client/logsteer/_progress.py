@@ -1,0 +1,70 @@
+"""The progress of scoring a file, on stderr: first the bytes sent, then the windows scored."""
+
+import os
+from types import TracebackType
+from typing import BinaryIO, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from logsteer.schemas import WindowEvent
+from logsteer.schemas.perplexity import StreamStart
+
+
+class ScoringProgress:
+    """Two bars, drawn only where stderr is a terminal; `source` is the file, counted as it is read.
+
+    The file is not closed.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        size = _size(file)
+        self._sent = self._progress.add_task("sending", total=size, note="")
+        self._scored = self._progress.add_task("scoring", total=None, note="", start=False)
+        # rich counts a file whose size it knows; a pipe's bar only shows that something moves.
+        self.source: BinaryIO = file
+        if size is not None:
+            self.source = self._progress.wrap_file(file, total=size, task_id=self._sent)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def show(self, event: StreamStart | WindowEvent) -> None:
+        """Nothing; the bars say what the event says."""
+        if isinstance(event, StreamStart):
+            self._progress.start_task(self._scored)
+            return
+        count = f"{event.windows_done}/{event.windows_total or '?'}"
+        perplexity = "" if event.perplexity is None else f"  perplexity {event.perplexity:.4g}"
+        self._progress.update(
+            self._scored,
+            completed=event.windows_done,
+            total=event.windows_total,
+            note=f"{count} windows{perplexity}",
+        )
+
+
+def _size(file: BinaryIO) -> int | None:
+    try:
+        return os.fstat(file.fileno()).st_size or None
+    except OSError:
+        return None

@@ -1,0 +1,80 @@
+"""How a client reaches its server."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import httpx
+
+import logsteer
+from logsteer._exchange import Encoding, Policy, Terms
+from logsteer._upload import Upload
+from logsteer.errors import LogsteerError
+
+DEFAULT_BASE_URL = "http://127.0.0.1:8000"
+DEFAULT_TIMEOUT = httpx.Timeout(600.0, connect=5.0)
+"""Seconds. Long, as a corpus takes long; short for connecting, so that a wrong address shows."""
+
+
+class HttpArguments(TypedDict):
+    """What both httpx clients are made with."""
+
+    base_url: str
+    headers: dict[str, str]
+    timeout: httpx.Timeout
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings that both clients share; `model` is the default model of every request."""
+
+    base_url: str
+    api_key: str | None
+    timeout: httpx.Timeout
+    max_retries: int
+    model: str | None
+    encoding: Encoding
+
+    def http_arguments(self) -> HttpArguments:
+        """The arguments of `httpx.Client` and `httpx.AsyncClient`."""
+        headers = {"User-Agent": f"logsteer/{logsteer.__version__}"}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        return {"base_url": self.base_url, "headers": headers, "timeout": self.timeout}
+
+    def terms(self, build: Callable[..., httpx.Request], chunks: Callable[[Upload], Any]) -> Terms:
+        """The terms of an exchange: `build` makes a request, `chunks` reads an upload."""
+        return Terms(build, chunks, self.base_url, self.encoding, Policy(self.max_retries))
+
+
+def read_settings(
+    base_url: str | None,
+    api_key: str | None,
+    timeout: float | httpx.Timeout | None,
+    max_retries: int,
+    model: str | None,
+    encoding: Encoding,
+) -> Settings:
+    """The settings, with LOGSTEER_BASE_URL and LOGSTEER_API_KEY for what is not given.
+
+    Raises LogsteerError for a base URL that is none, ValueError for a negative `max_retries` or an
+    unknown `encoding`.
+    """
+    url = base_url or os.environ.get("LOGSTEER_BASE_URL") or DEFAULT_BASE_URL
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as invalid:
+        raise LogsteerError(f"base_url {url!r} is no URL: {invalid}") from invalid
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise LogsteerError(f"base_url {url!r} needs the form http://host:port")
+    if max_retries < 0:
+        raise ValueError(f"max_retries is {max_retries}; give 0 for no retries")
+    if encoding not in ("json", "msgpack"):
+        raise ValueError(f"encoding is {encoding!r}; give 'json' or 'msgpack'")
+    if timeout is None:
+        timeout = DEFAULT_TIMEOUT
+    elif not isinstance(timeout, httpx.Timeout):
+        timeout = httpx.Timeout(timeout)
+    key = api_key or os.environ.get("LOGSTEER_API_KEY") or None
+    return Settings(url, key, timeout, max_retries, model, encoding)

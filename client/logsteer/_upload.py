@@ -1,0 +1,101 @@
+"""Texts that are sent while they are read, so that their size does not matter."""
+
+import asyncio
+import io
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+from os import PathLike
+from pathlib import Path
+from typing import IO, Any, TypeAlias
+
+Source: TypeAlias = str | PathLike[str] | IO[bytes] | IO[str] | Iterable[bytes] | Iterable[str]
+AsyncSource: TypeAlias = Source | AsyncIterable[bytes] | AsyncIterable[str]
+
+_CHUNK = 64 * 1024
+
+
+class Upload:
+    """The chunks of a source: a path, an open file, or an iterable of bytes or strings.
+
+    A `str` is a path, never the text itself. Raises OSError for a path that cannot be read, and
+    TypeError for a source that is none of these.
+    """
+
+    def __init__(self, source: AsyncSource) -> None:
+        self._start: int | None = None
+        self._started = False
+        if isinstance(source, str | PathLike):
+            # A wrong path is told at once, not after a connection was made.
+            with Path(source).open("rb"):
+                pass
+        elif isinstance(source, bytes | bytearray):
+            raise TypeError("source is bytes: give a path, a file, or an iterable such as [data]")
+        elif _is_file(source):
+            self._start = _position(source)
+        elif not isinstance(source, Iterable | AsyncIterable):
+            raise TypeError(f"source is a {type(source).__name__}, not a path, file or iterable")
+        self._source: Any = source
+
+    @property
+    def can_restart(self) -> bool:
+        """Whether the chunks can be had from the beginning (again)."""
+        if not self._started or isinstance(self._source, str | PathLike):
+            return True
+        if _is_file(self._source):
+            return self._start is not None
+        # An iterator is its own iter(): what was taken from it is gone.
+        return isinstance(self._source, Iterable) and iter(self._source) is not self._source
+
+    def chunks(self) -> Iterator[bytes]:
+        """The source's bytes from its beginning; strings are encoded as UTF-8.
+
+        Raises TypeError for an asynchronous source, which takes `AsyncClient`.
+        """
+        if not isinstance(self._source, str | PathLike | Iterable):
+            raise TypeError("an asynchronous source needs AsyncClient")
+        return self._chunks()
+
+    def _chunks(self) -> Iterator[bytes]:
+        again, self._started = self._started, True
+        if isinstance(self._source, str | PathLike):
+            with Path(self._source).open("rb") as file:
+                yield from _read(file)
+        elif _is_file(self._source):
+            if again:
+                self._source.seek(self._start)
+            yield from _read(self._source)
+        else:
+            yield from map(_encode, self._source)
+
+    async def async_chunks(self) -> AsyncIterator[bytes]:
+        """The same bytes for an event loop; files are read in a thread, so as not to block it."""
+        if isinstance(self._source, AsyncIterable):
+            self._started = True
+            async for chunk in self._source:
+                yield _encode(chunk)
+        elif isinstance(self._source, str | PathLike) or _is_file(self._source):
+            chunks = self._chunks()
+            while (block := await asyncio.to_thread(next, chunks, None)) is not None:
+                yield block
+        else:
+            for block in self._chunks():
+                yield block
+
+
+def _is_file(source: object) -> bool:
+    return callable(getattr(source, "read", None))
+
+
+def _position(file: Any) -> int | None:
+    try:
+        return file.tell() if file.seekable() else None
+    except (AttributeError, OSError, io.UnsupportedOperation):
+        return None
+
+
+def _read(file: Any) -> Iterator[bytes]:
+    while chunk := file.read(_CHUNK):
+        yield _encode(chunk)
+
+
+def _encode(chunk: Any) -> bytes:
+    return chunk.encode() if isinstance(chunk, str) else bytes(chunk)

@@ -1,0 +1,181 @@
+"""The `logsteer` command: ask a server from a terminal."""
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import httpx
+from pydantic import BaseModel
+from rich.console import Console
+
+import logsteer
+from logsteer import _tables
+from logsteer._options import WindowOptions
+from logsteer._pairs import pair_items, pair_scores
+from logsteer._progress import ScoringProgress
+from logsteer.client import Client
+from logsteer.errors import LogsteerError
+from logsteer.schemas import PerplexityAnswer
+
+EXAMPLES = """examples:
+  logsteer models
+  logsteer score "The capital of France is" " Paris" " London"
+  logsteer score "2 + 2 =" 4 --space both --top 3 --json
+  logsteer perplexity book.txt --protocol rolling --context-length 512
+  zcat corpus.gz | logsteer perplexity -
+  logsteer tokenize "Hello world"
+
+LOGSTEER_BASE_URL and LOGSTEER_API_KEY stand in for --base-url and --api-key.
+Exit status: 0 done, 1 refused or not reached, 2 wrong usage, 130 interrupted.
+"""
+
+Command = Callable[[Client, argparse.Namespace], None]
+
+
+def main(argv: Sequence[str] | None = None, *, transport: httpx.BaseTransport | None = None) -> int:
+    """The exit status of the command; answers go to stdout, progress and errors to stderr.
+
+    `transport` replaces the network. Raises SystemExit(2) for wrong usage.
+    """
+    arguments = _build_parser().parse_args(argv)
+    given = vars(arguments)
+    names = ("base_url", "api_key", "timeout", "model")
+    settings: Any = {name: given[name] for name in names if name in given}
+    command: Command = arguments.command
+    try:
+        with Client(transport=transport, **settings) as client:
+            command(client, arguments)
+    except LogsteerError as error:
+        return _fail(str(error))
+    except OSError as error:
+        return _fail(f"{error.strerror or error}: {error.filename}" if error.filename else error)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _fail(message: object) -> int:
+    print("error:", " ".join(str(message).split()), file=sys.stderr)
+    return 1
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    common = _build_common_options()
+    parser = argparse.ArgumentParser(
+        prog="logsteer",
+        description="Score text with the language models of a logsteer server.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[common],
+    )
+    parser.add_argument("--version", action="version", version=f"logsteer {logsteer.__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    add = partial(commands.add_parser, parents=[common])
+    models = add("models", help="list the models and their state")
+    models.set_defaults(command=_show_models)
+    _add_score(add("score", help="log-probability of each target after a context"))
+    _add_perplexity(add("perplexity", help="log-likelihood of a text file of any length"))
+    tokenize = add("tokenize", help="cut a text into tokens")
+    tokenize.add_argument("text", metavar="TEXT")
+    tokenize.set_defaults(command=_show_tokens)
+    return parser
+
+
+def _build_common_options() -> argparse.ArgumentParser:
+    # SUPPRESS keeps the command's own defaults from hiding what stood before the command.
+    common = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    group = common.add_argument_group("server")
+    group.add_argument("--base-url", metavar="URL", help="default http://127.0.0.1:8000")
+    group.add_argument("--api-key", metavar="KEY")
+    group.add_argument("--model", metavar="ID", help="default: the only one")
+    group.add_argument("--timeout", type=_positive, metavar="SECONDS", help="default 600")
+    group.add_argument("--json", action="store_true", help="print the answer as JSON, only that")
+    return common
+
+
+def _add_score(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("context", metavar="CONTEXT")
+    parser.add_argument("targets", metavar="TARGET", nargs="+")
+    parser.add_argument("--boundary", choices=["joint", "separate"])
+    parser.add_argument("--space", choices=["as_given", "both"])
+    parser.add_argument("--top", type=int, metavar="N", help="alternatives shown per token")
+    parser.set_defaults(command=_show_scores)
+
+
+def _add_perplexity(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="UTF-8 text; - is standard input")
+    parser.add_argument("--protocol", choices=["sliding", "rolling", "disjoint", "llamacpp"])
+    parser.add_argument("--context-length", type=int, metavar="TOKENS")
+    parser.add_argument("--stride", type=int, metavar="TOKENS")
+    parser.add_argument("--bos", choices=["auto", "always", "never"])
+    parser.set_defaults(command=_show_perplexity)
+
+
+def _positive(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return seconds
+
+
+def _given(arguments: argparse.Namespace, *names: str) -> Mapping[str, Any]:
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
+
+
+def _show(arguments: argparse.Namespace, answer: BaseModel, *tables: Any) -> None:
+    if getattr(arguments, "json", False):
+        print(answer.model_dump_json(indent=2))
+        return
+    console = Console(highlight=False)
+    for table in tables:
+        console.print(table)
+
+
+def _show_models(client: Client, arguments: argparse.Namespace) -> None:
+    answer = client.models()
+    _show(arguments, answer, _tables.draw_models(answer))
+
+
+def _show_scores(client: Client, arguments: argparse.Namespace) -> None:
+    options: Any = _given(arguments, "boundary", "space", "top")
+    items = pair_items([arguments.context], arguments.targets)
+    answer = client.logprob(items, **options)
+    result = pair_scores(answer, 1, len(arguments.targets))[0]
+    _show(arguments, answer, *_tables.draw_scores(result))
+
+
+def _show_tokens(client: Client, arguments: argparse.Namespace) -> None:
+    answer = client.tokenize(arguments.text)
+    _show(arguments, answer, _tables.draw_tokens(answer.results[0]))
+
+
+def _show_perplexity(client: Client, arguments: argparse.Namespace) -> None:
+    options: Any = _given(arguments, "protocol", "context_length", "stride", "bos")
+    if arguments.file == "-":
+        answer = _score_file(client, sys.stdin.buffer, options)
+    else:
+        with Path(arguments.file).open("rb") as file:
+            answer = _score_file(client, file, options)
+    _show(arguments, answer, _tables.draw_perplexity(answer))
+
+
+def _score_file(client: Client, file: BinaryIO, options: WindowOptions) -> PerplexityAnswer:
+    with ScoringProgress(file) as progress:
+        events = client.perplexity_stream(progress.source, **options)
+        with closing(events):
+            for event in events:
+                if isinstance(event, PerplexityAnswer):
+                    return event
+                progress.show(event)
+    raise AssertionError("a stream ends with its result or raises")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

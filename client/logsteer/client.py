@@ -1,0 +1,301 @@
+"""The two clients: `Client` blocks, `AsyncClient` awaits; their methods are otherwise the same.
+
+Options are keywords, listed in `logsteer._options`; an option left out takes the server's default.
+Every method raises the errors of `logsteer.errors`. Log-probabilities are in nats.
+"""
+
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import aclosing, closing
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+import httpx
+from pydantic import BaseModel
+
+from logsteer import _calls
+from logsteer._calls import Call, PerplexityEvent, as_list
+from logsteer._exchange import Encoding, exchange
+from logsteer._options import (
+    LogprobOptions,
+    PairOptions,
+    PerplexityOptions,
+    TokenOptions,
+    WindowOptions,
+)
+from logsteer._pairs import pair_items, pair_records, pair_scores
+from logsteer._settings import read_settings
+from logsteer._upload import AsyncSource, Source, Upload
+from logsteer._wire import AsyncWire, Wire
+from logsteer.records import LogProb
+from logsteer.schemas import (
+    DetokenizeAnswer,
+    Health,
+    ItemScore,
+    LogprobAnswer,
+    LogprobItem,
+    ModelCard,
+    ModelList,
+    PerplexityAnswer,
+    Readiness,
+    TokenizeAnswer,
+)
+
+A = TypeVar("A", bound=BaseModel)
+
+
+class Client:
+    """A blocking client of one server; threads may share it.
+
+    `base_url` and `api_key` are read from LOGSTEER_BASE_URL and LOGSTEER_API_KEY where they are not
+    given. `timeout` is in seconds: 600, and 5 for connecting, unless given; `httpx.Timeout(None)`
+    sets none. `model` is the default of every request; `transport` replaces the network. With
+    `encoding="msgpack"` arrays travel as raw buffers, which suits large answers.
+
+    >>> with Client(model="demo") as client:  # doctest: +SKIP
+    ...     client.score("The capital of France is", [" Paris", " London"]).choice_probs
+    """
+
+    def __init__(
+        self,
+        base_url: str | None = None,
+        *,
+        api_key: str | None = None,
+        timeout: float | httpx.Timeout | None = None,
+        max_retries: int = 2,
+        model: str | None = None,
+        encoding: Encoding = "json",
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        settings = read_settings(base_url, api_key, timeout, max_retries, model, encoding)
+        self._http = httpx.Client(transport=transport, **settings.http_arguments())
+        self._terms = settings.terms(self._http.build_request, Upload.chunks)
+        self._model = model
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing; the connections are closed."""
+        self._http.close()
+
+    def models(self) -> ModelList:
+        """Every configured model and its state."""
+        return self._answer(_calls.models())
+
+    def model(self, model_id: str) -> ModelCard:
+        """The card of one model; NotFoundError where there is none of this id."""
+        return self._answer(_calls.model(model_id))
+
+    def health(self) -> Health:
+        """That the server's process answers, and its version."""
+        return self._answer(_calls.health())
+
+    def ready(self) -> Readiness:
+        """Whether every required model answers; also where the server says so with status 503."""
+        return self._answer(_calls.ready())
+
+    def logprob(
+        self,
+        items: Sequence[LogprobItem | Mapping[str, Any]],
+        **options: Unpack[LogprobOptions],
+    ) -> LogprobAnswer:
+        """The exact log-probability of each item's targets after its context.
+
+        An item has `context` and `targets` (text), `context_ids` and `target_ids`, or `messages`
+        and `targets`; as a mapping or as a `LogprobItem`.
+        """
+        return self._answer(_calls.logprob(items, options, self._model))
+
+    def score(
+        self, context: str, targets: str | Sequence[str], **options: Unpack[LogprobOptions]
+    ) -> ItemScore:
+        """The scores of targets after one context: `logprob` for a single item."""
+        targets = as_list(targets)
+        call = _calls.logprob(pair_items([context], targets), options, self._model)
+        return pair_scores(self._answer(call), 1, len(targets))[0]
+
+    def get_log_prob(
+        self,
+        prompts: str | Sequence[str],
+        targets: str | Sequence[str],
+        **options: Unpack[PairOptions],
+    ) -> list[LogProb]:
+        """One record per prompt and target, prompt by prompt, in the order given.
+
+        One request scores them all; each prompt is computed once.
+        """
+        prompts, targets = as_list(prompts), as_list(targets)
+        call = _calls.logprob_pairs(prompts, targets, options, self._model)
+        return pair_records(prompts, targets, self._answer(call))
+
+    def perplexity(
+        self, texts: str | Sequence[str], **options: Unpack[PerplexityOptions]
+    ) -> PerplexityAnswer:
+        """The log-likelihood and perplexity of each text, and of all of them together."""
+        return self._answer(_calls.perplexity(texts, options, self._model))
+
+    def perplexity_events(
+        self, texts: str | Sequence[str], **options: Unpack[PerplexityOptions]
+    ) -> Generator[PerplexityEvent, None, None]:
+        """The events of scoring texts: a start, each finished window, then the whole answer.
+
+        The request is sent when the first event is asked for. Close the generator to stop early.
+        """
+        return self._run(_calls.perplexity_events(texts, options, self._model))
+
+    def perplexity_stream(
+        self, source: Source, **options: Unpack[WindowOptions]
+    ) -> Generator[PerplexityEvent, None, None]:
+        """The events of scoring one text that is sent while it is read, of any length.
+
+        `source` is a path, an open file, or an iterable of bytes or text. It is tried again
+        after a failure only if it can be read from its beginning again. Over HTTP/1.1 httpx reads
+        the answer after it has sent the text: events arrive from then on.
+        """
+        return self._run(_calls.perplexity_stream(source, options, self._model))
+
+    def tokenize(
+        self, texts: str | Sequence[str], **options: Unpack[TokenOptions]
+    ) -> TokenizeAnswer:
+        """The tokens of each text, with their places in it."""
+        return self._answer(_calls.tokenize(texts, options, self._model))
+
+    def detokenize(
+        self, token_ids: Sequence[Sequence[int]], *, model: str | None = None
+    ) -> DetokenizeAnswer:
+        """The text of each sequence of token ids."""
+        return self._answer(_calls.detokenize(token_ids, model or self._model))
+
+    def _run(self, call: Call[A]) -> Generator[A, None, None]:
+        return Wire(self._http).run(exchange(call, self._terms))
+
+    def _answer(self, call: Call[A]) -> A:
+        with closing(self._run(call)) as answers:
+            for answer in answers:
+                return answer
+        raise AssertionError("an exchange delivers an answer or raises")
+
+
+class AsyncClient:
+    """A client for asyncio, with the arguments and methods of `Client`."""
+
+    def __init__(
+        self,
+        base_url: str | None = None,
+        *,
+        api_key: str | None = None,
+        timeout: float | httpx.Timeout | None = None,
+        max_retries: int = 2,
+        model: str | None = None,
+        encoding: Encoding = "json",
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        settings = read_settings(base_url, api_key, timeout, max_retries, model, encoding)
+        self._http = httpx.AsyncClient(transport=transport, **settings.http_arguments())
+        self._terms = settings.terms(self._http.build_request, Upload.async_chunks)
+        self._model = model
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Nothing; the connections are closed."""
+        await self._http.aclose()
+
+    async def models(self) -> ModelList:
+        """As `Client.models`."""
+        return await self._answer(_calls.models())
+
+    async def model(self, model_id: str) -> ModelCard:
+        """As `Client.model`."""
+        return await self._answer(_calls.model(model_id))
+
+    async def health(self) -> Health:
+        """As `Client.health`."""
+        return await self._answer(_calls.health())
+
+    async def ready(self) -> Readiness:
+        """As `Client.ready`."""
+        return await self._answer(_calls.ready())
+
+    async def logprob(
+        self,
+        items: Sequence[LogprobItem | Mapping[str, Any]],
+        **options: Unpack[LogprobOptions],
+    ) -> LogprobAnswer:
+        """As `Client.logprob`."""
+        return await self._answer(_calls.logprob(items, options, self._model))
+
+    async def score(
+        self, context: str, targets: str | Sequence[str], **options: Unpack[LogprobOptions]
+    ) -> ItemScore:
+        """As `Client.score`."""
+        targets = as_list(targets)
+        call = _calls.logprob(pair_items([context], targets), options, self._model)
+        return pair_scores(await self._answer(call), 1, len(targets))[0]
+
+    async def get_log_prob(
+        self,
+        prompts: str | Sequence[str],
+        targets: str | Sequence[str],
+        **options: Unpack[PairOptions],
+    ) -> list[LogProb]:
+        """As `Client.get_log_prob`."""
+        prompts, targets = as_list(prompts), as_list(targets)
+        call = _calls.logprob_pairs(prompts, targets, options, self._model)
+        return pair_records(prompts, targets, await self._answer(call))
+
+    async def perplexity(
+        self, texts: str | Sequence[str], **options: Unpack[PerplexityOptions]
+    ) -> PerplexityAnswer:
+        """As `Client.perplexity`."""
+        return await self._answer(_calls.perplexity(texts, options, self._model))
+
+    def perplexity_events(
+        self, texts: str | Sequence[str], **options: Unpack[PerplexityOptions]
+    ) -> AsyncGenerator[PerplexityEvent, None]:
+        """As `Client.perplexity_events`."""
+        return self._run(_calls.perplexity_events(texts, options, self._model))
+
+    def perplexity_stream(
+        self, source: AsyncSource, **options: Unpack[WindowOptions]
+    ) -> AsyncGenerator[PerplexityEvent, None]:
+        """As `Client.perplexity_stream`; an asynchronous iterable is a source, too."""
+        return self._run(_calls.perplexity_stream(source, options, self._model))
+
+    async def tokenize(
+        self, texts: str | Sequence[str], **options: Unpack[TokenOptions]
+    ) -> TokenizeAnswer:
+        """As `Client.tokenize`."""
+        return await self._answer(_calls.tokenize(texts, options, self._model))
+
+    async def detokenize(
+        self, token_ids: Sequence[Sequence[int]], *, model: str | None = None
+    ) -> DetokenizeAnswer:
+        """As `Client.detokenize`."""
+        return await self._answer(_calls.detokenize(token_ids, model or self._model))
+
+    def _run(self, call: Call[A]) -> AsyncGenerator[A, None]:
+        return AsyncWire(self._http).run(exchange(call, self._terms))
+
+    async def _answer(self, call: Call[A]) -> A:
+        async with aclosing(self._run(call)) as answers:
+            async for answer in answers:
+                return answer
+        raise AssertionError("an exchange delivers an answer or raises")

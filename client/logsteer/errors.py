@@ -1,0 +1,246 @@
+"""Every exception of logsteer, and the table that ties it to the wire's problem documents.
+
+The client raises these when it reads a problem document; the server raises the same classes and
+writes the document from them, so both sides agree on status and on what may be tried again.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple, cast
+
+from logsteer.schemas.problem import Problem, ProblemCode
+
+
+class Kind(NamedTuple):
+    """What a problem code implies: HTTP status, whether to try again, and a short title."""
+
+    status: int
+    retryable: bool
+    title: str
+
+
+KINDS: Mapping[ProblemCode, Kind] = {
+    "invalid_request": Kind(422, False, "Invalid request"),
+    "context_too_long": Kind(422, False, "Context too long"),
+    "boundary_empty": Kind(422, False, "Target left without a token"),
+    "unsupported_by_engine": Kind(422, False, "Unsupported by this engine"),
+    "invalid_vector": Kind(422, False, "Invalid vector"),
+    "unauthorized": Kind(401, False, "Unauthorized"),
+    "not_found": Kind(404, False, "Not found"),
+    "unknown_model": Kind(404, False, "Unknown model"),
+    "unknown_vector": Kind(404, False, "Unknown vector"),
+    "method_not_allowed": Kind(405, False, "Method not allowed"),
+    "payload_too_large": Kind(413, False, "Payload too large"),
+    "overloaded": Kind(429, True, "Overloaded"),
+    "model_loading": Kind(503, True, "Model loading"),
+    "engine_restarting": Kind(503, True, "Engine restarting"),
+    "out_of_memory": Kind(503, True, "Out of memory"),
+    "deadline_exceeded": Kind(504, False, "Deadline exceeded"),
+    "internal": Kind(500, False, "Internal error"),
+}
+"""Problem code -> what it implies; the Errors section of the contract."""
+
+_PASSING_STATUSES = frozenset({429, 502, 503})
+
+
+class LogsteerError(Exception):
+    """Whatever goes wrong while talking to a server; `request_id` is None if nothing was sent."""
+
+    request_id: str | None = None
+
+    def __init__(self, detail: str, *, request_id: str | None = None) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.request_id = request_id
+
+    def __str__(self) -> str:
+        return f"{self.detail} (request {self.request_id})" if self.request_id else self.detail
+
+
+class TransportError(LogsteerError):
+    """No complete answer came: the server was not reached, or the connection broke."""
+
+
+class RequestTimeoutError(TransportError, TimeoutError):
+    """The client's own time limit ran out before the answer was there."""
+
+
+class AnswerError(LogsteerError):
+    """An answer came that is not one of logsteer's: wrong address, or versions that do not fit."""
+
+
+class APIError(LogsteerError):
+    """The server's refusal: `code`, `status`, `detail`, `param`, `retryable`, `retry_after` (s).
+
+    `status` and `retryable` come from `KINDS` unless they are given, as a client does for what it
+    read from the wire. Raises ValueError for a code that belongs to another subclass.
+    """
+
+    codes: ClassVar[frozenset[str]] = frozenset()
+    statuses: ClassVar[frozenset[int]] = frozenset()
+
+    def __init__(
+        self,
+        code: ProblemCode,
+        detail: str,
+        *,
+        param: str | None = None,
+        retry_after: float | None = None,
+        request_id: str | None = None,
+        status: int | None = None,
+        retryable: bool | None = None,
+    ) -> None:
+        if self.codes and code in KINDS and code not in self.codes:
+            raise ValueError(f"{type(self).__name__} does not stand for {code}: {set(self.codes)}")
+        super().__init__(detail, request_id=request_id)
+        # Pickle calls the class with `args`, and engine processes send these errors that way.
+        self.args = (code, detail)
+        kind = KINDS.get(code, Kind(500, False, "Error"))
+        self.code: str = code
+        self.status = kind.status if status is None else status
+        self.retryable = kind.retryable if retryable is None else retryable
+        self.title = kind.title
+        self.param = param
+        self.retry_after = retry_after
+
+    def __str__(self) -> str:
+        return f"{self.code}: {super().__str__()}"
+
+    def problem(self, request_id: str) -> Problem:
+        """The problem document of this error (RFC 9457), for the answer to `request_id`."""
+        return Problem(
+            type=f"urn:logsteer:problem:{self.code}",
+            title=self.title,
+            status=self.status,
+            detail=self.detail,
+            code=cast(ProblemCode, self.code),
+            param=self.param,
+            retryable=self.retryable,
+            request_id=request_id,
+        )
+
+
+class InvalidRequestError(APIError):
+    """The request cannot be answered as it stands: change it as `detail` says."""
+
+    codes = frozenset(
+        {
+            "invalid_request",
+            "context_too_long",
+            "boundary_empty",
+            "unsupported_by_engine",
+            "invalid_vector",
+            "method_not_allowed",
+        }
+    )
+    statuses = frozenset({400, 405, 422})
+
+
+class AuthenticationError(APIError):
+    """The API key is missing or wrong."""
+
+    codes = frozenset({"unauthorized"})
+    statuses = frozenset({401, 403})
+
+
+class NotFoundError(APIError):
+    """The server has no such model, vector or path."""
+
+    codes = frozenset({"not_found", "unknown_model", "unknown_vector"})
+    statuses = frozenset({404})
+
+
+class PayloadTooLargeError(APIError):
+    """The request is larger than the server takes."""
+
+    codes = frozenset({"payload_too_large"})
+    statuses = frozenset({413})
+
+
+class OverloadedError(APIError):
+    """The server has too much to do; `retry_after` says in how many seconds to come back."""
+
+    codes = frozenset({"overloaded"})
+    statuses = frozenset({429})
+
+
+class UnavailableError(APIError):
+    """The model does not answer now: it is loading, restarting, or out of memory."""
+
+    codes = frozenset({"model_loading", "engine_restarting", "out_of_memory"})
+    statuses = frozenset({502, 503})
+
+
+class DeadlineError(APIError):
+    """The server gave up because its own time limit for the request ran out."""
+
+    codes = frozenset({"deadline_exceeded"})
+    statuses = frozenset({504})
+
+
+class InternalError(APIError):
+    """A fault of the server; its log has the details under the request id."""
+
+    codes = frozenset({"internal"})
+    statuses = frozenset({500})
+
+
+def api_error(
+    code: str,
+    detail: str,
+    *,
+    status: int | None = None,
+    param: str | None = None,
+    retryable: bool | None = None,
+    retry_after: float | None = None,
+    request_id: str | None = None,
+) -> APIError:
+    """The error of the class that stands for `code`, or, for a code not known here, `status`."""
+    known = code in KINDS
+    if status is None:
+        status = KINDS[cast(ProblemCode, code)].status if known else 500
+    if retryable is None and not known:
+        retryable = status in _PASSING_STATUSES
+    error = next((c for c in APIError.__subclasses__() if _stands_for(c, code, status)), APIError)
+    return error(
+        cast(ProblemCode, code),
+        detail,
+        status=status,
+        param=param,
+        retryable=retryable,
+        retry_after=retry_after,
+        request_id=request_id,
+    )
+
+
+def problem_error(
+    document: Mapping[str, Any],
+    *,
+    status: int | None = None,
+    retry_after: float | None = None,
+    request_id: str | None = None,
+) -> APIError:
+    """The error that a problem document tells of; fields of the wrong type count as missing.
+
+    `status` and `request_id` are used where the document has none; `retry_after` is in seconds.
+    A code of a newer server is kept as it is, with the class that fits its status.
+    """
+
+    def field(name: str, kind: type) -> Any:
+        value = document.get(name)
+        return value if isinstance(value, kind) else None
+
+    code = field("code", str)
+    status = field("status", int) or status or 500
+    return api_error(
+        code or f"http_{status}",
+        field("detail", str) or field("title", str) or f"The server answered with status {status}.",
+        status=status,
+        param=field("param", str),
+        retryable=field("retryable", bool),
+        retry_after=retry_after,
+        request_id=field("request_id", str) or request_id,
+    )
+
+
+def _stands_for(error: type[APIError], code: str, status: int) -> bool:
+    return code in error.codes if code in KINDS else status in error.statuses

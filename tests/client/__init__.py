@@ -1,0 +1,1 @@
+"""Tests of the client, with the server played by a script."""

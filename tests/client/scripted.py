@@ -1,0 +1,99 @@
+"""A server in memory that follows a script, and one face for both clients."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import httpx
+
+from logsteer import AsyncClient, Client
+
+Handler = Callable[[httpx.Request], httpx.Response]
+
+
+class Caller:
+    """Runs a method of either client and gives back what it gives back, streams as lists."""
+
+    def __init__(self, asynchronous: bool) -> None:
+        self.asynchronous = asynchronous
+
+    def __call__(self, handler: Handler, use: Callable[[Any], Any], **settings: Any) -> Any:
+        transport = httpx.MockTransport(handler)
+        if not self.asynchronous:
+            with Client(transport=transport, **settings) as client:
+                result = use(client)
+                return list(result) if hasattr(result, "send") else result
+
+        async def run() -> Any:
+            async with AsyncClient(transport=transport, **settings) as client:
+                result = use(client)
+                if isinstance(result, Awaitable):
+                    return await result
+                return [event async for event in result]
+
+        return asyncio.run(run())
+
+
+class Script:
+    """Answers requests with the given responses or errors in turn, the last one for ever."""
+
+    def __init__(self, *replies: httpx.Response | Exception | Handler) -> None:
+        self.replies = list(replies)
+        self.requests: list[httpx.Request] = []
+        self.bodies: list[bytes] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(request)
+        # The mock transport has read the body already.
+        self.bodies.append(request.content)
+        reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        if isinstance(reply, Exception):
+            raise reply
+        return reply(request) if callable(reply) else _fresh(reply)
+
+
+def _fresh(response: httpx.Response) -> httpx.Response:
+    # httpx changes a response while it sends it, so that one object serves only once.
+    if not hasattr(response, "_content"):
+        return response
+    return httpx.Response(response.status_code, headers=response.headers, content=response.content)
+
+
+def problem(code: str, status: int, **fields: Any) -> httpx.Response:
+    """A problem response as the contract has it; `headers` are the response's."""
+    headers = {"Content-Type": "application/problem+json", **fields.pop("headers", {})}
+    document = {
+        "type": f"urn:logsteer:problem:{code}",
+        "title": "t",
+        "status": status,
+        "detail": f"detail of {code}",
+        "code": code,
+        "param": None,
+        "retryable": False,
+        "request_id": "from-server",
+        **fields,
+    }
+    return httpx.Response(status, json=document, headers=headers)
+
+
+def event_stream(text: str) -> httpx.Response:
+    """A response of server-sent events."""
+    return event_chunks([text.encode()])
+
+
+def event_chunks(chunks: Iterable[bytes | Exception]) -> httpx.Response:
+    """A response of server-sent events that comes in these chunks, or breaks with the error."""
+
+    class Body(httpx.SyncByteStream, httpx.AsyncByteStream):
+        def __iter__(self) -> Any:
+            for chunk in chunks:
+                if isinstance(chunk, Exception):
+                    raise chunk
+                yield chunk
+
+        async def __aiter__(self) -> Any:
+            for chunk in self:
+                yield chunk
+
+    headers = {"Content-Type": "text/event-stream; charset=utf-8"}
+    return httpx.Response(200, headers=headers, stream=Body())

@@ -1,0 +1,220 @@
+"""The `logsteer` command."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from logsteer.cli import main
+
+from .documents import (
+    MODELS,
+    PERPLEXITY,
+    PERPLEXITY_EVENTS,
+    TOKENS,
+    logprob_answer,
+    target,
+)
+from .scripted import Script, event_stream, problem
+
+SCORES = logprob_answer(
+    [
+        target(
+            " [red]Paris",
+            -1.25,
+            tokens=[" [red]Paris"],
+            top={"token_ids": [[4]], "tokens": [[" Rome"]], "logprobs": [[-0.5]]},
+            logprob_any_space=-1.125,
+            variants={"with_space": target("x", -2.25), "without_space": target("x", -3.75)},
+        ),
+        target(" London", None, boundary="merged", truncated_tokens=4, flags=["not_finite"]),
+    ]
+)
+
+
+def answer(document: Any) -> Script:
+    return Script(httpx.Response(200, json=document))
+
+
+def run(server: Script, *argv: str) -> int:
+    return main(argv, transport=httpx.MockTransport(server))
+
+
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+
+
+Output = pytest.CaptureFixture[str]
+
+
+def test_models(capsys: Output) -> None:
+    assert run(answer(MODELS), "models") == 0
+    out, err = capsys.readouterr()
+    # What looks like rich's markup is data.
+    assert "[bold]serving" in out and "128" in out
+    assert err == ""
+
+
+def test_score_marks_the_best_and_says_what_is_unusual(capsys: Output) -> None:
+    server = answer(SCORES)
+    argv = ["score", "It is", " [red]Paris", " London", "--space", "both", "--top", "1"]
+    assert run(server, *argv, "--boundary", "separate", "--model", "demo") == 0
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines()]
+    assert ["*", "'", "[red]Paris'", "-1.25", "0.25", "2", "11", "0.5", "-1.125"] in rows
+    assert ["'", "London'", "n/a", "0.25", "2", "7", "0.5", "n/a"] in rows
+    for remark in ("4 context tokens were dropped", "not_finite", "--boundary separate", "' Rome'"):
+        assert remark in out
+    assert "-2.25 with a leading space, -3.75 without" in out
+    assert json.loads(server.bodies[0]) == {
+        "model": "demo",
+        "items": [{"context": "It is", "targets": [" [red]Paris", " London"]}],
+        "space": "both",
+        "top": 1,
+        "boundary": "separate",
+    }
+
+
+def test_tokenize(capsys: Output) -> None:
+    assert run(answer(TOKENS), "tokenize", "Hi") == 0
+    assert [line.split() for line in capsys.readouterr().out.splitlines()][-2:] == [
+        ["9", "'", "Hi'", "0", "3"],
+        [],
+    ]
+
+
+def test_perplexity_of_a_file(capsys: Output, tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_text("some text")
+    server = Script(event_stream(PERPLEXITY_EVENTS))
+    argv = ["--protocol", "sliding", "--context-length", "8", "--stride", "4", "--bos", "never"]
+    assert run(server, "perplexity", str(path), *argv) == 0
+    out, err = capsys.readouterr()
+    assert "1.6487 ± 0.2" in out and "4 of 5" in out
+    assert err == ""
+    assert server.bodies == [b"some text"]
+    assert dict(server.requests[0].url.params) == {
+        "protocol": "sliding",
+        "context_length": "8",
+        "stride": "4",
+        "bos": "never",
+    }
+
+
+def test_perplexity_of_standard_input(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("é".encode())))
+    server = Script(event_stream(PERPLEXITY_EVENTS))
+    assert run(server, "perplexity", "-", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["total"]["num_scored"] == 4
+    assert server.bodies == ["é".encode()]
+
+
+def test_progress_goes_to_stderr(
+    capsys: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    path = tmp_path / "text"
+    path.write_text("some text")
+    assert run(Script(event_stream(PERPLEXITY_EVENTS)), "perplexity", str(path), "--json") == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["model"] == "demo"
+    assert "2/2 windows" in err and "perplexity 1.65" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "document"),
+    [
+        (["models"], MODELS),
+        (["score", "a", "b", "c"], SCORES),
+        (["tokenize", "a"], TOKENS),
+    ],
+)
+@pytest.mark.parametrize("before", [True, False])
+def test_json_is_the_answer_and_nothing_else(
+    capsys: Output, argv: list[str], document: Any, before: bool
+) -> None:
+    argv = ["--json", *argv] if before else [*argv, "--json"]
+    assert run(answer(document), *argv) == 0
+    out, err = capsys.readouterr()
+    printed = json.loads(out)
+    assert err == ""
+    assert contains(printed, document)
+
+
+def contains(found: Any, expected: Any) -> bool:
+    """Whether everything expected is in what was found, which may have more fields."""
+    if isinstance(expected, dict):
+        return all(contains(found[key], value) for key, value in expected.items())
+    if isinstance(expected, list):
+        return all(contains(f, e) for f, e in zip(found, expected, strict=True))
+    return bool(found == expected)
+
+
+def test_a_refusal_is_one_line_on_stderr(capsys: Output) -> None:
+    server = Script(problem("unknown_model", 404, detail="no model x;\nthere is: demo"))
+    assert run(server, "models", "--json") == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "error: unknown_model: no model x; there is: demo (request from-server)\n"
+
+
+def test_no_server_is_told(capsys: Output, pauses: list[float]) -> None:
+    assert run(Script(httpx.ConnectError("refused")), "models", "--base-url", "http://h:1") == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: no connection to http://h:1 (refused)")
+    assert "make serve" in err and "(request " in err
+
+
+def test_a_file_that_is_not_there_is_told(capsys: Output, tmp_path: Path) -> None:
+    path = tmp_path / "none"
+    assert run(answer(PERPLEXITY), "perplexity", str(path)) == 1
+    assert capsys.readouterr().err == f"error: No such file or directory: {path}\n"
+
+
+def test_a_wrong_address_is_told(capsys: Output) -> None:
+    assert run(answer(MODELS), "models", "--base-url", "localhost:1") == 1
+    assert "needs the form http://host:port" in capsys.readouterr().err
+
+
+def test_settings_before_or_after_the_command(capsys: Output) -> None:
+    server = answer(MODELS)
+    run(server, "--api-key", "k", "models", "--base-url", "http://there")
+    assert str(server.requests[0].url) == "http://there/models"
+    assert server.requests[0].headers["Authorization"] == "Bearer k"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["nothing"],
+        ["score", "context"],
+        ["perplexity"],
+        ["models", "--timeout", "-1"],
+        ["models", "--timeout", "soon"],
+        ["score", "a", "b", "--space", "none"],
+    ],
+)
+def test_wrong_usage_is_2(capsys: Output, argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(answer(MODELS), *argv)
+    assert caught.value.code == 2
+    assert "usage: logsteer" in capsys.readouterr().err
+
+
+def test_interruption_is_130() -> None:
+    def interrupt(request: httpx.Request) -> httpx.Response:
+        raise KeyboardInterrupt
+
+    assert run(Script(interrupt), "models") == 130
+
+
+def test_help_shows_examples(capsys: Output) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    assert 'logsteer score "The capital of France is"' in capsys.readouterr().out

@@ -1,0 +1,265 @@
+"""Scoring answered by events, and texts sent while they are read."""
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from logsteer import (
+    AnswerError,
+    AsyncClient,
+    Client,
+    OverloadedError,
+    RequestTimeoutError,
+    TransportError,
+    UnavailableError,
+)
+from logsteer.schemas import PerplexityAnswer, WindowEvent
+from logsteer.schemas.perplexity import StreamStart
+
+from .documents import PERPLEXITY, PERPLEXITY_EVENTS, START, events, window
+from .scripted import Caller, Script, event_chunks, event_stream, problem
+
+
+def ask_events(client: Any) -> Any:
+    return client.perplexity_events(["a"], protocol="rolling")
+
+
+def test_events_are_typed_and_in_order(call: Caller) -> None:
+    server = Script(event_stream(PERPLEXITY_EVENTS))
+    start, first, second, result = call(server, ask_events)
+    assert isinstance(start, StreamStart)
+    assert [type(e) for e in (first, second)] == [WindowEvent, WindowEvent]
+    assert (first.windows_total, second.windows_total) == (None, 2)
+    assert isinstance(result, PerplexityAnswer)
+    assert json.loads(server.bodies[0]) == {"texts": ["a"], "protocol": "rolling", "stream": True}
+    assert server.requests[0].headers["Accept"].startswith("text/event-stream")
+
+
+def test_comments_and_events_of_a_newer_server_are_passed_over(call: Caller) -> None:
+    text = ": keep-alive\n\n" + events(("hint", {"x": 1})) + PERPLEXITY_EVENTS
+    assert len(call(Script(event_stream(text)), ask_events)) == 4
+
+
+def test_an_error_event_is_raised_after_what_came_before(pauses: list[float]) -> None:
+    error = json.loads(problem("out_of_memory", 503, retryable=True).content)
+    text = events(("start", START), ("window", window(1)), ("error", error))
+    server = Script(event_stream(text))
+    with Client(transport=httpx.MockTransport(server)) as client:
+        stream = ask_events(client)
+        assert [type(next(stream)) for _ in range(2)] == [StreamStart, WindowEvent]
+        with pytest.raises(UnavailableError, match="detail of out_of_memory") as caught:
+            next(stream)
+    assert caught.value.request_id == "from-server"
+    assert (len(server.requests), pauses) == (1, [])
+
+
+def test_an_error_as_first_event_is_not_tried_again(call: Caller, pauses: list[float]) -> None:
+    error = json.loads(problem("overloaded", 429, retryable=True).content)
+    server = Script(event_stream(events(("error", error))))
+    with pytest.raises(OverloadedError):
+        call(server, ask_events)
+    assert (len(server.requests), pauses) == (1, [])
+
+
+def test_a_refusal_before_the_stream_is_tried_again(call: Caller, pauses: list[float]) -> None:
+    server = Script(
+        problem("overloaded", 429, retryable=True, headers={"Retry-After": "2"}),
+        event_stream(PERPLEXITY_EVENTS),
+    )
+    assert len(call(server, ask_events)) == 4
+    assert pauses == [2.0]
+
+
+@pytest.mark.parametrize("chunks", [[httpx.ReadError("reset")], [b": keep-alive\n\n"]])
+def test_a_break_before_the_first_event_is_tried_again(
+    call: Caller, pauses: list[float], chunks: list[Any]
+) -> None:
+    server = Script(event_chunks(chunks), event_stream(PERPLEXITY_EVENTS))
+    assert len(call(server, ask_events)) == 4
+    assert len(pauses) == 1
+
+
+def test_a_break_after_the_first_event_is_raised(call: Caller, pauses: list[float]) -> None:
+    start = events(("start", START)).encode()
+    server = Script(event_chunks([start, httpx.ReadError("reset")]))
+    with pytest.raises(TransportError, match="reset") as caught:
+        call(server, ask_events)
+    assert (len(server.requests), pauses) == (1, [])
+    assert caught.value.request_id == server.requests[0].headers["X-Request-Id"]
+    with pytest.raises(RequestTimeoutError):
+        call(Script(event_chunks([start, httpx.ReadTimeout("late")])), ask_events)
+
+
+def test_an_end_without_result_is_an_error(call: Caller) -> None:
+    with pytest.raises(TransportError, match="ended before its result"):
+        call(Script(event_stream(events(("start", START)))), ask_events)
+
+
+def test_a_document_in_place_of_events_is_no_answer(call: Caller) -> None:
+    with pytest.raises(AnswerError, match="expected text/event-stream"):
+        call(Script(httpx.Response(200, json=PERPLEXITY)), ask_events)
+
+
+def test_nothing_is_read_past_the_result(call: Caller) -> None:
+    chunks = [PERPLEXITY_EVENTS.encode(), AssertionError("read on")]
+    assert len(call(Script(event_chunks(chunks)), ask_events)) == 4  # type: ignore[arg-type]
+
+
+def test_stopping_early_closes_the_response() -> None:
+    response = event_stream(PERPLEXITY_EVENTS)
+    with (
+        Client(transport=httpx.MockTransport(lambda request: response)) as client,
+        closing(client.perplexity_events("a")) as stream,
+    ):
+        next(stream)
+        assert not response.is_closed
+    assert response.is_closed
+
+
+def test_a_path_is_sent_with_its_options(call: Caller, tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes("é".encode() * 100_000)
+    server = Script(event_stream(PERPLEXITY_EVENTS))
+    result = call(
+        server,
+        lambda client: client.perplexity_stream(path, context_length=512, stride=None, bos="never"),
+        model="demo",
+    )
+    assert isinstance(result[-1], PerplexityAnswer)
+    request = server.requests[0]
+    assert request.url.path == "/perplexity/stream"
+    assert dict(request.url.params) == {"model": "demo", "context_length": "512", "bos": "never"}
+    assert request.headers["Transfer-Encoding"] == "chunked"
+    assert server.bodies[0] == path.read_bytes()
+
+
+def generated() -> Iterator[str]:
+    yield from ("a", "é", "b")
+
+
+@pytest.mark.parametrize(
+    ("make", "again"),
+    [
+        (generated, False),
+        (lambda: ["a", "é", "b"], True),
+        (lambda: [b"a\xc3", b"\xa9b"], True),
+        (lambda: io.BytesIO("aéb".encode()), True),
+        (lambda: io.StringIO("aéb"), True),
+    ],
+)
+def test_a_source_is_sent_again_only_from_its_beginning(
+    call: Caller, pauses: list[float], make: Any, again: bool
+) -> None:
+    server = Script(problem("model_loading", 503, retryable=True), event_stream(PERPLEXITY_EVENTS))
+    if again:
+        assert len(call(server, lambda client: client.perplexity_stream(make()))) == 4
+        assert server.bodies == ["aéb".encode()] * 2
+    else:
+        with pytest.raises(UnavailableError):
+            call(server, lambda client: client.perplexity_stream(make()))
+        assert server.bodies == ["aéb".encode()]
+
+
+def test_a_file_is_sent_from_where_it_stands(call: Caller, pauses: list[float]) -> None:
+    file = io.BytesIO(b"header\nbody")
+    file.readline()
+    server = Script(httpx.ReadError("reset"), event_stream(PERPLEXITY_EVENTS))
+    call(server, lambda client: client.perplexity_stream(file))
+    assert server.bodies == [b"body", b"body"]
+
+
+class Pipe(io.BytesIO):
+    def seekable(self) -> bool:
+        return False
+
+
+def test_a_pipe_is_sent_once(call: Caller, pauses: list[float]) -> None:
+    server = Script(problem("model_loading", 503, retryable=True))
+    with pytest.raises(UnavailableError):
+        call(server, lambda client: client.perplexity_stream(Pipe(b"x")))
+    assert len(server.requests) == 1
+
+
+class Refusing(httpx.BaseTransport):
+    """Fails the first connection without reading the body, as a closed port does."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.refused = 0
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        if not self.refused:
+            self.refused += 1
+            raise httpx.ConnectError("refused")
+        self.bodies.append(request.read())
+        return event_stream(PERPLEXITY_EVENTS)
+
+
+def test_an_untouched_iterator_may_be_tried_again(pauses: list[float]) -> None:
+    transport = Refusing()
+    with Client(transport=transport) as client:
+        assert len(list(client.perplexity_stream(generated()))) == 4
+    assert transport.bodies == ["aéb".encode()]
+
+
+class Consuming(httpx.BaseTransport):
+    """Takes the body chunk by chunk and remembers how far the source was at each."""
+
+    def __init__(self, position: Any) -> None:
+        self.position = position
+        self.ahead: list[int] = []
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        taken = 0
+        for chunk in request.stream:  # type: ignore[union-attr]
+            taken += len(chunk)
+            self.ahead.append(self.position() - taken)
+        return event_stream(PERPLEXITY_EVENTS)
+
+
+def test_a_file_is_not_read_ahead_of_what_is_sent() -> None:
+    file = io.BytesIO(b"x" * 1_000_000)
+    transport = Consuming(file.tell)
+    with Client(transport=transport) as client:
+        list(client.perplexity_stream(file))
+    assert len(transport.ahead) > 10
+    assert set(transport.ahead) == {0}
+
+
+def test_an_asynchronous_source_goes_with_the_asynchronous_client() -> None:
+    async def source() -> AsyncIterator[str]:
+        yield "a"
+        yield "é"
+
+    server = Script(event_stream(PERPLEXITY_EVENTS))
+
+    async def run() -> list[Any]:
+        async with AsyncClient(transport=httpx.MockTransport(server)) as client:
+            return [event async for event in client.perplexity_stream(source())]
+
+    assert len(asyncio.run(run())) == 4
+    assert server.bodies == ["aé".encode()]
+    with Client(transport=httpx.MockTransport(server)) as client:
+        stream: Any = client.perplexity_stream(source())  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="AsyncClient"):
+            next(stream)
+
+
+def test_a_wrong_source_is_told_before_anything_is_sent(call: Caller, tmp_path: Path) -> None:
+    server = Script(event_stream(PERPLEXITY_EVENTS))
+    with pytest.raises(FileNotFoundError):
+        call(server, lambda client: client.perplexity_stream(tmp_path / "none"))
+    for use in (
+        lambda client: client.perplexity_stream(b"text"),
+        lambda client: client.perplexity_stream(5),
+    ):
+        with pytest.raises(TypeError, match="source is"):
+            call(server, use)
+    assert server.requests == []
