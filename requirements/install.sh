@@ -22,11 +22,13 @@ stamp_file="$venv/.installed-$scope"
 [[ -f $stamp_file && $(< "$stamp_file") == "$stamp" ]] && exit 0
 
 if [[ ! -x $venv/bin/python ]]; then
-  for python in python3.11 python3.12 python3.13 python3; do
-    "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2> /dev/null && break
-  done || fail "no Python from 3.11 to 3.13 on the PATH; install one"
+  # The locks are resolved for this version; a later one needs some packages in other versions.
+  for python in python3.11 python3 none; do
+    "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2> /dev/null && break
+  done
+  [[ $python != none ]] || fail "Python 3.11 is not on the PATH; install it (uv python install 3.11)"
   say "making $venv with $(command -v "$python")"
-  "$python" -m venv "$venv" || fail "could not make $venv; on Debian install python3-venv"
+  "$python" -m venv "$venv" || fail "could not make $venv; on Debian install python3.11-venv"
 fi
 
 pip=("$venv/bin/python" -m pip --disable-pip-version-check --quiet)

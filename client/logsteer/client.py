@@ -82,6 +82,11 @@ class Client:
     ) -> None:
         self.close()
 
+    @property
+    def base_url(self) -> str:
+        """The server's address, without a slash at its end."""
+        return str(self._http.base_url).rstrip("/")
+
     def close(self) -> None:
         """Nothing; the connections are closed."""
         self._http.close()
@@ -213,6 +218,11 @@ class AsyncClient:
         trace: TracebackType | None,
     ) -> None:
         await self.aclose()
+
+    @property
+    def base_url(self) -> str:
+        """The server's address, without a slash at its end."""
+        return str(self._http.base_url).rstrip("/")
 
     async def aclose(self) -> None:
         """Nothing; the connections are closed."""

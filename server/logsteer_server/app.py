@@ -146,6 +146,8 @@ def _explain(entry: dict[str, object]) -> str:
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, APIError):  # FastAPI wraps what reading the body raises
+        return _answer_problem(request, error.__cause__)
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow") or (error.headers or {}).get(
             "allow", "another"

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from logsteer_server.engines.base import EngineInfo, ScoreJob, ScoreOutput
 from logsteer_server.engines.supervisor import EngineHandle, JobEnd, SupervisionLimits, now
 from logsteer_server.scoring.tokenizer import TextCodec
 from logsteer_server.settings import ModelSettings, Settings
+
+log = logging.getLogger(__name__)
 
 
 class WorkClock:
@@ -56,9 +59,10 @@ class Resident:
         assert self.handle.info is not None
         try:
             self._codec = await asyncio.to_thread(TextCodec.load, self.handle.info.tokenizer_path)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # a tokenizer's own code may raise anything
+            log.exception("the tokenizer of model %s did not load", self.id)
             self.handle.state = "failed"
-            self.handle.detail = f"tokenizer: {error}"
+            self.handle.detail = f"its tokenizer did not load: {error}"
 
     @property
     def is_ready(self) -> bool:

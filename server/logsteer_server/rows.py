@@ -181,9 +181,9 @@ def read_hidden(
     out_RW = torch.empty((len(targets_R), reading.width), device=hidden_RD.device)
     for part in split_chunks(len(targets_R), vocab_size * BYTES_PER_LOGIT, chunk_bytes):
         first, count = exchange.first + part.start, part.stop - part.start
-        reference_rV = exchange.reference and exchange.reference.read(
-            first, count, hidden_RD.device
-        )
+        reference_rV = None
+        if exchange.reference:
+            reference_rV = exchange.reference.read(first, count, hidden_RD.device)
         rows = Rows(project(hidden_RD[part]), targets_R[part], reference_rV)
         if exchange.export:
             exchange.export.write(first, rows.log_probs_RV)

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -87,15 +87,10 @@ def build_engine(spec: EngineSpec) -> Engine:
     return engine
 
 
-def run_engine(
-    connection: Connection, spec: EngineSpec, build: Callable[[EngineSpec], Engine] = build_engine
-) -> None:
+def run_engine(connection: Connection, spec: EngineSpec) -> None:
     """Serve one engine until it is told to close, breaks, or its parent is gone."""
     try:
-        engine = build(spec)
-    except (ValueError, OSError, ImportError) as error:
-        connection.send(Failed(f"{type(error).__name__}: {error}", can_restart=False))
-        return
+        engine = build_engine(spec)
     except Exception as error:
         log.exception("engine %s did not start", spec.id)
         connection.send(Failed(f"{type(error).__name__}: {error}", can_restart=False))

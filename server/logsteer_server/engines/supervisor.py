@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import ModelState
@@ -38,7 +37,6 @@ from logsteer_server.engines.queue import Call, FairQueue
 
 log = logging.getLogger(__name__)
 
-Runner = Callable[[Connection, EngineSpec], None]
 CLOSE_TIMEOUT_S = 20.0
 
 
@@ -78,10 +76,12 @@ class _Process:
     the event loop must not.
     """
 
-    def __init__(self, spec: EngineSpec, runner: Runner, receive: Callable[..., None]) -> None:
+    def __init__(self, spec: EngineSpec, receive: Callable[..., None]) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, remote = context.Pipe()
-        self.process = context.Process(target=runner, args=(remote, spec), name=f"engine-{spec.id}")
+        self.process = context.Process(
+            target=run_engine, args=(remote, spec), name=f"engine-{spec.id}"
+        )
         self.process.start()
         remote.close()
         self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
@@ -133,7 +133,6 @@ class EngineHandle:
         self,
         spec: EngineSpec,
         limits: SupervisionLimits | None = None,
-        runner: Runner = run_engine,
     ) -> None:
         self.spec = spec
         self.state: ModelState = "loading"
@@ -142,7 +141,6 @@ class EngineHandle:
         self.restarts = 0
         self.ready = asyncio.Event()
         self._limits = limits or SupervisionLimits()
-        self._runner = runner
         self._queue = FairQueue(self._limits.engine_tokens)
         self._waiters: dict[int, _Waiter] = {}
         self._ids = itertools.count()
@@ -160,7 +158,7 @@ class EngineHandle:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._receive, process, message)
 
-        self._process = _Process(self.spec, self._runner, receive)
+        self._process = _Process(self.spec, receive)
 
     async def close(self) -> None:
         """End the process; calls that still wait get an error."""

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from logsteer.errors import api_error
 from logsteer.schemas import BosPolicy, Message
 
 Offsets = list[tuple[int, int]]
+_import_lock = Lock()  # two threads that import transformers at once find it half imported
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +46,21 @@ class TextCodec:
     @classmethod
     def load(cls, path: str) -> "TextCodec":
         """The tokenizer of a checkpoint. Errors: OSError or ValueError where there is none."""
-        from transformers import AutoTokenizer
+        with _import_lock:
+            return cls._load(path)
 
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        if not hasattr(tokenizer, "backend_tokenizer"):
-            raise ValueError(f"{path}: only tokenizers with a tokenizer.json are supported")
+    @classmethod
+    def _load(cls, path: str) -> "TextCodec":
         file = Path(path) / "tokenizer.json"
-        content = (
-            file.read_bytes() if file.is_file() else tokenizer.backend_tokenizer.to_str().encode()
-        )
+        if file.is_file():
+            # AutoTokenizer gives the same, but brings torch and 450 MB into the HTTP process.
+            from transformers import PreTrainedTokenizerFast as Tokenizer
+        else:
+            from transformers import AutoTokenizer as Tokenizer
+        tokenizer = Tokenizer.from_pretrained(path)
+        if not hasattr(tokenizer, "backend_tokenizer"):
+            raise ValueError(f"{path}: its tokenizer has no fast form; add a tokenizer.json")
+        content = tokenizer.backend_tokenizer.to_str().encode()
         return cls(tokenizer, f"sha256:{hashlib.sha256(content).hexdigest()}")
 
     def encode(self, texts: Sequence[str]) -> list[EncodedText]:

@@ -7,6 +7,7 @@ deeply and makes Python objects of every token.
 
 import itertools
 import os
+import warnings
 from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
@@ -27,18 +28,19 @@ CPU_BLOCK_SIZE = 32
 """Tokens per cache block on CPU; vLLM's own default of 128 shares no short context."""
 
 
-def set_environment(spec: EngineSpec, on_cpu: bool) -> None:
-    """Set what vLLM reads from the environment, before it is imported."""
+def set_environment(spec: EngineSpec) -> None:
+    """Set what vLLM reads from the environment; only before it is imported does that count."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if on_cpu:
-        if spec.tensor_parallel * spec.pipeline_parallel > 1:
-            ranks = spec.tensor_parallel * spec.pipeline_parallel
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _bind_cores(ranks))
-    elif not isinstance(spec.devices, str):
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of torch's, about vLLM's own code
+    ranks = spec.tensor_parallel * spec.pipeline_parallel
+    if ranks > 1:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _bind_cores(ranks))
+    if not isinstance(spec.devices, str):
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.devices))
 
 
@@ -46,10 +48,7 @@ def _bind_cores(ranks: int) -> str:
     """Cores for each rank, in vLLM's syntax: `0,1|2,3` shares four cores between two ranks."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < ranks:
-        raise ValueError(
-            f"{ranks} tensor- or pipeline-parallel ranks need {ranks} cores, this process may use "
-            f"{len(cores)}: lower tensor_parallel"
-        )
+        return "auto"  # vLLM says what is wrong where it runs on the CPU; a GPU does not care
     share = len(cores) // ranks
     return "|".join(",".join(map(str, cores[r * share : (r + 1) * share])) for r in range(ranks))
 
@@ -75,6 +74,7 @@ def _engine_args(spec: EngineSpec, path: Path | str, on_cpu: bool, limit: int) -
         "enable_prefix_caching": True,
         "async_scheduling": False,
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
         "worker_cls": "logsteer_server.engines.vllm.worker.ScoringWorker",
         "additional_config": {"logsteer_chunk_bytes": spec.chunk_bytes},
     }
@@ -104,17 +104,18 @@ class VllmEngine:
     """A model resident in vLLM. Errors: ValueError where the specification cannot be served."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        import torch
-
-        on_cpu = spec.devices == "cpu" or not torch.cuda.is_available()
-        set_environment(spec, on_cpu)
+        set_environment(spec)
         path = locate_model(spec.path)
 
         from vllm import SamplingParams
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.platforms import current_platform
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor import Executor
 
+        on_cpu = current_platform.is_cpu()
+        if spec.devices == "cpu" and not on_cpu:
+            raise ValueError("devices: cpu needs vLLM's build for CPUs; this is the one for GPUs")
         limit = _context_length(path, spec.max_model_len)
         config = EngineArgs(**_engine_args(spec, path, on_cpu, limit)).create_engine_config()
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)

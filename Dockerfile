@@ -1,0 +1,163 @@
+# syntax=docker/dockerfile:1
+# The logsteer server, as two targets that differ in their base and their locked packages:
+#
+#   docker build --target cpu --tag logsteer:cpu .     x86-64 with AVX2 or better, no GPU
+#   docker build --target cuda --tag logsteer:cuda .   NVIDIA GPU, driver 580 or later (CUDA 13)
+#   docker run --rm --publish 127.0.0.1:8000:8000 --stop-timeout 60 logsteer:cpu
+#
+# Configuration: mount a file over /etc/logsteer/models.yaml. Secrets: LOGSTEER_API_KEY, HF_TOKEN.
+# docker-compose.yml holds the settings that a production container wants besides.
+#
+# No container engine has built this file yet. What stands in for that: hadolint, and the steps of
+# the cpu target carried out in a bare Debian bookworm root, where the server then ran as process 1
+# and as this user, on a read-only root without capabilities, compiled and eager. The cuda target
+# has only been linted.
+
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+
+FROM python:3.11.15-slim-bookworm AS python
+
+# ---------------------------------------------------------------- operating systems
+
+FROM python AS os-cpu
+# g++ compiles kernels when a model is loaded with `compile: true`; vLLM's CPU kernels link libnuma.
+# Package versions stay open because Debian removes superseded ones from its mirrors.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ libnuma1 \
+    && rm -rf /var/lib/apt/lists/* \
+    && groupadd --gid 10001 logsteer \
+    && useradd --uid 10001 --gid 10001 --home-dir /var/lib/logsteer --shell /usr/sbin/nologin logsteer \
+    && install --directory --owner 10001 --group 10001 /var/lib/logsteer
+
+FROM nvidia/cuda:13.0.3-base-ubuntu24.04 AS os-cuda
+# The locks are resolved for Python 3.11, which this Ubuntu does not have: 3.12 needs another
+# setuptools and one package more. So the interpreter is the cpu target's own, headers included,
+# which Triton compiles against; the lib* packages are what its standard library links.
+COPY --from=python /usr/local/ /usr/local/
+# The `base` flavour has no CUDA libraries, because torch's wheels bring them. vLLM's kernels are
+# partly compiled on first use (Triton, FlashInfer, DeepGEMM): that takes nvcc, g++ and headers.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends \
+        ca-certificates \
+        cuda-cudart-dev-13-0 \
+        cuda-cuobjdump-13-0 \
+        cuda-nvcc-13-0 \
+        cuda-nvrtc-dev-13-0 \
+        g++ \
+        libbz2-1.0 \
+        libcublas-dev-13-0 \
+        libcurand-dev-13-0 \
+        libffi8 \
+        liblzma5 \
+        libnuma1 \
+        libsqlite3-0 \
+        libssl3t64 \
+        zlib1g \
+    && rm -rf /var/lib/apt/lists/* \
+    && ldconfig \
+    && groupadd --gid 10001 logsteer \
+    && useradd --uid 10001 --gid 10001 --home-dir /var/lib/logsteer --shell /usr/sbin/nologin logsteer \
+    && install --directory --owner 10001 --group 10001 /var/lib/logsteer
+
+# ---------------------------------------------------------------- installed packages
+# The project is installed as an editable one, which records where its two packages lie and none of
+# their files. Empty packages stand in for them here, so that an edit of the sources rebuilds a
+# layer of a few megabytes instead of one of several gigabytes. The readme is empty for the same
+# reason. Bytecode is compiled now because the user of the container cannot write it later.
+
+FROM os-cpu AS build-cpu
+ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy
+WORKDIR /srv/logsteer
+COPY requirements/install.sh requirements/cpu.lock requirements/
+COPY pyproject.toml LICENSE ./
+RUN --mount=type=cache,target=/root/.cache \
+    mkdir -p client/logsteer server/logsteer_server \
+    && touch README.md client/logsteer/__init__.py server/logsteer_server/__init__.py \
+    && VENV=/opt/logsteer LOGSTEER_VARIANT=cpu requirements/install.sh server
+
+FROM os-cuda AS build-cuda
+ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy
+WORKDIR /srv/logsteer
+COPY requirements/install.sh requirements/cuda.lock requirements/
+COPY pyproject.toml LICENSE ./
+RUN --mount=type=cache,target=/root/.cache \
+    mkdir -p client/logsteer server/logsteer_server \
+    && touch README.md client/logsteer/__init__.py server/logsteer_server/__init__.py \
+    && VENV=/opt/logsteer LOGSTEER_VARIANT=cuda requirements/install.sh server
+
+# ---------------------------------------------------------------- the project's own files
+
+FROM python AS files
+COPY LICENSE /srv/logsteer/LICENSE
+COPY client /srv/logsteer/client
+COPY server /srv/logsteer/server
+COPY demo/model /srv/logsteer/demo/model
+COPY deploy/models.cpu.yaml /etc/logsteer/models.yaml
+# Modes come from the checkout, where a strict umask would leave files that only root can read.
+RUN chmod -R u=rwX,go=rX /srv/logsteer /etc/logsteer \
+    && python -m compileall -q /srv/logsteer/client /srv/logsteer/server
+
+# ---------------------------------------------------------------- targets
+# Both end in the same lines; tests/server/test_deployment.py fails where they differ.
+#
+# Shutdown: the entry point is the server itself, without a shell in between, so SIGTERM reaches it.
+# It stops accepting, gives open requests 10 s and each engine process up to 30 s, and exits. That is
+# longer than the 10 s after which Docker kills by default: give --stop-timeout.
+#
+# Health: /readyz asks every engine, and an engine in the middle of a large batch may take up to
+# ping_timeout_s (30 s) to answer. The start period leaves time to download and compile a model; the
+# first success ends it. http.client is used because it ignores proxy variables.
+
+FROM os-cuda AS cuda
+COPY --from=build-cuda /opt/logsteer /opt/logsteer
+COPY --from=files /srv/logsteer /srv/logsteer
+COPY --from=files /etc/logsteer /etc/logsteer
+ENV PATH=/opt/logsteer/bin:$PATH \
+    HOME=/var/lib/logsteer \
+    HF_HOME=/var/lib/logsteer/huggingface \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+WORKDIR /srv/logsteer
+USER 10001:10001
+VOLUME ["/var/lib/logsteer"]
+EXPOSE 8000
+HEALTHCHECK --interval=30s --timeout=40s --start-period=30m --start-interval=10s --retries=3 \
+    CMD ["python", "-c", "import http.client, sys; c = http.client.HTTPConnection('127.0.0.1', 8000, timeout=35); c.request('GET', '/readyz'); sys.exit(c.getresponse().status != 200)"]
+ENTRYPOINT ["logsteer-server"]
+CMD ["--config", "/etc/logsteer/models.yaml", "--host", "0.0.0.0", "--port", "8000"]
+ARG VERSION
+ARG REVISION
+LABEL org.opencontainers.image.title="logsteer" \
+      org.opencontainers.image.description="Exact log-probabilities and perplexities from language models, over HTTP; CUDA 13" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="$VERSION" \
+      org.opencontainers.image.revision="$REVISION"
+
+# Last, so that it is what a build without --target gives.
+FROM os-cpu AS cpu
+COPY --from=build-cpu /opt/logsteer /opt/logsteer
+COPY --from=files /srv/logsteer /srv/logsteer
+COPY --from=files /etc/logsteer /etc/logsteer
+ENV PATH=/opt/logsteer/bin:$PATH \
+    HOME=/var/lib/logsteer \
+    HF_HOME=/var/lib/logsteer/huggingface \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+WORKDIR /srv/logsteer
+USER 10001:10001
+VOLUME ["/var/lib/logsteer"]
+EXPOSE 8000
+HEALTHCHECK --interval=30s --timeout=40s --start-period=30m --start-interval=10s --retries=3 \
+    CMD ["python", "-c", "import http.client, sys; c = http.client.HTTPConnection('127.0.0.1', 8000, timeout=35); c.request('GET', '/readyz'); sys.exit(c.getresponse().status != 200)"]
+ENTRYPOINT ["logsteer-server"]
+CMD ["--config", "/etc/logsteer/models.yaml", "--host", "0.0.0.0", "--port", "8000"]
+ARG VERSION
+ARG REVISION
+LABEL org.opencontainers.image.title="logsteer" \
+      org.opencontainers.image.description="Exact log-probabilities and perplexities from language models, over HTTP; CPU" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="$VERSION" \
+      org.opencontainers.image.revision="$REVISION"

@@ -1,0 +1,187 @@
+"""vLLM through HTTP against transformers in float32: alone, batched, in any order, on two ranks."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from logsteer import Client
+from logsteer.schemas import ScoredTarget
+from tests.conftest import (
+    DEMO_MODEL,
+    SHARED,
+    STORIES_MODEL,
+    ServerFactory,
+    needs_shared,
+    vllm_model,
+)
+
+pytestmark = pytest.mark.engine
+
+PER_TOKEN = 1e-4
+BATCH = 1e-5
+
+MODELS = [
+    pytest.param("demo", DEMO_MODEL, id="demo"),
+    pytest.param("stories", STORIES_MODEL, id="stories", marks=needs_shared),
+]
+
+
+class Reference:
+    """Teacher forcing in transformers, float32, one sequence at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+
+    @torch.inference_mode()
+    def log_probs(self, ids: Sequence[int]) -> torch.Tensor:
+        """Log-probabilities [T, V] of what follows each token."""
+        logits_TV: torch.Tensor = self.model(torch.tensor([list(ids)])).logits[0]
+        return logits_TV.log_softmax(-1)
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, Reference]:
+    paths = {"demo": DEMO_MODEL, "stories": STORIES_MODEL}
+    return {name: Reference(path) for name, path in paths.items() if path.is_dir()}
+
+
+def make_items(vocab: int, seed: int, count: int = 40) -> list[dict[str, Any]]:
+    """Contexts of 1 to 300 tokens that share beginnings, each with targets of 1 to 40 tokens."""
+    draw = random.Random(seed)
+    shared = [draw.randrange(10, vocab) for _ in range(300)]
+    items = []
+    for _ in range(count):
+        context = shared[: draw.randrange(1, 250)]
+        context += [draw.randrange(10, vocab) for _ in range(draw.randrange(0, 50))]
+        targets = [
+            [draw.randrange(10, vocab) for _ in range(draw.randrange(1, 40))]
+            for _ in range(draw.randrange(1, 4))
+        ]
+        items.append({"context_ids": context, "target_ids": targets})
+    return items
+
+
+def flatten(client: Client, items: list[dict[str, Any]], model: str) -> list[ScoredTarget]:
+    answer = client.logprob(items, model=model, columns=["logprob", "rank", "entropy"], top=3)
+    return [target for result in answer.results for target in result.targets]
+
+
+def differ(a: Sequence[float | None] | None, b: Sequence[float | None] | None) -> float:
+    return float(np.abs(np.array(a, dtype=np.float64) - np.array(b, dtype=np.float64)).max())
+
+
+@pytest.mark.parametrize(("model", "path"), MODELS)
+def test_every_column_is_what_transformers_says(
+    vllm_client: Client, references: dict[str, Reference], model: str, path: Path
+) -> None:
+    reference = references[model]
+    items = make_items(reference.model.config.vocab_size, seed=1)
+    targets = iter(flatten(vllm_client, items, model))
+    worst = 0.0
+    for item in items:
+        for ids in item["target_ids"]:
+            target = next(targets)
+            log_p_RV = reference.log_probs(item["context_ids"] + ids)[-len(ids) - 1 : -1]
+            own_R = log_p_RV[range(len(ids)), ids]
+            worst = max(worst, differ(target.logprobs, own_R.tolist()))
+            assert target.top is not None
+            best = log_p_RV.topk(3)
+            assert differ(np.ravel(target.top.logprobs), best.values.flatten().tolist()) < PER_TOKEN
+            entropy_R = -(log_p_RV.exp() * log_p_RV).sum(-1)
+            assert differ(target.entropy, entropy_R.tolist()) < PER_TOKEN
+            # A rank may differ where another token is as probable to within the tolerance.
+            low = 1 + (log_p_RV > own_R[:, None] + PER_TOKEN).sum(-1)
+            high = 1 + (log_p_RV > own_R[:, None] - PER_TOKEN).sum(-1)
+            ranks = torch.tensor(target.ranks)
+            assert ((low <= ranks) & (ranks <= high)).all()
+    print(f"{model}: largest difference from transformers {worst:.2e} nats a token")
+    assert worst < PER_TOKEN
+
+
+@pytest.mark.parametrize(("model", "path"), MODELS)
+def test_alone_batched_and_shuffled_are_the_same(
+    vllm_client: Client, model: str, path: Path
+) -> None:
+    items = make_items(500, seed=2)
+    together = [t.logprobs for t in flatten(vllm_client, items, model)]
+    alone = [t.logprobs for item in items for t in flatten(vllm_client, [item], model)]
+    order = random.Random(3).sample(range(len(items)), len(items))
+    shuffled_flat = iter(flatten(vllm_client, [items[i] for i in order], model))
+    shuffled = {i: [next(shuffled_flat).logprobs for _ in items[i]["target_ids"]] for i in order}
+    in_order = [logprobs for i in range(len(items)) for logprobs in shuffled[i]]
+    worst = max(
+        max(differ(a, b), differ(a, c)) for a, b, c in zip(together, alone, in_order, strict=True)
+    )
+    print(f"{model}: largest difference between alone, batched and shuffled {worst:.2e} nats")
+    assert worst < BATCH
+
+
+@needs_shared
+def test_a_long_text_is_what_a_plain_loop_in_transformers_says(
+    vllm_client: Client, references: dict[str, Reference]
+) -> None:
+    text = (SHARED / "data" / "wikitext2-valid.txt").read_text()[:20_000]
+    answer = vllm_client.perplexity(
+        [text], model="stories", protocol="sliding", context_length=512, stride=256
+    )
+    reference = references["stories"]
+    ids = reference.tokenizer(text)["input_ids"]
+    total, count, previous_end = 0.0, 0, 0
+    for begin in range(0, len(ids), 256):
+        end = min(begin + 512, len(ids))
+        first = max(previous_end, begin + 1)
+        log_p_TV = reference.log_probs(ids[begin:end])
+        for position in range(first, end):
+            total += float(log_p_TV[position - begin - 1, ids[position]])
+        count += end - first
+        previous_end = end
+        if end == len(ids):
+            break
+    assert answer.total.num_scored == count
+    assert answer.total.sum_logprob is not None
+    difference = abs(answer.total.sum_logprob - total) / count
+    print(f"wikitext: {count} tokens, mean difference {difference:.2e} nats a token")
+    assert difference < 2e-6  # 1e-3 over 500 tokens
+    assert answer.total.num_bytes == len(text.encode())
+
+
+def test_two_ranks_say_what_one_says(vllm_client: Client, start_server: ServerFactory) -> None:
+    server = start_server({"models": [vllm_model("demo-tp2", DEMO_MODEL, tensor_parallel=2)]})
+    items = make_items(1400, seed=4)
+    with Client(server.url, timeout=300) as client:
+        assert client.models().models[0].provenance is not None
+        two = flatten(client, items, "demo-tp2")
+    one = flatten(vllm_client, items, "demo")
+    worst = max(differ(a.logprobs, b.logprobs) for a, b in zip(one, two, strict=True))
+    print(f"largest difference between one rank and two {worst:.2e} nats a token")
+    assert worst < PER_TOKEN
+    server.stop()
+
+
+def test_chunked_prefill_and_preemption_change_nothing(
+    vllm_client: Client, start_server: ServerFactory
+) -> None:
+    """A step of 64 tokens and a cache of a few hundred cut requests up and throw some out."""
+    tight = vllm_model(
+        "demo-tight",
+        DEMO_MODEL,
+        memory="4MiB",
+        max_model_len=320,
+        engine_args={"max_num_batched_tokens": 64, "max_num_seqs": 16},
+    )
+    server = start_server({"models": [tight]})
+    items = make_items(1400, seed=5)
+    with Client(server.url, timeout=300) as client:
+        cut = flatten(client, items, "demo-tight")
+    whole = flatten(vllm_client, items, "demo")
+    worst = max(differ(a.logprobs, b.logprobs) for a, b in zip(cut, whole, strict=True))
+    print(f"largest difference with chunks and a tiny cache {worst:.2e} nats a token")
+    assert worst < BATCH
+    server.stop()

@@ -1,0 +1,207 @@
+"""`POST /logprob` on every engine: boundaries, ids, columns, sums, and what is refused."""
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from logsteer import Client
+from logsteer.errors import APIError
+from logsteer.schemas import ScoredTarget
+
+CONTEXT = "The capital of France is"
+
+
+def score_one(client: Client, item: dict[str, Any], **options: Any) -> ScoredTarget:
+    return client.logprob([item], **options).results[0].targets[0]
+
+
+def test_sums_follow_from_the_columns(client: Client) -> None:
+    target = score_one(client, {"context": CONTEXT, "targets": [" Paris. It is large."]})
+    assert target.logprobs is not None
+    assert target.ranks is not None
+    values = [v for v in target.logprobs if v is not None]
+    assert len(values) == target.num_tokens == len(target.token_ids or []) > 3
+    assert target.logprob == pytest.approx(sum(values), abs=1e-4)
+    assert target.prob == pytest.approx(math.exp(sum(values)), rel=1e-4)
+    assert target.perplexity == pytest.approx(math.exp(-sum(values) / len(values)), rel=1e-4)
+    assert target.is_greedy == all(rank == 1 for rank in target.ranks)
+    assert target.num_bytes == len(b" Paris. It is large.")
+    assert "".join(target.tokens or []) == " Paris. It is large."
+
+
+def test_offsets_point_into_the_target(client: Client) -> None:
+    text = " Paris. It is large."
+    target = score_one(client, {"context": CONTEXT, "targets": [text]})
+    assert [text[a:b] for a, b in target.offsets or []] == target.tokens
+
+
+def test_white_space_that_ends_the_context_is_scored_with_the_target(client: Client) -> None:
+    moved = score_one(client, {"context": CONTEXT + " ", "targets": ["Paris"]})
+    given_ = score_one(client, {"context": CONTEXT, "targets": [" Paris"]})
+    assert moved.logprobs == given_.logprobs
+    assert moved.offsets == [(-1, 5)]
+    assert (moved.target, given_.target) == ("Paris", " Paris")
+
+
+def test_a_merged_boundary_is_reported(client: Client) -> None:
+    merged = score_one(client, {"context": "Once upon a ti", "targets": ["me there was"]})
+    exact = score_one(client, {"context": "Once upon a time", "targets": [" there was"]})
+    assert (merged.boundary, exact.boundary) == ("merged", "exact")
+
+
+def test_a_target_left_without_a_token_is_refused(client: Client) -> None:
+    ids = client.tokenize(["Paris", "Par"]).results
+    assert len(ids[0].token_ids) <= len(ids[1].token_ids), "the example needs Paris as one token"
+    with pytest.raises(APIError, match="boundary: separate") as caught:
+        client.logprob([{"context": "Par", "targets": ["is"]}])
+    assert caught.value.code == "boundary_empty"
+    kept = score_one(client, {"context": "Par", "targets": ["is"]}, boundary="separate")
+    assert kept.num_tokens >= 1
+
+
+def test_separate_encodes_each_alone(client: Client) -> None:
+    target = score_one(
+        client, {"context": "Once upon a ti", "targets": ["me"]}, boundary="separate"
+    )
+    alone = client.tokenize(["me"], bos="never").results[0]
+    assert (target.token_ids, target.boundary) == (alone.token_ids, "exact")
+
+
+def test_ids_are_taken_as_they_are(client: Client) -> None:
+    context, target = client.tokenize([CONTEXT, " Paris"], bos="auto").results
+    by_ids = score_one(
+        client, {"context_ids": context.token_ids, "target_ids": [target.token_ids[1:]]}
+    )
+    by_text = score_one(client, {"context": CONTEXT, "targets": [" Paris"]})
+    assert by_ids.logprobs == by_text.logprobs
+    assert by_ids.offsets is None
+    assert by_ids.target == " Paris"
+
+
+def test_messages_go_through_the_chat_template(client: Client) -> None:
+    answer = client.logprob(
+        [{"messages": [{"role": "user", "content": "Hi"}], "targets": ["Hello!", "Paris"]}]
+    )
+    rendered = client.logprob(
+        [{"context": "<s><|user|>Hi<|assistant|>", "targets": ["Hello!", "Paris"]}]
+    )
+    assert answer.results == rendered.results
+
+
+def test_bos_is_never_doubled_and_can_be_left_out(client: Client) -> None:
+    plain = score_one(client, {"context": CONTEXT, "targets": [" Paris"]})
+    written = score_one(client, {"context": "<s>" + CONTEXT, "targets": [" Paris"]}, bos="always")
+    without = client.logprob([{"context": CONTEXT, "targets": [" Paris"]}], bos="never")
+    assert written.logprobs == plain.logprobs
+    tokens = client.tokenize([CONTEXT], bos="never").results[0].token_ids
+    assert without.usage.prompt_tokens == len(tokens)
+
+
+def test_both_variants_of_the_leading_space(client: Client) -> None:
+    for given_, is_with in ((" Paris", True), ("Paris", False)):
+        item = {"context": CONTEXT, "targets": [given_]}
+        target = score_one(client, item, space="both")
+        assert target.variants is not None
+        same = target.variants.with_space if is_with else target.variants.without_space
+        assert target.logprobs == same.logprobs == score_one(client, item).logprobs
+        both = [target.variants.with_space.logprob, target.variants.without_space.logprob]
+        expected = math.log(sum(math.exp(v) for v in both if v is not None))
+        assert target.logprob_any_space == pytest.approx(expected, abs=1e-6)
+
+
+def test_best_and_choice_probs(client: Client) -> None:
+    result = client.logprob([{"context": CONTEXT, "targets": [" Paris", " London", " Rome"]}])
+    logprobs = [target.logprob or 0.0 for target in result.results[0].targets]
+    assert result.results[0].best == logprobs.index(max(logprobs))
+    total = sum(map(math.exp, logprobs))
+    assert result.results[0].choice_probs == pytest.approx([math.exp(v) / total for v in logprobs])
+
+
+def test_top_alternatives_are_sorted_and_as_many_as_asked(client: Client) -> None:
+    target = score_one(client, {"context": CONTEXT, "targets": [" Paris."]}, top=4)
+    assert target.top is not None
+    assert [len(row) for row in target.top.token_ids] == [4, 4]
+    for row in target.top.logprobs:
+        assert row == sorted(row, key=lambda v: -(v or 0))
+    assert all(len(row) == 4 for row in target.top.tokens)
+
+
+def test_columns_and_arrays_as_asked(client: Client) -> None:
+    item = {"context": CONTEXT, "targets": [" Paris"]}
+    only = score_one(client, item, columns=["entropy"])
+    assert (only.logprobs, only.ranks, only.is_greedy) == (None, None, None)
+    assert only.entropy is not None
+    assert only.entropy[0] is not None
+    assert only.entropy[0] >= 0
+    assert only.logprob == score_one(client, item).logprob
+    sums = score_one(client, item, per_token=False)
+    assert (sums.token_ids, sums.logprobs, sums.offsets) == (None, None, None)
+    assert sums.logprob == only.logprob
+
+
+def test_messagepack_says_the_same_as_json(client: Client) -> None:
+    item = {"context": CONTEXT, "targets": [" Paris is large.", " London"]}
+    model = client.models().models[0].id
+    with Client(client.base_url, encoding="msgpack", model=model) as packed:
+        answers = [c.logprob([item], top=3, model=model).results for c in (client, packed)]
+    assert answers[0][0].best == answers[1][0].best
+    for a, b in zip(answers[0][0].targets, answers[1][0].targets, strict=True):
+        assert a.token_ids == b.token_ids
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+        assert a.top is not None
+        assert b.top is not None
+        assert a.top.token_ids == b.top.token_ids
+
+
+@settings(
+    max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
+@given(st.permutations(range(12)), st.integers(1, 11))
+def test_order_and_splitting_do_not_matter(client: Client, order: list[int], cut: int) -> None:
+    items = [
+        {
+            "context": f"Once upon a time there were {i} cats",
+            "targets": [f" and {i} dogs." * (i + 1)],
+        }
+        for i in range(12)
+    ]
+    together = client.logprob(items).results
+    shuffled = client.logprob([items[i] for i in order]).results
+    parts = client.logprob(items[:cut]).results + client.logprob(items[cut:]).results
+    for i, result in enumerate(together):
+        expected = result.targets[0].logprobs
+        assert shuffled[order.index(i)].targets[0].logprobs == pytest.approx(expected, abs=1e-5)
+        assert parts[i].targets[0].logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_sequence_that_fills_the_context_is_scored(client: Client) -> None:
+    card = client.models().models[0]
+    assert card.context_length is not None
+    ids = [5 + i % 50 for i in range(card.context_length + 1)]
+    target = score_one(client, {"context_ids": ids[:1], "target_ids": [ids[1:]]})
+    assert target.num_tokens == card.context_length
+    with pytest.raises(APIError, match=f"reads {card.context_length}") as caught:
+        client.logprob([{"context_ids": ids, "target_ids": [[7]]}])
+    assert caught.value.code == "context_too_long"
+    cut = score_one(
+        client, {"context_ids": [9, *ids], "target_ids": [[7]]}, on_overflow="truncate_left"
+    )
+    assert cut.truncated_tokens == 2
+    kept = score_one(client, {"context_ids": ids[1:], "target_ids": [[7]]})
+    assert cut.logprobs == kept.logprobs
+
+
+def test_provenance_usage_and_timing(client: Client) -> None:
+    answer = client.logprob([{"context": CONTEXT, "targets": [" Paris", " Rome"]}])
+    card = client.model(answer.model)
+    assert answer.provenance == card.provenance
+    assert answer.provenance.vocab_size == card.vocab_size
+    assert answer.provenance.tokenizer_digest.startswith("sha256:")
+    assert answer.usage.scored_tokens == 2
+    assert answer.usage.generated_tokens == 0
+    context_tokens = len(client.tokenize([CONTEXT]).results[0].token_ids)
+    assert answer.usage.prompt_tokens == 2 * context_tokens
+    assert answer.timing.engine_ms > 0

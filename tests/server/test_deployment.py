@@ -1,0 +1,343 @@
+"""The Dockerfile, docker-compose.yml and the configurations agree with each other and the code."""
+
+import fnmatch
+import json
+import re
+import shlex
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from logsteer_server.__main__ import parse_arguments
+from logsteer_server.app import create_app
+from logsteer_server.engines.supervisor import CLOSE_TIMEOUT_S
+from logsteer_server.settings import Settings, load_settings
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGETS = ("cpu", "cuda")
+CONFIGS = sorted(ROOT.glob("deploy/models*.yaml"))
+GRACE_FOR_REQUESTS_S = 10.0
+GRACE_FOR_FORCE_S = 10.0
+SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@dataclass
+class Stage:
+    """One FROM of the Dockerfile and the instructions under it."""
+
+    name: str
+    base: str
+    instructions: list[tuple[str, str]] = field(default_factory=list)
+
+    def last(self, keyword: str) -> str:
+        """The argument of an instruction's last occurrence, which is the one that counts."""
+        return [argument for word, argument in self.instructions if word == keyword][-1]
+
+    def every(self, keyword: str) -> list[str]:
+        """The arguments of every occurrence of an instruction."""
+        return [argument for word, argument in self.instructions if word == keyword]
+
+
+def parse_dockerfile(text: str) -> tuple[dict[str, str], dict[str, Stage]]:
+    """Defaults of the global build arguments, and the stages by name."""
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
+    arguments: dict[str, str] = {}
+    stages: dict[str, Stage] = {}
+    stage = None
+    for line in filter(None, map(str.strip, joined.splitlines())):
+        keyword, _, argument = line.partition(" ")
+        if keyword == "FROM":
+            base, _, name = argument.partition(" AS ")
+            stage = stages[name] = Stage(name, base)
+        elif stage is None:
+            name, _, default = argument.partition("=")
+            arguments[name] = default
+        else:
+            stage.instructions.append((keyword, argument.strip()))
+    return arguments, stages
+
+
+ARGUMENTS, STAGES = parse_dockerfile((ROOT / "Dockerfile").read_text())
+COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+
+
+def list_copies() -> Iterator[tuple[str, str, str]]:
+    """Stage, source and destination of every COPY, `--from` ones with the stage in the source."""
+    for stage in STAGES.values():
+        for copy in stage.every("COPY"):
+            flags = [word for word in shlex.split(copy) if word.startswith("--")]
+            *sources, destination = [w for w in shlex.split(copy) if not w.startswith("--")]
+            origin = "".join(f.removeprefix("--from=") + ":" for f in flags if "--from=" in f)
+            for source in sources:
+                yield stage.name, origin + source, destination
+
+
+def is_ignored(path: str, patterns: list[str]) -> bool:
+    """Whether .dockerignore keeps a path out: the last pattern that fits it or a parent decides."""
+    parts = path.split("/")
+    names = ["/".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    ignored = False
+    for pattern in patterns:
+        bare = pattern.removeprefix("!")
+        anywhere = bare.removeprefix("**/")
+        for name in names:
+            fits = fnmatch.fnmatchcase(name, bare) and name.count("/") == bare.count("/")
+            if bare != anywhere:
+                fits = fnmatch.fnmatchcase(name.rpartition("/")[2], anywhere)
+            if fits:
+                ignored = not pattern.startswith("!")
+    return ignored
+
+
+def read_ignore_patterns() -> list[str]:
+    """The patterns of .dockerignore."""
+    lines = map(str.strip, (ROOT / ".dockerignore").read_text().splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def read_health_command(target: str) -> list[str]:
+    """The health check's argument vector."""
+    argv: list[str] = json.loads(STAGES[target].last("HEALTHCHECK").partition(" CMD ")[2])
+    return argv
+
+
+def read_health_url(target: str) -> tuple[int, str]:
+    """Port and path that the health check asks."""
+    code = read_health_command(target)[-1]
+    port = re.search(r"HTTPConnection\('127\.0\.0\.1', (\d+)", code)
+    path = re.search(r"request\('GET', '([^']+)'\)", code)
+    assert port and path
+    return int(port[1]), path[1]
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of a duration such as 1m30s."""
+    return sum(float(n) * SECONDS[unit] for n, unit in re.findall(r"(\d+)(ms|[smh])", text))
+
+
+def drop_variables(text: str) -> str:
+    """Compose text with every `${NAME:-default}` replaced by its default."""
+    return re.sub(r"\$\{[A-Z_]+:-([^}]*)\}", r"\1", text)
+
+
+@pytest.fixture
+def outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No .env file and no LOGSTEER_ variable of the developer's."""
+    monkeypatch.chdir(tmp_path)
+    for name in Settings.model_fields:
+        monkeypatch.delenv(f"LOGSTEER_{name.upper()}", raising=False)
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_service_builds_a_stage_of_the_dockerfile(service: str) -> None:
+    assert SERVICES[service]["build"]["target"] in STAGES
+    assert SERVICES[service]["build"]["context"] == "."
+
+
+def test_only_the_cpu_service_starts_by_default() -> None:
+    assert [name for name, service in SERVICES.items() if "profiles" not in service] == ["cpu"]
+
+
+def test_every_copied_file_exists_and_reaches_the_build_context() -> None:
+    patterns = read_ignore_patterns()
+    local = [source for _, source, _ in list_copies() if ":" not in source]
+    assert len(local) >= 10
+    assert [source for source in local if not (ROOT / source).exists()] == []
+    assert [source for source in local if is_ignored(source, patterns)] == []
+
+
+def test_copies_between_stages_take_what_an_earlier_stage_made() -> None:
+    made = {"python": {"/usr/local/"}, "build-cpu": {"/opt/logsteer"}, "build-cuda": set()}
+    made["build-cuda"] = made["build-cpu"]
+    made["files"] = {
+        "/".join(destination.split("/")[:3])
+        for stage, _, destination in list_copies()
+        if stage == "files"
+    }
+    for stage, source, _ in list_copies():
+        origin, _, path = source.rpartition(":")
+        if origin:
+            assert path in made[origin], f"{stage} copies {path} from {origin}"
+    for variant in TARGETS:
+        build = STAGES[f"build-{variant}"].last("RUN")
+        assert f"VENV=/opt/logsteer LOGSTEER_VARIANT={variant} requirements/install.sh" in build
+        assert "/opt/logsteer/bin:" in STAGES[variant].last("ENV")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ".venv/bin/python",
+        ".git/config",
+        ".env",
+        ".hypothesis/examples/1",
+        ".mypy_cache/x",
+        "README.md",
+        "bench/results.json",
+        "client/logsteer/__pycache__/cli.cpython-311.pyc",
+        "client/logsteer/schemas/__pycache__",
+        "server/.env",
+        "shared/big.bin",
+        "tests/server/test_deployment.py",
+    ],
+)
+def test_the_build_context_leaves_out(path: str) -> None:
+    assert is_ignored(path, read_ignore_patterns())
+
+
+@pytest.mark.parametrize("path", ["client/logsteer/cli.py", "demo/model/config.json"])
+def test_the_build_context_has(path: str) -> None:
+    assert not is_ignored(path, read_ignore_patterns())
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_container_runs_as_a_numbered_user_who_owns_the_volume(target: str) -> None:
+    user, _, group = STAGES[target].last("USER").partition(":")
+    assert int(user) > 0
+    assert int(group) > 0
+    setup = STAGES[STAGES[target].base].last("RUN")
+    (volume,) = json.loads(STAGES[target].last("VOLUME"))
+    assert f"useradd --uid {user} --gid {group} --home-dir {volume}" in setup
+    assert f"install --directory --owner {user} --group {group} {volume}" in setup
+    assert f"HOME={volume} " in STAGES[target].last("ENV")
+    words = [word for word, _ in STAGES[target].instructions]
+    assert "RUN" not in words[words.index("USER") :]
+
+
+def test_the_targets_differ_only_in_base_and_packages() -> None:
+    def describe(target: str) -> list[tuple[str, str]]:
+        return [
+            (word, argument.replace(f"build-{target}", "build"))
+            for word, argument in STAGES[target].instructions
+            if word != "LABEL"
+        ]
+
+    assert describe("cpu") == describe("cuda")
+
+
+def test_base_images_are_pinned() -> None:
+    bases = [stage.base for stage in STAGES.values() if stage.base not in STAGES]
+    assert len(bases) == 2
+    for base in bases:
+        assert re.fullmatch(r"[a-z/]+:\d+\.\d+\.\d+-[a-z0-9.-]+", base), base
+
+
+def test_the_image_has_the_version_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert ARGUMENTS["VERSION"] == project["version"]
+    for target in TARGETS:
+        assert 'image.version="$VERSION"' in STAGES[target].last("LABEL")
+        assert f'image.licenses="{project["license"]}"' in STAGES[target].last("LABEL")
+        assert json.loads(STAGES[target].last("ENTRYPOINT"))[0] in project["scripts"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_command_is_one_that_the_server_takes(target: str) -> None:
+    arguments = parse_arguments(json.loads(STAGES[target].last("CMD")))
+    assert arguments.host == "0.0.0.0"
+    assert str(arguments.port) == STAGES[target].last("EXPOSE")
+    assert arguments.port == read_health_url(target)[0]
+    destinations = {destination for _, _, destination in list_copies()}
+    assert arguments.config.as_posix() in destinations
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_service_publishes_and_mounts_what_its_image_uses(service: str) -> None:
+    stage = STAGES[SERVICES[service]["build"]["target"]]
+    for port in SERVICES[service]["ports"]:
+        address, _, inside = drop_variables(port).rpartition(":")
+        assert inside == stage.last("EXPOSE")
+        assert address.startswith("127.0.0.1:")
+    arguments = parse_arguments(json.loads(stage.last("CMD")))
+    volumes = SERVICES[service]["volumes"]
+    (config,) = [volume for volume in volumes if isinstance(volume, dict)]
+    assert config["target"] == arguments.config.as_posix()
+    assert ROOT / config["source"] in CONFIGS
+    (cache,) = [volume for volume in volumes if isinstance(volume, str)]
+    name, _, target = cache.partition(":")
+    assert name in COMPOSE["volumes"]
+    assert [target] == json.loads(stage.last("VOLUME"))
+
+
+def test_default_host_ports_differ() -> None:
+    ports = [drop_variables(port) for service in SERVICES.values() for port in service["ports"]]
+    assert len(set(ports)) == len(SERVICES)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_health_check_asks_a_path_that_the_server_has(target: str, outside: None) -> None:
+    app = create_app(load_settings(CONFIGS[0]))
+    assert read_health_url(target)[1] in app.openapi()["paths"]
+
+
+@pytest.mark.parametrize(("status", "exit_status"), [(200, 0), (503, 1)])
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_health_check_fails_unless_the_answer_is_200(
+    target: str, status: int, exit_status: int
+) -> None:
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == read_health_url(target)[1] else 404)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        code = read_health_command(target)[-1]
+        code = code.replace(str(read_health_url(target)[0]), str(server.server_port))
+        proxies = {"http_proxy": "http://127.0.0.1:9"}
+        done = subprocess.run([sys.executable, "-I", "-c", code], env=proxies, check=False)
+        server.shutdown()
+        thread.join()
+    assert done.returncode == exit_status
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_health_check_waits_for_a_busy_engine(target: str) -> None:
+    timeout = re.search(r"--timeout=(\w+)", STAGES[target].last("HEALTHCHECK"))
+    asked = re.search(r"timeout=(\d+)\)", read_health_command(target)[-1])
+    assert timeout and asked
+    ping = Settings.model_fields["ping_timeout_s"].default
+    assert ping < float(asked[1]) < parse_seconds(timeout[1])
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_service_is_given_time_to_close_its_engines(service: str) -> None:
+    needed = GRACE_FOR_REQUESTS_S + CLOSE_TIMEOUT_S + GRACE_FOR_FORCE_S
+    assert parse_seconds(SERVICES[service]["stop_grace_period"]) > needed
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_a_configuration_is_valid(path: Path, outside: None) -> None:
+    settings = load_settings(path)
+    for model in settings.models:
+        if isinstance(model.devices, list):
+            assert len(model.devices) == model.tensor_parallel * model.pipeline_parallel
+    assert any(model.required for model in settings.models)
+
+
+def test_the_gpu_example_has_models_that_do_not_share_a_gpu(outside: None) -> None:
+    models = load_settings(ROOT / "deploy/models.gpu.yaml").models
+    devices = [gpu for model in models if isinstance(model.devices, list) for gpu in model.devices]
+    assert len(models) >= 2
+    assert len(set(devices)) == len(devices)
+
+
+def test_the_demo_model_lies_where_the_image_puts_it(outside: None) -> None:
+    (model,) = load_settings(ROOT / "deploy/models.cpu.yaml").models
+    places = {destination: source for _, source, destination in list_copies()}
+    assert (ROOT / places[model.path] / "config.json").is_file()

@@ -1,0 +1,161 @@
+"""What happens when things go wrong: engines that die, too much work, callers that leave."""
+
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from logsteer import Client
+from logsteer.errors import APIError, AuthenticationError, DeadlineError, OverloadedError
+from tests.conftest import Server, ServerFactory, fake_model
+
+CRASH, FAIL = 77, 78
+ITEM = {"context_ids": [5], "target_ids": [[6]]}
+KEY = "k3y"
+
+
+@pytest.fixture(scope="module")
+def server(start_server: ServerFactory) -> Server:
+    """Two fakes behind a key: `quick`, and `slow`, which takes half a second a step."""
+    return start_server(
+        {
+            "models": [
+                fake_model("quick", crash_id=CRASH, fail_id=FAIL),
+                fake_model("slow", delay_s=0.5),
+            ],
+            "max_pending_tokens": 1000,
+            "engine_tokens": 100,
+            "request_timeout_s": 2.5,
+            "max_items": 500,
+        },
+        LOGSTEER_API_KEY=KEY,
+        LOGSTEER_HOST="127.0.0.1",
+    )
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Client]:
+    with Client(server.url, api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+def work(tokens: int, count: int = 1) -> list[dict[str, object]]:
+    return [{"context_ids": [5] * tokens, "target_ids": [[6]]}] * count
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _server_with_key(request: pytest.FixtureRequest) -> None:
+    """`start_server` waits with a client that reads its key from the environment."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("LOGSTEER_API_KEY", KEY)
+    request.addfinalizer(patch.undo)
+
+
+def test_a_key_is_asked_for_where_one_is_set(server: Server) -> None:
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {KEY}"}):
+        response = httpx.post(f"{server.url}/logprob", json={"items": [ITEM]}, headers=headers)
+        assert response.status_code == 401
+        assert response.headers["www-authenticate"] == "Bearer"
+    with (
+        Client(server.url, api_key="wrong", max_retries=0) as client,
+        pytest.raises(AuthenticationError),
+    ):
+        client.models()
+    assert httpx.get(f"{server.url}/healthz").status_code == 200
+
+
+def test_a_dead_engine_is_restarted_and_the_http_process_lives_on(client: Client) -> None:
+    with pytest.raises(APIError) as caught:
+        client.logprob([{"context_ids": [CRASH], "target_ids": [[6]]}], model="quick")
+    assert (caught.value.code, caught.value.retryable) == ("engine_restarting", True)
+    assert caught.value.retry_after is not None
+    assert client.logprob([ITEM], model="slow").results  # the other model never noticed
+    assert not client.ready().ready
+    deadline = time.monotonic() + 60
+    while not client.ready().ready and time.monotonic() < deadline:
+        time.sleep(0.1)
+    card = client.model("quick")
+    assert (card.state, card.restarts) == ("ready", 1)
+    assert client.logprob([ITEM], model="quick").results
+
+
+def test_a_job_that_fails_takes_nobody_with_it(client: Client) -> None:
+    with pytest.raises(APIError, match="told to fail"):
+        client.logprob([ITEM, {"context_ids": [FAIL], "target_ids": [[6]]}], model="quick")
+    assert client.logprob([ITEM], model="quick").results
+
+
+def test_work_beyond_the_budget_is_refused_before_it_is_queued(client: Client) -> None:
+    with pytest.raises(APIError, match="max_pending_tokens") as too_large:
+        client.logprob(work(100, 11), model="slow")
+    assert too_large.value.code == "payload_too_large"
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(client.logprob, work(100, 3), model="slow")
+        time.sleep(0.2)
+        started = time.monotonic()
+        with pytest.raises(OverloadedError) as refused:
+            client.logprob(work(100, 8), model="slow")
+        assert time.monotonic() - started < 0.4
+        assert refused.value.retry_after is not None
+        assert refused.value.retry_after >= 1
+        assert len(first.result().results) == 3
+
+
+def test_a_request_beyond_its_time_is_cancelled_and_its_room_is_free_again(client: Client) -> None:
+    with pytest.raises(DeadlineError, match="request_timeout_s"):
+        client.logprob(work(100, 10), model="slow")  # ten steps of half a second
+    assert client.logprob(work(100), model="slow").results
+
+
+def test_a_caller_that_leaves_frees_its_room(client: Client, server: Server) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            f"{server.url}/logprob",
+            json={"model": "slow", "items": work(100, 10)},
+            headers={"authorization": f"Bearer {KEY}"},
+            timeout=0.3,
+        )
+    time.sleep(0.3)
+    started = time.monotonic()
+    assert client.logprob(work(100, 2), model="slow").results
+    assert time.monotonic() - started < 2.2, "the work of the caller that left was not cancelled"
+
+
+def test_a_long_call_does_not_keep_a_short_one_waiting(client: Client) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(client.logprob, work(100, 3), model="slow")
+        time.sleep(0.1)
+        client.logprob(work(50), model="slow")
+        assert not long.done()
+        assert len(long.result().results) == 3
+
+
+def test_the_number_of_items_is_bounded(client: Client) -> None:
+    with pytest.raises(APIError, match="at most 500") as caught:
+        client.logprob([ITEM] * 501, model="quick")
+    assert caught.value.code == "payload_too_large"
+
+
+def test_a_model_must_be_named_where_there_are_several(client: Client) -> None:
+    with pytest.raises(APIError, match="quick, slow"):
+        client.logprob([ITEM])
+
+
+def test_a_model_that_cannot_be_loaded_says_why(start_server: ServerFactory) -> None:
+    broken = fake_model("broken") | {"path": "/nowhere"}
+    with pytest.raises(RuntimeError, match="no such directory"):
+        start_server({"models": [broken]})
+
+
+def test_a_port_in_use_is_an_error_of_one_line(tmp_path: object) -> None:
+    from logsteer_server.__main__ import main
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        config = "demo/models.yaml"
+        assert main(["--config", config, "--port", str(port)]) == 2

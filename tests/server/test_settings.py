@@ -1,0 +1,62 @@
+"""Configuration: the file, the environment above it, arguments above both, and clear errors."""
+
+from pathlib import Path
+
+import pytest
+
+from logsteer_server.__main__ import main
+from logsteer_server.settings import ConfigurationError, load_settings
+
+MINIMAL = "models:\n  - {id: a, path: here}\n"
+
+
+def write(directory: Path, text: str) -> Path:
+    path = directory / "models.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_later_sources_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = write(tmp_path, MINIMAL + "port: 1\nmax_items: 5\n")
+    assert load_settings(config).port == 1
+    monkeypatch.setenv("LOGSTEER_PORT", "2")
+    assert (load_settings(config).port, load_settings(config).max_items) == (2, 5)
+    assert load_settings(config, port=3).port == 3
+
+
+def test_a_dotenv_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".env").write_text("LOGSTEER_API_KEY=secret\n")
+    monkeypatch.chdir(tmp_path)
+    assert load_settings(write(tmp_path, MINIMAL)).api_key == "secret"
+
+
+def test_a_relative_path_is_meant_beside_the_file_where_it_exists(tmp_path: Path) -> None:
+    settings = load_settings(write(tmp_path, MINIMAL))
+    assert settings.models[0].to_spec(settings.directory).path == "here"
+    (tmp_path / "here").mkdir()
+    assert settings.models[0].to_spec(settings.directory).path == str(tmp_path / "here")
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("models: []\n", "no model"),
+        ("- a\n", "mapping"),
+        ("models: [\n", "cannot be read"),
+        (MINIMAL + "modles: 1\n", "modles"),
+        ("models:\n  - {id: a, path: x, tensor_paralel: 2}\n", "tensor_paralel"),
+        ("models:\n  - {id: a, path: x}\n  - {id: a, path: y}\n", "must differ"),
+        ("models:\n  - {id: 'a b', path: x}\n", "pattern"),
+        (MINIMAL + "port: 99999\n", "65535"),
+    ],
+)
+def test_errors_say_what_is_wrong(tmp_path: Path, text: str, hint: str) -> None:
+    with pytest.raises(ConfigurationError, match=hint):
+        load_settings(write(tmp_path, text))
+
+
+def test_check_validates_and_exits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", str(write(tmp_path, MINIMAL)), "--check"]) == 0
+    assert "a (vllm)" in capsys.readouterr().out
+    assert main(["--config", str(tmp_path / "none.yaml"), "--check"]) == 2
+    assert "none.yaml" in capsys.readouterr().err
