@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ def assert_contains(found: Any, shown: Any) -> None:
 
 
 def curls() -> list[tuple[str, str]]:
-    pairs = zip(BLOCKS, BLOCKS[1:], strict=False)
+    pairs = pairwise(BLOCKS)
     return [(a[1], b[1]) for a, b in pairs if a[1].startswith("curl") and b[0] == "json"]
 
 
