@@ -142,11 +142,14 @@ def fake_server(start_server: ServerFactory) -> Server:
 
 @pytest.fixture(scope="session")
 def vllm_server(start_server: ServerFactory) -> Server:
-    """A server with real vLLM: `demo`, and `stories` where ../shared has it."""
+    """A server with real vLLM: `demo`, and `stories` where ../shared has it.
+
+    It has no result cache, so that whatever is compared was computed twice.
+    """
     models = [vllm_model("demo", DEMO_MODEL)]
     if STORIES_MODEL.is_dir():
         models.append(vllm_model("stories", STORIES_MODEL))
-    return start_server({"models": models})
+    return start_server({"models": models, "cache_bytes": 0})
 
 
 @pytest.fixture(scope="session")

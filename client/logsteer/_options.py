@@ -23,6 +23,7 @@ class ModelOptions(TypedDict, total=False):
     model: str | None
     bos: BosPolicy
     on_overflow: OverflowPolicy
+    cache: bool
 
 
 class PairOptions(ModelOptions, total=False):

@@ -12,6 +12,7 @@ import uvicorn
 
 from logsteer_server import __version__
 from logsteer_server.app import create_app
+from logsteer_server.cachefile import check_cache_file
 from logsteer_server.residents import Residents
 from logsteer_server.settings import ConfigurationError, Settings, load_settings
 
@@ -37,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     try:
         settings = load_settings(arguments.config, host=arguments.host, port=arguments.port)
+        check_cache_file(settings)
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

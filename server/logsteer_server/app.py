@@ -1,5 +1,6 @@
 """The ASGI application: routes, errors, and the life of the engines."""
 
+import asyncio
 import logging
 import math
 import uuid
@@ -16,10 +17,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import Problem
 from logsteer_server import __version__
+from logsteer_server.cache import ResultCache
 from logsteer_server.deps import check_key
-from logsteer_server.encoding import encode_json
+from logsteer_server.encoding import JSON, encode_json
+from logsteer_server.metrics import Metrics, RequestMetrics
 from logsteer_server.residents import Residents
-from logsteer_server.routes import logprob, operations, perplexity, tokens
+from logsteer_server.routes import logprob, openai, operations, perplexity, tokens
 from logsteer_server.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -35,13 +38,16 @@ def create_app(settings: Settings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        residents = Residents(settings)
+        results = ResultCache.open(settings)
+        app.state.metrics.live.read_cache_bytes = lambda: results.num_bytes
+        residents = Residents(settings, results, app.state.metrics)
         app.state.residents = residents
         residents.start()
         try:
             yield
         finally:
             await residents.close()
+            await asyncio.to_thread(results.close)
 
     app = FastAPI(
         title="logsteer",
@@ -51,10 +57,12 @@ def create_app(settings: Settings) -> FastAPI:
         responses={"default": {"model": Problem, "description": "A problem document (RFC 9457)."}},
     )
     app.state.settings = settings
-    for module in (logprob, perplexity, tokens):
+    app.state.metrics = Metrics()
+    for module in (logprob, perplexity, tokens, openai):
         app.include_router(module.router, dependencies=[Depends(check_key)])
     app.include_router(operations.router)
     app.add_middleware(RequestIds)
+    app.add_middleware(RequestMetrics, metrics=app.state.metrics)
     app.add_exception_handler(APIError, _answer_api_error)
     app.add_exception_handler(RequestValidationError, _answer_invalid)
     app.add_exception_handler(HTTPException, _answer_http_error)
@@ -96,6 +104,9 @@ def _answer_problem(request: Request, error: APIError) -> Response:
         headers["Retry-After"] = str(math.ceil(error.retry_after))
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if request.url.path.startswith("/v1/"):
+        body = encode_json(openai.describe_error(error))
+        return Response(body, error.status, headers, JSON)
     body = encode_json(error.problem(request_id).model_dump())
     return Response(body, error.status, headers, PROBLEM)
 

@@ -60,6 +60,15 @@ def encode(document: Any, media_type: str) -> bytes:
     return encode_msgpack(document) if media_type == MSGPACK else encode_json(document)
 
 
+DONE = b"data: [DONE]\n\n"
+"""What ends a stream of OpenAI's shape."""
+
+
+def encode_data(document: Any) -> bytes:
+    """One server-sent event without a name, as OpenAI's streams have them."""
+    return b"data: " + encode_json(document) + b"\n\n"
+
+
 def encode_event(name: str, document: Any) -> bytes:
     """One server-sent event."""
     return b"event: " + name.encode() + b"\ndata: " + encode_json(document) + b"\n\n"

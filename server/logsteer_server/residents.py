@@ -6,21 +6,41 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from logsteer.errors import api_error
 from logsteer.schemas import ModelCard, Provenance
-from logsteer_server.engines.base import EngineInfo, ScoreJob, ScoreOutput
+from logsteer_server.cache import Computed, ResultCache, digest_scope
+from logsteer_server.engines.base import (
+    EngineInfo,
+    GenerateJob,
+    GenerateOutput,
+    Job,
+    JobOutput,
+    ScoreJob,
+    ScoreOutput,
+    count_positions,
+    is_last,
+)
 from logsteer_server.engines.supervisor import EngineHandle, JobEnd, SupervisionLimits, now
+from logsteer_server.metrics import Metrics, ModelCounters, ModelReading
 from logsteer_server.scoring.tokenizer import TextCodec
 from logsteer_server.settings import ModelSettings, Settings
 
 log = logging.getLogger(__name__)
 
+KEPT_AT_ONCE = 1024
+"""Results that wait together for the cache, so that a long call does not hold all of its own."""
+
 
 class WorkClock:
-    """Times of one request: accepted when made, then when the engine took the first job."""
+    """Times of one request: accepted when made, then when the engine took the first job.
+
+    `cached_results` counts the sequences that the engine never saw.
+    """
 
     def __init__(self) -> None:
+        self.cached_results = 0
         self._accepted = now()
         self._taken: float | None = None
 
@@ -30,7 +50,9 @@ class WorkClock:
 
     def read(self) -> dict[str, float]:
         """The fields of `Timing`."""
-        taken = self._accepted if self._taken is None else self._taken
+        if self._taken is None:
+            return {"queue_ms": 0.0, "engine_ms": 0.0}
+        taken = self._taken
         return {
             "queue_ms": round(1e3 * max(0.0, taken - self._accepted), 3),
             "engine_ms": round(1e3 * (now() - taken), 3),
@@ -40,9 +62,18 @@ class WorkClock:
 class Resident:
     """One configured model."""
 
-    def __init__(self, settings: ModelSettings, handle: EngineHandle, max_tokens: int) -> None:
+    def __init__(
+        self,
+        settings: ModelSettings,
+        handle: EngineHandle,
+        max_tokens: int,
+        results: ResultCache,
+        counters: ModelCounters,
+    ) -> None:
         self.settings = settings
         self.handle = handle
+        self._results = results
+        self._counters = counters
         self._codec: TextCodec | None = None
         self._max_tokens = max_tokens
         self._pending_tokens = 0
@@ -104,17 +135,82 @@ class Resident:
             self._pending_tokens -= num_tokens
 
     async def score(
+        self, jobs: Sequence[ScoreJob], clock: WorkClock, cache: bool = True
+    ) -> AsyncIterator[tuple[int, ScoreOutput]]:
+        """Index and output of each job as it ends; see `EngineHandle.run`.
+
+        With `cache`, results that are known come first and take no room of the budget, and jobs
+        that are equal are computed once.
+        """
+        if cache and self._results.is_on:
+            async for index, output in self._score_unknown(jobs, clock):
+                yield index, output
+            return
+        async for index, result in self._run(jobs, clock):
+            assert isinstance(result, ScoreOutput)
+            yield index, result
+
+    async def _score_unknown(
         self, jobs: Sequence[ScoreJob], clock: WorkClock
     ) -> AsyncIterator[tuple[int, ScoreOutput]]:
-        """Index and output of each job as it ends; see `EngineHandle.score`."""
-        num_tokens = sum(len(job.tokens) for job in jobs)
+        scope = digest_scope(self.handle.check_ready(), self.settings)
+        found = await self._results.find(scope, jobs)
+        missing = found.missing
+        clock.cached_results += len(jobs) - len(missing)
+        self._counters.cache_hits.inc(len(jobs) - len(missing))
+        self._counters.cache_misses.inc(sum(entry.key is not None for entry in missing))
+        for index, output in found.hits:
+            yield index, output
+        if not missing:
+            return
+        computed: list[Computed] = []
+        unknown = [jobs[entry.indices[0]] for entry in missing]
+        try:
+            async for index, result in self._run(unknown, clock):
+                assert isinstance(result, ScoreOutput)
+                computed.append((missing[index].key, unknown[index], result))
+                if len(computed) == KEPT_AT_ONCE:
+                    self._results.keep(computed)
+                    computed = []
+                first, *others = missing[index].indices
+                yield first, result
+                for other in others:
+                    yield other, replace(result, cached_tokens=0)
+        finally:
+            self._results.keep(computed)
+
+    async def generate(
+        self, jobs: Sequence[GenerateJob], clock: WorkClock
+    ) -> AsyncIterator[tuple[int, GenerateOutput]]:
+        """Index and output of each job, piece by piece where it streams."""
+        async for index, output in self._run(jobs, clock):
+            assert isinstance(output, GenerateOutput)
+            yield index, output
+
+    async def _run(
+        self, jobs: Sequence[Job], clock: WorkClock
+    ) -> AsyncIterator[tuple[int, JobOutput]]:
+        num_tokens = sum(map(count_positions, jobs))
         started = time.monotonic()
         with self.admit(num_tokens):
-            async for end in self.handle.score(jobs):
+            async for end in self.handle.run(jobs):
                 clock.note(end)
+                self._count(jobs[end.index], end.output)
                 yield end.index, end.output
         speed = num_tokens / max(1e-3, time.monotonic() - started)
         self._tokens_per_s = 0.8 * self._tokens_per_s + 0.2 * speed if self._tokens_per_s else speed
+
+    def _count(self, job: Job, output: JobOutput) -> None:
+        if not is_last(output):
+            return
+        self._counters.prompt_tokens.inc(len(job.tokens))
+        self._counters.prefix_cached_tokens.inc(output.cached_tokens)
+        if isinstance(job, ScoreJob):
+            self._counters.scored_tokens.inc(len(job.targets))
+
+    def read(self) -> ModelReading:
+        """What the model is at right now."""
+        return ModelReading(self.id, self._pending_tokens, self.is_ready, self.handle.restarts)
 
     def describe(self) -> ModelCard:
         """The model as `GET /models` shows it."""
@@ -161,7 +257,7 @@ class Resident:
 class Residents:
     """Every configured model, by id."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, results: ResultCache, metrics: Metrics) -> None:
         limits = SupervisionLimits(
             settings.engine_tokens, settings.ping_timeout_s, settings.max_restarts
         )
@@ -170,9 +266,12 @@ class Residents:
                 model,
                 EngineHandle(model.to_spec(settings.directory), limits),
                 settings.max_pending_tokens,
+                results,
+                metrics.for_model(model.id),
             )
             for model in settings.models
         }
+        metrics.live.read_models = lambda: [model.read() for model in self.by_id.values()]
         self._answer_ids = itertools.count(1)
         self._tasks: list[asyncio.Task[None]] = []
 

@@ -74,6 +74,13 @@ class Settings(BaseSettings):
         2**30, ge=2**20, description="Bytes of log-probabilities on disk while models are compared."
     )
     scratch_directory: Path | None = Field(None, description="For those; null: the system's.")
+    cache_bytes: int = Field(
+        256 * 2**20, ge=0, description="Memory for results of earlier work; 0: none."
+    )
+    cache_file: Path | None = Field(
+        None, description="SQLite file behind that memory, so that results survive a restart."
+    )
+    cache_file_bytes: int = Field(4 * 2**30, ge=2**20, description="Bytes of that file.")
     request_timeout_s: float = Field(600.0, gt=0, description="For one request without streaming.")
     engine_tokens: int = Field(65_536, ge=1, description="Tokens that an engine holds at once.")
     ping_timeout_s: float = Field(30.0, gt=0)

@@ -238,7 +238,7 @@ def test_broken_messagepack_is_no_answer(call: Caller) -> None:
         (options.LogprobOptions, LogprobRequest, {"items"}),
         (options.PerplexityOptions, PerplexityRequest, {"texts", "stream"}),
         (options.WindowOptions, PerplexityStreamQuery, set()),
-        (options.TokenOptions, TokenizeRequest, {"texts"}),
+        (options.TokenOptions, TokenizeRequest, {"texts", "prompt", "add_special_tokens"}),
     ],
 )
 def test_options_are_the_fields_of_the_request(keys: Any, schema: Any, apart: set[str]) -> None:

@@ -1,6 +1,9 @@
 """vLLM through HTTP against transformers in float32: alone, batched, in any order, on two ranks."""
 
+import json
 import random
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -165,23 +168,33 @@ def test_two_ranks_say_what_one_says(vllm_client: Client, start_server: ServerFa
     server.stop()
 
 
-def test_chunked_prefill_and_preemption_change_nothing(
+def test_chunked_prefill_preemption_and_abort_change_nothing() -> None:
+    """`engine_probe.py` says what its engine did under pressure."""
+    script = Path(__file__).with_name("engine_probe.py")
+    command = [sys.executable, str(script), str(DEMO_MODEL)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    probe = json.loads(output.splitlines()[-1])
+    assert probe["preempted"] > 10
+    assert probe["together"].keys() == probe["alone"].keys()
+    worst = max(differ(probe["alone"][i], probe["together"][i]) for i in probe["alone"])
+    print(f"{probe['preempted']} preemptions: largest difference {worst:.2e} nats a token")
+    assert worst < BATCH
+    assert probe["left"] == 0
+    assert not {int(i) for i in probe["kept"]} & set(probe["cancelled"])
+    assert len(probe["kept"]) + len(probe["cancelled"]) == len(probe["alone"])
+    assert max(differ(probe["alone"][i], probe["kept"][i]) for i in probe["kept"]) < BATCH
+
+
+def test_two_pipeline_stages_say_what_one_says(
     vllm_client: Client, start_server: ServerFactory
 ) -> None:
-    """A step of 64 tokens and a cache of a few hundred cut requests up and throw some out."""
-    tight = vllm_model(
-        "demo-tight",
-        DEMO_MODEL,
-        memory="4MiB",
-        max_model_len=320,
-        engine_args={"max_num_batched_tokens": 64, "max_num_seqs": 16},
-    )
-    server = start_server({"models": [tight]})
-    items = make_items(1400, seed=5)
+    model = vllm_model("demo-pp2", DEMO_MODEL, pipeline_parallel=2)
+    server = start_server({"models": [model], "cache_bytes": 0})
+    items = make_items(1400, seed=6, count=20)
     with Client(server.url, timeout=300) as client:
-        cut = flatten(client, items, "demo-tight")
-    whole = flatten(vllm_client, items, "demo")
-    worst = max(differ(a.logprobs, b.logprobs) for a, b in zip(cut, whole, strict=True))
-    print(f"largest difference with chunks and a tiny cache {worst:.2e} nats a token")
-    assert worst < BATCH
+        two = flatten(client, items, "demo-pp2")
+    one = flatten(vllm_client, items, "demo")
+    worst = max(differ(a.logprobs, b.logprobs) for a, b in zip(one, two, strict=True))
+    print(f"largest difference between one stage and two {worst:.2e} nats a token")
+    assert worst < PER_TOKEN
     server.stop()

@@ -129,6 +129,30 @@ def test_top_alternatives_are_sorted_and_as_many_as_asked(client: Client) -> Non
     assert all(len(row) == 4 for row in target.top.tokens)
 
 
+def test_single_tokens_after_one_context_are_scored_together_as_alone(client: Client) -> None:
+    targets = [" Paris", " London", " is a city", " Rome"]
+    items = [
+        {"context": CONTEXT, "targets": targets[:2]},
+        {"context": CONTEXT, "targets": targets[2:]},
+    ]
+    columns = ["logprob", "rank", "entropy"]
+    together = client.logprob(items, top=2, columns=columns)
+    found = [target for result in together.results for target in result.targets]
+    for text, target in zip(targets, found, strict=True):
+        alone = score_one(client, {"context": CONTEXT, "targets": [text]}, top=2, columns=columns)
+        assert target.target == alone.target
+        assert target.token_ids == alone.token_ids
+        assert target.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+        assert target.ranks == alone.ranks
+        assert target.entropy == pytest.approx(alone.entropy, abs=1e-5)
+        assert target.top is not None
+        assert alone.top is not None
+        assert target.top.token_ids == alone.top.token_ids
+    context_tokens = len(client.tokenize([CONTEXT]).results[0].token_ids)
+    extra = len(client.tokenize([" is a city"], bos="never").results[0].token_ids) - 1
+    assert together.usage.prompt_tokens == 2 * context_tokens + extra
+
+
 def test_columns_and_arrays_as_asked(client: Client) -> None:
     item = {"context": CONTEXT, "targets": [" Paris"]}
     only = score_one(client, item, columns=["entropy"])
@@ -203,5 +227,5 @@ def test_provenance_usage_and_timing(client: Client) -> None:
     assert answer.usage.scored_tokens == 2
     assert answer.usage.generated_tokens == 0
     context_tokens = len(client.tokenize([CONTEXT]).results[0].token_ids)
-    assert answer.usage.prompt_tokens == 2 * context_tokens
+    assert answer.usage.prompt_tokens == context_tokens  # read once for both
     assert answer.timing.engine_ms > 0

@@ -30,6 +30,7 @@ def server(start_server: ServerFactory) -> Server:
             "engine_tokens": 100,
             "request_timeout_s": 2.5,
             "max_items": 500,
+            "cache_bytes": 0,
         },
         LOGSTEER_API_KEY=KEY,
         LOGSTEER_HOST="127.0.0.1",
@@ -43,7 +44,11 @@ def client(server: Server) -> Iterator[Client]:
 
 
 def work(tokens: int, count: int = 1) -> list[dict[str, object]]:
-    return [{"context_ids": [5] * tokens, "target_ids": [[6]]}] * count
+    """Items of which each is another sequence, so that none shares the work of another."""
+    return [
+        {"context_ids": [5] * (tokens - 2) + [100 + index], "target_ids": [[6, 7]]}
+        for index in range(count)
+    ]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -19,6 +19,9 @@ LAYERS = [
     {"deps"},
     {"comparison"},
     {"residents"},
+    {"cache"},
+    {"cachefile", "metrics"},
+    {"sampling"},
     {"scoring", "encoding", "settings"},
     {"engines.supervisor"},
     {"engines.process", "engines.queue"},
@@ -36,7 +39,7 @@ ONLY_IN = {
     "transformers": {"scoring"},
     "yaml": {"settings"},
     "numpy": {
-        "comparison", "encoding", "rows", "scoring",
+        "cache", "comparison", "encoding", "rows", "sampling", "scoring",
         "engines.base", "engines.fake", "engines.vllm",
     },
 }  # fmt: skip

@@ -41,6 +41,11 @@ class RequestOptions(Request):
         description="What happens to a sequence longer than the model's context: an error, or its "
         "leftmost context tokens are dropped and counted in `truncated_tokens`.",
     )
+    cache: bool = Field(
+        default=True,
+        description="Whether results of earlier equal work may be given again, and the results of "
+        "this request kept. They are the same numbers, bit for bit.",
+    )
 
 
 class RowOptions(RequestOptions):
@@ -77,16 +82,23 @@ class TopAlternatives(Reply):
 class Usage(Reply):
     """Tokens that a request cost."""
 
-    prompt_tokens: int = Field(description="Tokens that the model was given to read.")
+    prompt_tokens: int = Field(
+        description="Tokens that the model was given to read, now or for a cached result."
+    )
     scored_tokens: int = Field(description="Tokens whose log-probability was read.")
     generated_tokens: int = 0
     cached_tokens: int = Field(
         default=0, description="Prompt tokens that came from the prefix cache."
     )
+    cached_results: int = Field(
+        default=0,
+        description="Scored sequences answered from the result cache, or by an equal sequence of "
+        "the same request.",
+    )
 
 
 class Timing(Reply):
-    """Milliseconds that a request waited and was worked on."""
+    """Milliseconds that a request waited and was worked on; 0 where every result was cached."""
 
     queue_ms: float = Field(description="From acceptance until the engine took the work.")
     engine_ms: float = Field(description="From then until the last result was there.")

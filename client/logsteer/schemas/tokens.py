@@ -1,16 +1,26 @@
 """`POST /tokenize` and `POST /detokenize`."""
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from logsteer.schemas.common import BosPolicy, Reply, Request, TokenId
 
 
 class TokenizeRequest(Request):
-    """Texts to encode."""
+    """Texts to encode; or, in the form of vLLM's server, one `prompt`."""
 
     model: str | None = None
-    texts: list[str] = Field(min_length=1)
+    texts: list[str] | None = Field(default=None, min_length=1)
     bos: BosPolicy = "auto"
+    prompt: str | None = None
+    add_special_tokens: bool = Field(
+        default=True, description="For `prompt`: as bos auto or never."
+    )
+
+    @model_validator(mode="after")
+    def _one_form(self) -> "TokenizeRequest":
+        if (self.texts is None) == (self.prompt is None):
+            raise ValueError("give texts, or else prompt")
+        return self
 
 
 class Encoded(Reply):
@@ -26,13 +36,23 @@ class TokenizeAnswer(Reply):
 
     model: str
     results: list[Encoded]
+    tokens: list[int] | None = Field(default=None, description="The ids of `prompt`.")
+    count: int | None = Field(default=None, description="How many they are.")
+    max_model_len: int | None = None
 
 
 class DetokenizeRequest(Request):
-    """Sequences of token ids to decode."""
+    """Sequences of token ids to decode; or, in the form of vLLM's server, one of `tokens`."""
 
     model: str | None = None
-    token_ids: list[list[TokenId]] = Field(min_length=1)
+    token_ids: list[list[TokenId]] | None = Field(default=None, min_length=1)
+    tokens: list[TokenId] | None = None
+
+    @model_validator(mode="after")
+    def _one_form(self) -> "DetokenizeRequest":
+        if (self.token_ids is None) == (self.tokens is None):
+            raise ValueError("give token_ids, or else tokens")
+        return self
 
 
 class DetokenizeAnswer(Reply):
@@ -40,3 +60,4 @@ class DetokenizeAnswer(Reply):
 
     model: str
     texts: list[str]
+    prompt: str | None = Field(default=None, description="The text of `tokens`.")

@@ -61,6 +61,9 @@ class ScoreJob:
     `targets[r]` is the token that follows row T - R + r: the text's next token, and for the last
     row the one token of the text that the model does not need to read.
 
+    With `alternatives` the targets are no sequence: each of the R follows the last token, and all
+    of them are read from its one row.
+
     With `export`, each row's log-probabilities over the vocabulary are written to that file as
     float32 [R, V]; with `reference`, such a file is read, and the columns `kl` and `top1_agrees`
     compare this model's rows with it.
@@ -70,6 +73,7 @@ class ScoreJob:
     targets: Ids
     columns: tuple[str, ...] = ("logprob",)
     top: int = 0
+    alternatives: bool = False
     export: str | None = None
     reference: str | None = None
 
@@ -85,6 +89,46 @@ class ScoreOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class GenerateJob:
+    """One prompt of T tokens to continue by at most `max_tokens` sampled ones.
+
+    Temperature 0 is greedy. The same seed gives the same tokens whatever else is in the batch;
+    None draws a seed. Generation ends at a token that ends the sequence, or where the text contains
+    a string of `stop`, which is left out;
+    with `ignore_eos` only at the latter. With `stream` the output comes in pieces.
+    """
+
+    tokens: Ids
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    top: int = 0
+    stream: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOutput:
+    """A piece of a job's continuation: N new tokens and their text.
+
+    `logprobs` [N] are of the model, at temperature 1 and without any cut; alternatives are
+    [N, top]. `finish_reason` is None until the last piece: `stop` or `length`.
+    """
+
+    token_ids: Ids
+    text: str
+    logprobs: Scores
+    top_ids: Ids
+    top_logprobs: Scores
+    finish_reason: str | None
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class JobFailure:
     """Why a job has no output: `code` is a problem code, `detail` says what to do."""
 
@@ -92,7 +136,21 @@ class JobFailure:
     detail: str
 
 
-JobResult = ScoreOutput | JobFailure
+Job = ScoreJob | GenerateJob
+
+
+def count_positions(job: Job) -> int:
+    """Positions of the context that a job may come to use."""
+    return len(job.tokens) + (job.max_tokens if isinstance(job, GenerateJob) else 0)
+
+
+JobOutput = ScoreOutput | GenerateOutput
+JobResult = JobOutput | JobFailure
+
+
+def is_last(result: JobResult) -> bool:
+    """Whether nothing follows this result of its job."""
+    return not (isinstance(result, GenerateOutput) and result.finish_reason is None)
 
 
 class Engine(Protocol):
@@ -108,7 +166,7 @@ class Engine(Protocol):
         """Whether a job is unfinished."""
         ...
 
-    def add(self, jobs: Sequence[tuple[int, ScoreJob]]) -> None:
+    def add(self, jobs: Sequence[tuple[int, Job]]) -> None:
         """Take jobs in; a job that cannot run comes back from `step` as a JobFailure."""
         ...
 
@@ -117,7 +175,7 @@ class Engine(Protocol):
         ...
 
     def step(self) -> list[tuple[int, JobResult]]:
-        """Advance the work by one batch and give the jobs that ended with it."""
+        """Advance the work by one batch and give the results that came of it."""
         ...
 
     def close(self) -> None:

@@ -9,6 +9,9 @@ import numpy as np
 from logsteer_server.engines.base import (
     EngineInfo,
     EngineSpec,
+    GenerateJob,
+    GenerateOutput,
+    Job,
     JobFailure,
     JobResult,
     ScoreJob,
@@ -18,11 +21,37 @@ from logsteer_server.engines.base import (
 FAKE_COLUMNS = ("logprob", "rank", "entropy")
 
 
-def fake_logprobs(tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
+def fake_logprobs(job: ScoreJob) -> np.ndarray:
     """A log-probability in [-9, -0.1] per target, fixed by the token before it and itself."""
-    before = tokens[len(tokens) - len(targets) :].astype(np.int64)
-    mixed = (before * 2654435761 + targets.astype(np.int64) * 40503 + 12345) % 8900
+    rows = -1 if job.alternatives else slice(len(job.tokens) - len(job.targets), None)
+    mixed = (
+        job.tokens[rows].astype(np.int64) * 2654435761
+        + job.targets.astype(np.int64) * 40503
+        + 12345
+    ) % 8900
     return (-0.1 - mixed / 1000).astype(np.float32)
+
+
+def fake_generation(job: GenerateJob) -> list[JobResult]:
+    """The prompt's tokens over again, each as a letter; in pieces of one token for a stream."""
+    ids = np.resize(job.tokens, job.max_tokens)
+    size = 1 if job.stream else job.max_tokens
+    pieces: list[JobResult] = []
+    for start in range(0, job.max_tokens, size):
+        part = ids[start : start + size]
+        shape = (len(part), job.top)
+        pieces.append(
+            GenerateOutput(
+                part,
+                "".join(chr(97 + token % 26) for token in part.tolist()),
+                np.full(len(part), -0.5, dtype=np.float32),
+                np.zeros(shape, dtype=np.int32),
+                np.zeros(shape, dtype=np.float32),
+                "length" if start + size >= job.max_tokens else None,
+                0,
+            )
+        )
+    return pieces
 
 
 class FakeEngine:
@@ -36,7 +65,7 @@ class FakeEngine:
         self._delay_s = float(args.get("delay_s", 0.0))
         self._crash_id = args.get("crash_id")
         self._fail_id = args.get("fail_id")
-        self._jobs: dict[int, ScoreJob] = {}
+        self._jobs: dict[int, Job] = {}
         if not Path(spec.path).is_dir():
             raise ValueError(f"{spec.path}: no such directory")
         self._info = EngineInfo(
@@ -66,7 +95,7 @@ class FakeEngine:
         """Whether a job is unfinished."""
         return bool(self._jobs)
 
-    def add(self, jobs: Sequence[tuple[int, ScoreJob]]) -> None:
+    def add(self, jobs: Sequence[tuple[int, Job]]) -> None:
         """Take jobs in."""
         self._jobs.update(jobs)
 
@@ -79,14 +108,19 @@ class FakeEngine:
         """Answer every job."""
         time.sleep(self._delay_s)
         jobs, self._jobs = self._jobs, {}
-        return [(job_id, self._answer(job)) for job_id, job in jobs.items()]
+        return [
+            (job_id, result) for job_id, job in jobs.items() for result in self._answer_all(job)
+        ]
+
+    def _answer_all(self, job: Job) -> list[JobResult]:
+        return [self._answer(job)] if isinstance(job, ScoreJob) else fake_generation(job)
 
     def _answer(self, job: ScoreJob) -> JobResult:
         if self._crash_id is not None and self._crash_id in job.tokens:
             raise RuntimeError("the fake engine was told to crash")
         if self._fail_id is not None and self._fail_id in job.tokens:
             return JobFailure("internal", "the fake engine was told to fail this job")
-        logprobs = fake_logprobs(job.tokens, job.targets)
+        logprobs = fake_logprobs(job)
         values = {
             "logprob": logprobs,
             "rank": (1 - logprobs).astype(np.int32),

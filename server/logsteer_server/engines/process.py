@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
 
-from logsteer_server.engines.base import Engine, EngineInfo, EngineSpec, JobResult, ScoreJob
+from logsteer_server.engines.base import Engine, EngineInfo, EngineSpec, Job, JobResult, is_last
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ MAX_IDLE_S = 3600.0
 class Add:
     """Jobs for the engine, with the ids under which their results come back."""
 
-    jobs: Sequence[tuple[int, ScoreJob]]
+    jobs: Sequence[tuple[int, Job]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Jobs that ended in one step: id, result, and when the engine took the job (monotonic)."""
+    """Results of one step: id, result, and when the engine took the job (monotonic seconds)."""
 
     results: Sequence[tuple[int, JobResult, float]]
 
@@ -142,5 +142,8 @@ class EngineLoop:
 
     def _report(self, ended: Sequence[tuple[int, JobResult]]) -> None:
         if ended:
-            results = [(i, result, self._taken_at.pop(i)) for i, result in ended]
+            results = [(i, result, self._taken_at[i]) for i, result in ended]
+            for job_id, result in ended:
+                if is_last(result):
+                    del self._taken_at[job_id]
             self._connection.send(Finished(results))

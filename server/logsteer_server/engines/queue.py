@@ -4,21 +4,21 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from logsteer_server.engines.base import ScoreJob
+from logsteer_server.engines.base import Job, count_positions
 
 
 @dataclass(eq=False)
 class Call:
     """The jobs of one caller; `unsent` holds the ids of those that the engine does not have."""
 
-    jobs: Sequence[ScoreJob]
+    jobs: Sequence[Job]
     first_id: int
     unsent: deque[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.unsent = deque(range(self.first_id, self.first_id + len(self.jobs)))
 
-    def job(self, job_id: int) -> ScoreJob:
+    def job(self, job_id: int) -> Job:
         """The job of that id."""
         return self.jobs[job_id - self.first_id]
 
@@ -40,22 +40,22 @@ class FairQueue:
         if call.unsent:
             self._waiting.append(call)
 
-    def take(self) -> list[tuple[int, ScoreJob]]:
+    def take(self) -> list[tuple[int, Job]]:
         """The jobs that the engine has room for now."""
-        taken: list[tuple[int, ScoreJob]] = []
+        taken: list[tuple[int, Job]] = []
         while self._waiting and self._has_room(self._waiting[0]):
             call = self._waiting.popleft()
             job_id = call.unsent.popleft()
             job = call.job(job_id)
-            self._sent_tokens[job_id] = len(job.tokens)
-            self._tokens_in_engine += len(job.tokens)
+            self._sent_tokens[job_id] = count_positions(job)
+            self._tokens_in_engine += count_positions(job)
             taken.append((job_id, job))
             if call.unsent:
                 self._waiting.append(call)
         return taken
 
     def _has_room(self, call: Call) -> bool:
-        size = len(call.job(call.unsent[0]).tokens)
+        size = count_positions(call.job(call.unsent[0]))
         return not self._sent_tokens or self._tokens_in_engine + size <= self._max_tokens
 
     def finish(self, job_id: int) -> None:

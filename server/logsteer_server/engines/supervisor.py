@@ -15,10 +15,11 @@ from logsteer.schemas import ModelState
 from logsteer_server.engines.base import (
     EngineInfo,
     EngineSpec,
+    Job,
     JobFailure,
+    JobOutput,
     JobResult,
-    ScoreJob,
-    ScoreOutput,
+    is_last,
 )
 from logsteer_server.engines.process import (
     Add,
@@ -42,10 +43,10 @@ CLOSE_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class JobEnd:
-    """One finished job of a call: its index, its output, and when the engine took it."""
+    """A result of one job of a call: its index, the output, and when the engine took the job."""
 
     index: int
-    output: ScoreOutput
+    output: JobOutput
     taken_at: float
 
 
@@ -197,8 +198,8 @@ class EngineHandle:
             self._pings.pop(serial, None)
         return True
 
-    async def score(self, jobs: Sequence[ScoreJob]) -> AsyncIterator[JobEnd]:
-        """The results of jobs as they end, in any order. Leaving the loop early cancels the rest.
+    async def run(self, jobs: Sequence[Job]) -> AsyncIterator[JobEnd]:
+        """The results of jobs as they come, in any order. Leaving the loop early cancels the rest.
 
         Errors: APIError, where a job failed or the engine died.
         """
@@ -210,7 +211,7 @@ class EngineHandle:
                 results = await waiter.results.get()
                 if isinstance(results, APIError):
                     raise results
-                missing -= len(results)
+                missing -= sum(is_last(result) for _, result, _ in results)
                 for job_id, result, taken_at in results:
                     if isinstance(result, JobFailure):
                         raise api_error(result.code, result.detail)
@@ -218,7 +219,7 @@ class EngineHandle:
         finally:
             self._leave(waiter)
 
-    def _enter(self, jobs: Sequence[ScoreJob]) -> _Waiter:
+    def _enter(self, jobs: Sequence[Job]) -> _Waiter:
         first = next(self._ids)
         self._ids = itertools.count(first + max(1, len(jobs)))
         waiter = _Waiter(Call(jobs, first))
@@ -260,8 +261,11 @@ class EngineHandle:
     def _deliver(self, results: Iterable[tuple[int, JobResult, float]]) -> None:
         by_waiter: dict[_Waiter, list[tuple[int, JobResult, float]]] = {}
         for result in results:
-            self._queue.finish(result[0])
-            if waiter := self._waiters.pop(result[0], None):
+            last = is_last(result[1])
+            if last:
+                self._queue.finish(result[0])
+            find = self._waiters.pop if last else self._waiters.get
+            if waiter := find(result[0], None):
                 by_waiter.setdefault(waiter, []).append(result)
         for waiter, own in by_waiter.items():
             waiter.results.put_nowait(own)

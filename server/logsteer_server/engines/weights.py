@@ -3,7 +3,7 @@
 import hashlib
 from pathlib import Path
 
-WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+WEIGHT_PATTERNS = ("config.json", "*.safetensors", "*.bin", "*.pt", "*.gguf")
 HASHED_WHOLE = 8 * 2**30
 """Checkpoints of up to this many bytes are hashed whole; larger ones by samples of each file."""
 SAMPLE = 16 * 2**20
@@ -28,7 +28,7 @@ def locate_model(path: str) -> Path | str:
 
 
 def digest_weights(path: Path | str) -> str:
-    """SHA-256 over the weight files' names, sizes and bytes, as `sha256:<hex>`.
+    """SHA-256 over the names, sizes and bytes of config and weights, as `sha256:<hex>`.
 
     Checkpoints above HASHED_WHOLE are read at the start and end of each file only, and the digest
     then says `sampled-sha256`.

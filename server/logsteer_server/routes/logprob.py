@@ -40,8 +40,8 @@ async def _score(body: LogprobRequest, resident: Resident) -> dict[str, Any]:
     clock = WorkClock()
     codec, info = resident.require()
     plan = await asyncio.to_thread(plan_targets, body, codec, info)
-    outputs: list[ScoreOutput | None] = [None] * len(plan.planned)
-    async for index, output in resident.score(plan.jobs, clock):
+    outputs: list[ScoreOutput | None] = [None] * len(plan.jobs)
+    async for index, output in resident.score(plan.jobs, clock, body.cache):
         outputs[index] = output
     complete = [output for output in outputs if output is not None]
     results = await asyncio.to_thread(assemble_targets, plan, complete, codec)
@@ -49,7 +49,7 @@ async def _score(body: LogprobRequest, resident: Resident) -> dict[str, Any]:
         "id": new_id("logprob"),
         "model": resident.id,
         "results": results,
-        "usage": _sum_usage(plan, complete),
+        "usage": _sum_usage(plan, complete) | {"cached_results": clock.cached_results},
         "timing": clock.read(),
         "provenance": resident.provenance().model_dump(),
     }
@@ -57,8 +57,8 @@ async def _score(body: LogprobRequest, resident: Resident) -> dict[str, Any]:
 
 def _sum_usage(plan: LogprobPlan, outputs: list[ScoreOutput]) -> dict[str, int]:
     return {
-        "prompt_tokens": sum(len(target.job.tokens) for target in plan.planned),
-        "scored_tokens": sum(len(target.job.targets) for target in plan.planned),
+        "prompt_tokens": sum(len(job.tokens) for job in plan.jobs),
+        "scored_tokens": sum(len(job.targets) for job in plan.jobs),
         "generated_tokens": 0,
         "cached_tokens": sum(output.cached_tokens for output in outputs),
     }

@@ -1,12 +1,14 @@
-"""`GET /models`, `/models/{id}`, `/healthz` and `/readyz`."""
+"""`GET /models`, `/models/{id}`, `/healthz`, `/readyz` and `/metrics`."""
 
 import asyncio
 
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import PlainTextResponse
 
 from logsteer.schemas import Health, ModelCard, ModelList, ModelState, Readiness
 from logsteer_server import __version__
 from logsteer_server.deps import ResidentsDep, check_key
+from logsteer_server.metrics import METRICS_TYPE, Metrics
 from logsteer_server.residents import Resident
 
 router = APIRouter(tags=["operations"])
@@ -43,6 +45,13 @@ async def readyz(residents: ResidentsDep, response: Response) -> Readiness:
     return Readiness(
         ready=ready, models=dict(zip((resident.id for resident in found), states, strict=True))
     )
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(request: Request) -> Response:
+    """Everything counted, in Prometheus' text format; needs no key, as /healthz does not."""
+    counted: Metrics = request.app.state.metrics
+    return Response(counted.render(), media_type=METRICS_TYPE)
 
 
 async def _probe(resident: Resident) -> ModelState:

@@ -45,8 +45,10 @@ class Run:
         protocol: str,
         num_texts: int,
         comparison: Comparison | None = None,
+        cache: bool = True,
     ) -> None:
         self.resident = resident
+        self._cache = cache
         self._comparison = comparison
         self.protocol = protocol
         self.scores = [TextScores() for _ in range(num_texts)]
@@ -66,8 +68,11 @@ class Run:
     ) -> AsyncIterator[dict[str, Any]]:
         """The entry of each window, as `WindowScore`, as it is scored."""
         jobs = [window.job for window in windows]
-        scorer = self._comparison or self.resident
-        async for index, output in scorer.score(jobs, self._clock):
+        if self._comparison is not None:
+            outputs = self._comparison.score(jobs, self._clock)
+        else:
+            outputs = self.resident.score(jobs, self._clock, self._cache)
+        async for index, output in outputs:
             window = windows[index]
             score = self.scores[window.text]
             entry = score.add(window, output, keep_tokens)
@@ -108,7 +113,7 @@ class Run:
             "model": self.resident.id,
             "results": results,
             "total": total,
-            "usage": self._usage,
+            "usage": self._usage | {"cached_results": self._clock.cached_results},
             "timing": self._clock.read(),
             "provenance": self.resident.provenance(self.protocol).model_dump(),
             "divergence": self._comparison.summarize() if self._comparison else None,
@@ -130,7 +135,7 @@ async def perplexity(
             settings.max_reference_bytes,
             settings.scratch_directory,
         )
-    run = Run(resident, body.protocol, len(body.texts), comparison)
+    run = Run(resident, body.protocol, len(body.texts), comparison, body.cache)
     codec, info = resident.require()
     if comparison is not None:
         info = replace(info, context_length=comparison.context_length)
@@ -181,7 +186,7 @@ async def perplexity_stream(
     The body is read as fast as it is scored. Events follow once it has been read: windows that are
     still at work then, and the result.
     """
-    run = Run(residents.find(query.model), query.protocol, 1)
+    run = Run(residents.find(query.model), query.protocol, 1, cache=query.cache)
     codec, info = run.resident.require()
     text = StreamedText(query, codec, info)
     waiting: list[TextWindow] = []

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request, Response
 
 from logsteer.errors import api_error
 from logsteer.schemas import (
+    BosPolicy,
     DetokenizeAnswer,
     DetokenizeRequest,
     TokenizeAnswer,
@@ -23,17 +24,29 @@ async def tokenize(
     body: TokenizeRequest, request: Request, residents: ResidentsDep, settings: SettingsDep
 ) -> Response:
     """The tokens of each text."""
-    check_count("texts", len(body.texts), settings.max_items)
+    check_count("texts", len(body.texts or ()), settings.max_items)
     resident = residents.find(body.model)
-    codec, _ = resident.require()
-    results = await asyncio.to_thread(_encode, codec, body)
-    return answer(request, {"model": resident.id, "results": results})
+    codec, info = resident.require()
+    if body.texts is not None:
+        results = await asyncio.to_thread(_encode, codec, body.texts, body.bos)
+        return answer(request, {"model": resident.id, "results": results})
+    bos: BosPolicy = "auto" if body.add_special_tokens else "never"
+    results = await asyncio.to_thread(_encode, codec, [body.prompt or ""], bos)
+    ids = results[0]["token_ids"]
+    document = {
+        "model": resident.id,
+        "results": results,
+        "tokens": ids,
+        "count": len(ids),
+        "max_model_len": info.context_length,
+    }
+    return answer(request, document)
 
 
-def _encode(codec: TextCodec, body: TokenizeRequest) -> list[dict[str, Any]]:
+def _encode(codec: TextCodec, texts: list[str], bos: BosPolicy) -> list[dict[str, Any]]:
     results = []
-    for encoded in codec.encode(body.texts):
-        front = codec.bos_ids(body.bos, encoded.ids)
+    for encoded in codec.encode(texts):
+        front = codec.bos_ids(bos, encoded.ids)
         ids = front + encoded.ids
         results.append(
             {
@@ -50,13 +63,17 @@ async def detokenize(
     body: DetokenizeRequest, request: Request, residents: ResidentsDep, settings: SettingsDep
 ) -> Response:
     """The text of each sequence of token ids, special tokens written out."""
-    check_count("token_ids", len(body.token_ids), settings.max_items)
+    sequences = body.token_ids if body.token_ids is not None else [body.tokens or []]
+    check_count("token_ids", len(sequences), settings.max_items)
     resident = residents.find(body.model)
     codec, info = resident.require()
-    for index, ids in enumerate(body.token_ids):
+    for index, ids in enumerate(sequences):
         if ids and max(ids) >= info.vocab_size:
             detail = f"token_ids[{index}] has id {max(ids)}; the vocabulary ends at "
             detail += f"{info.vocab_size - 1}."
             raise api_error("invalid_request", detail, param=f"token_ids[{index}]")
-    texts = await asyncio.to_thread(lambda: [codec.decode(ids) for ids in body.token_ids])
-    return answer(request, {"model": resident.id, "texts": texts})
+    texts = await asyncio.to_thread(lambda: [codec.decode(ids) for ids in sequences])
+    document: dict[str, Any] = {"model": resident.id, "texts": texts}
+    if body.tokens is not None:
+        document["prompt"] = texts[0]
+    return answer(request, document)

@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from logsteer.errors import api_error
 from logsteer.schemas import LogprobRequest, OverflowPolicy
-from logsteer_server.engines.base import EngineInfo, ScoreJob, ScoreOutput
+from logsteer_server.engines.base import EngineInfo, Ids, ScoreJob, ScoreOutput
 from logsteer_server.scoring.boundaries import Cut, Pair, cut_pairs, space_variants
 from logsteer_server.scoring.sums import exp_mean, log_sum_exp
 from logsteer_server.scoring.tokenizer import TextCodec
@@ -20,12 +20,29 @@ ARRAY_NAMES = {"logprob": "logprobs", "rank": "ranks"}
 
 @dataclass(frozen=True, slots=True)
 class PlannedTarget:
-    """One string or id sequence to score: its tokens, its job, and what was cut off for it."""
+    """One string or id sequence to score: its tokens, and where its scores will be.
+
+    They are all of job `job`'s rows, or only row `slot` where the job scores alternatives.
+    """
 
     text: str
     cut: Cut
-    job: ScoreJob
     truncated: int
+    job: int
+    slot: int | None
+
+    def pick(self, outputs: Sequence[ScoreOutput]) -> ScoreOutput:
+        """The target's own rows of the jobs' outputs."""
+        output = outputs[self.job]
+        if self.slot is None:
+            return output
+        own = slice(self.slot, self.slot + 1)
+        return replace(
+            output,
+            columns={name: values[own] for name, values in output.columns.items()},
+            top_ids=None if output.top_ids is None else output.top_ids[own],
+            top_logprobs=None if output.top_logprobs is None else output.top_logprobs[own],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +55,12 @@ class PlannedItem:
 
 @dataclass(frozen=True, slots=True)
 class LogprobPlan:
-    """Everything to score for one request; `items` point into `planned`."""
+    """Everything to score for one request; `items` point into `planned`, that into `jobs`."""
 
     request: LogprobRequest
     planned: list[PlannedTarget]
     items: list[PlannedItem]
-
-    @property
-    def jobs(self) -> list[ScoreJob]:
-        """The jobs, in the order of `planned`."""
-        return [target.job for target in self.planned]
+    jobs: list[ScoreJob]
 
 
 def plan_targets(request: LogprobRequest, codec: TextCodec, info: EngineInfo) -> LogprobPlan:
@@ -76,8 +89,9 @@ def plan_targets(request: LogprobRequest, codec: TextCodec, info: EngineInfo) ->
         items.append(PlannedItem(given, variants))
     text_cuts = iter(cut_pairs(codec, pairs, request.boundary, request.bos))
     cuts = [by_ids[i] if i in by_ids else next(text_cuts) for i in range(len(texts))]
-    planned = [_plan(text, cut, request, info) for text, cut in zip(texts, cuts, strict=True)]
-    return LogprobPlan(request, planned, items)
+    desk = _JobDesk(request, info)
+    planned = [desk.place(text, cut) for text, cut in zip(texts, cuts, strict=True)]
+    return LogprobPlan(request, planned, items, desk.make_jobs())
 
 
 def _lay_out(
@@ -121,17 +135,54 @@ def _cut_ids(
     return Cut(context_ids, target_ids, None)
 
 
-def _plan(text: str, cut: Cut, request: LogprobRequest, info: EngineInfo) -> PlannedTarget:
-    sequence = cut.context_ids + cut.target_ids
-    tokens = sequence[:-1]
-    excess = fit_context(len(tokens), len(cut.target_ids), info.context_length, request.on_overflow)
-    job = ScoreJob(
-        tokens=np.array(tokens[excess:], dtype=np.int32),
-        targets=np.array(cut.target_ids, dtype=np.int32),
-        columns=tuple(dict.fromkeys(["logprob", *request.columns])),
-        top=min(request.top, info.vocab_size),
-    )
-    return PlannedTarget(text, cut, job, excess)
+class _JobDesk:
+    """Makes the jobs of one request: one a target, but one for all single tokens after a context.
+
+    Those need the same one row of logits, so their context is read once.
+    """
+
+    def __init__(self, request: LogprobRequest, info: EngineInfo) -> None:
+        self._request = request
+        self._limit = info.context_length
+        self._columns = tuple(dict.fromkeys(["logprob", *request.columns]))
+        self._top = min(request.top, info.vocab_size)
+        self._tokens: list[Ids] = []
+        self._targets: list[list[int]] = []
+        self._sharing: dict[bytes, int] = {}
+
+    def place(self, text: str, cut: Cut) -> PlannedTarget:
+        """Put a target into a job. Errors: APIError `context_too_long`."""
+        sequence = cut.context_ids + cut.target_ids
+        count = len(cut.target_ids)
+        excess = fit_context(len(sequence) - 1, count, self._limit, self._request.on_overflow)
+        tokens = np.array(sequence[excess:-1], dtype=np.int32)
+        if count > 1:
+            return PlannedTarget(text, cut, excess, self._open(tokens, cut.target_ids), None)
+        key = tokens.tobytes()
+        if key not in self._sharing:
+            self._sharing[key] = self._open(tokens, [])
+        job = self._sharing[key]
+        self._targets[job].append(cut.target_ids[0])
+        return PlannedTarget(text, cut, excess, job, len(self._targets[job]) - 1)
+
+    def _open(self, tokens: Ids, targets: list[int]) -> int:
+        self._tokens.append(tokens)
+        self._targets.append(list(targets))
+        return len(self._tokens) - 1
+
+    def make_jobs(self) -> list[ScoreJob]:
+        """The jobs, by their numbers."""
+        shared = set(self._sharing.values())
+        return [
+            ScoreJob(
+                tokens,
+                np.array(targets, dtype=np.int32),
+                self._columns,
+                self._top,
+                alternatives=job in shared and len(targets) > 1,
+            )
+            for job, (tokens, targets) in enumerate(zip(self._tokens, self._targets, strict=True))
+        ]
 
 
 def fit_context(num_read: int, num_targets: int, limit: int, policy: OverflowPolicy) -> int:
@@ -162,10 +213,7 @@ def assemble_targets(
 ) -> list[dict[str, Any]]:
     """The `results` of the answer, in the shape of `ItemScore`, with numpy arrays for columns."""
     request = plan.request
-    scores = [
-        _score(target, output, request, codec)
-        for target, output in zip(plan.planned, outputs, strict=True)
-    ]
+    scores = [_score(target, target.pick(outputs), request, codec) for target in plan.planned]
     return [_score_item(item, scores) for item in plan.items]
 
 
@@ -220,7 +268,7 @@ def _score(
 def _list_tokens(
     target: PlannedTarget, output: ScoreOutput, request: LogprobRequest, codec: TextCodec
 ) -> Iterator[tuple[str, Any]]:
-    yield "token_ids", target.job.targets
+    yield "token_ids", target.cut.target_ids
     yield "tokens", [codec.piece(token_id) for token_id in target.cut.target_ids]
     yield "offsets", target.cut.offsets
     for name in request.columns:

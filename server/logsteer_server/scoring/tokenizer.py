@@ -113,6 +113,13 @@ class TextCodec:
             raise api_error("invalid_request", detail, param="messages") from error
         return str(text)
 
+    def describe(self) -> dict[str, str | None]:
+        """Class, special tokens and chat template, under the names of `TokenizerInfo`."""
+        tokenizer = self._tokenizer
+        names = ("bos_token", "eos_token", "pad_token", "chat_template")
+        found = {name: getattr(tokenizer, name) for name in names}
+        return {"tokenizer_class": type(tokenizer).__name__, **found}
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens written out."""
         return self._decode(list(ids))

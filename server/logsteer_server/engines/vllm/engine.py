@@ -16,10 +16,13 @@ from typing import Any
 from logsteer_server.engines.base import (
     EngineInfo,
     EngineSpec,
+    Job,
     JobFailure,
     JobResult,
     ScoreJob,
     ScoreOutput,
+    count_positions,
+    is_last,
 )
 from logsteer_server.engines.weights import digest_weights, locate_model
 from logsteer_server.rows import PUBLIC_COLUMNS, Reading, unpack
@@ -110,44 +113,26 @@ class VllmEngine:
         from vllm import SamplingParams
         from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
-        from vllm.v1.engine.core import EngineCore
+        from vllm.v1.engine.llm_engine import LLMEngine
         from vllm.v1.executor import Executor
+
+        from logsteer_server.engines.vllm.generation import Generation
 
         on_cpu = current_platform.is_cpu()
         if spec.devices == "cpu" and not on_cpu:
             raise ValueError("devices: cpu needs vLLM's build for CPUs; this is the one for GPUs")
         limit = _context_length(path, spec.max_model_len)
         config = EngineArgs(**_engine_args(spec, path, on_cpu, limit)).create_engine_config()
-        self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
-        self._info = self._describe(spec, path, config, limit)
-        self._jobs: dict[str, tuple[int, ScoreJob]] = {}
+        vllm = LLMEngine(config, Executor.get_class(config), log_stats=False)
+        self._core = vllm.engine_core.engine_core
+        self._generation = Generation(vllm)
+        self._info = _describe(spec, path, config, limit)
+        self._scoring: dict[str, tuple[int, ScoreJob]] = {}
         self._request_ids: dict[int, str] = {}
         self._serial = itertools.count()
         self._failures: list[tuple[int, JobResult]] = []
         self._params = SamplingParams(
             temperature=0.0, max_tokens=1, detokenize=False, skip_reading_prefix_cache=False
-        )
-
-    def _describe(self, spec: EngineSpec, path: Path | str, config: Any, limit: int) -> EngineInfo:
-        import vllm
-        import vllm.envs
-
-        model = config.model_config
-        return EngineInfo(
-            engine="vllm",
-            engine_version=str(vllm.__version__),
-            model_path=spec.path,
-            tokenizer_path=str(model.tokenizer),
-            weights_digest=digest_weights(path),
-            dtype=str(model.dtype).removeprefix("torch."),
-            logits_dtype=str(model.head_dtype or model.dtype).removeprefix("torch."),
-            quantization=model.quantization,
-            tensor_parallel=spec.tensor_parallel,
-            pipeline_parallel=spec.pipeline_parallel,
-            batch_invariant=bool(vllm.envs.VLLM_BATCH_INVARIANT),
-            context_length=limit,
-            vocab_size=int(model.get_vocab_size()),
-            columns=PUBLIC_COLUMNS,
         )
 
     @property
@@ -158,16 +143,25 @@ class VllmEngine:
     @property
     def busy(self) -> bool:
         """Whether a job is unfinished."""
-        return bool(self._jobs or self._failures)
+        return bool(self._request_ids or self._failures)
 
-    def add(self, jobs: Sequence[tuple[int, ScoreJob]]) -> None:
+    def add(self, jobs: Sequence[tuple[int, Job]]) -> None:
         """Hand jobs to vLLM's scheduler."""
+        limit = self._info.context_length
         for job_id, job in jobs:
-            if len(job.tokens) > self._info.context_length:
-                detail = f"{len(job.tokens)} tokens, the model reads {self._info.context_length}"
+            if count_positions(job) > limit:
+                detail = f"{count_positions(job)} tokens do not fit into a context of {limit}"
                 self._failures.append((job_id, JobFailure("context_too_long", detail)))
-            else:
+            elif isinstance(job, ScoreJob):
                 self._submit(job_id, job, use_cache=True)
+            else:
+                request_id = str(next(self._serial))
+                self._request_ids[job_id] = request_id
+                try:
+                    self._generation.add(request_id, job_id, job)
+                except ValueError as error:  # vLLM's own limits on sampling parameters
+                    del self._request_ids[job_id]
+                    self._failures.append((job_id, JobFailure("invalid_request", str(error))))
 
     def _submit(self, job_id: int, job: ScoreJob, use_cache: bool) -> None:
         from vllm.v1.request import Request
@@ -179,6 +173,7 @@ class VllmEngine:
         params.extra_args = {
             SCORE: {
                 "targets": job.targets.tobytes(),
+                "alternatives": job.alternatives,
                 "columns": job.columns,
                 "top": job.top,
                 "export": job.export,
@@ -186,7 +181,7 @@ class VllmEngine:
             }
         }
         request_id = str(next(self._serial))
-        self._jobs[request_id] = (job_id, job)
+        self._scoring[request_id] = (job_id, job)
         self._request_ids[job_id] = request_id
         self._core.add_request(
             Request(
@@ -200,27 +195,37 @@ class VllmEngine:
 
     def cancel(self, job_ids: Sequence[int]) -> None:
         """Abort jobs in vLLM's scheduler."""
-        request_ids = [r for r in map(self._request_ids.get, job_ids) if r is not None]
-        self._core.abort_requests(request_ids)
-        for request_id in request_ids:
-            job_id, _ = self._jobs.pop(request_id)
-            del self._request_ids[job_id]
+        for job_id in job_ids:
+            request_id = self._request_ids.pop(job_id, None)
+            if request_id is None:
+                continue
+            if self._scoring.pop(request_id, None):
+                self._core.abort_requests([request_id])
+            else:
+                self._generation.cancel(request_id)
 
     def step(self) -> list[tuple[int, JobResult]]:
-        """Run one step of vLLM and give the jobs that it finished."""
+        """Run one step of vLLM and give the results that it had."""
         results, self._failures = self._failures, []
-        if not self._jobs:
+        if not self._request_ids:
             return results
         outputs, executed = self._core.step_fn()
         self._core.post_step(model_executed=executed)
-        for batch in outputs.values():
+        generated = []
+        for batch in (outputs or {}).values():  # None while pipeline stages are being filled
             for output in batch.outputs:
-                if output.finished and output.request_id in self._jobs:
+                if output.request_id not in self._scoring:
+                    generated.append(output)
+                elif output.finished:
                     results += self._collect(output)
+        for job_id, result in self._generation.collect(generated):
+            if is_last(result):
+                del self._request_ids[job_id]
+            results.append((job_id, result))
         return results
 
     def _collect(self, output: Any) -> list[tuple[int, JobResult]]:
-        job_id, job = self._jobs.pop(output.request_id)
+        job_id, job = self._scoring.pop(output.request_id)
         del self._request_ids[job_id]
         values = output.prompt_token_id_logprobs
         reading = Reading(job.columns, job.top)
@@ -238,3 +243,26 @@ class VllmEngine:
     def close(self) -> None:
         """Stop vLLM and its worker processes."""
         self._core.shutdown()
+
+
+def _describe(spec: EngineSpec, path: Path | str, config: Any, limit: int) -> EngineInfo:
+    import vllm
+    import vllm.envs
+
+    model = config.model_config
+    return EngineInfo(
+        engine="vllm",
+        engine_version=str(vllm.__version__),
+        model_path=spec.path,
+        tokenizer_path=str(model.tokenizer),
+        weights_digest=digest_weights(path),
+        dtype=str(model.dtype).removeprefix("torch."),
+        logits_dtype=str(model.head_dtype or model.dtype).removeprefix("torch."),
+        quantization=model.quantization,
+        tensor_parallel=spec.tensor_parallel,
+        pipeline_parallel=spec.pipeline_parallel,
+        batch_invariant=bool(vllm.envs.VLLM_BATCH_INVARIANT),
+        context_length=limit,
+        vocab_size=int(model.get_vocab_size()),
+        columns=PUBLIC_COLUMNS,
+    )

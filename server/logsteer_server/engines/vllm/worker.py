@@ -4,6 +4,7 @@
   step on the last pipeline rank, before the step's requests advance;
 * `requests[id].num_computed_tokens`, `.prompt_token_ids`, `.sampling_params.extra_args`;
 * `input_batch.req_id_to_index`, `query_start_loc.np`: where a request's tokens lie in the step;
+* `input_batch.generators`, `discard_request_mask`: seeds, and requests in the middle of prefill;
 * `ModelRunnerOutput.prompt_token_id_logprobs_dict`: the way back to the request's output.
 """
 
@@ -47,6 +48,7 @@ class RowRequest:
     """What one request wants: the targets of its last rows, and what is read from them."""
 
     targets: np.ndarray
+    alternatives: bool
     reading: Reading
     export: str | None
     reference: str | None
@@ -56,10 +58,20 @@ class RowRequest:
         """The request that the engine put into `SamplingParams.extra_args`."""
         return cls(
             np.frombuffer(wanted["targets"], dtype=np.int32),
+            wanted["alternatives"],
             Reading(tuple(wanted["columns"]), wanted["top"]),
             wanted["export"],
             wanted["reference"],
         )
+
+    def find_rows(self, begin: int, end: int, prompt_len: int) -> tuple[int, np.ndarray]:
+        """Which rows lie in [begin, end): the first one's place, and each one's position."""
+        if self.alternatives:
+            count = len(self.targets) if end == prompt_len else 0
+            return 0, np.full(count, prompt_len - 1)
+        first_row = prompt_len - len(self.targets)
+        first = max(begin, first_row)
+        return first - first_row, np.arange(first, max(first, end))
 
     @property
     def group(self) -> tuple[Any, ...]:
@@ -69,14 +81,18 @@ class RowRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """Rows [first, first + count) of a request, which lie at `start` in this step's tokens."""
+    """The rows from `first` on of a request, which lie at `index_R` in this step's tokens."""
 
     req_id: str
     wanted: RowRequest
     first: int
-    count: int
-    start: int
+    index_R: np.ndarray
     ends_prompt: bool
+
+    @property
+    def count(self) -> int:
+        """How many rows of the request this step has."""
+        return len(self.index_R)
 
     @property
     def targets(self) -> np.ndarray:
@@ -113,12 +129,24 @@ class ScoringRunner(GPUModelRunner):  # type: ignore[misc]
     def sample_tokens(self, grammar_output: Any) -> Any:
         """vLLM's own output of the step, with the rows of requests whose prompt it finished."""
         self.finished_rows = {}
+        held = self._hold_generators() if self.device.type == "cpu" else {}
         output = super().sample_tokens(grammar_output)
+        self.input_batch.generators.update(held)
         if self.finished_rows:
             if not isinstance(output, ModelRunnerOutput):
                 raise TypeError(f"rows need synchronous scheduling, got {type(output).__name__}")
             output.prompt_token_id_logprobs_dict = self.finished_rows
         return output
+
+    def _hold_generators(self) -> dict[int, torch.Generator]:
+        """Take away the generators of requests whose prefill goes on, so that they stay in place.
+
+        vLLM samples for these too and winds their generators back after, which one on the CPU
+        cannot be.
+        """
+        unfinished = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]
+        generators = self.input_batch.generators
+        return {i: generators.pop(i) for i in map(int, unfinished) if i in generators}
 
     def _find_rows(self, num_scheduled_tokens: dict[str, int]) -> list[StepRows]:
         steps = []
@@ -132,19 +160,10 @@ class ScoringRunner(GPUModelRunner):  # type: ignore[misc]
                 continue
             wanted = RowRequest.parse(extra_args[SCORE])
             end = min(begin + num_tokens, prompt_len)
-            first_row = prompt_len - len(wanted.targets)
-            first = max(begin, first_row)
+            first, positions_R = wanted.find_rows(begin, end, prompt_len)
             offset = int(self.query_start_loc.np[self.input_batch.req_id_to_index[req_id]])
-            steps.append(
-                StepRows(
-                    req_id,
-                    wanted,
-                    first=first - first_row,
-                    count=max(0, end - first),
-                    start=offset + first - begin,
-                    ends_prompt=end == prompt_len,
-                )
-            )
+            index_R = positions_R + (offset - begin)
+            steps.append(StepRows(req_id, wanted, first, index_R, end == prompt_len))
         return steps
 
     def _read(self, steps: list[StepRows], hidden_TD: Tensor) -> None:
@@ -152,7 +171,7 @@ class ScoringRunner(GPUModelRunner):  # type: ignore[misc]
         with_rows = [step for step in steps if step.count]
         if with_rows:
             device = hidden_TD.device
-            index_R = np.concatenate([np.arange(s.start, s.start + s.count) for s in with_rows])
+            index_R = np.concatenate([step.index_R for step in with_rows])
             targets_R = np.concatenate([step.targets for step in with_rows])
             values_RW = read_hidden(
                 hidden_TD[torch.from_numpy(index_R).to(device)],

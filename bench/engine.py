@@ -1,0 +1,89 @@
+"""Measures the vLLM engine without HTTP: `engine.py full_text|own_engine MODEL RUNS OUTPUT`."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from logsteer_server.engines.base import EngineSpec, ScoreJob
+from logsteer_server.engines.vllm.engine import VllmEngine
+from scoring import make_choices
+from timing import summarize, time_in_turn
+
+TEXTS, LENGTH = 16, 512
+
+
+def make_job(tokens: list[int], scored: int) -> ScoreJob:
+    """A job that scores the last `scored` of some tokens."""
+    ids = np.array(tokens, dtype=np.int32)
+    return ScoreJob(ids[:-1], ids[-scored:])
+
+
+def run_jobs(engine: VllmEngine, jobs: list[ScoreJob]) -> None:
+    """Run jobs to their end."""
+    engine.add(list(enumerate(jobs)))
+    while engine.busy:
+        engine.step()
+
+
+def measure_full_text(engine: VllmEngine, vocab: int, hidden: int, runs: int) -> dict[str, Any]:
+    """All rows of every text, against reading one row of each plus the bare product of the rest."""
+    rng = np.random.default_rng(0)
+    head_VD = torch.randn(vocab, hidden)
+    hidden_RD = torch.randn(TEXTS * (LENGTH - 1), hidden)
+
+    def texts() -> list[list[int]]:
+        return [rng.integers(10, vocab, LENGTH).tolist() for _ in range(TEXTS)]
+
+    def score() -> None:
+        run_jobs(engine, [make_job(text, LENGTH - 1) for text in texts()])
+
+    def prefill() -> None:
+        run_jobs(engine, [make_job(text, 1) for text in texts()])
+
+    def multiply() -> None:
+        for part in hidden_RD.split(1024):
+            part @ head_VD.T
+
+    with torch.inference_mode():
+        seconds = time_in_turn({"scored": score, "prefill": prefill, "product": multiply}, runs)
+    limit = [a + b for a, b in zip(seconds["prefill"], seconds["product"], strict=True)]
+    ways = {"limit: prefill + bare product": limit, "all rows scored": seconds["scored"]}
+    return summarize(ways, TEXTS * (LENGTH - 1), "tokens") | {"parts_s": seconds}
+
+
+def measure_own(engine: VllmEngine, vocab: int, runs: int) -> dict[str, Any]:
+    """Seconds of the jobs that the service makes of 64 contexts of 200 tokens with 20 scored."""
+    seeds = iter(range(10_000))
+
+    def work() -> None:
+        items = make_choices(vocab, 64, 200, 1, 20, seed=next(seeds))
+        jobs = [make_job(item["context_ids"] + item["target_ids"][0], 20) for item in items]
+        run_jobs(engine, jobs)
+
+    seconds = time_in_turn({"own": work}, runs)
+    return {"seconds": seconds["own"]}
+
+
+def main() -> None:
+    """Measure one part and write what was found."""
+    part, path, runs, output = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+    config = json.loads(Path(path, "config.json").read_text())
+    spec = EngineSpec("bench", "vllm", path, dtype="float32", compile=False, memory="1GiB")
+    engine = VllmEngine(spec)
+    vocab = engine.info.vocab_size
+    time.sleep(1)
+    if part == "full_text":
+        result = measure_full_text(engine, vocab, config["hidden_size"], runs)
+    else:
+        result = measure_own(engine, vocab, runs)
+    Path(output).write_text(json.dumps(result))
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""OpenAI's shape on every engine: completions, chats, streams, an unmodified `openai` client."""
+
+import math
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from logsteer import Client
+
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture
+def outside(client: Client) -> Iterator[openai.OpenAI]:
+    """The `openai` client, as it comes."""
+    with openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+@pytest.fixture
+def model(client: Client) -> str:
+    return client.models().models[0].id
+
+
+def test_models_are_listed(outside: openai.OpenAI, model: str) -> None:
+    assert model in [card.id for card in outside.models.list()]
+
+
+def test_an_echoed_prompt_has_the_log_probabilities_of_logprob(
+    client: Client, outside: openai.OpenAI, model: str
+) -> None:
+    ids = client.tokenize([PROMPT], model=model).results[0].token_ids
+    item = {"context_ids": ids[:1], "target_ids": [ids[1:]]}
+    scored = client.logprob([item], top=2, model=model).results[0].targets[0]
+    for max_tokens in (0, 1):
+        answer = outside.completions.create(
+            model=model, prompt=PROMPT, max_tokens=max_tokens, echo=True, logprobs=2, temperature=0
+        )
+        choice = answer.choices[0]
+        assert choice.logprobs is not None
+        values = choice.logprobs.token_logprobs or []
+        assert len(values) == len(ids) + max_tokens
+        assert values[0] is None
+        assert values[1 : len(ids)] == pytest.approx(scored.logprobs, abs=1e-5)
+        assert choice.text.startswith(PROMPT)
+        top = choice.logprobs.top_logprobs or []
+        assert len(top) == len(values)
+        assert scored.top is not None
+        for found, tokens in zip(top[1 : len(ids)], scored.top.tokens, strict=True):
+            assert set(tokens) <= set(found)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == max_tokens
+
+
+def test_prompts_as_text_ids_and_lists(outside: openai.OpenAI, model: str, client: Client) -> None:
+    ids = client.tokenize([PROMPT], model=model).results[0].token_ids
+    texts = []
+    for prompt in (PROMPT, [PROMPT], ids, [ids]):
+        answer = outside.completions.create(model=model, prompt=prompt, max_tokens=5, temperature=0)
+        assert len(answer.choices) == 1
+        texts.append(answer.choices[0].text)
+    assert len(set(texts)) == 1
+    both = outside.completions.create(
+        model=model, prompt=[PROMPT, "The capital of France is"], max_tokens=3, temperature=0, n=2
+    )
+    assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
+    assert both.choices[0].text == both.choices[1].text
+
+
+def test_a_stream_is_the_answer_in_pieces(outside: openai.OpenAI, model: str) -> None:
+    arguments = {"model": model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    whole = outside.completions.create(**arguments).choices[0]
+    pieces = [part.choices[0] for part in outside.completions.create(**arguments, stream=True)]
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert len(pieces) > 3
+    assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert pieces[-1].finish_reason == whole.finish_reason
+
+
+def test_chats_and_their_streams(outside: openai.OpenAI, model: str) -> None:
+    arguments = {
+        "model": model,
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "max_tokens": 20,
+        "temperature": 0,
+    }
+    whole = outside.chat.completions.create(**arguments, logprobs=True, top_logprobs=2).choices[0]
+    pieces = list(outside.chat.completions.create(**arguments, stream=True))
+    assert pieces[0].choices[0].delta.role == "assistant"
+    text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+    assert text == whole.message.content
+    assert whole.logprobs is not None
+    assert all(len(token.top_logprobs) == 2 for token in whole.logprobs.content or [])
+
+
+def test_a_seed_decides_the_samples(outside: openai.OpenAI, model: str) -> None:
+    arguments = {"model": model, "prompt": PROMPT, "max_tokens": 20, "n": 3}
+    first = [c.text for c in outside.completions.create(**arguments, seed=7).choices]
+    again = [c.text for c in outside.completions.create(**arguments, seed=7).choices]
+    assert first == again
+
+
+def test_errors_have_openais_shape(outside: openai.OpenAI, model: str, client: Client) -> None:
+    with pytest.raises(openai.NotFoundError, match="resident"):
+        outside.completions.create(model="gpt", prompt=PROMPT)
+    for bad, hint in (
+        ({"prompt": ""}, "empty"),
+        ({"prompt": PROMPT, "max_tokens": 10**6}, "context"),
+        ({"prompt": [10**6]}, "vocabulary|token ids"),
+        ({"prompt": PROMPT, "logit_bias": {"5": 1}}, "logit_bias"),
+        ({"prompt": PROMPT, "temperature": -1}, "temperature"),
+        ({"prompt": PROMPT, "max_tokens": 0}, "echo"),
+    ):
+        with pytest.raises(openai.UnprocessableEntityError, match=hint):
+            outside.completions.create(model=model, **bad)
+    body = httpx.post(f"{client.base_url}/v1/completions", json={}).json()
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+
+
+def test_the_tokenizer_of_vllms_server(client: Client, model: str) -> None:
+    info = httpx.get(f"{client.base_url}/tokenizer_info", params={"model": model}).json()
+    assert (info["bos_token"], info["eos_token"]) == ("<s>", "</s>")
+    assert "assistant" in info["chat_template"]
+    for special, bos in ((True, "auto"), (False, "never")):
+        request = {"model": model, "prompt": PROMPT, "add_special_tokens": special}
+        answer = httpx.post(f"{client.base_url}/tokenize", json=request).json()
+        ids = client.tokenize([PROMPT], model=model, bos=bos).results[0].token_ids
+        assert (answer["tokens"], answer["count"]) == (ids, len(ids))
+    back = httpx.post(f"{client.base_url}/detokenize", json={"model": model, "tokens": ids}).json()
+    assert back["prompt"] == PROMPT
+
+
+@pytest.mark.engine
+class TestOnVllm:
+    """What only a model can show."""
+
+    def test_the_token_read_from_the_last_row_is_the_one_generated(
+        self, vllm_client: Client
+    ) -> None:
+        url = f"{vllm_client.base_url}/v1/completions"
+        request = {
+            "model": "demo", "prompt": PROMPT, "logprobs": 3, "temperature": 0, "max_tokens": 1,
+        }  # fmt: skip
+        read, made = (
+            httpx.post(url, json={**request, "echo": echo}, timeout=60).json()["choices"][0]
+            for echo in (True, False)
+        )
+        assert read["text"] == PROMPT + made["text"]
+        assert read["finish_reason"] == made["finish_reason"] == "length"
+        last = read["logprobs"]["token_logprobs"][-1]
+        assert last == pytest.approx(made["logprobs"]["token_logprobs"][0], abs=1e-5)
+
+    def test_stop_strings_end_the_text_before_them(self, vllm_client: Client) -> None:
+        request = {"model": "demo", "prompt": PROMPT, "max_tokens": 60, "temperature": 0}
+        url = f"{vllm_client.base_url}/v1/completions"
+        whole = httpx.post(url, json=request, timeout=60).json()["choices"][0]["text"]
+        stop = whole[10:14]
+        cut = httpx.post(url, json={**request, "stop": [stop]}, timeout=60).json()["choices"][0]
+        assert cut["text"] == whole[: whole.index(stop)]
+        assert cut["finish_reason"] == "stop"
+
+    def test_sampled_log_probabilities_are_those_of_scoring(self, vllm_client: Client) -> None:
+        request = {
+            "model": "demo", "prompt": PROMPT, "max_tokens": 40, "n": 4, "seed": 3,
+            "temperature": 0.7, "top_p": 0.9, "logprobs": 0,
+        }  # fmt: skip
+        url = f"{vllm_client.base_url}/v1/completions"
+        choices = httpx.post(url, json=request, timeout=60).json()["choices"]
+        assert len({choice["text"] for choice in choices}) > 1
+        for choice in choices:
+            if choice["finish_reason"] == "stop":
+                continue
+            scored = vllm_client.score(PROMPT, choice["text"]).targets[0]
+            if scored.tokens == choice["logprobs"]["tokens"]:
+                found = choice["logprobs"]["token_logprobs"]
+                assert found == pytest.approx(scored.logprobs, abs=1e-4)
+
+    def test_a_seed_holds_whatever_else_is_in_the_batch(self, vllm_client: Client) -> None:
+        url = f"{vllm_client.base_url}/v1/completions"
+        own = {"model": "demo", "prompt": PROMPT, "max_tokens": 25, "seed": 11}
+        alone = httpx.post(url, json=own, timeout=60).json()["choices"][0]["text"]
+        crowd = {**own, "n": 8}
+        first = httpx.post(url, json=crowd, timeout=60).json()["choices"][0]["text"]
+        assert first == alone
+
+    def test_a_chat_knows_paris_and_stops_by_itself(self, vllm_client: Client) -> None:
+        request = {
+            "model": "demo",
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "temperature": 0,
+        }
+        url = f"{vllm_client.base_url}/v1/chat/completions"
+        choice = httpx.post(url, json=request, timeout=60).json()["choices"][0]
+        assert "Paris" in choice["message"]["content"]
+        assert choice["finish_reason"] == "stop"
+
+    def test_log_probabilities_of_samples_are_finite_and_negative(
+        self, vllm_client: Client
+    ) -> None:
+        request = {"model": "demo", "prompt": PROMPT, "max_tokens": 30, "logprobs": 2, "seed": 1}
+        url = f"{vllm_client.base_url}/v1/completions"
+        logprobs = httpx.post(url, json=request, timeout=60).json()["choices"][0]["logprobs"]
+        assert all(-50 < value <= 0 for value in logprobs["token_logprobs"])
+        assert all(sum(map(math.exp, top.values())) <= 1.0001 for top in logprobs["top_logprobs"])
