@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -233,3 +233,17 @@ class ScoringWorker(BaseWorker):  # type: ignore[misc]
         runner.chunk_bytes = self.vllm_config.additional_config["logsteer_chunk_bytes"]
         runner.partial_rows = {}
         runner.finished_rows = {}
+
+    def load_model(self, **options: Any) -> None:
+        """Load the model as vLLM does; make the buffers of a later pipeline stage ready.
+
+        vLLM makes them in a warm-up that it leaves out for eager models on the CPU.
+        """
+        super().load_model(**options)
+        runner = self.model_runner
+        if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens,
+                dtype=runner.model_config.dtype,
+                device=runner.device,
+            )
