@@ -1,4 +1,4 @@
-"""Measures the vLLM engine without HTTP: `engine.py full_text|own_engine MODEL RUNS OUTPUT`."""
+"""Measures the vLLM engine without HTTP: `engine.py full_text|seeds MODEL RUNS`."""
 
 import json
 import sys
@@ -33,7 +33,8 @@ def run_jobs(engine: VllmEngine, jobs: list[ScoreJob]) -> None:
 def measure_full_text(engine: VllmEngine, vocab: int, hidden: int, runs: int) -> dict[str, Any]:
     """All rows of every text, against reading one row of each plus the bare product of the rest."""
     rng = np.random.default_rng(0)
-    head_VD = torch.randn(vocab, hidden)
+    worker = engine._core.model_executor.driver_worker.worker
+    project = worker.model_runner.model.compute_logits
     hidden_RD = torch.randn(TEXTS * (LENGTH - 1), hidden)
 
     def texts() -> list[list[int]]:
@@ -46,8 +47,8 @@ def measure_full_text(engine: VllmEngine, vocab: int, hidden: int, runs: int) ->
         run_jobs(engine, [make_job(text, 1) for text in texts()])
 
     def multiply() -> None:
-        for part in hidden_RD.split(1024):
-            part @ head_VD.T
+        for part in hidden_RD.split(128):
+            project(part)
 
     with torch.inference_mode():
         seconds = time_in_turn({"scored": score, "prefill": prefill, "product": multiply}, runs)
@@ -56,32 +57,28 @@ def measure_full_text(engine: VllmEngine, vocab: int, hidden: int, runs: int) ->
     return summarize(ways, TEXTS * (LENGTH - 1), "tokens") | {"parts_s": seconds}
 
 
-def measure_own(engine: VllmEngine, vocab: int, runs: int) -> dict[str, Any]:
-    """Seconds of the jobs that the service makes of 64 contexts of 200 tokens with 20 scored."""
-    seeds = iter(range(10_000))
-
-    def work() -> None:
-        items = make_choices(vocab, 64, 200, 1, 20, seed=next(seeds))
+def answer_seeds(engine: VllmEngine, vocab: int) -> None:
+    """For each seed on stdin, score what `bench/scoring.py` sends over HTTP; print the seconds."""
+    for line in sys.stdin:
+        items = make_choices(vocab, 64, 200, 1, 20, seed=int(line))
         jobs = [make_job(item["context_ids"] + item["target_ids"][0], 20) for item in items]
+        started = time.perf_counter()
         run_jobs(engine, jobs)
-
-    seconds = time_in_turn({"own": work}, runs)
-    return {"seconds": seconds["own"]}
+        print(f"seconds {time.perf_counter() - started}", flush=True)
 
 
 def main() -> None:
-    """Measure one part and write what was found."""
-    part, path, runs, output = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+    """Measure full texts and print what was found, or answer seeds until stdin ends."""
+    part, path, runs = sys.argv[1], sys.argv[2], int(sys.argv[3])
     config = json.loads(Path(path, "config.json").read_text())
     spec = EngineSpec("bench", "vllm", path, dtype="float32", compile=False, memory="1GiB")
     engine = VllmEngine(spec)
     vocab = engine.info.vocab_size
-    time.sleep(1)
     if part == "full_text":
         result = measure_full_text(engine, vocab, config["hidden_size"], runs)
+        print("result", json.dumps(result))
     else:
-        result = measure_own(engine, vocab, runs)
-    Path(output).write_text(json.dumps(result))
+        answer_seeds(engine, vocab)
     engine.close()
 
 

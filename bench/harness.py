@@ -48,8 +48,11 @@ def compare_harnesses(directory: Path, runs: int) -> dict[str, Any]:
             "hf in-process, batch 64": HFLM(
                 pretrained=str(DEMO), device="cpu", dtype="float32", batch_size=64
             ),
-            "local-completions on logsteer": _local(LocalCompletionsAPI, ours, "demo"),
-            "local-completions on stock vLLM": _local(LocalCompletionsAPI, stock, "stock"),
+            "local-completions on logsteer, 4 x 64": _local(LocalCompletionsAPI, ours, "demo"),
+            "local-completions on stock vLLM, 4 x 64": _local(LocalCompletionsAPI, stock, "stock"),
+            "local-completions on stock vLLM, as it comes": _local(
+                LocalCompletionsAPI, stock, "stock", num_concurrent=1, batch_size=1
+            ),
         }
         answers: dict[str, list[float]] = {}
 
@@ -66,13 +69,15 @@ def compare_harnesses(directory: Path, runs: int) -> dict[str, Any]:
     return result
 
 
-def _local(kind: Any, url: str, model: str) -> Any:
+def _local(kind: Any, url: str, model: str, num_concurrent: int = 4, batch_size: int = 64) -> Any:
+    """The harness's client for OpenAI-shaped servers; by default with its best setting here."""
     return kind(
         base_url=f"{url}/v1/completions",
         model=model,
         tokenizer=str(DEMO),
         tokenizer_backend="huggingface",
-        num_concurrent=4,
-        batch_size=64,
+        num_concurrent=num_concurrent,
+        batch_size=batch_size,
         max_length=1024,
+        add_bos_token=True,
     )

@@ -117,7 +117,7 @@ def main() -> None:
     ways[f"rows, 3 columns + top 5, {options.chunk_mib[0]} MiB"] = lambda: read(
         full, options.chunk_mib[0] * MIB
     )
-    records = []
+    records = {}
     with torch.inference_mode():
         expected = read_whole()
         for name, work in ways.items():
@@ -126,7 +126,6 @@ def main() -> None:
                 result = work()
             times = time_runs(work, device, options.runs)
             record = {
-                "way": name,
                 "ms_median": round(statistics.median(times), 3),
                 "ms_min": round(min(times), 3),
                 "ms_max": round(max(times), 3),
@@ -134,7 +133,7 @@ def main() -> None:
             }
             if name.startswith("rows"):
                 record["max_error"] = float((result[:, :1] - expected).abs().max())
-            records.append(record)
+            records[name] = record
     chip = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
     print(json.dumps({"chip": chip, "torch": torch.__version__, **vars(options), "ways": records}))
 

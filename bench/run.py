@@ -74,6 +74,8 @@ def main() -> None:
             results[name]["machine"] = f"{os.cpu_count()} cores, {platform.machine()}"
             path.write_text(json.dumps(results, indent=1) + "\n")
             show(name, results[name])
+    if "growth" in wanted:
+        subprocess.run([sys.executable, str(BENCH / "plot.py")], check=True)
 
 
 if __name__ == "__main__":

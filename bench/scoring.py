@@ -1,10 +1,11 @@
 """Scoring against vLLM's own server, the arithmetic's limit, and the bare engine."""
 
+import json
 import random
 import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from servers import run_logsteer, run_stock
 from timing import summarize, time_in_turn
 
 Item = dict[str, Any]
+ENGINE = Path(__file__).with_name("engine.py")
+UNCOUNTED = 8
+"""Runs before those that count: each fills a part of the cache that no page was given to yet."""
 
 
 def make_choices(
@@ -95,23 +99,44 @@ def compare_choices(directory: Path, runs: int) -> dict[str, Any]:
 
 def compare_full_text(directory: Path, runs: int) -> dict[str, Any]:
     """Texts scored in full by the engine, against plain prefill plus the head's bare product."""
-    return _run_engine("full_text", make_model(directory), runs)
+    command = [sys.executable, str(ENGINE), "full_text", str(make_model(directory)), str(runs)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    result: dict[str, Any] = json.loads(_find(output.splitlines(), "result "))
+    return result
+
+
+def _find(lines: Iterable[str], mark: str) -> str:
+    """What stands behind the mark in the first line that begins with it; vLLM prints, too."""
+    return next(line.removeprefix(mark) for line in lines if line.startswith(mark))
 
 
 def compare_with_own_engine(directory: Path, runs: int) -> dict[str, Any]:
     """The service over HTTP against its own engine, called in a process without HTTP."""
     path = make_model(directory)
     vocab = read_vocab(path)
-    engine = _run_engine("own_engine", path, runs)
-    seeds = iter(range(10_000))
-    with run_logsteer({"model": path}, directory) as url, Client(url, timeout=600) as client:
-
-        def ask() -> None:
-            client.logprob(make_choices(vocab, 64, 200, 1, 20, seed=next(seeds)), per_token=False)
-
-        seconds = time_in_turn({"logsteer over HTTP": ask}, runs)
-    result = summarize(seconds | {"its engine in-process": engine["seconds"]}, 64, "pairs")
-    return result
+    seconds: dict[str, list[float]] = {"logsteer over HTTP": [], "its engine in-process": []}
+    command = [sys.executable, str(ENGINE), "seeds", str(path), "0"]
+    with (
+        run_logsteer({"model": path}, directory) as url,
+        Client(url, timeout=600) as client,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as engine,
+    ):
+        assert engine.stdin is not None
+        assert engine.stdout is not None
+        for seed in range(runs + UNCOUNTED):
+            engine.stdin.write(f"{seed}\n")
+            engine.stdin.flush()
+            own = float(_find(engine.stdout, "seconds "))
+            items = make_choices(vocab, 64, 200, 1, 20, seed=seed)
+            started = time.perf_counter()
+            client.logprob(items, per_token=False)
+            if seed >= UNCOUNTED:
+                seconds["logsteer over HTTP"].append(time.perf_counter() - started)
+                seconds["its engine in-process"].append(own)
+        engine.stdin.close()
+    return summarize(seconds, 64, "pairs")
 
 
 def measure_growth(directory: Path, runs: int) -> dict[str, Any]:
@@ -151,16 +176,3 @@ def measure_growth(directory: Path, runs: int) -> dict[str, Any]:
                 callers,
             )
     return {"ways": found}
-
-
-def _run_engine(part: str, path: Path, runs: int) -> dict[str, Any]:
-    """What `bench/engine.py` finds, in a process of its own: vLLM does not leave one clean."""
-    import json
-
-    script = Path(__file__).with_name("engine.py")
-    with tempfile.TemporaryDirectory() as directory:
-        output = Path(directory, "result.json")
-        command = [sys.executable, str(script), part, str(path), str(runs), str(output)]
-        subprocess.run(command, check=True)
-        result: dict[str, Any] = json.loads(output.read_text())
-        return result
