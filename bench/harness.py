@@ -13,9 +13,11 @@ sys.path.insert(0, str(ROOT / "demo"))
 import corpus
 
 COUNT = 6_000
+FEW = 300
+"""Sequences for a peer that takes a minute and more for all of them."""
 
 
-def make_requests() -> list[Any]:
+def make_requests(count: int) -> list[Any]:
     """Loglikelihood requests of about 22 tokens: sentences of the demo's corpus, cut in two."""
     from lm_eval.api.instance import Instance
 
@@ -23,7 +25,7 @@ def make_requests() -> list[Any]:
     countries = list(corpus.CAPITALS)
     symbols = list(corpus.SYMBOLS)
     requests = []
-    for index in range(COUNT):
+    for index in range(count):
         country, city = (draw.choice(countries), draw.choice(list(corpus.CAPITALS.values())))
         name = draw.choice(symbols)
         context = (
@@ -41,7 +43,7 @@ def compare_harnesses(directory: Path, runs: int) -> dict[str, Any]:
 
     from logsteer.lm_eval import LogsteerLM
 
-    requests = make_requests()
+    requests = make_requests(COUNT)
     with run_logsteer({"demo": DEMO}, directory) as ours, run_stock(DEMO, directory) as stock:
         models = {
             "logsteer, its adapter over HTTP": LogsteerLM(base_url=ours),
@@ -50,9 +52,6 @@ def compare_harnesses(directory: Path, runs: int) -> dict[str, Any]:
             ),
             "local-completions on logsteer, 4 x 64": _local(LocalCompletionsAPI, ours, "demo"),
             "local-completions on stock vLLM, 4 x 64": _local(LocalCompletionsAPI, stock, "stock"),
-            "local-completions on stock vLLM, as it comes": _local(
-                LocalCompletionsAPI, stock, "stock", num_concurrent=1, batch_size=1
-            ),
         }
         answers: dict[str, list[float]] = {}
 
@@ -67,6 +66,28 @@ def compare_harnesses(directory: Path, runs: int) -> dict[str, Any]:
         worst = max(abs(a - b) for a, b in zip(values, exact, strict=True))
         result["ways"][name]["largest_difference_from_hf_nats"] = float(f"{worst:.2g}")
     return result
+
+
+def compare_defaults(directory: Path, runs: int) -> dict[str, Any]:
+    """LogsteerLM and `local-completions` on vLLM's own server, both with their default settings."""
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    from logsteer.lm_eval import LogsteerLM
+
+    requests = make_requests(FEW)
+    with run_logsteer({"demo": DEMO}, directory) as ours, run_stock(DEMO, directory) as stock:
+        models = {
+            "logsteer, its adapter over HTTP": LogsteerLM(base_url=ours),
+            "local-completions on stock vLLM": _local(
+                LocalCompletionsAPI, stock, "stock", num_concurrent=1, batch_size=1
+            ),
+        }
+        ways = {
+            name: lambda m=model: m.loglikelihood(requests, disable_tqdm=True)
+            for name, model in models.items()
+        }
+        seconds = time_in_turn(ways, runs)
+    return summarize(seconds, FEW, "sequences")
 
 
 def _local(kind: Any, url: str, model: str, num_concurrent: int = 4, batch_size: int = 64) -> Any:

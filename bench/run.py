@@ -28,6 +28,7 @@ BENCH = Path(__file__).resolve().parent
 
 BENCHMARKS: dict[str, Callable[[Path, int], dict[str, Any]]] = {
     "lm_eval": harness.compare_harnesses,
+    "lm_eval_defaults": harness.compare_defaults,
     "choices": scoring.compare_choices,
     "full_text": scoring.compare_full_text,
     "overhead": scoring.compare_with_own_engine,
