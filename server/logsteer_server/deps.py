@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from logsteer.errors import api_error
 from logsteer.schemas import Answer
 from logsteer_server.encoding import choose_encoding, encode
-from logsteer_server.residents import Resident, Residents
+from logsteer_server.residents import Residents
 from logsteer_server.settings import Settings
 
 T = TypeVar("T")
@@ -153,7 +153,6 @@ def describe_answer(model: type[Answer]) -> dict[int | str, dict[str, Any]]:
 
 __all__ = [
     "LimitedRoute",
-    "Resident",
     "ResidentsDep",
     "SettingsDep",
     "answer",

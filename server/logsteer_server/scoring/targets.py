@@ -69,7 +69,6 @@ def plan_targets(request: LogprobRequest, codec: TextCodec, info: EngineInfo) ->
     Errors: APIError `invalid_request`, `boundary_empty`, `context_too_long`.
     """
     texts: list[str] = []
-    cuts: list[Cut] = []
     pairs: list[Pair] = []
     items: list[PlannedItem] = []
     by_ids: dict[int, Cut] = {}
@@ -127,7 +126,7 @@ def _cut_ids(
             )
             raise api_error("invalid_request", detail, param=f"items[{index}].{name}")
     if not context_ids:
-        front = codec.bos_ids("auto" if request.bos == "auto" else request.bos, target_ids)
+        front = codec.bos_ids(request.bos, target_ids)
         if not front:
             detail = f"items[{index}].context_ids is empty: nothing precedes the target; give one."
             raise api_error("boundary_empty", detail, param=f"items[{index}].context_ids")

@@ -1,6 +1,6 @@
 """`/perplexity`: texts as windows to score, and the windows' log-probabilities as sums."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +43,6 @@ class TextWindows:
     ) -> None:
         self.num_tokens = 0
         self._text = text
-        self._columns = ("logprob",)
         self._vocab_size = info.vocab_size
         self._codec = codec
         self._bos_policy = options.bos
@@ -99,7 +98,6 @@ class TextWindows:
             job = ScoreJob(
                 np.array(window.tokens, dtype=np.int32),
                 np.array(window.targets, dtype=np.int32),
-                self._columns,
             )
             jobs.append(TextWindow(self._text, max(0, window.start - shift), end, counts, job))
         if jobs:  # no later window scores a token before the end of this one
@@ -160,9 +158,9 @@ class TextScores:
     def add(self, window: TextWindow, output: ScoreOutput, keep_tokens: bool) -> dict[str, Any]:
         """Count a scored window in; its entry, in the shape of `WindowScore`."""
         logprobs = output.columns["logprob"]
-        self.tally.add_scores(logprobs, window.counts_R3)
         own = Tally()
         own.add_scores(logprobs, window.counts_R3)
+        self.tally.merge(own)
         entry = {
             "text": window.text,
             "start": window.start,
@@ -207,8 +205,3 @@ def sum_tallies(scores: Sequence[TextScores]) -> Tally:
     for score in scores:
         total.merge(score.tally)
     return total
-
-
-def iterate_jobs(windows: Sequence[TextWindow]) -> Iterator[ScoreJob]:
-    """The windows' jobs, in order."""
-    return (window.job for window in windows)
