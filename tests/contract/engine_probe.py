@@ -10,25 +10,71 @@ from typing import Any
 
 import numpy as np
 
-from logsteer_server.engines.base import EngineSpec, ScoreJob, ScoreOutput
+from logsteer_server.engines.base import (
+    CaptureJob,
+    CaptureOutput,
+    EngineSpec,
+    GenerateJob,
+    GenerateOutput,
+    Job,
+    JobResult,
+    ScoreJob,
+    ScoreOutput,
+)
+from logsteer_server.engines.plan import Positions, Site, SteeringPlan, StreamOp
 from logsteer_server.engines.vllm.engine import VllmEngine
 
+SLOTS = 3
+"""Of the steering tables: fewer than there are plans, so that some requests wait."""
 
-def make_jobs(vocab: int) -> list[ScoreJob]:
-    """Jobs of up to 300 tokens, some with a common beginning, all rows or some scored."""
+
+def make_plans(width: int) -> list[SteeringPlan]:
+    """A plan for each kind of positions, each with sites of its own."""
+    rng = np.random.default_rng(6)
+
+    def draw(norm: float) -> np.ndarray:
+        vector = rng.normal(size=width)
+        return (norm * vector / np.linalg.norm(vector)).astype(np.float32)
+
+    return [
+        SteeringPlan(
+            (
+                Site(n % 5, "resid_post", draw(2.0)),
+                Site((n + 2) % 5, "resid_post", draw(1.0), (StreamOp(draw(1.0)),)),
+            ),
+            positions,
+        )
+        for n, positions in enumerate([
+            Positions("all"), Positions("prompt"), Positions("completion"),
+            Positions("predicting"), Positions("slices", ((3, 9), (40, 90))),
+        ])
+    ]  # fmt: skip
+
+
+def make_jobs(vocab: int, width: int) -> list[Job]:
+    """Jobs of up to 300 tokens, half of them steered, some with a common beginning."""
     rng = np.random.default_rng(5)
     shared = rng.integers(10, vocab, 150)
-    jobs = []
-    for index in range(40):
+    plans = make_plans(width)
+    jobs: list[Job] = []
+    for index in range(48):
         own = rng.integers(10, vocab, rng.integers(40, 150))
         ids = np.concatenate([shared, own] if index % 2 else [own]).astype(np.int32)
-        scored = len(ids) - 1 if index % 3 == 0 else int(rng.integers(1, len(own)))
-        jobs.append(ScoreJob(ids[:-1], ids[-scored:], ("logprob", "rank", "entropy"), top=2))
+        plan = plans[index // 2 % len(plans)] if index % 4 < 2 else None
+        if index % 8 == 6:
+            jobs.append(CaptureJob(ids, (0, 3), read="mean" if index % 16 == 6 else "last"))
+        elif index % 6 == 5:
+            job = GenerateJob(ids[:200], 12, temperature=0.0, ignore_eos=True, plan=plan)
+            jobs.append(job)
+        else:
+            scored = len(ids) - 1 if index % 3 == 0 else int(rng.integers(2, len(own)))
+            columns = ("logprob", "rank", "entropy")
+            jobs.append(ScoreJob(ids[:-1], ids[-scored:], columns, top=2, plan=plan))
     return jobs
 
 
-def run(engine: VllmEngine, jobs: dict[int, ScoreJob]) -> dict[int, list[float]]:
-    """The log-probabilities of each job."""
+def run(engine: VllmEngine, jobs: dict[int, Job]) -> dict[int, list[float]]:
+    """The numbers of each job."""
     engine.add(list(jobs.items()))
     found = {}
     while engine.busy:
@@ -37,9 +83,24 @@ def run(engine: VllmEngine, jobs: dict[int, ScoreJob]) -> dict[int, list[float]]
 
 
 def step(engine: VllmEngine) -> dict[int, list[float]]:
-    """The log-probabilities of the score jobs that one step finished."""
-    results = engine.step()
-    return {i: r.columns["logprob"].tolist() for i, r in results if isinstance(r, ScoreOutput)}
+    """The numbers of the jobs that one step finished."""
+    return {index: read(result) for index, result in engine.step()}
+
+
+def read(result: JobResult) -> list[float]:
+    """What a job gave: scores or activations, and how many tokens were steered."""
+    match result:
+        case ScoreOutput():
+            numbers = result.columns["logprob"].tolist()
+        case GenerateOutput():
+            numbers = [*result.logprobs.tolist(), *result.token_ids.tolist()]
+        case CaptureOutput():
+            return result.activations_LD.flatten().tolist()
+        case failure:
+            raise AssertionError(failure)
+    if result.trace is not None:
+        numbers.append(float(result.trace.tokens))
+    return numbers
 
 
 def main() -> None:
@@ -58,7 +119,7 @@ def main() -> None:
         return preempt(request, *rest, **more)
 
     scheduler._preempt_request = count
-    jobs = dict(enumerate(make_jobs(engine.info.vocab_size)))
+    jobs = dict(enumerate(make_jobs(engine.info.vocab_size, engine.info.hidden_size)))
     alone = {index: run(engine, {index: job})[index] for index, job in jobs.items()}
     scheduler.reset_prefix_cache()
     preempted.clear()
@@ -82,7 +143,7 @@ def main() -> None:
         kept |= step(engine)
     print(json.dumps({
         "alone": alone, "together": together, "kept": kept, "cancelled": cancelled,
-        "preempted": times_preempted, "left": len(engine._scoring),
+        "preempted": times_preempted, "left": len(engine._running),
     }))  # fmt: skip
     engine.close()
 

@@ -27,6 +27,7 @@ from tests.conftest import (
 pytestmark = pytest.mark.engine
 
 PER_TOKEN = 1e-4
+WAVE = [0.2 * (-1) ** n for n in range(128)]
 BATCH = 1e-5
 
 MODELS = [
@@ -155,17 +156,47 @@ def test_a_long_text_is_what_a_plain_loop_in_transformers_says(
     assert answer.total.num_bytes == len(text.encode())
 
 
-def test_two_ranks_say_what_one_says(vllm_client: Client, start_server: ServerFactory) -> None:
-    server = start_server({"models": [vllm_model("demo-tp2", DEMO_MODEL, tensor_parallel=2)]})
+@pytest.mark.parametrize("split", ["tensor_parallel", "pipeline_parallel"])
+def test_two_ranks_say_what_one_says(
+    vllm_client: Client, start_server: ServerFactory, split: str
+) -> None:
+    model = vllm_model("two", DEMO_MODEL, **{split: 2})
+    server = start_server({"models": [model], "cache_bytes": 0})
     items = make_items(1400, seed=4)
     with Client(server.url, timeout=300) as client:
-        assert client.models().models[0].provenance is not None
-        two = flatten(client, items, "demo-tp2")
-    one = flatten(vllm_client, items, "demo")
-    worst = max(differ(a.logprobs, b.logprobs) for a, b in zip(one, two, strict=True))
-    print(f"largest difference between one rank and two {worst:.2e} nats a token")
-    assert worst < PER_TOKEN
+        plain = compare(flatten(vllm_client, items, "demo"), flatten(client, items, "two"))
+        print(f"{split}: largest difference {plain:.2e} nats a token")
+        assert plain < PER_TOKEN
+        vectors = [{"data": {"1": WAVE, "4": WAVE}}, {"data": {"0": WAVE}, "op": "ablate"}]
+        answers = [
+            found.logprob(items, steering={"vectors": vectors}, cache=False)
+            for found in (vllm_client, client)
+        ]
+        one, two = ([t for result in a.results for t in result.targets] for a in answers)
+        steered = compare(one, two)
+        print(f"{split}: largest difference {steered:.2e} nats a token, steered")
+        assert steered < PER_TOKEN
+        one_receipt, two_receipt = (answer.steering for answer in answers)
+        assert one_receipt is not None
+        assert two_receipt is not None
+        assert one_receipt.tokens_steered == two_receipt.tokens_steered > 0
+        for answer, receipt in zip(answers, (one_receipt, two_receipt), strict=True):
+            assert receipt.layers.keys() == {"0", "1", "4"}
+            for site in receipt.layers.values():  # what the prefix cache had was changed before
+                assert site.tokens == receipt.tokens_steered - answer.usage.cached_tokens > 0
+                assert 0 < (site.relative_norm or 0) < 1
+        pairs = [{"positive": "She was happy.", "negative": "She was sad."}] * 2
+        cards = [
+            found.vectors.train("mood", pairs, method="mean_difference").vector
+            for found in (vllm_client, client)
+        ]
+        assert cards[0].norms == pytest.approx(cards[1].norms, rel=1e-4)
     server.stop()
+
+
+def compare(one: Sequence[ScoredTarget], two: Sequence[ScoredTarget]) -> float:
+    """The largest difference of the targets' log-probabilities."""
+    return max(differ(a.logprobs, b.logprobs) for a, b in zip(one, two, strict=True))
 
 
 def test_chunked_prefill_preemption_and_abort_change_nothing() -> None:
@@ -183,18 +214,3 @@ def test_chunked_prefill_preemption_and_abort_change_nothing() -> None:
     assert not {int(i) for i in probe["kept"]} & set(probe["cancelled"])
     assert len(probe["kept"]) + len(probe["cancelled"]) == len(probe["alone"])
     assert max(differ(probe["alone"][i], probe["kept"][i]) for i in probe["kept"]) < BATCH
-
-
-def test_two_pipeline_stages_say_what_one_says(
-    vllm_client: Client, start_server: ServerFactory
-) -> None:
-    model = vllm_model("demo-pp2", DEMO_MODEL, pipeline_parallel=2)
-    server = start_server({"models": [model], "cache_bytes": 0})
-    items = make_items(1400, seed=6, count=20)
-    with Client(server.url, timeout=300) as client:
-        two = flatten(client, items, "demo-pp2")
-    one = flatten(vllm_client, items, "demo")
-    worst = max(differ(a.logprobs, b.logprobs) for a, b in zip(one, two, strict=True))
-    print(f"largest difference between one stage and two {worst:.2e} nats a token")
-    assert worst < PER_TOKEN
-    server.stop()

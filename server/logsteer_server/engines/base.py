@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from logsteer_server.engines.plan import SteeringPlan, SteeringTrace
+
 Ids = npt.NDArray[np.int32]
 Scores = npt.NDArray[np.float32]
 
@@ -31,6 +33,8 @@ class EngineSpec:
     memory: float | str | None = None
     compile: bool = True
     chunk_bytes: int = 64 * 2**20
+    steering_slots: int = 64
+    steering_depth: int = 2
     engine_args: dict[str, Any] = field(default_factory=dict)
 
 
@@ -52,6 +56,10 @@ class EngineInfo:
     context_length: int
     vocab_size: int
     columns: tuple[str, ...]
+    num_layers: int
+    hidden_size: int
+    hooks: tuple[str, ...]
+    """Activations of a layer that can be steered and captured; empty where none can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +75,8 @@ class ScoreJob:
     With `export`, each row's log-probabilities over the vocabulary are written to that file as
     float32 [R, V]; with `reference`, such a file is read, and the columns `kl` and `top1_agrees`
     compare this model's rows with it.
+
+    With `plan` the activations are steered; the prompt ends where the scored tokens begin.
     """
 
     tokens: Ids
@@ -76,6 +86,12 @@ class ScoreJob:
     alternatives: bool = False
     export: str | None = None
     reference: str | None = None
+    plan: SteeringPlan | None = None
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens in front of the scored ones."""
+        return len(self.tokens) - (0 if self.alternatives else len(self.targets) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +102,7 @@ class ScoreOutput:
     top_ids: Ids | None
     top_logprobs: Scores | None
     cached_tokens: int
+    trace: SteeringTrace | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +126,12 @@ class GenerateJob:
     ignore_eos: bool = False
     top: int = 0
     stream: bool = False
+    plan: SteeringPlan | None = None
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +139,8 @@ class GenerateOutput:
     """A piece of a job's continuation: N new tokens and their text.
 
     `logprobs` [N] are of the model, at temperature 1 and without any cut; alternatives are
-    [N, top]. `finish_reason` is None until the last piece: `stop` or `length`.
+    [N, top]. `finish_reason` is None until the last piece: `stop` or `length`. That one has the
+    trace of a steered job.
     """
 
     token_ids: Ids
@@ -126,6 +150,28 @@ class GenerateOutput:
     top_logprobs: Scores
     finish_reason: str | None
     cached_tokens: int
+    trace: SteeringTrace | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureJob:
+    """A sequence of T tokens whose activations are wanted: after its last token, or their mean.
+
+    `read`: `last` or `mean`, at `hook` of each of `layers`.
+    """
+
+    tokens: Ids
+    layers: tuple[int, ...]
+    hook: str = "resid_post"
+    read: str = "last"
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureOutput:
+    """Activations [L, D], float32, in the order of the job's layers."""
+
+    activations_LD: Scores
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +182,7 @@ class JobFailure:
     detail: str
 
 
-Job = ScoreJob | GenerateJob
+Job = ScoreJob | GenerateJob | CaptureJob
 
 
 def count_positions(job: Job) -> int:
@@ -144,7 +190,7 @@ def count_positions(job: Job) -> int:
     return len(job.tokens) + (job.max_tokens if isinstance(job, GenerateJob) else 0)
 
 
-JobOutput = ScoreOutput | GenerateOutput
+JobOutput = ScoreOutput | GenerateOutput | CaptureOutput
 JobResult = JobOutput | JobFailure
 
 

@@ -6,16 +6,18 @@ deeply and makes Python objects of every token.
 """
 
 import itertools
-import os
-import warnings
 from collections.abc import Sequence
 from copy import copy
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from logsteer_server.engines.base import (
+    CaptureJob,
+    CaptureOutput,
     EngineInfo,
     EngineSpec,
+    GenerateJob,
+    GenerateOutput,
     Job,
     JobFailure,
     JobResult,
@@ -24,83 +26,26 @@ from logsteer_server.engines.base import (
     count_positions,
     is_last,
 )
-from logsteer_server.engines.weights import digest_weights, locate_model
-from logsteer_server.rows import PUBLIC_COLUMNS, Reading, unpack
-
-CPU_BLOCK_SIZE = 32
-"""Tokens per cache block on CPU; vLLM's own default of 128 shares no short context."""
-
-
-def set_environment(spec: EngineSpec) -> None:
-    """Set what vLLM reads from the environment; only before it is imported does that count."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of torch's, about vLLM's own code
-    ranks = spec.tensor_parallel * spec.pipeline_parallel
-    if ranks > 1:
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _bind_cores(ranks))
-    if not isinstance(spec.devices, str):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.devices))
+from logsteer_server.engines.vllm.allotment import Allotment, Lease
+from logsteer_server.engines.vllm.config import (
+    context_length,
+    describe,
+    engine_args,
+    set_environment,
+    steering_size,
+)
+from logsteer_server.engines.vllm.extra_args import describe_rows
+from logsteer_server.engines.weights import locate_model
+from logsteer_server.rows import Reading, unpack
 
 
-def _bind_cores(ranks: int) -> str:
-    """Cores for each rank, in vLLM's syntax: `0,1|2,3` shares four cores between two ranks."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < ranks:
-        return "auto"  # vLLM says what is wrong where it runs on the CPU; a GPU does not care
-    share = len(cores) // ranks
-    return "|".join(",".join(map(str, cores[r * share : (r + 1) * share])) for r in range(ranks))
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A job that vLLM works on, and the slot that it holds."""
 
-
-def parse_bytes(size: str) -> int:
-    """Bytes of a size such as `512MiB` or `1GiB`. Errors: ValueError for anything else."""
-    for suffix, unit in (("GiB", 2**30), ("MiB", 2**20)):
-        if size.endswith(suffix):
-            return int(float(size.removesuffix(suffix)) * unit)
-    raise ValueError(f"memory: {size!r} is not a size; write for example 512MiB or 1GiB")
-
-
-def _engine_args(spec: EngineSpec, path: Path | str, on_cpu: bool, limit: int) -> dict[str, Any]:
-    args: dict[str, Any] = {
-        "model": str(path),
-        "dtype": spec.dtype,
-        "tensor_parallel_size": spec.tensor_parallel,
-        "pipeline_parallel_size": spec.pipeline_parallel,
-        "quantization": spec.quantization,
-        # A scored sequence may fill the context, and vLLM always leaves room for a sampled token.
-        "max_model_len": limit + 1,
-        "enforce_eager": not spec.compile,
-        "enable_prefix_caching": True,
-        "async_scheduling": False,
-        "disable_log_stats": True,
-        "use_tqdm_on_load": False,
-        "worker_cls": "logsteer_server.engines.vllm.worker.ScoringWorker",
-        "additional_config": {"logsteer_chunk_bytes": spec.chunk_bytes},
-    }
-    ranks = spec.tensor_parallel * spec.pipeline_parallel
-    args["distributed_executor_backend"] = "uni" if ranks == 1 else "mp"
-    if on_cpu:
-        args["block_size"] = CPU_BLOCK_SIZE
-        args["kv_cache_memory_bytes"] = parse_bytes(str(spec.memory or "1GiB"))
-    elif isinstance(spec.memory, float):
-        args["gpu_memory_utilization"] = spec.memory
-    elif spec.memory is not None:
-        args["kv_cache_memory_bytes"] = parse_bytes(spec.memory)
-    return args | spec.engine_args
-
-
-def _context_length(path: Path | str, limit: int | None) -> int:
-    from vllm.transformers_utils.config import get_config
-
-    config = get_config(str(path), trust_remote_code=False)
-    derived = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if derived is None and limit is None:
-        raise ValueError(f"{path}: its config names no context length; set max_model_len")
-    return int(min(x for x in (derived, limit) if x is not None))
+    job_id: int
+    job: Job
+    lease: Lease
 
 
 class VllmEngine:
@@ -121,14 +66,19 @@ class VllmEngine:
         on_cpu = current_platform.is_cpu()
         if spec.devices == "cpu" and not on_cpu:
             raise ValueError("devices: cpu needs vLLM's build for CPUs; this is the one for GPUs")
-        limit = _context_length(path, spec.max_model_len)
-        config = EngineArgs(**_engine_args(spec, path, on_cpu, limit)).create_engine_config()
+        limit = context_length(path, spec.max_model_len)
+        config = EngineArgs(**engine_args(spec, path, on_cpu, limit)).create_engine_config()
         vllm = LLMEngine(config, Executor.get_class(config), log_stats=False)
         self._core = vllm.engine_core.engine_core
+        call_workers = self._core.model_executor.collective_rpc
+        layers = call_workers("count_layers")[0] if spec.steering_slots else 0
+        self._info = describe(spec, path, config, limit, layers)
+        self._depth = spec.steering_depth
         self._generation = Generation(vllm)
-        self._info = _describe(spec, path, config, limit)
-        self._scoring: dict[str, tuple[int, ScoreJob]] = {}
+        self._allotment = Allotment(call_workers, steering_size(spec))
+        self._running: dict[str, _Running] = {}
         self._request_ids: dict[int, str] = {}
+        self._waiting: dict[int, Job] = {}
         self._serial = itertools.count()
         self._failures: list[tuple[int, JobResult]] = []
         self._params = SamplingParams(
@@ -143,126 +93,171 @@ class VllmEngine:
     @property
     def busy(self) -> bool:
         """Whether a job is unfinished."""
-        return bool(self._request_ids or self._failures)
+        return bool(self._running or self._waiting or self._failures)
 
     def add(self, jobs: Sequence[tuple[int, Job]]) -> None:
-        """Hand jobs to vLLM's scheduler."""
-        limit = self._info.context_length
+        """Hand jobs to vLLM's scheduler; steered ones when a slot is free for their plan."""
         for job_id, job in jobs:
-            if count_positions(job) > limit:
-                detail = f"{count_positions(job)} tokens do not fit into a context of {limit}"
-                self._failures.append((job_id, JobFailure("context_too_long", detail)))
-            elif isinstance(job, ScoreJob):
-                self._submit(job_id, job, use_cache=True)
+            if failure := self._check(job):
+                self._failures.append((job_id, failure))
+            elif self._needs_slot(job):
+                self._waiting[job_id] = job
             else:
-                request_id = str(next(self._serial))
-                self._request_ids[job_id] = request_id
-                try:
-                    self._generation.add(request_id, job_id, job)
-                except ValueError as error:  # vLLM's own limits on sampling parameters
-                    del self._request_ids[job_id]
-                    self._failures.append((job_id, JobFailure("invalid_request", str(error))))
+                self._submit(job_id, job, Lease())
+        self._admit()
 
-    def _submit(self, job_id: int, job: ScoreJob, use_cache: bool) -> None:
+    def _check(self, job: Job) -> JobFailure | None:
+        limit = self._info.context_length
+        if count_positions(job) > limit:
+            detail = f"{count_positions(job)} tokens do not fit into a context of {limit}"
+            return JobFailure("context_too_long", detail)
+        if self._needs_slot(job) and not self._info.hooks:
+            detail = "this model takes no steering; set steering_slots, or use transformer_lens"
+            return JobFailure("unsupported_by_engine", detail)
+        plan = None if isinstance(job, CaptureJob) else job.plan
+        deepest = max((len(site.ops) for site in plan.sites), default=0) if plan else 0
+        if deepest > self._depth:
+            detail = (
+                f"{deepest} operations at one layer, this model has room for {self._depth} beside "
+                "additions: use fewer, or raise steering_depth"
+            )
+            return JobFailure("unsupported_by_engine", detail)
+        return None
+
+    @staticmethod
+    def _needs_slot(job: Job) -> bool:
+        return isinstance(job, CaptureJob) or job.plan is not None
+
+    def _admit(self) -> None:
+        """Submit the jobs that wait for a slot, in order, as far as there are any free."""
+        for job_id, job in list(self._waiting.items()):
+            lease = self._allotment.lease(job)
+            if lease is None:
+                return
+            del self._waiting[job_id]
+            self._submit(job_id, job, lease)
+
+    def _submit(self, job_id: int, job: Job, lease: Lease, use_cache: bool = True) -> None:
+        try:
+            if isinstance(job, GenerateJob):
+                name = str(next(self._serial))
+                request_id = self._generation.add(name, job, lease.extra_args)
+            else:
+                request_id = self._schedule(job, lease.extra_args, use_cache)
+        except ValueError as error:  # vLLM's own limits on sampling parameters
+            self._allotment.give_back(lease)
+            self._failures.append((job_id, JobFailure("invalid_request", str(error))))
+            return
+        self._running[request_id] = _Running(job_id, job, lease)
+        self._request_ids[job_id] = request_id
+
+    def _schedule(
+        self, job: ScoreJob | CaptureJob, extra_args: dict[str, Any], use_cache: bool
+    ) -> str:
+        """Hand a job that generates nothing to vLLM's scheduler; the id of its request."""
         from vllm.v1.request import Request
 
-        from logsteer_server.engines.vllm.worker import SCORE
-
         params = copy(self._params)
-        params.skip_reading_prefix_cache = not use_cache
-        params.extra_args = {
-            SCORE: {
-                "targets": job.targets.tobytes(),
-                "alternatives": job.alternatives,
-                "columns": job.columns,
-                "top": job.top,
-                "export": job.export,
-                "reference": job.reference,
-            }
-        }
+        params.skip_reading_prefix_cache = not use_cache or isinstance(job, CaptureJob)
+        params.extra_args = extra_args
+        cache_salt = None
+        if isinstance(job, ScoreJob):
+            params.extra_args = extra_args | describe_rows(job)
+            if job.plan is not None:
+                cache_salt = job.plan.digest(job.prompt_len).hex()
         request_id = str(next(self._serial))
-        self._scoring[request_id] = (job_id, job)
-        self._request_ids[job_id] = request_id
+        hasher = self._core.request_block_hasher
         self._core.add_request(
             Request(
                 request_id,
                 job.tokens.tolist(),
                 params,
                 None,
-                block_hasher=self._core.request_block_hasher,
+                cache_salt=cache_salt,
+                block_hasher=hasher,
             )
         )
+        return request_id
+
+    def _forget(self, request_id: str) -> _Running:
+        running = self._running.pop(request_id)
+        del self._request_ids[running.job_id]
+        self._allotment.give_back(running.lease)
+        return running
 
     def cancel(self, job_ids: Sequence[int]) -> None:
         """Abort jobs in vLLM's scheduler."""
         for job_id in job_ids:
-            request_id = self._request_ids.pop(job_id, None)
+            self._waiting.pop(job_id, None)
+            request_id = self._request_ids.get(job_id)
             if request_id is None:
                 continue
-            if self._scoring.pop(request_id, None):
-                self._core.abort_requests([request_id])
-            else:
+            if isinstance(self._forget(request_id).job, GenerateJob):
                 self._generation.cancel(request_id)
+            else:
+                self._core.abort_requests([request_id])
+        self._admit()
 
     def step(self) -> list[tuple[int, JobResult]]:
         """Run one step of vLLM and give the results that it had."""
         results, self._failures = self._failures, []
-        if not self._request_ids:
+        if not self._running:
             return results
         outputs, executed = self._core.step_fn()
         self._core.post_step(model_executed=executed)
+        ended: dict[str, JobResult] = {}
         generated = []
         for batch in (outputs or {}).values():  # None while pipeline stages are being filled
             for output in batch.outputs:
-                if output.request_id not in self._scoring:
+                running = self._running.get(output.request_id)
+                if running is None or isinstance(running.job, GenerateJob):
                     generated.append(output)
                 elif output.finished:
-                    results += self._collect(output)
-        for job_id, result in self._generation.collect(generated):
-            if is_last(result):
-                del self._request_ids[job_id]
-            results.append((job_id, result))
+                    ended |= self._collect(output, running)
+        for request_id, piece in self._generation.collect(generated):
+            if is_last(piece):
+                ended[request_id] = piece
+            else:
+                results.append((self._running[request_id].job_id, piece))
+        results += self._end(ended)
+        self._admit()
         return results
 
-    def _collect(self, output: Any) -> list[tuple[int, JobResult]]:
-        job_id, job = self._scoring.pop(output.request_id)
-        del self._request_ids[job_id]
+    def _collect(self, output: Any, running: _Running) -> dict[str, JobResult]:
+        """The result of a request that vLLM has finished; none where it is run once more."""
+        request_id, job = output.request_id, running.job
+        if isinstance(job, CaptureJob):
+            return {request_id: CaptureOutput(self._allotment.read_capture(running.lease, job))}
+        assert isinstance(job, ScoreJob)
         values = output.prompt_token_id_logprobs
         reading = Reading(job.columns, job.top)
         if values is None:
             detail = f"vLLM ended the request without its rows ({output.finish_reason})"
-            return [(job_id, JobFailure("internal", detail))]
+            return {request_id: JobFailure("internal", detail)}
         if values.numel() == 0:
             # The prefix cache reached beyond the first wanted row, so that row was not computed.
-            self._submit(job_id, job, use_cache=False)
-            return []
+            del self._running[request_id]
+            self._submit(running.job_id, job, running.lease, use_cache=False)
+            return {}
         rows = unpack(values.numpy().reshape(-1, reading.width), reading)
         cached = output.prefill_stats.num_cached_tokens if output.prefill_stats else 0
-        return [(job_id, ScoreOutput(rows.columns, rows.top_ids, rows.top_logprobs, cached))]
+        return {request_id: ScoreOutput(rows.columns, rows.top_ids, rows.top_logprobs, cached)}
+
+    def _end(self, ended: dict[str, JobResult]) -> list[tuple[int, JobResult]]:
+        """The last results of requests, by job, with the traces of those that were steered."""
+        plans = {}
+        for request_id in ended:
+            job = self._running[request_id].job
+            if not isinstance(job, CaptureJob) and job.plan is not None:
+                plans[request_id] = job.plan
+        traces = self._allotment.trace(plans)
+        results = []
+        for request_id, result in ended.items():
+            if request_id in traces and isinstance(result, ScoreOutput | GenerateOutput):
+                result = replace(result, trace=traces[request_id])
+            results.append((self._forget(request_id).job_id, result))
+        return results
 
     def close(self) -> None:
         """Stop vLLM and its worker processes."""
         self._core.shutdown()
-
-
-def _describe(spec: EngineSpec, path: Path | str, config: Any, limit: int) -> EngineInfo:
-    import vllm
-    import vllm.envs
-
-    model = config.model_config
-    return EngineInfo(
-        engine="vllm",
-        engine_version=str(vllm.__version__),
-        model_path=spec.path,
-        tokenizer_path=str(model.tokenizer),
-        weights_digest=digest_weights(path),
-        dtype=str(model.dtype).removeprefix("torch."),
-        logits_dtype=str(model.head_dtype or model.dtype).removeprefix("torch."),
-        quantization=model.quantization,
-        tensor_parallel=spec.tensor_parallel,
-        pipeline_parallel=spec.pipeline_parallel,
-        batch_invariant=bool(vllm.envs.VLLM_BATCH_INVARIANT),
-        context_length=limit,
-        vocab_size=int(model.get_vocab_size()),
-        columns=PUBLIC_COLUMNS,
-    )

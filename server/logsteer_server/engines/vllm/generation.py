@@ -15,14 +15,14 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from logsteer_server.engines.base import GenerateJob, GenerateOutput, JobResult
+from logsteer_server.engines.base import GenerateJob, GenerateOutput
 
 
 @dataclass(slots=True)
 class _Sample:
-    """One running job, and the columns of tokens that have not been handed on: [1, 1 + top]."""
+    """A running request, and the columns of tokens that have not been handed on: [1, 1 + top]."""
 
-    job_id: int
+    name: str
     job: GenerateJob
     cached_tokens: int = 0
     ids: list[np.ndarray] = field(default_factory=list)
@@ -43,10 +43,13 @@ class Generation:
     def __init__(self, vllm: LLMEngine) -> None:
         self._vllm = vllm
         self._running: dict[str, _Sample] = {}
-        self._internal_ids: dict[str, str] = {}
+        self._request_ids: dict[str, str] = {}
 
-    def add(self, request_id: str, job_id: int, job: GenerateJob) -> None:
-        """Hand a job to vLLM."""
+    def add(self, name: str, job: GenerateJob, extra_args: dict[str, Any]) -> str:
+        """Hand a job to vLLM; the id that vLLM gives to the request of this name.
+
+        Errors: ValueError for what vLLM does not sample with.
+        """
         params = SamplingParams(
             max_tokens=job.max_tokens,
             temperature=job.temperature,
@@ -58,20 +61,23 @@ class Generation:
             ignore_eos=job.ignore_eos,
             logprobs=job.top,
             output_kind=RequestOutputKind.DELTA if job.stream else RequestOutputKind.FINAL_ONLY,
+            extra_args=extra_args,
         )
-        prompt = {"prompt_token_ids": job.tokens.tolist()}
-        internal_id = self._vllm.add_request(request_id, prompt, params)
-        self._running[internal_id] = _Sample(job_id, job)
-        self._internal_ids[request_id] = internal_id
+        prompt: dict[str, Any] = {"prompt_token_ids": job.tokens.tolist()}
+        if job.plan is not None:
+            prompt["cache_salt"] = job.plan.digest(job.prompt_len).hex()
+        request_id: str = self._vllm.add_request(name, prompt, params)
+        self._running[request_id] = _Sample(name, job)
+        self._request_ids[name] = request_id
+        return request_id
 
     def cancel(self, request_id: str) -> None:
         """Abort a job."""
-        internal_id = self._internal_ids.pop(request_id)
-        del self._running[internal_id]
-        self._vllm.abort_request([internal_id], internal=True)
+        del self._request_ids[self._running.pop(request_id).name]
+        self._vllm.abort_request([request_id], internal=True)
 
-    def collect(self, outputs: Sequence[EngineCoreOutput]) -> list[tuple[int, JobResult]]:
-        """What one step's outputs mean for the jobs."""
+    def collect(self, outputs: Sequence[EngineCoreOutput]) -> list[tuple[str, GenerateOutput]]:
+        """What one step's outputs mean, by request."""
         if not outputs:
             return []
         for output in outputs:
@@ -90,14 +96,14 @@ class Generation:
         self._vllm.engine_core.abort_requests(processed.reqs_to_abort)
         return [self._hand_on(output) for output in processed.request_outputs]
 
-    def _hand_on(self, output: Any) -> tuple[int, JobResult]:
-        internal_id = self._internal_ids[output.request_id]
-        sample = self._running[internal_id]
+    def _hand_on(self, output: Any) -> tuple[str, GenerateOutput]:
+        request_id = self._request_ids[output.request_id]
+        sample = self._running[request_id]
         completion = output.outputs[0]
         ids_NK, logprobs_NK = sample.take(len(completion.token_ids))
         if output.finished:
-            del self._running[internal_id], self._internal_ids[output.request_id]
-        return sample.job_id, GenerateOutput(
+            del self._running[request_id], self._request_ids[sample.name]
+        return request_id, GenerateOutput(
             np.array(completion.token_ids, dtype=np.int32),
             completion.text,
             logprobs_NK[:, 0],

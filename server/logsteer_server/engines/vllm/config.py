@@ -1,0 +1,139 @@
+"""How a model of the configuration is set up in vLLM: environment, arguments, description."""
+
+import os
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from logsteer_server.engines.base import EngineInfo, EngineSpec
+from logsteer_server.engines.weights import digest_weights
+from logsteer_server.rows import PUBLIC_COLUMNS
+
+CPU_BLOCK_SIZE = 32
+"""Tokens per cache block on CPU; vLLM's own default of 128 shares no short context."""
+
+
+def set_environment(spec: EngineSpec) -> None:
+    """Set what vLLM reads from the environment; only before it is imported does that count."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of torch's, about vLLM's own code
+    ranks = spec.tensor_parallel * spec.pipeline_parallel
+    if ranks > 1:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _bind_cores(ranks))
+    if not isinstance(spec.devices, str):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.devices))
+
+
+def _bind_cores(ranks: int) -> str:
+    """Cores for each rank, in vLLM's syntax: `0,1|2,3` shares four cores between two ranks."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < ranks:
+        return "auto"  # vLLM says what is wrong where it runs on the CPU; a GPU does not care
+    share = len(cores) // ranks
+    return "|".join(",".join(map(str, cores[r * share : (r + 1) * share])) for r in range(ranks))
+
+
+def parse_bytes(size: str) -> int:
+    """Bytes of a size such as `512MiB` or `1GiB`. Errors: ValueError for anything else."""
+    for suffix, unit in (("GiB", 2**30), ("MiB", 2**20)):
+        if size.endswith(suffix):
+            return int(float(size.removesuffix(suffix)) * unit)
+    raise ValueError(f"memory: {size!r} is not a size; write for example 512MiB or 1GiB")
+
+
+def engine_args(spec: EngineSpec, path: Path | str, on_cpu: bool, limit: int) -> dict[str, Any]:
+    """The arguments of vLLM's `EngineArgs`."""
+    args: dict[str, Any] = {
+        "model": str(path),
+        "dtype": spec.dtype,
+        "tensor_parallel_size": spec.tensor_parallel,
+        "pipeline_parallel_size": spec.pipeline_parallel,
+        "quantization": spec.quantization,
+        # A scored sequence may fill the context, and vLLM always leaves room for a sampled token.
+        "max_model_len": limit + 1,
+        "enforce_eager": not spec.compile,
+        "enable_prefix_caching": True,
+        "async_scheduling": False,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "worker_cls": "logsteer_server.engines.vllm.worker.LogsteerWorker",
+        # A part of vLLM's hash of the configuration, so that compiled models are kept apart by it.
+        "additional_config": {
+            "logsteer": {"chunk_bytes": spec.chunk_bytes, "steering": asdict(steering_size(spec))}
+        },
+    }
+    ranks = spec.tensor_parallel * spec.pipeline_parallel
+    args["distributed_executor_backend"] = "uni" if ranks == 1 else "mp"
+    if on_cpu:
+        args["block_size"] = CPU_BLOCK_SIZE
+        args["kv_cache_memory_bytes"] = parse_bytes(str(spec.memory or "1GiB"))
+    elif isinstance(spec.memory, float):
+        args["gpu_memory_utilization"] = spec.memory
+    elif spec.memory is not None:
+        args["kv_cache_memory_bytes"] = parse_bytes(spec.memory)
+    return args | spec.engine_args
+
+
+CAPTURE_SLOTS = 16
+"""Texts whose activations are captured at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class SteeringSize:
+    """Plans and captures that a model holds at once, and operations a plan may have at a layer."""
+
+    slots: int
+    depth: int
+    captures: int
+
+
+def steering_size(spec: EngineSpec) -> SteeringSize:
+    """Room of the steering tables; without slots there are no tables."""
+    captures = CAPTURE_SLOTS if spec.steering_slots else 0
+    return SteeringSize(spec.steering_slots, spec.steering_depth, captures)
+
+
+def context_length(path: Path | str, limit: int | None) -> int:
+    """Tokens that the model reads. Errors: ValueError where nothing names them."""
+    from vllm.transformers_utils.config import get_config
+
+    config = get_config(str(path), trust_remote_code=False)
+    derived = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if derived is None and limit is None:
+        raise ValueError(f"{path}: its config names no context length; set max_model_len")
+    return int(min(x for x in (derived, limit) if x is not None))
+
+
+def describe(
+    spec: EngineSpec, path: Path | str, config: Any, limit: int, steerable_layers: int
+) -> EngineInfo:
+    """What the engine is; `config` is vLLM's."""
+    import vllm
+    import vllm.envs
+
+    model = config.model_config
+    return EngineInfo(
+        engine="vllm",
+        engine_version=str(vllm.__version__),
+        model_path=spec.path,
+        tokenizer_path=str(model.tokenizer),
+        weights_digest=digest_weights(path),
+        dtype=str(model.dtype).removeprefix("torch."),
+        logits_dtype=str(model.head_dtype or model.dtype).removeprefix("torch."),
+        quantization=model.quantization,
+        tensor_parallel=spec.tensor_parallel,
+        pipeline_parallel=spec.pipeline_parallel,
+        batch_invariant=bool(vllm.envs.VLLM_BATCH_INVARIANT),
+        context_length=limit,
+        vocab_size=int(model.get_vocab_size()),
+        columns=PUBLIC_COLUMNS,
+        num_layers=int(model.hf_text_config.num_hidden_layers),
+        hidden_size=int(model.get_hidden_size()),
+        hooks=("resid_post",) if steerable_layers else (),
+    )

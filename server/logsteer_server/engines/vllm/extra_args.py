@@ -1,0 +1,38 @@
+"""What a request tells vLLM's workers, as plain data in `SamplingParams.extra_args`."""
+
+from typing import Any
+
+from logsteer_server.engines.base import CaptureJob, GenerateJob, ScoreJob
+
+SCORE = "logsteer_score"
+"""Which rows a request wants, and what is read from them."""
+STEER = "logsteer_steer"
+"""How a request is steered: slot, kind of positions, slices, length of its prompt."""
+CAPTURE = "logsteer_capture"
+"""Where a request's activations are summed up: slot, and whether those of every token."""
+
+
+def describe_rows(job: ScoreJob) -> dict[str, Any]:
+    """The extra arguments of a request that is scored."""
+    return {
+        SCORE: {
+            "targets": job.targets.tobytes(),
+            "alternatives": job.alternatives,
+            "columns": job.columns,
+            "top": job.top,
+            "export": job.export,
+            "reference": job.reference,
+        }
+    }
+
+
+def describe_steering(job: ScoreJob | GenerateJob, slot: int) -> dict[str, Any]:
+    """The extra arguments of a request that is steered. Errors: AssertionError without a plan."""
+    assert job.plan is not None
+    where = job.plan.positions
+    return {STEER: (slot, where.kind, where.slices, job.prompt_len)}
+
+
+def describe_capture(job: CaptureJob, slot: int) -> dict[str, Any]:
+    """The extra arguments of a request whose activations are captured."""
+    return {CAPTURE: (slot, job.read == "mean")}

@@ -1,0 +1,39 @@
+"""Places of the steering tables, given to plans and captures while their requests run."""
+
+from collections import OrderedDict
+
+
+class SlotPool:
+    """Slots 1 to `count`; a slot is shared by all requests of one key.
+
+    A slot that nobody uses keeps its content until another key needs it.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._users = [0] * (count + 1)
+        self._keys: dict[int, bytes] = {}
+        self._slots: dict[bytes, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, count + 1))
+
+    def take(self, key: bytes) -> tuple[int, bool] | None:
+        """A slot for one more user of a key, and whether to fill it; None where all are used."""
+        known = self._slots.get(key)
+        if known is not None:
+            self._idle.pop(known, None)
+            self._users[known] += 1
+            return known, False
+        if not self._idle:
+            return None
+        slot, _ = self._idle.popitem(last=False)
+        if (old := self._keys.pop(slot, None)) is not None:
+            del self._slots[old]
+        self._keys[slot] = key
+        self._slots[key] = slot
+        self._users[slot] = 1
+        return slot, True
+
+    def release(self, slot: int) -> None:
+        """One user fewer."""
+        self._users[slot] -= 1
+        if not self._users[slot]:
+            self._idle[slot] = None

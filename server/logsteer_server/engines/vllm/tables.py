@@ -1,0 +1,188 @@
+"""Steering tables: what each slot does at each layer, and the operation that does it.
+
+The operation `logsteer::steer` stands behind every decoder layer and always runs, so that compiled
+graphs and CUDA graphs contain it. What it does is data: each token of a step has a slot, and slot 0
+changes nothing. It also measures what it changed, and sums up activations that are wanted.
+
+Axis letters: L layers, S slots, T tokens of a step, D width, K operations, C capture slots.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from vllm.forward_context import get_forward_context
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from logsteer_server.engines.plan import Site
+from logsteer_server.engines.vllm.config import SteeringSize
+from logsteer_server.interventions import UNCHANGED, change_stream, pack_ops
+
+TABLES = "logsteer.steering_tables"
+"""Where vLLM's forward context keeps the tables of the model that runs."""
+
+
+def _none() -> npt.NDArray[np.int64]:
+    return np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the tokens of one step are for: places and slots of those steered and captured."""
+
+    steered_t: npt.NDArray[np.int64] = field(default_factory=_none)
+    steered_slots_t: npt.NDArray[np.int64] = field(default_factory=_none)
+    captured_t: npt.NDArray[np.int64] = field(default_factory=_none)
+    capture_slots_t: npt.NDArray[np.int64] = field(default_factory=_none)
+
+
+class SteeringTables:
+    """The persistent buffers of one model on one rank."""
+
+    def __init__(
+        self, size: SteeringSize, layers: int, tokens: int, width: int, like: Tensor
+    ) -> None:
+        new, float32 = like.new_zeros, torch.float32
+        slots, captures = size.slots + 1, size.captures + 1
+        self.offsets_LSD = new((layers, slots, width))
+        self.offset_norms_LS = new((layers, slots), dtype=float32)
+        self.directions_LSKD = new((layers, slots, size.depth, width), dtype=float32)
+        unchanged = torch.tensor(UNCHANGED, device=like.device)
+        self.numbers_LSKP = unchanged.repeat(layers, slots, size.depth, 1)
+        self.slots_T = new((tokens,), dtype=torch.int32)
+        self.captures_T = new((tokens,), dtype=torch.int32)
+        self.ratios_LT = new((layers, tokens), dtype=float32)
+        self.sums_LCD = new((layers, captures, width), dtype=float32)
+        self._layers_of_slot: list[frozenset[int]] = [frozenset()] * slots
+        self._ops_in_slot: list[frozenset[int]] = [frozenset()] * slots
+        self.step = Step()
+        self._begin(self.step)
+
+    def load(self, slot: int, sites: Sequence[Site]) -> None:
+        """Put a plan's sites into a slot, in place of what it held."""
+        for layer in self._layers_of_slot[slot]:
+            self.offsets_LSD[layer, slot] = 0
+            self.offset_norms_LS[layer, slot] = 0
+            self.directions_LSKD[layer, slot] = 0
+            self.numbers_LSKP[layer, slot] = torch.tensor(UNCHANGED)
+        depth, width = self.directions_LSKD.shape[2:]
+        for site in sites:
+            if site.offset is not None:
+                offset_D = torch.tensor(site.offset).to(self.offsets_LSD)
+                self.offsets_LSD[site.layer, slot] = offset_D
+                self.offset_norms_LS[site.layer, slot] = offset_D.float().norm()
+            if site.ops:
+                directions_KD, numbers_KP = pack_ops(site.ops, depth, width)
+                self.directions_LSKD[site.layer, slot] = directions_KD.to(self.directions_LSKD)
+                self.numbers_LSKP[site.layer, slot] = numbers_KP.to(self.numbers_LSKP)
+        self._layers_of_slot[slot] = frozenset(site.layer for site in sites)
+        self._ops_in_slot[slot] = frozenset(site.layer for site in sites if site.ops)
+
+    def write(self, step: Step) -> None:
+        """Say what the tokens of the next forward pass are for; tokens not named are for nothing.
+
+        Called between two passes, because captured graphs read these buffers.
+        """
+        if self.slots_T.is_cuda:
+            for buffer_T, index_t, slots_t in (
+                (self.slots_T, step.steered_t, step.steered_slots_t),
+                (self.captures_T, step.captured_t, step.capture_slots_t),
+            ):
+                host_T = np.zeros(len(buffer_T), dtype=np.int32)
+                host_T[index_t] = slots_t
+                buffer_T.copy_(torch.from_numpy(host_T))
+        self._begin(step)
+
+    def _begin(self, step: Step) -> None:
+        self.step = step
+        self._index_t, self._slots_t, self._captured_t, self._capture_slots_t = (
+            torch.from_numpy(array).to(self.slots_T.device)
+            for array in (
+                step.steered_t, step.steered_slots_t, step.captured_t, step.capture_slots_t
+            )
+        )  # fmt: skip
+        used = set(step.steered_slots_t.tolist())
+        self.steered_layers: frozenset[int] = frozenset().union(
+            *(self._layers_of_slot[slot] for slot in used)
+        )
+        self._op_layers: frozenset[int] = frozenset().union(
+            *(self._ops_in_slot[slot] for slot in used)
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no token of this step is marked."""
+        return not len(self.step.steered_t) and not len(self.step.captured_t)
+
+    def read_ratios(self) -> dict[int, npt.NDArray[np.float32]]:
+        """|change| / |activation| of this step's steered tokens, by steered layer."""
+        if self.slots_T.is_cuda:
+            ratios_LT = self.ratios_LT[:, : int(self.step.steered_t.max(initial=-1)) + 1].cpu()
+        else:
+            ratios_LT = self.ratios_LT
+        host_LT = ratios_LT.numpy()
+        return {layer: host_LT[layer, self.step.steered_t] for layer in self.steered_layers}
+
+    def clear_captures(self, slot: int) -> None:
+        """Begin the sums of a capture slot anew."""
+        self.sums_LCD[:, slot] = 0
+
+    def take_captures(self, slot: int) -> np.ndarray:
+        """The sums of a capture slot: float32 [L, D]."""
+        sums: np.ndarray = self.sums_LCD[:, slot].cpu().numpy().copy()
+        return sums
+
+    def apply(self, hidden_TD: Tensor, residual_TD: Tensor | None, layer: int) -> None:
+        """Steer the tokens of this step at one layer, in place; measure, and sum up captures.
+
+        The plain form, which looks at the marked tokens alone: for processors.
+        """
+        if layer in self.steered_layers:
+            self._steer(hidden_TD, residual_TD, layer)
+        if len(self._captured_t):
+            stream_tD = _read_stream(hidden_TD, residual_TD, self._captured_t)
+            self.sums_LCD[layer].index_add_(0, self._capture_slots_t, stream_tD)
+
+    def _steer(self, hidden_TD: Tensor, residual_TD: Tensor | None, layer: int) -> None:
+        index_t, slots_t = self._index_t, self._slots_t
+        stream_tD = _read_stream(hidden_TD, residual_TD, index_t)
+        norms_t = stream_tD.norm(dim=-1)
+        hidden_TD.index_add_(0, index_t, self.offsets_LSD[layer].index_select(0, slots_t))
+        change_t = self.offset_norms_LS[layer, slots_t]
+        if layer in self._op_layers:
+            offset_tD = _read_stream(hidden_TD, residual_TD, index_t)
+            change_tD = change_stream(
+                offset_tD, self.directions_LSKD[layer, slots_t], self.numbers_LSKP[layer, slots_t]
+            )
+            hidden_TD[index_t] = (hidden_TD[index_t].float() + change_tD).to(hidden_TD.dtype)
+            change_t = (offset_tD + change_tD - stream_tD).norm(dim=-1)
+        ratios_t = (change_t / norms_t).nan_to_num(nan=0.0)  # 0 / 0: nothing was changed
+        self.ratios_LT[layer].index_copy_(0, index_t, ratios_t)
+
+
+def _read_stream(hidden_TD: Tensor, residual_TD: Tensor | None, index_t: Tensor) -> Tensor:
+    """The residual stream of some tokens, float32: vLLM's layers leave it in two parts."""
+    stream_tD = hidden_TD[index_t].float()
+    return stream_tD if residual_TD is None else stream_tD + residual_TD[index_t].float()
+
+
+def steer(hidden_TD: Tensor, residual_TD: Tensor | None, layer: int) -> None:
+    """Steer the output of a decoder layer in place, as the tables of the running model say."""
+    tables: SteeringTables = get_forward_context().no_compile_layers[TABLES]
+    if hidden_TD.is_cuda:
+        from logsteer_server.engines.vllm.kernel import launch
+
+        launch(tables, hidden_TD, residual_TD, layer)
+    else:
+        tables.apply(hidden_TD, residual_TD, layer)
+
+
+def _shape_only(hidden_TD: Tensor, residual_TD: Tensor | None, layer: int) -> None:
+    """What the compiler runs in place of `steer`, which has no output."""
+
+
+LIBRARY = torch.library.Library("logsteer", "FRAGMENT")  # type: ignore[no-untyped-call]
+direct_register_custom_op("steer", steer, ["hidden_TD"], _shape_only, LIBRARY)
