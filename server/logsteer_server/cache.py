@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -25,11 +26,12 @@ from cachetools import LRUCache
 
 from logsteer_server.cachefile import CacheFile
 from logsteer_server.engines.base import EngineInfo, ScoreJob, ScoreOutput
+from logsteer_server.engines.plan import SteeringTrace
 from logsteer_server.settings import ModelSettings, Settings
 
 log = logging.getLogger(__name__)
 
-VERSION = "logsteer-results-1"
+VERSION = "logsteer-results-2"
 """Part of every key: another number makes all older results unreachable."""
 
 ENTRY_BYTES = 360
@@ -66,19 +68,21 @@ def make_key(scope: bytes, job: ScoreJob) -> bytes | None:
         return None
     columns = ",".join(job.columns).encode()
     sizes = (len(job.tokens), len(job.targets), len(columns), job.top, job.alternatives)
-    # Here goes the digest of whatever else bends the model for one job, such as its steering plan,
-    # once jobs carry it. A test fails for a field of ScoreJob that the key does not know.
-    bent = b""
+    # What bends the model for this job. A test fails for a field of ScoreJob unknown to the key.
+    bent = b"" if job.plan is None else job.plan.digest(job.prompt_len)
     parts = (scope, _HEAD.pack(*sizes), columns, job.tokens.tobytes(), job.targets.tobytes(), bent)
     return hashlib.sha256(b"".join(parts)).digest()
 
 
 def pack_output(output: ScoreOutput, columns: Iterable[str]) -> bytes:
-    """The arrays of an output: dtype, width (0: not a table) and buffer of each, one by one."""
+    """The trace of an output, then its arrays: dtype, width (0: no table), buffer of each."""
     arrays: list[npt.NDArray[np.generic]] = [output.columns[name] for name in columns]
     if output.top_ids is not None and output.top_logprobs is not None:
         arrays += [output.top_ids, output.top_logprobs]
-    fields: list[str | int | bytes] = []
+    trace = None
+    if output.trace is not None:
+        trace = [output.trace.tokens, {name: list(v) for name, v in output.trace.sites.items()}]
+    fields: list[Any] = [trace]
     for array in arrays:
         fields += array.dtype.str, array.shape[1] if array.ndim > 1 else 0, array.tobytes()
     packed: bytes = msgpack.packb(fields)
@@ -88,6 +92,10 @@ def pack_output(output: ScoreOutput, columns: Iterable[str]) -> bytes:
 def unpack_output(value: bytes, columns: Sequence[str]) -> ScoreOutput:
     """What `pack_output` packed; its arrays are read-only. No token of it was read again."""
     fields = iter(msgpack.unpackb(value))
+    trace = next(fields)
+    if trace is not None:
+        tokens, sites = trace
+        trace = SteeringTrace(tokens, {name: (n, mean) for name, (n, mean) in sites.items()})
     arrays = [
         array.reshape(-1, width) if width else array
         for dtype, width, data in zip(fields, fields, fields, strict=True)
@@ -95,7 +103,7 @@ def unpack_output(value: bytes, columns: Sequence[str]) -> ScoreOutput:
     ]
     top_ids, top_logprobs = arrays[len(columns) :] or (None, None)
     own = dict(zip(columns, arrays, strict=False))
-    return ScoreOutput(own, top_ids, top_logprobs, cached_tokens=0)
+    return ScoreOutput(own, top_ids, top_logprobs, cached_tokens=0, trace=trace)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,9 @@
 """What the README says of the demo model: it knows its facts, through the service."""
 
-import sys
-
 import pytest
 
-from logsteer import Client
-from tests.conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "demo"))
 import corpus
+from logsteer import Client
 
 pytestmark = pytest.mark.engine
 

@@ -15,12 +15,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import corpus
 from logsteer import Client
 from logsteer.schemas import ScoredTarget
 from tests.conftest import DEMO_MODEL, ROOT, ServerFactory, vllm_model
-
-sys.path.insert(0, str(ROOT / "demo"))
-import corpus
 
 pytestmark = pytest.mark.engine
 

@@ -1,0 +1,72 @@
+"""Jobs and outputs to keep, for the tests of the result cache."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from logsteer_server.cache import (
+    Findings,
+    ResultCache,
+    make_key,
+)
+from logsteer_server.engines.base import EngineInfo, ScoreJob, ScoreOutput
+from logsteer_server.settings import ModelSettings
+
+SCOPE = b"s" * 32
+INFO = EngineInfo(
+    engine="vllm",
+    engine_version="1",
+    model_path="here",
+    tokenizer_path="here",
+    weights_digest="sha256:0",
+    dtype="float32",
+    logits_dtype="float32",
+    quantization=None,
+    tensor_parallel=1,
+    pipeline_parallel=1,
+    batch_invariant=False,
+    context_length=128,
+    vocab_size=100,
+    columns=("logprob",),
+    num_layers=4,
+    hidden_size=24,
+    hooks=("resid_post",),
+)
+SETTINGS = ModelSettings(id="a", path="here")
+JOB = ScoreJob(
+    np.array([1, 2, 3], dtype=np.int32), np.array([3, 4], dtype=np.int32), ("logprob", "rank")
+)
+
+
+def job_of(number: int, length: int = 4) -> ScoreJob:
+    return replace(JOB, tokens=np.full(length, number, dtype=np.int32))
+
+
+def output_of(job: ScoreJob) -> ScoreOutput:
+    """An output that tells the job: NaN, infinity and a denormal number among its values."""
+    odd = np.array([np.nan, -np.inf, 1e-42, job.tokens[0]], dtype=np.float32)
+    return ScoreOutput({"logprob": odd, "rank": np.arange(4, dtype=np.int32)}, None, None, 7)
+
+
+def same_bits(a: ScoreOutput, b: ScoreOutput) -> bool:
+    pairs = [(a.columns[name], b.columns[name]) for name in a.columns.keys() | b.columns.keys()]
+    pairs += [(a.top_ids, b.top_ids), (a.top_logprobs, b.top_logprobs)]  # type: ignore[list-item]
+    return all(
+        (x is None and y is None)
+        or (x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes())
+        for x, y in pairs
+    )
+
+
+def fill(cache: ResultCache, jobs: Sequence[ScoreJob]) -> None:
+    cache.keep([(make_key(SCOPE, job), job, output_of(job)) for job in jobs])
+
+
+def find(cache: ResultCache, jobs: Sequence[ScoreJob]) -> Findings:
+    return asyncio.run(cache.find(SCOPE, jobs))
+
+
+def known(cache: ResultCache, jobs: Sequence[ScoreJob]) -> list[int]:
+    return sorted(index for index, _ in find(cache, jobs).hits)

@@ -1,0 +1,146 @@
+"""The result cache through HTTP: the same numbers again without the engine, and no others.
+
+The fake takes half a second a step, so an answer within less came from the cache.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgpack
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from logsteer import Client
+from logsteer.errors import APIError
+from logsteer.schemas import PerplexityAnswer
+from tests.conftest import Server, ServerFactory, fake_model
+
+ITEMS = [
+    {"context_ids": [5, 6, 7], "target_ids": [[8, 9], [10]]},
+    {"context_ids": [5, 6], "target_ids": [[8, 9, 11]]},
+]
+OPTIONS: dict[str, Any] = {"columns": ["logprob", "rank", "entropy"], "top": 3}
+
+
+@pytest.fixture(scope="module")
+def slow(start_server: ServerFactory) -> Server:
+    return start_server({"models": [fake_model(delay_s=0.5)], "max_pending_tokens": 300})
+
+
+@pytest.fixture
+def client(slow: Server) -> Iterator[Client]:
+    with Client(slow.url, max_retries=0) as client:
+        yield client
+
+
+def engine_tokens(server: Server) -> float:
+    text = httpx.get(f"{server.url}/metrics").text
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "logsteer_prompt_tokens_total"
+    )
+
+
+def test_a_second_answer_is_the_first_without_the_engine(client: Client, slow: Server) -> None:
+    before = engine_tokens(slow)
+    first = client.logprob(ITEMS, **OPTIONS)
+    between = engine_tokens(slow)
+    started = time.monotonic()
+    second = client.logprob(ITEMS, **OPTIONS)
+    assert time.monotonic() - started < 0.4
+    assert between > before
+    assert engine_tokens(slow) == between
+    assert (first.usage.cached_results, second.usage.cached_results) == (0, 3)
+    assert first.usage.prompt_tokens == second.usage.prompt_tokens
+    assert (second.timing.queue_ms, second.timing.engine_ms) == (0, 0)
+    assert [r.model_dump() for r in first.results] == [r.model_dump() for r in second.results]
+
+
+def test_the_bytes_of_both_answers_are_the_same(slow: Server) -> None:
+    body = {"items": [{"context_ids": [30, 31], "target_ids": [[32, 33]]}]}
+    headers = {"accept": "application/msgpack"}
+    answers = [
+        msgpack.unpackb(httpx.post(f"{slow.url}/logprob", json=body, headers=headers).content)
+        for _ in range(2)
+    ]
+    assert answers[0]["results"] == answers[1]["results"]
+    assert [answer["usage"]["cached_results"] for answer in answers] == [0, 1]
+
+
+def test_more_of_the_same_computes_only_what_is_new(client: Client, slow: Server) -> None:
+    client.logprob([{"context_ids": [40, 41], "target_ids": [[42, 43]]}])
+    before = engine_tokens(slow)
+    items = [{"context_ids": [40, 41 + i], "target_ids": [[42, 43]]} for i in (1, 0, 1)]
+    answer = client.logprob(items)
+    assert engine_tokens(slow) - before == 3
+    assert answer.usage.cached_results == 2  # the known one, and the second of the equal ones
+    alone = client.logprob(items, cache=False)
+    assert [r.model_dump() for r in answer.results] == [r.model_dump() for r in alone.results]
+
+
+def test_cache_false_neither_reads_nor_writes(client: Client, slow: Server) -> None:
+    items = [{"context_ids": [50, 51], "target_ids": [[52, 53]]}] * 2
+    before = engine_tokens(slow)
+    unkept = client.logprob(items, cache=False)
+    assert client.logprob(items).usage.cached_results == 1
+    unread = client.logprob(items, cache=False)
+    assert (unkept.usage.cached_results, unread.usage.cached_results) == (0, 0)
+    assert engine_tokens(slow) - before == 3 * (2 + 1 + 2)
+
+
+def test_known_work_takes_no_room_of_the_budget(client: Client) -> None:
+    halves = [
+        [{"context_ids": [60 + half] * 100 + [n], "target_ids": [[61, 62]]} for n in range(2)]
+        for half in range(2)
+    ]
+    for half in halves:
+        client.logprob(half)
+    with pytest.raises(APIError, match="max_pending_tokens"):
+        client.logprob(halves[0] + halves[1], cache=False)
+    assert client.logprob(halves[0] + halves[1]).usage.cached_results == 4
+
+
+def test_perplexity_is_cached_by_window(client: Client, slow: Server) -> None:
+    text = "one two three four five six seven eight nine ten " * 3
+    options: dict[str, Any] = {"context_length": 16, "stride": 8}
+    first = client.perplexity([text], **options)
+    before = engine_tokens(slow)
+    second = client.perplexity([text], **options)
+    assert engine_tokens(slow) == before
+    assert first.usage.cached_results == 0 < second.usage.cached_results
+    assert first.total.sum_logprob == second.total.sum_logprob
+    assert client.perplexity([text], cache=False, **options).usage.cached_results == 0
+    third = client.perplexity([text], reference="fake", **options)
+    assert third.usage.cached_results == 0, "comparisons go through files and are computed"
+
+
+def test_a_streamed_text_obeys_the_option(client: Client) -> None:
+    text = b"a text that is sent as a stream of bytes, " * 4
+    counts = []
+    for cache in (True, True, False):
+        *_, answer = client.perplexity_stream([text], cache=cache)
+        assert isinstance(answer, PerplexityAnswer)
+        counts.append(answer.usage.cached_results)
+    assert counts[0] == counts[2] == 0 < counts[1]
+
+
+def test_results_survive_a_restart_of_the_server(
+    start_server: ServerFactory, tmp_path: Path
+) -> None:
+    config = {"models": [fake_model()], "cache_file": str(tmp_path / "results.db")}
+    answers = []
+    for _ in range(2):
+        server = start_server(config)
+        with Client(server.url, max_retries=0) as client:
+            answers.append(client.logprob(ITEMS, **OPTIONS))
+        computed = engine_tokens(server)
+        server.stop()
+    first, second = answers
+    assert (first.usage.cached_results, second.usage.cached_results) == (0, 3)
+    assert computed == 0
+    assert [r.model_dump() for r in first.results] == [r.model_dump() for r in second.results]

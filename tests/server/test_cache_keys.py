@@ -1,0 +1,110 @@
+"""Keys and values of the result cache: another job, another key; the same bits come back."""
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+
+from logsteer_server.cache import (
+    digest_scope,
+    make_key,
+    pack_output,
+    unpack_output,
+)
+from logsteer_server.engines.base import ScoreJob, ScoreOutput
+from logsteer_server.engines.plan import Positions, Site, SteeringPlan, SteeringTrace
+from tests.server.cached_jobs import INFO, JOB, SCOPE, SETTINGS, same_bits
+
+
+def plan_of(scale: float, positions: str = "all") -> SteeringPlan:
+    site = Site(2, "resid_post", np.full(4, scale, dtype=np.float32))
+    return SteeringPlan((site,), Positions(positions))
+
+
+VARIED_JOBS = {
+    "tokens": replace(JOB, tokens=np.array([1, 2, 4], dtype=np.int32)),
+    "targets": replace(JOB, targets=np.array([3, 5], dtype=np.int32)),
+    "columns": replace(JOB, columns=("logprob", "entropy")),
+    "top": replace(JOB, top=1),
+    "alternatives": replace(JOB, alternatives=True),
+    "plan": replace(JOB, plan=plan_of(1.0)),
+}
+UNCACHED = {"export": "file", "reference": "file"}
+
+
+def test_the_key_knows_every_field_of_a_job() -> None:
+    assert {field.name for field in fields(ScoreJob)} == VARIED_JOBS.keys() | UNCACHED.keys()
+
+
+@pytest.mark.parametrize("name", VARIED_JOBS)
+def test_another_job_has_another_key(name: str) -> None:
+    assert make_key(SCOPE, JOB) == make_key(SCOPE, replace(JOB, tokens=JOB.tokens.copy()))
+    assert make_key(SCOPE, JOB) != make_key(SCOPE, VARIED_JOBS[name])
+
+
+def test_a_token_does_not_slip_from_one_field_into_the_next() -> None:
+    moved = replace(
+        JOB, tokens=np.array([1, 2, 3, 3], dtype=np.int32), targets=JOB.targets[1:].copy()
+    )
+    assert make_key(SCOPE, JOB) != make_key(SCOPE, moved)
+    assert make_key(SCOPE, replace(JOB, columns=("ab", "c"))) != make_key(
+        SCOPE, replace(JOB, columns=("a", "bc"))
+    )
+
+
+def test_another_way_of_steering_has_another_key() -> None:
+    plans = [plan_of(1.0), plan_of(2.0), plan_of(1.0, "prompt"), plan_of(1.0, "completion")]
+    keys = {make_key(SCOPE, replace(JOB, plan=plan)) for plan in plans}
+    assert len(keys) == len(plans)
+    assert make_key(SCOPE, replace(JOB, plan=plan_of(1.0))) in keys
+
+
+@pytest.mark.parametrize("name", UNCACHED)
+def test_jobs_with_files_have_no_key(name: str) -> None:
+    assert make_key(SCOPE, replace(JOB, **UNCACHED)) is None  # type: ignore[arg-type]
+    assert make_key(SCOPE, replace(JOB, **{name: "file"})) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("engine", "fake"), ("engine_version", "2"), ("weights_digest", "sha256:1"),
+        ("dtype", "bfloat16"), ("logits_dtype", "bfloat16"), ("quantization", "fp8"),
+        ("tensor_parallel", 2), ("pipeline_parallel", 2), ("batch_invariant", True),
+        ("context_length", 64), ("vocab_size", 101), ("model_path", "there"),
+    ],
+)  # fmt: skip
+def test_another_engine_has_another_scope(name: str, value: object) -> None:
+    other = replace(INFO, **{name: value})  # type: ignore[arg-type]
+    assert digest_scope(INFO, SETTINGS) == digest_scope(replace(INFO), SETTINGS)
+    assert digest_scope(INFO, SETTINGS) != digest_scope(other, SETTINGS)
+    assert make_key(digest_scope(INFO, SETTINGS), JOB) != make_key(
+        digest_scope(other, SETTINGS), JOB
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("compile", False), ("engine_args", {"a": 1}), ("devices", "cpu"), ("chunk_bytes", 2**21)],
+)
+def test_another_way_to_compute_has_another_scope(name: str, value: object) -> None:
+    other = SETTINGS.model_copy(update={name: value})
+    assert digest_scope(INFO, SETTINGS) != digest_scope(INFO, other)
+    renamed = SETTINGS.model_copy(update={"id": "b", "required": False, "memory": "1GiB"})
+    assert digest_scope(INFO, SETTINGS) == digest_scope(INFO, renamed)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 5])
+def test_an_output_comes_back_bit_for_bit(num_rows: int) -> None:
+    table = np.arange(num_rows * 5, dtype=np.float32).reshape(num_rows, 5)
+    output = ScoreOutput(
+        {"rank": np.arange(num_rows, dtype=np.int32), "logprob": table[:, 1]},  # not contiguous
+        table[:, 2:].astype(np.int32),
+        table[:, 2:],
+        cached_tokens=3,
+        trace=SteeringTrace(num_rows, {"2": (num_rows, 0.25), "3.attn_out": (0, 0.0)}),
+    )
+    again = unpack_output(pack_output(output, ("logprob", "rank")), ("logprob", "rank"))
+    assert same_bits(again, output)
+    assert again.cached_tokens == 0
+    assert again.trace == output.trace
