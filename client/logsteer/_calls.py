@@ -16,13 +16,21 @@ from logsteer._options import (
     LogprobOptions,
     PairOptions,
     PerplexityOptions,
+    SteeringLike,
+    SteerOptions,
+    SweepOptions,
     TokenOptions,
+    TrainOptions,
     WindowOptions,
 )
 from logsteer._pairs import pair_items
 from logsteer._upload import AsyncSource, Upload
 from logsteer.errors import InvalidRequestError
 from logsteer.schemas import (
+    CombineRequest,
+    ContentFormat,
+    ContrastPair,
+    DeletedVector,
     DetokenizeAnswer,
     DetokenizeRequest,
     Health,
@@ -35,8 +43,19 @@ from logsteer.schemas import (
     PerplexityRequest,
     PerplexityStreamQuery,
     Readiness,
+    SteerAnswer,
+    SteerPiece,
+    SteerRequest,
+    SteerStart,
+    SweepAnswer,
+    SweepRequest,
     TokenizeAnswer,
     TokenizeRequest,
+    TrainAnswer,
+    TrainRequest,
+    VectorCard,
+    VectorFormat,
+    VectorList,
     WindowEvent,
 )
 from logsteer.schemas.perplexity import StreamStart
@@ -47,12 +66,26 @@ PerplexityEvent: TypeAlias = StreamStart | WindowEvent | PerplexityAnswer
 A_co = TypeVar("A_co", bound=BaseModel, covariant=True)
 R = TypeVar("R", bound=BaseModel)
 
+SteerEvent: TypeAlias = SteerStart | SteerPiece | SteerAnswer
+"""What a stream of `/steer` yields: one start, a piece at a time, and the answer."""
+
 _LAST_EVENT = "result"
 _EVENTS: Mapping[str, type[PerplexityEvent]] = {
     "start": StreamStart,
     "window": WindowEvent,
     _LAST_EVENT: PerplexityAnswer,
 }
+_STEER_EVENTS: Mapping[str, type[SteerEvent]] = {
+    "start": SteerStart,
+    "piece": SteerPiece,
+    _LAST_EVENT: SteerAnswer,
+}
+
+
+class Download(BaseModel):
+    """An answer that is a file."""
+
+    data: bytes
 
 
 @dataclass(frozen=True)
@@ -60,7 +93,7 @@ class Call(Generic[A_co]):
     """One request, ready to be sent, and the types of what comes back.
 
     A call with `events` is answered by server-sent events of these names, `last_event` at the end;
-    any other call by one document of type `answer`.
+    any other call by one document of type `answer`, or by a file of `file_type` as `Download`.
     """
 
     method: str
@@ -68,6 +101,8 @@ class Call(Generic[A_co]):
     answer: type[A_co] | None = None
     body: bytes | None = None
     upload: Upload | None = None
+    upload_type: str = "text/plain; charset=utf-8"
+    file_type: str | None = None
     params: Mapping[str, str] = field(default_factory=dict)
     events: Mapping[str, type[A_co]] = field(default_factory=dict)
     last_event: str = _LAST_EVENT
@@ -166,6 +201,122 @@ def detokenize(token_ids: Sequence[Sequence[int]], model: str | None) -> Call[De
     return Call("POST", "/detokenize", DetokenizeAnswer, _json(request))
 
 
+def steer(
+    prompts: str | Sequence[str] | None,
+    steering: SteeringLike,
+    options: SteerOptions,
+    default_model: str | None,
+) -> Call[SteerAnswer]:
+    """The call that continues prompts under steering and is answered at the end."""
+    body = _json(_checked(SteerRequest, _steer_fields(prompts, steering, options, default_model)))
+    return Call("POST", "/steer", SteerAnswer, body)
+
+
+def steer_events(
+    prompts: str | Sequence[str] | None,
+    steering: SteeringLike,
+    options: SteerOptions,
+    default_model: str | None,
+) -> Call[SteerEvent]:
+    """The call that continues prompts under steering and is answered piece by piece."""
+    fields = _steer_fields(prompts, steering, options, default_model) | {"stream": True}
+    body = _json(_checked(SteerRequest, fields))
+    return Call("POST", "/steer", body=body, events=_STEER_EVENTS)
+
+
+def _steer_fields(
+    prompts: str | Sequence[str] | None,
+    steering: SteeringLike,
+    options: SteerOptions,
+    default_model: str | None,
+) -> dict[str, Any]:
+    given = {} if prompts is None else {"prompts": as_list(prompts)}
+    return _fields(options, default_model, steering=steering, **given)
+
+
+def sweep(
+    steering: SteeringLike,
+    scales: Sequence[float],
+    options: SweepOptions,
+    default_model: str | None,
+) -> Call[SweepAnswer]:
+    """The call that scores items and texts at every scale of a steering object."""
+    fields = _fields(options, default_model, steering=steering, scales=list(map(float, scales)))
+    request = _checked(SweepRequest, fields)
+    return Call("POST", "/sweep", SweepAnswer, _json(request))
+
+
+def list_vectors() -> Call[VectorList]:
+    """The call for every kept vector."""
+    return Call("GET", "/vectors", VectorList)
+
+
+def show_vector(name: str) -> Call[VectorCard]:
+    """The call for one vector's card."""
+    return Call("GET", _vector_path(name), VectorCard)
+
+
+def put_vector(
+    name: str, source: AsyncSource | bytes, file_format: VectorFormat | None
+) -> Call[VectorCard]:
+    """The call that uploads a vector's file."""
+    upload = Upload([source] if isinstance(source, bytes) else source)
+    params = {"format": file_format} if file_format else {}
+    return Call(
+        "PUT",
+        _vector_path(name),
+        VectorCard,
+        upload=upload,
+        upload_type="application/octet-stream",
+        params=params,
+    )
+
+
+def download_vector(name: str, file_format: ContentFormat) -> Call[Download]:
+    """The call for a vector's file."""
+    return Call(
+        "GET",
+        f"{_vector_path(name)}/content",
+        Download,
+        params={"format": file_format},
+        file_type=f"application/vnd.{file_format}",
+    )
+
+
+def delete_vector(name: str) -> Call[DeletedVector]:
+    """The call that forgets a vector; it is not repeated, because it would not find it again."""
+    return Call("DELETE", _vector_path(name), DeletedVector, retry_safe=False)
+
+
+def train_vector(
+    name: str,
+    pairs: Sequence[ContrastPair | Mapping[str, str]],
+    options: TrainOptions,
+    default_model: str | None,
+) -> Call[TrainAnswer]:
+    """The call that trains a vector on pairs of texts."""
+    fields = _fields(options, default_model, name=name, pairs=list(pairs))
+    if fields.get("layers") is not None:
+        fields["layers"] = list(fields["layers"])
+    return Call("POST", "/vectors/train", TrainAnswer, _json(_checked(TrainRequest, fields)))
+
+
+def combine_vectors(
+    name: str, weights: Mapping[str, float], orthogonal_to: Sequence[str]
+) -> Call[VectorCard]:
+    """The call that keeps a weighted sum of vectors."""
+    vectors = [{"name": part, "weight": float(weight)} for part, weight in weights.items()]
+    fields = {"vectors": vectors, "orthogonal_to": as_list(orthogonal_to)}
+    body = _json(_checked(CombineRequest, fields))
+    return Call("POST", f"{_vector_path(name)}/combine", VectorCard, body)
+
+
+def _vector_path(name: str) -> str:
+    if not name:
+        raise InvalidRequestError("invalid_request", "the vector's name is empty", param="name")
+    return f"/vectors/{quote(name, safe='')}"
+
+
 def as_list(texts: str | Sequence[str]) -> list[str]:
     """The texts as a list; one string is one text, not its characters."""
     return [texts] if isinstance(texts, str) else list(texts)
@@ -173,7 +324,8 @@ def as_list(texts: str | Sequence[str]) -> list[str]:
 
 def _fields(options: Mapping[str, Any], default_model: str | None, **more: Any) -> dict[str, Any]:
     default = {} if default_model is None else {"model": default_model}
-    return {**default, **options, **more}
+    given = {**default, **options, **more}
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in given.items()}
 
 
 def _checked(schema: type[R], fields: Mapping[str, Any]) -> R:

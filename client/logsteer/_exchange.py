@@ -169,13 +169,17 @@ def _attempt(
 
 
 def _build(call: Call[Any], terms: Terms, request_id: str) -> httpx.Request:
-    accept = f"{_EVENT_STREAM}, {_ACCEPT['json']}" if call.events else _ACCEPT[terms.encoding]
+    accept = _ACCEPT[terms.encoding]
+    if call.events:
+        accept = f"{_EVENT_STREAM}, {_ACCEPT['json']}"
+    elif call.file_type is not None:
+        accept = f"{call.file_type}, application/problem+json"
     headers = {"X-Request-Id": request_id, "Accept": accept}
     content: Any = call.body
     if call.body is not None:
         headers["Content-Type"] = "application/json"
     elif call.upload is not None:
-        headers["Content-Type"] = "text/plain; charset=utf-8"
+        headers["Content-Type"] = call.upload_type
         content = terms.chunks(call.upload)
     params = dict(call.params) or None
     return terms.build(call.method, call.path, content=content, params=params, headers=headers)
@@ -201,6 +205,8 @@ def _relay(
 
 def _read_answer(call: Call[A], response: httpx.Response, request_id: str) -> A:
     assert call.answer is not None, "a call without events has an answer type"
+    if call.file_type is not None:
+        return _read_file(call.answer, call.file_type, response, request_id)
     if _media_type(response) != _MSGPACK:
         return _parse(call.answer, response.content, request_id)
     try:
@@ -208,6 +214,17 @@ def _read_answer(call: Call[A], response: httpx.Response, request_id: str) -> A:
     except ValueError as invalid:
         raise AnswerError(f"unreadable MessagePack: {invalid}", request_id=request_id) from invalid
     return _parse(call.answer, document, request_id)
+
+
+def _read_file(schema: type[A], file_type: str, response: httpx.Response, request_id: str) -> A:
+    kind = _media_type(response)
+    if kind != file_type:
+        raise AnswerError(
+            f"expected {file_type} from {response.url.path}, got {kind or 'no content type'}; "
+            "is base_url a logsteer server?",
+            request_id=request_id,
+        )
+    return schema.model_validate({"data": response.content})
 
 
 def _parse(schema: type[A], document: Any, request_id: str) -> A:

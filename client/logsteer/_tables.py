@@ -1,6 +1,6 @@
 """Answers drawn as tables for a terminal."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich import box
 from rich.table import Table
@@ -12,6 +12,7 @@ from logsteer.schemas import (
     PerplexityAnswer,
     TargetScore,
     TopAlternatives,
+    VectorCard,
 )
 from logsteer.schemas.logprob import ScoredTarget
 from logsteer.schemas.tokens import Encoded
@@ -77,6 +78,42 @@ def draw_tokens(encoded: Encoded) -> Table:
         start, end = ("", "") if span is None else map(str, span)
         table.add_row(*map(Text, [str(token_id), repr(token), start, end]))
     return table
+
+
+def draw_vectors(cards: Sequence[VectorCard]) -> Table:
+    """A row per vector."""
+    table = _table("name", "hook", "layers", ">width", "created", "from", "sha256")
+    for card in cards:
+        source = " ".join(filter(None, [card.about.source, card.about.method, card.about.format]))
+        layers = _join_ranges(card.layers)
+        cells = [card.name, card.hook, layers, str(card.width), card.created, source, card.sha256]
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def draw_layers(card: VectorCard) -> Table:
+    """A row per layer of a vector, with its quality where it was trained."""
+    quality = card.about.quality or {}
+    heads = [">accuracy", ">auc", ">pairs right", ">variance"] if quality else []
+    table = _table(">layer", ">norm", *heads)
+    for layer, norm in card.norms.items():
+        cells = [layer, _number(norm)]
+        if found := quality.get(layer):
+            numbers = [found.accuracy, found.auc, found.pair_accuracy, found.explained_variance]
+            cells += map(_number, numbers)
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _join_ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers such as 1-3, 7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def _draw_alternatives(target: ScoredTarget, top: TopAlternatives) -> Table:

@@ -2,21 +2,21 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import httpx
-from pydantic import BaseModel
-from rich.console import Console
 
 import logsteer
 from logsteer import _tables
 from logsteer._options import WindowOptions
 from logsteer._pairs import pair_items, pair_scores
 from logsteer._progress import ScoringProgress
+from logsteer._terminal import Command, given, show
+from logsteer._vector_commands import add_vector_commands
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
 from logsteer.schemas import PerplexityAnswer
@@ -28,12 +28,12 @@ EXAMPLES = """examples:
   logsteer perplexity book.txt --protocol rolling --context-length 512
   zcat corpus.gz | logsteer perplexity -
   logsteer tokenize "Hello world"
+  logsteer vectors train happy pairs.jsonl --method pca --layers 10,11,12
+  logsteer vectors get happy happy.gguf
 
 LOGSTEER_BASE_URL and LOGSTEER_API_KEY stand in for --base-url and --api-key.
 Exit status: 0 done, 1 refused or not reached, 2 wrong usage, 130 interrupted.
 """
-
-Command = Callable[[Client, argparse.Namespace], None]
 
 
 def main(argv: Sequence[str] | None = None, *, transport: httpx.BaseTransport | None = None) -> int:
@@ -82,6 +82,7 @@ def _build_parser() -> argparse.ArgumentParser:
     tokenize = add("tokenize", help="cut a text into tokens")
     tokenize.add_argument("text", metavar="TEXT")
     tokenize.set_defaults(command=_show_tokens)
+    add_vector_commands(add("vectors", help="keep, make and fetch steering vectors"), common)
     return parser
 
 
@@ -125,45 +126,32 @@ def _positive(text: str) -> float:
     return seconds
 
 
-def _given(arguments: argparse.Namespace, *names: str) -> Mapping[str, Any]:
-    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
-
-
-def _show(arguments: argparse.Namespace, answer: BaseModel, *tables: Any) -> None:
-    if getattr(arguments, "json", False):
-        print(answer.model_dump_json(indent=2))
-        return
-    console = Console(highlight=False)
-    for table in tables:
-        console.print(table)
-
-
 def _show_models(client: Client, arguments: argparse.Namespace) -> None:
     answer = client.models()
-    _show(arguments, answer, _tables.draw_models(answer))
+    show(arguments, answer, _tables.draw_models(answer))
 
 
 def _show_scores(client: Client, arguments: argparse.Namespace) -> None:
-    options: Any = _given(arguments, "boundary", "space", "top")
+    options: Any = given(arguments, "boundary", "space", "top")
     items = pair_items([arguments.context], arguments.targets)
     answer = client.logprob(items, **options)
     result = pair_scores(answer, 1, len(arguments.targets))[0]
-    _show(arguments, answer, *_tables.draw_scores(result))
+    show(arguments, answer, *_tables.draw_scores(result))
 
 
 def _show_tokens(client: Client, arguments: argparse.Namespace) -> None:
     answer = client.tokenize(arguments.text)
-    _show(arguments, answer, _tables.draw_tokens(answer.results[0]))
+    show(arguments, answer, _tables.draw_tokens(answer.results[0]))
 
 
 def _show_perplexity(client: Client, arguments: argparse.Namespace) -> None:
-    options: Any = _given(arguments, "protocol", "context_length", "stride", "bos")
+    options: Any = given(arguments, "protocol", "context_length", "stride", "bos")
     if arguments.file == "-":
         answer = _score_file(client, sys.stdin.buffer, options)
     else:
         with Path(arguments.file).open("rb") as file:
             answer = _score_file(client, file, options)
-    _show(arguments, answer, _tables.draw_perplexity(answer))
+    show(arguments, answer, _tables.draw_perplexity(answer))
 
 
 def _score_file(client: Client, file: BinaryIO, options: WindowOptions) -> PerplexityAnswer:

@@ -13,18 +13,22 @@ import httpx
 from pydantic import BaseModel
 
 from logsteer import _calls
-from logsteer._calls import Call, PerplexityEvent, as_list
+from logsteer._calls import Call, PerplexityEvent, SteerEvent, as_list
 from logsteer._exchange import Encoding, exchange
 from logsteer._options import (
     LogprobOptions,
     PairOptions,
     PerplexityOptions,
+    SteeringLike,
+    SteerOptions,
+    SweepOptions,
     TokenOptions,
     WindowOptions,
 )
 from logsteer._pairs import pair_items, pair_records, pair_scores
 from logsteer._settings import read_settings
 from logsteer._upload import AsyncSource, Source, Upload
+from logsteer._vectors import AsyncVectors, Vectors
 from logsteer._wire import AsyncWire, Wire
 from logsteer.records import LogProb
 from logsteer.schemas import (
@@ -37,6 +41,8 @@ from logsteer.schemas import (
     ModelList,
     PerplexityAnswer,
     Readiness,
+    SteerAnswer,
+    SweepAnswer,
     TokenizeAnswer,
 )
 
@@ -86,6 +92,11 @@ class Client:
     def base_url(self) -> str:
         """The server's address, without a slash at its end."""
         return str(self._http.base_url).rstrip("/")
+
+    @property
+    def vectors(self) -> Vectors:
+        """The steering vectors that the server keeps."""
+        return Vectors(self._answer, self._model)
 
     def close(self) -> None:
         """Nothing; the connections are closed."""
@@ -167,6 +178,39 @@ class Client:
         """
         return self._run(_calls.perplexity_stream(source, options, self._model))
 
+    def steer(
+        self,
+        prompts: str | Sequence[str] | None,
+        steering: SteeringLike,
+        **options: Unpack[SteerOptions],
+    ) -> SteerAnswer:
+        """Continuations of prompts under steering, and the receipt of what was done.
+
+        With `prompt_ids` or `messages` among the options, `prompts` is None.
+        """
+        return self._answer(_calls.steer(prompts, steering, options, self._model))
+
+    def steer_events(
+        self,
+        prompts: str | Sequence[str] | None,
+        steering: SteeringLike,
+        **options: Unpack[SteerOptions],
+    ) -> Generator[SteerEvent, None, None]:
+        """The events of `steer`: a start, pieces as they are generated, then the whole answer.
+
+        The request is sent when the first event is asked for. Close the generator to stop early.
+        """
+        return self._run(_calls.steer_events(prompts, steering, options, self._model))
+
+    def sweep(
+        self,
+        steering: SteeringLike,
+        scales: Sequence[float],
+        **options: Unpack[SweepOptions],
+    ) -> SweepAnswer:
+        """What becomes of targets and texts at each scale of a steering object."""
+        return self._answer(_calls.sweep(steering, scales, options, self._model))
+
     def tokenize(
         self, texts: str | Sequence[str], **options: Unpack[TokenOptions]
     ) -> TokenizeAnswer:
@@ -223,6 +267,11 @@ class AsyncClient:
     def base_url(self) -> str:
         """The server's address, without a slash at its end."""
         return str(self._http.base_url).rstrip("/")
+
+    @property
+    def vectors(self) -> AsyncVectors:
+        """As `Client.vectors`."""
+        return AsyncVectors(self._answer, self._model)
 
     async def aclose(self) -> None:
         """Nothing; the connections are closed."""
@@ -288,6 +337,33 @@ class AsyncClient:
     ) -> AsyncGenerator[PerplexityEvent, None]:
         """As `Client.perplexity_stream`; an asynchronous iterable is a source, too."""
         return self._run(_calls.perplexity_stream(source, options, self._model))
+
+    async def steer(
+        self,
+        prompts: str | Sequence[str] | None,
+        steering: SteeringLike,
+        **options: Unpack[SteerOptions],
+    ) -> SteerAnswer:
+        """As `Client.steer`."""
+        return await self._answer(_calls.steer(prompts, steering, options, self._model))
+
+    def steer_events(
+        self,
+        prompts: str | Sequence[str] | None,
+        steering: SteeringLike,
+        **options: Unpack[SteerOptions],
+    ) -> AsyncGenerator[SteerEvent, None]:
+        """As `Client.steer_events`."""
+        return self._run(_calls.steer_events(prompts, steering, options, self._model))
+
+    async def sweep(
+        self,
+        steering: SteeringLike,
+        scales: Sequence[float],
+        **options: Unpack[SweepOptions],
+    ) -> SweepAnswer:
+        """As `Client.sweep`."""
+        return await self._answer(_calls.sweep(steering, scales, options, self._model))
 
     async def tokenize(
         self, texts: str | Sequence[str], **options: Unpack[TokenOptions]

@@ -15,6 +15,7 @@ from logsteer_server.app import create_app
 from logsteer_server.cachefile import check_cache_file
 from logsteer_server.residents import Residents
 from logsteer_server.settings import ConfigurationError, Settings, load_settings
+from logsteer_server.steering.store import check_vector_file
 
 PROGRESS_EVERY_S = 5.0
 
@@ -39,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = load_settings(arguments.config, host=arguments.host, port=arguments.port)
         check_cache_file(settings)
+        check_vector_file(settings)
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -22,8 +22,18 @@ from logsteer_server.deps import check_key
 from logsteer_server.encoding import JSON, encode_json
 from logsteer_server.metrics import Metrics, RequestMetrics
 from logsteer_server.residents import Residents
-from logsteer_server.routes import logprob, openai, operations, perplexity, tokens
+from logsteer_server.routes import (
+    logprob,
+    openai,
+    operations,
+    perplexity,
+    steer,
+    sweep,
+    tokens,
+    vectors,
+)
 from logsteer_server.settings import Settings
+from logsteer_server.steering.store import VectorStore
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +41,7 @@ PROBLEM = "application/problem+json"
 CLIENT_CLOSED_REQUEST = 499
 MAX_SHOWN_ERRORS = 5
 MAX_REQUEST_ID = 128
+MAX_FILE_READERS = 2
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -40,6 +51,8 @@ def create_app(settings: Settings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         results = ResultCache.open(settings)
         app.state.metrics.live.read_cache_bytes = lambda: results.num_bytes
+        app.state.file_readers = asyncio.Semaphore(MAX_FILE_READERS)
+        app.state.vectors = await asyncio.to_thread(VectorStore.open, settings)
         residents = Residents(settings, results, app.state.metrics)
         app.state.residents = residents
         residents.start()
@@ -48,6 +61,7 @@ def create_app(settings: Settings) -> FastAPI:
         finally:
             await residents.close()
             await asyncio.to_thread(results.close)
+            await asyncio.to_thread(app.state.vectors.close)
 
     app = FastAPI(
         title="logsteer",
@@ -58,7 +72,7 @@ def create_app(settings: Settings) -> FastAPI:
     )
     app.state.settings = settings
     app.state.metrics = Metrics()
-    for module in (logprob, perplexity, tokens, openai):
+    for module in (logprob, perplexity, steer, sweep, vectors, tokens, openai):
         app.include_router(module.router, dependencies=[Depends(check_key)])
     app.include_router(operations.router)
     app.add_middleware(RequestIds)

@@ -6,6 +6,7 @@ them while it scores the same window. The file lives as long as the window is at
 
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,26 @@ import numpy.typing as npt
 from logsteer.errors import api_error
 from logsteer_server.engines.base import ScoreJob, ScoreOutput
 from logsteer_server.residents import Resident, WorkClock
+
+
+@asynccontextmanager
+async def export_rows(
+    model: Resident, jobs: Sequence[ScoreJob], directory: Path | None
+) -> AsyncIterator[list[str]]:
+    """Files with the unsteered model's log-probabilities at each job's rows, while they are needed.
+
+    They lie in `directory`, or where the system keeps temporary files.
+    """
+    _, info = model.require()
+    with tempfile.TemporaryDirectory(prefix="logsteer-", dir=directory) as scratch:
+        files = [str(Path(scratch, str(i))) for i in range(len(jobs))]
+        for file, job in zip(files, jobs, strict=True):
+            with Path(file).open("wb") as stream:
+                stream.truncate(4 * len(job.targets) * info.vocab_size)
+        exports = [replace(j, export=f, plan=None) for j, f in zip(jobs, files, strict=True)]
+        async for _ in model.score(exports, WorkClock()):
+            pass
+        yield files
 
 
 class Comparison:
@@ -50,14 +71,7 @@ class Comparison:
         """Index and output of each job as the model ends it."""
         for first, count in self._split(jobs):
             part = jobs[first : first + count]
-            with tempfile.TemporaryDirectory(prefix="logsteer-", dir=self._directory) as scratch:
-                files = [str(Path(scratch, str(i))) for i in range(count)]
-                for file, job in zip(files, part, strict=True):
-                    with Path(file).open("wb") as stream:
-                        stream.truncate(len(job.targets) * self._bytes_per_row)
-                exports = [replace(j, export=f) for j, f in zip(part, files, strict=True)]
-                async for _ in self._reference.score(exports, WorkClock()):
-                    pass
+            async with export_rows(self._reference, part, self._directory) as files:
                 compared = [
                     replace(job, reference=file, columns=(*job.columns, "kl", "top1_agrees"))
                     for job, file in zip(part, files, strict=True)

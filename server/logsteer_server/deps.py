@@ -18,6 +18,7 @@ from logsteer.schemas import Answer
 from logsteer_server.encoding import choose_encoding, encode
 from logsteer_server.residents import Residents
 from logsteer_server.settings import Settings
+from logsteer_server.steering.store import VectorStore
 
 T = TypeVar("T")
 
@@ -77,6 +78,18 @@ def get_residents(request: Request) -> Residents:
     return residents
 
 
+def get_store(request: Request) -> VectorStore:
+    """The steering vectors that are kept."""
+    store: VectorStore = request.app.state.vectors
+    return store
+
+
+def get_file_readers(request: Request) -> asyncio.Semaphore:
+    """Turns at reading uploaded files: some take a process of hundreds of megabytes."""
+    readers: asyncio.Semaphore = request.app.state.file_readers
+    return readers
+
+
 def check_key(request: Request, settings: Annotated[Settings, Depends(get_settings)]) -> None:
     """Let the caller in. Errors: APIError `unauthorized` without the configured key."""
     if settings.api_key is None:
@@ -91,6 +104,8 @@ def check_key(request: Request, settings: Annotated[Settings, Depends(get_settin
 
 SettingsDep = Annotated[Settings, Depends(get_settings)]
 ResidentsDep = Annotated[Residents, Depends(get_residents)]
+StoreDep = Annotated[VectorStore, Depends(get_store)]
+FileReadersDep = Annotated[asyncio.Semaphore, Depends(get_file_readers)]
 
 
 def new_id(kind: str) -> str:
@@ -152,9 +167,11 @@ def describe_answer(model: type[Answer]) -> dict[int | str, dict[str, Any]]:
 
 
 __all__ = [
+    "FileReadersDep",
     "LimitedRoute",
     "ResidentsDep",
     "SettingsDep",
+    "StoreDep",
     "answer",
     "check_count",
     "check_key",

@@ -12,6 +12,8 @@ from logsteer.errors import api_error
 from logsteer.schemas import ModelCard, Provenance
 from logsteer_server.cache import Computed, ResultCache, digest_scope
 from logsteer_server.engines.base import (
+    CaptureJob,
+    CaptureOutput,
     EngineInfo,
     GenerateJob,
     GenerateOutput,
@@ -185,6 +187,14 @@ class Resident:
         """Index and output of each job, piece by piece where it streams."""
         async for index, output in self._run(jobs, clock):
             assert isinstance(output, GenerateOutput)
+            yield index, output
+
+    async def capture(
+        self, jobs: Sequence[CaptureJob], clock: WorkClock
+    ) -> AsyncIterator[tuple[int, CaptureOutput]]:
+        """Index and output of each job as it ends."""
+        async for index, output in self._run(jobs, clock):
+            assert isinstance(output, CaptureOutput)
             yield index, output
 
     async def _run(

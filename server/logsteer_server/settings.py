@@ -1,5 +1,6 @@
 """The server's configuration: the one reader of files and environment variables."""
 
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +38,12 @@ class ModelSettings(BaseModel):
     chunk_bytes: int = Field(
         64 * 2**20, ge=2**20, description="Bytes of logits and temporaries held at once."
     )
+    steering_slots: int = Field(
+        64, ge=0, description="Different steering plans that vLLM runs at once; 0: no steering."
+    )
+    steering_depth: int = Field(
+        2, ge=1, le=64, description="Operations other than add that a plan may have at one layer."
+    )
     engine_args: dict[str, Any] = Field(default_factory=dict)
 
     def to_spec(self, directory: Path) -> EngineSpec:
@@ -56,7 +63,7 @@ class Settings(BaseSettings):
     )
 
     models: list[ModelSettings] = Field(default_factory=list)
-    directory: Path = Field(Path(), description="Where relative model paths start.")
+    directory: Path = Field(Path(), description="Where relative paths start.")
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
     api_key: str | None = Field(None, min_length=1, description="Asked for as a bearer token.")
@@ -81,6 +88,16 @@ class Settings(BaseSettings):
         None, description="SQLite file behind that memory, so that results survive a restart."
     )
     cache_file_bytes: int = Field(4 * 2**30, ge=2**20, description="Bytes of that file.")
+    vector_file: Path | None = Field(
+        None,
+        description="SQLite file of the steering vectors; null: logsteer/vectors.sqlite under "
+        "$XDG_DATA_HOME or ~/.local/share.",
+    )
+    vector_store_bytes: int = Field(2**30, ge=2**10, description="Bytes of all vectors kept.")
+    max_vector_bytes: int = Field(64 * 2**20, ge=2**10, description="Bytes of one vector's file.")
+    max_training_bytes: int = Field(
+        2**30, ge=2**10, description="Bytes of activations held while a vector is trained."
+    )
     request_timeout_s: float = Field(600.0, gt=0, description="For one request without streaming.")
     engine_tokens: int = Field(65_536, ge=1, description="Tokens that an engine holds at once.")
     ping_timeout_s: float = Field(30.0, gt=0)
@@ -105,6 +122,16 @@ class Settings(BaseSettings):
         if len(set(ids)) != len(ids):
             raise ValueError(f"model ids must differ, got {ids}")
         return models
+
+    @property
+    def vector_path(self) -> Path:
+        """Where the steering vectors are kept."""
+        if self.vector_file is not None:
+            return self.directory / self.vector_file.expanduser()
+        data = os.environ.get("XDG_DATA_HOME", "")
+        # The XDG specification has relative paths ignored.
+        home = Path(data) if Path(data).is_absolute() else Path.home() / ".local" / "share"
+        return home / "logsteer" / "vectors.sqlite"
 
     @model_validator(mode="after")
     def _has_models(self) -> "Settings":

@@ -341,3 +341,16 @@ def test_the_demo_model_lies_where_the_image_puts_it(outside: None) -> None:
     (model,) = load_settings(ROOT / "deploy/models.cpu.yaml").models
     places = {destination: source for _, source, destination in list_copies()}
     assert (ROOT / places[model.path] / "config.json").is_file()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_steering_vectors_are_kept_in_the_volume(
+    target: str, outside: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = re.search(r"HOME=(\S+)", STAGES[target].last("ENV"))
+    assert home
+    monkeypatch.setenv("HOME", home[1])
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    (volume,) = json.loads(STAGES[target].last("VOLUME"))
+    for config in CONFIGS:
+        assert load_settings(config).vector_path.is_relative_to(volume)

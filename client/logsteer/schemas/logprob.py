@@ -14,6 +14,7 @@ from logsteer.schemas.common import (
     TokenId,
     TopAlternatives,
 )
+from logsteer.schemas.steering import Steering, SteeringReceipt
 
 Boundary = Literal["joint", "separate"]
 BoundaryFinding = Literal["exact", "merged"]
@@ -69,6 +70,9 @@ class LogprobRequest(RowOptions):
     )
     per_token: bool = Field(
         default=True, description="False leaves out the arrays, keeps the sums."
+    )
+    steering: Steering | None = Field(
+        default=None, description="Score the model steered; the context is the prompt."
     )
 
     @model_validator(mode="after")
@@ -139,3 +143,4 @@ class LogprobAnswer(Answer):
     """One result per item, in the order given."""
 
     results: list[ItemScore]
+    steering: SteeringReceipt | None = None

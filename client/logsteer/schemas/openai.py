@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from logsteer.schemas.common import Float, Message, Reply, TokenId
+from logsteer.schemas.steering import Steering, SteeringReceipt
 
 FinishReason = Literal["stop", "length"]
 REFUSED = ("suffix", "logit_bias", "tools", "response_format", "presence_penalty",
@@ -31,6 +32,9 @@ class SamplingRequest(BaseModel):
     stop: str | list[str] | None = None
     ignore_eos: bool = Field(default=False, description="Go on after the end of sequence.")
     stream: bool = False
+    steering: Steering | None = Field(
+        default=None, description="logsteer's steering object; an extra field of these endpoints."
+    )
 
     @model_validator(mode="after")
     def _refuse_what_would_change_the_answer(self) -> "SamplingRequest":
@@ -109,6 +113,7 @@ class CompletionAnswer(Reply):
     model: str
     choices: list[CompletionChoice]
     usage: OpenAIUsage | None = None
+    steering: SteeringReceipt | None = None
 
 
 class ChatChoice(Reply):
@@ -130,6 +135,7 @@ class ChatCompletionAnswer(Reply):
     model: str
     choices: list[ChatChoice]
     usage: OpenAIUsage | None = None
+    steering: SteeringReceipt | None = None
 
 
 class TokenizerInfo(Reply):

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from logsteer.schemas.common import Answer, Float, Provenance, Reply, RequestOptions, Usage
+from logsteer.schemas.steering import Steering, SteeringReceipt
 
 Protocol = Literal["sliding", "rolling", "disjoint", "llamacpp"]
 
@@ -46,6 +47,11 @@ class PerplexityRequest(WindowOptions):
     )
     stream: bool = Field(
         default=False, description="Answer with server-sent events, one per window."
+    )
+    steering: Steering | None = Field(
+        default=None,
+        description="Score the model steered; tokens of a window in front of its first scored one "
+        "are the prompt. A reference stays unsteered.",
     )
 
     @model_validator(mode="after")
@@ -126,6 +132,7 @@ class PerplexityAnswer(Answer):
     results: list[TextResult]
     total: TextScore
     divergence: Divergence | None = None
+    steering: SteeringReceipt | None = None
 
 
 class WindowEvent(Reply):

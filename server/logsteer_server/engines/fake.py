@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from logsteer_server.engines.base import (
+    CaptureJob,
+    CaptureOutput,
     EngineInfo,
     EngineSpec,
     GenerateJob,
@@ -32,6 +34,21 @@ def fake_logprobs(job: ScoreJob) -> np.ndarray:
     return (-0.1 - mixed / 1000).astype(np.float32)
 
 
+def fake_activations(job: CaptureJob, width: int) -> np.ndarray:
+    """Activations [L, D] in [-1, 1], fixed by layer, hook and tokens: a sine for each dimension.
+
+    The mean of a text's tokens, or the last token alone, is what is read.
+    """
+    tokens_T = job.tokens.astype(np.float64)
+    read_T = tokens_T[-1:] if job.read == "last" else tokens_T
+    layers_L11 = np.array(job.layers, dtype=np.float64)[:, None, None]
+    dims_D = np.arange(1, width + 1, dtype=np.float64)
+    phase = sum(job.hook.encode())
+    waves_LTD = np.sin(read_T[:, None] * dims_D + 7.0 * layers_L11 + phase)
+    activations_LD: np.ndarray = waves_LTD.mean(1).astype(np.float32)
+    return activations_LD
+
+
 def fake_generation(job: GenerateJob) -> list[JobResult]:
     """The prompt's tokens over again, each as a letter; in pieces of one token for a stream."""
     ids = np.resize(job.tokens, job.max_tokens)
@@ -55,7 +72,8 @@ def fake_generation(job: GenerateJob) -> list[JobResult]:
 
 
 class FakeEngine:
-    """Answers jobs at once. `engine_args`: `vocab_size`, `context_length`, `delay_s` a step.
+    """Answers jobs at once. `engine_args`: `vocab_size`, `context_length`, `num_layers`,
+    `hidden_size`, `delay_s` a step.
 
     A token id of `crash_id` breaks the engine, one of `fail_id` fails its job alone.
     """
@@ -83,6 +101,9 @@ class FakeEngine:
             context_length=spec.max_model_len or int(args.get("context_length", 128)),
             vocab_size=int(args["vocab_size"]),
             columns=FAKE_COLUMNS,
+            num_layers=int(args.get("num_layers", 4)),
+            hidden_size=int(args.get("hidden_size", 16)),
+            hooks=("resid_post",),
         )
 
     @property
@@ -113,13 +134,17 @@ class FakeEngine:
         ]
 
     def _answer_all(self, job: Job) -> list[JobResult]:
-        return [self._answer(job)] if isinstance(job, ScoreJob) else fake_generation(job)
+        if isinstance(job, GenerateJob):
+            return fake_generation(job)
+        return [self._answer(job)]
 
-    def _answer(self, job: ScoreJob) -> JobResult:
+    def _answer(self, job: ScoreJob | CaptureJob) -> JobResult:
         if self._crash_id is not None and self._crash_id in job.tokens:
             raise RuntimeError("the fake engine was told to crash")
         if self._fail_id is not None and self._fail_id in job.tokens:
             return JobFailure("internal", "the fake engine was told to fail this job")
+        if isinstance(job, CaptureJob):
+            return CaptureOutput(fake_activations(job, self._info.hidden_size))
         logprobs = fake_logprobs(job)
         values = {
             "logprob": logprobs,

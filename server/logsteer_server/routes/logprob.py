@@ -10,6 +10,7 @@ from logsteer_server.deps import (
     LimitedRoute,
     ResidentsDep,
     SettingsDep,
+    StoreDep,
     answer,
     check_count,
     describe_answer,
@@ -19,29 +20,38 @@ from logsteer_server.deps import (
 from logsteer_server.engines.base import ScoreOutput
 from logsteer_server.residents import Resident, WorkClock
 from logsteer_server.scoring.targets import LogprobPlan, assemble_targets, plan_targets
+from logsteer_server.steering.jobs import steer_jobs, write_receipt
+from logsteer_server.steering.resolve import resolve_optional
+from logsteer_server.steering.store import VectorStore
 
 router = APIRouter(route_class=LimitedRoute, tags=["scoring"])
 
 
 @router.post("/logprob", responses=describe_answer(LogprobAnswer))
 async def logprob(
-    body: LogprobRequest, request: Request, residents: ResidentsDep, settings: SettingsDep
+    body: LogprobRequest,
+    request: Request,
+    residents: ResidentsDep,
+    settings: SettingsDep,
+    store: StoreDep,
 ) -> Response:
     """Exact log-probability of every target given its context."""
     check_count("items", len(body.items), settings.max_items)
     targets = sum(len(item.targets or item.target_ids or ()) for item in body.items)
     check_count("items[].targets", targets, settings.max_targets)
     resident = residents.find(body.model)
-    work = _score(body, resident)
+    work = _score(body, resident, store)
     return answer(request, await run_within(request, settings.request_timeout_s, work))
 
 
-async def _score(body: LogprobRequest, resident: Resident) -> dict[str, Any]:
+async def _score(body: LogprobRequest, resident: Resident, store: VectorStore) -> dict[str, Any]:
     clock = WorkClock()
     codec, info = resident.require()
+    steering = await asyncio.to_thread(resolve_optional, body.steering, store, info)
     plan = await asyncio.to_thread(plan_targets, body, codec, info)
-    outputs: list[ScoreOutput | None] = [None] * len(plan.jobs)
-    async for index, output in resident.score(plan.jobs, clock, body.cache):
+    jobs = steer_jobs(plan.jobs, steering)
+    outputs: list[ScoreOutput | None] = [None] * len(jobs)
+    async for index, output in resident.score(jobs, clock, body.cache):
         outputs[index] = output
     complete = [output for output in outputs if output is not None]
     results = await asyncio.to_thread(assemble_targets, plan, complete, codec)
@@ -49,6 +59,7 @@ async def _score(body: LogprobRequest, resident: Resident) -> dict[str, Any]:
         "id": new_id("logprob"),
         "model": resident.id,
         "results": results,
+        "steering": write_receipt(steering, complete) if steering else None,
         "usage": _sum_usage(plan, complete) | {"cached_results": clock.cached_results},
         "timing": clock.read(),
         "provenance": resident.provenance().model_dump(),

@@ -19,6 +19,7 @@ from logsteer_server.deps import (
     LimitedRoute,
     ResidentsDep,
     SettingsDep,
+    StoreDep,
     answer,
     check_count,
     new_id,
@@ -26,7 +27,7 @@ from logsteer_server.deps import (
     stream_events,
 )
 from logsteer_server.encoding import DONE, encode_data
-from logsteer_server.engines.base import GenerateOutput, ScoreOutput
+from logsteer_server.engines.base import GenerateOutput, ScoreOutput, is_last
 from logsteer_server.residents import Resident, WorkClock
 from logsteer_server.sampling.completions import (
     Prompt,
@@ -38,6 +39,8 @@ from logsteer_server.sampling.completions import (
     render_chat_logprobs,
 )
 from logsteer_server.scoring.tokenizer import TextCodec
+from logsteer_server.steering.jobs import check_reach, write_receipt
+from logsteer_server.steering.resolve import ResolvedSteering, resolve_optional
 
 router = APIRouter(route_class=LimitedRoute, tags=["openai"])
 
@@ -71,12 +74,18 @@ async def tokenizer_info(residents: ResidentsDep, model: str | None = None) -> T
 
 @router.post("/v1/completions", responses={200: {"model": CompletionAnswer}})
 async def completions(
-    body: CompletionRequest, request: Request, residents: ResidentsDep, settings: SettingsDep
+    body: CompletionRequest,
+    request: Request,
+    residents: ResidentsDep,
+    settings: SettingsDep,
+    store: StoreDep,
 ) -> Response:
     """Continuations of prompts; `echo` with `logprobs` scores the prompts as well."""
     resident = residents.find(body.model)
     codec, info = resident.require()
+    steering = await asyncio.to_thread(resolve_optional, body.steering, store, info)
     prompts = await asyncio.to_thread(plan_completions, body, codec, info)
+    prompts = _steer_prompts(prompts, steering)
     check_count("prompt", len(prompts) * body.n, settings.max_items)
     head = _start("cmpl", "text_completion", resident)
     if body.stream and not body.echo:
@@ -92,8 +101,8 @@ async def completions(
                 "finish_reason": output.finish_reason,
             }
 
-        return stream_events(_stream(resident, prompts, head, render))
-    work = _complete(resident, codec, body, prompts, head)
+        return stream_events(_stream(resident, prompts, head, render, steering))
+    work = _complete(resident, codec, body, prompts, head, steering)
     return answer(request, await run_within(request, settings.request_timeout_s, work))
 
 
@@ -103,6 +112,7 @@ async def _complete(
     body: CompletionRequest,
     prompts: list[Prompt],
     head: dict[str, Any],
+    steering: ResolvedSteering | None,
 ) -> dict[str, Any]:
     echoes = await _score_echoes(resident, prompts)
     samples = await _generate(resident, prompts)
@@ -130,7 +140,18 @@ async def _complete(
                     "finish_reason": output.finish_reason if output else "length",
                 }
             )
-    return {**head, "choices": choices, "usage": _usage(prompts, generated)}
+    ends: list[ScoreOutput | GenerateOutput] = [*echoes.values()]
+    ends += [output for outputs in samples.values() for output in outputs]
+    receipt = {"steering": write_receipt(steering, ends)} if steering else {}
+    return {**head, "choices": choices, "usage": _usage(prompts, generated), **receipt}
+
+
+def _steer_prompts(prompts: list[Prompt], steering: ResolvedSteering | None) -> list[Prompt]:
+    """The prompts with all their jobs steered. Errors: as `check_reach`."""
+    if steering is None:
+        return prompts
+    check_reach(steering, [job for prompt in prompts for job in prompt.all_jobs])
+    return [prompt.steered(steering.plan) for prompt in prompts]
 
 
 async def _score_echoes(resident: Resident, prompts: list[Prompt]) -> dict[int, ScoreOutput]:
@@ -158,12 +179,18 @@ async def _generate(resident: Resident, prompts: list[Prompt]) -> dict[int, list
 
 @router.post("/v1/chat/completions", responses={200: {"model": ChatCompletionAnswer}})
 async def chat_completions(
-    body: ChatCompletionRequest, request: Request, residents: ResidentsDep, settings: SettingsDep
+    body: ChatCompletionRequest,
+    request: Request,
+    residents: ResidentsDep,
+    settings: SettingsDep,
+    store: StoreDep,
 ) -> Response:
     """The assistant's next turn in a conversation."""
     resident = residents.find(body.model)
     codec, info = resident.require()
-    prompt = await asyncio.to_thread(plan_chat, body, codec, info)
+    steering = await asyncio.to_thread(resolve_optional, body.steering, store, info)
+    plain = await asyncio.to_thread(plan_chat, body, codec, info)
+    (prompt,) = _steer_prompts([plain], steering)
     head = _start(
         "chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion", resident
     )
@@ -181,12 +208,13 @@ async def chat_completions(
         }
 
     if body.stream:
-        return stream_events(_stream(resident, [prompt], head, render))
+        return stream_events(_stream(resident, [prompt], head, render, steering))
     work = _generate(resident, [prompt])
     samples = (await run_within(request, settings.request_timeout_s, work))[0]
     choices = [render(index, output, True) for index, output in enumerate(samples)]
     usage = _usage([prompt], sum(len(output.token_ids) for output in samples))
-    return answer(request, {**head, "choices": choices, "usage": usage})
+    receipt = {"steering": write_receipt(steering, samples)} if steering else {}
+    return answer(request, {**head, "choices": choices, "usage": usage, **receipt})
 
 
 def _start(kind: str, name: str, resident: Resident) -> dict[str, Any]:
@@ -203,7 +231,11 @@ def _usage(prompts: list[Prompt], generated: int) -> dict[str, int]:
 
 
 async def _stream(
-    resident: Resident, prompts: list[Prompt], head: dict[str, Any], render: RenderChoice
+    resident: Resident,
+    prompts: list[Prompt],
+    head: dict[str, Any],
+    render: RenderChoice,
+    steering: ResolvedSteering | None,
 ) -> AsyncIterator[bytes]:
     jobs = [job for prompt in prompts for job in prompt.jobs]
     started: set[int] = set()
@@ -211,7 +243,9 @@ async def _stream(
         async for index, output in resident.generate(jobs, WorkClock()):
             choice = render(index, output, index not in started)
             started.add(index)
-            yield encode_data({**head, "choices": [choice]})
+            last = steering is not None and is_last(output)
+            receipt = {"steering": write_receipt(steering, [output])} if steering and last else {}
+            yield encode_data({**head, "choices": [choice], **receipt})
     except APIError as error:
         yield encode_data(describe_error(error))
     yield DONE

@@ -15,6 +15,7 @@ from logsteer_server.deps import (
     LimitedRoute,
     ResidentsDep,
     SettingsDep,
+    StoreDep,
     answer,
     check_count,
     describe_answer,
@@ -23,6 +24,7 @@ from logsteer_server.deps import (
     stream_events,
 )
 from logsteer_server.encoding import encode_event
+from logsteer_server.engines.base import ScoreOutput
 from logsteer_server.residents import Resident, WorkClock
 from logsteer_server.scoring.texts import (
     StreamedText,
@@ -32,6 +34,8 @@ from logsteer_server.scoring.texts import (
     sum_tallies,
     summarize_progress,
 )
+from logsteer_server.steering.jobs import steer_jobs, write_receipt
+from logsteer_server.steering.resolve import ResolvedSteering, resolve_optional
 
 router = APIRouter(route_class=LimitedRoute, tags=["scoring"])
 
@@ -46,8 +50,11 @@ class Run:
         num_texts: int,
         comparison: Comparison | None = None,
         cache: bool = True,
+        steering: ResolvedSteering | None = None,
     ) -> None:
         self.resident = resident
+        self._steering = steering
+        self._outputs: list[ScoreOutput] = []
         self._cache = cache
         self._comparison = comparison
         self.protocol = protocol
@@ -67,12 +74,14 @@ class Run:
         self, windows: Sequence[TextWindow], keep: bool = False, keep_tokens: bool = False
     ) -> AsyncIterator[dict[str, Any]]:
         """The entry of each window, as `WindowScore`, as it is scored."""
-        jobs = [window.job for window in windows]
+        jobs = steer_jobs([window.job for window in windows], self._steering)
         if self._comparison is not None:
             outputs = self._comparison.score(jobs, self._clock)
         else:
             outputs = self.resident.score(jobs, self._clock, self._cache)
         async for index, output in outputs:
+            if self._steering is not None:
+                self._outputs.append(replace(output, columns={}))
             window = windows[index]
             score = self.scores[window.text]
             entry = score.add(window, output, keep_tokens)
@@ -116,13 +125,18 @@ class Run:
             "usage": self._usage | {"cached_results": self._clock.cached_results},
             "timing": self._clock.read(),
             "provenance": self.resident.provenance(self.protocol).model_dump(),
+            "steering": write_receipt(self._steering, self._outputs) if self._steering else None,
             "divergence": self._comparison.summarize() if self._comparison else None,
         }
 
 
 @router.post("/perplexity", responses=describe_answer(PerplexityAnswer))
 async def perplexity(
-    body: PerplexityRequest, request: Request, residents: ResidentsDep, settings: SettingsDep
+    body: PerplexityRequest,
+    request: Request,
+    residents: ResidentsDep,
+    settings: SettingsDep,
+    store: StoreDep,
 ) -> Response:
     """Log-likelihood and perplexity of whole texts, window by window."""
     check_count("texts", len(body.texts), settings.max_items)
@@ -135,8 +149,9 @@ async def perplexity(
             settings.max_reference_bytes,
             settings.scratch_directory,
         )
-    run = Run(resident, body.protocol, len(body.texts), comparison, body.cache)
     codec, info = resident.require()
+    steering = await asyncio.to_thread(resolve_optional, body.steering, store, info)
+    run = Run(resident, body.protocol, len(body.texts), comparison, body.cache, steering)
     if comparison is not None:
         info = replace(info, context_length=comparison.context_length)
     windows, lengths = await asyncio.to_thread(cut_texts, body.texts, body, codec, info)

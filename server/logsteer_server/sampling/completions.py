@@ -6,12 +6,13 @@ nothing is generated.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from logsteer.errors import api_error
+from logsteer.schemas import BosPolicy
 from logsteer.schemas.openai import ChatCompletionRequest, CompletionRequest, SamplingRequest
 from logsteer_server.engines.base import (
     EngineInfo,
@@ -21,6 +22,7 @@ from logsteer_server.engines.base import (
     ScoreJob,
     ScoreOutput,
 )
+from logsteer_server.engines.plan import SteeringPlan
 from logsteer_server.scoring.tokenizer import TextCodec
 
 
@@ -37,6 +39,16 @@ class Prompt:
     reads_next: bool
     jobs: list[GenerateJob]
 
+    @property
+    def all_jobs(self) -> list[ScoreJob | GenerateJob]:
+        """What is scored and what is generated."""
+        return [*([self.echo_job] if self.echo_job else []), *self.jobs]
+
+    def steered(self, plan: SteeringPlan) -> "Prompt":
+        """The same prompt, with the model steered."""
+        echo_job = replace(self.echo_job, plan=plan) if self.echo_job else None
+        return replace(self, echo_job=echo_job, jobs=[replace(job, plan=plan) for job in self.jobs])
+
 
 def plan_completions(
     request: CompletionRequest, codec: TextCodec, info: EngineInfo
@@ -46,13 +58,13 @@ def plan_completions(
     Text is encoded with a BOS where the tokenizer adds one; ids are taken as they are.
     """
     prompts = []
-    for text, ids in _read_prompts(request.prompt, codec, info):
+    for text, ids in read_prompts(request.prompt, codec, info):
         echo_job, reads_next = None, False
         if request.echo and request.logprobs is not None:
             reads_next = request.max_tokens == 1 and request.temperature == 0 and request.n == 1
             echo_job = _plan_echo(ids, request.logprobs, reads_next)
         generates = request.max_tokens > 0 and not reads_next
-        _check_length(ids, request.max_tokens if generates else 0, info)
+        check_length(ids, request.max_tokens if generates else 0, info)
         jobs = (
             _plan_samples(request, ids, request.max_tokens, request.logprobs or 0)
             if generates
@@ -68,15 +80,19 @@ def plan_chat(request: ChatCompletionRequest, codec: TextCodec, info: EngineInfo
     ids = codec.encode_ids([text])[0]
     asked = request.max_completion_tokens or request.max_tokens
     max_tokens = asked or max(1, info.context_length - len(ids))
-    _check_length(ids, max_tokens, info)
+    check_length(ids, max_tokens, info)
     return Prompt(
         text, ids, None, False, _plan_samples(request, ids, max_tokens, request.top_logprobs)
     )
 
 
-def _read_prompts(
-    prompt: str | list[str] | list[int] | list[list[int]], codec: TextCodec, info: EngineInfo
+def read_prompts(
+    prompt: str | list[str] | list[int] | list[list[int]],
+    codec: TextCodec,
+    info: EngineInfo,
+    bos: BosPolicy = "auto",
 ) -> list[tuple[str, list[int]]]:
+    """Text and tokens of each prompt. Errors: APIError `invalid_request`."""
     given = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
     texts = [entry for entry in given if isinstance(entry, str)]
     encoded = iter(codec.encode_ids(texts))
@@ -84,7 +100,7 @@ def _read_prompts(
     for entry in given:
         if isinstance(entry, str):
             ids = next(encoded)
-            prompts.append((entry, codec.bos_ids("auto", ids) + ids))
+            prompts.append((entry, codec.bos_ids(bos, ids) + ids))
             continue
         ids = list(entry)
         if not ids or max(ids) >= info.vocab_size:
@@ -94,7 +110,8 @@ def _read_prompts(
     return prompts
 
 
-def _check_length(ids: Sequence[int], max_tokens: int, info: EngineInfo) -> None:
+def check_length(ids: Sequence[int], max_tokens: int, info: EngineInfo) -> None:
+    """Errors: APIError `context_too_long` for more tokens than the context holds."""
     if len(ids) + max_tokens > info.context_length:
         detail = (
             f"The prompt has {len(ids)} tokens and max_tokens is {max_tokens}; this model's "

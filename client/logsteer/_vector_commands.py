@@ -1,0 +1,110 @@
+"""`logsteer vectors …`: the commands about steering vectors."""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from logsteer import _tables
+from logsteer._terminal import given, show
+from logsteer.client import Client
+from logsteer.errors import LogsteerError
+from logsteer.schemas import ContentFormat
+
+
+def add_vector_commands(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
+    """Give the parser of `logsteer vectors` its commands."""
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def add(name: str, command: Callable[..., None], text: str) -> argparse.ArgumentParser:
+        one = commands.add_parser(name, parents=[common], help=text)
+        one.set_defaults(command=command)
+        if name != "list":
+            one.add_argument("name", metavar="NAME")
+        return one
+
+    add("list", _list, "list the vectors that the server keeps")
+    add("show", _show, "one vector: its layers, their norms, and where it comes from")
+    put = add("put", _put, "upload a file as a vector")
+    put.add_argument("file", metavar="FILE", help="safetensors, GGUF, or written by torch.save")
+    put.add_argument("--format", choices=["safetensors", "gguf", "pt"])
+    get = add("get", _get, "download a vector as a file")
+    get.add_argument("file", metavar="FILE", nargs="?", help="default NAME.FORMAT")
+    get.add_argument("--format", choices=["safetensors", "gguf"], help="default: as FILE ends")
+    add("delete", _delete, "forget a vector")
+    _add_train(add("train", _train, "make a vector from contrasting texts"))
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "pairs", metavar="FILE", help='a line a pair: {"positive": "…", "negative": "…"}'
+    )
+    parser.add_argument("--method", choices=["mean_difference", "pca", "logistic"])
+    parser.add_argument("--read", choices=["last", "mean"])
+    parser.add_argument("--layers", type=_parse_layers, metavar="N,N,…", help="default: all")
+    parser.add_argument("--hook", metavar="NAME")
+    parser.add_argument("--bos", choices=["auto", "always", "never"])
+
+
+def _parse_layers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list such as 10,11,12") from error
+
+
+def _list(client: Client, arguments: argparse.Namespace) -> None:
+    answer = client.vectors.list()
+    show(arguments, answer, _tables.draw_vectors(answer.vectors))
+
+
+def _show(client: Client, arguments: argparse.Namespace) -> None:
+    card = client.vectors.get(arguments.name)
+    show(arguments, card, _tables.draw_vectors([card]), _tables.draw_layers(card))
+
+
+def _put(client: Client, arguments: argparse.Namespace) -> None:
+    card = client.vectors.put(arguments.name, Path(arguments.file), arguments.format)
+    show(arguments, card, _tables.draw_vectors([card]))
+
+
+def _get(client: Client, arguments: argparse.Namespace) -> None:
+    ends_in_gguf = (arguments.file or "").endswith(".gguf")
+    form: ContentFormat = arguments.format or ("gguf" if ends_in_gguf else "safetensors")
+    card = client.vectors.get(arguments.name)
+    data = client.vectors.download(arguments.name, form)
+    Path(arguments.file or f"{arguments.name}.{form}").write_bytes(data)
+    show(arguments, card, _tables.draw_vectors([card]))
+
+
+def _delete(client: Client, arguments: argparse.Namespace) -> None:
+    gone = client.vectors.delete(arguments.name)
+    show(arguments, gone, f"deleted {gone.name}, {gone.sha256}")
+
+
+def _train(client: Client, arguments: argparse.Namespace) -> None:
+    pairs = _read_pairs(Path(arguments.pairs))
+    options: Any = given(arguments, "method", "read", "layers", "hook", "bos")
+    answer = client.vectors.train(arguments.name, pairs, **options)
+    card = answer.vector
+    show(arguments, answer, _tables.draw_vectors([card]), _tables.draw_layers(card))
+
+
+def _read_pairs(path: Path) -> list[dict[str, str]]:
+    """The pairs of a JSON Lines file. Raises LogsteerError for a line that is none."""
+    pairs = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                pair = json.loads(line)
+                pairs.append({name: str(pair[name]) for name in ("positive", "negative")})
+            except (ValueError, KeyError, TypeError) as error:
+                raise LogsteerError(
+                    f'{path}, line {number}: no {{"positive": "…", "negative": "…"}}'
+                ) from error
+    if not pairs:
+        raise LogsteerError(f"{path} has no pairs")
+    return pairs

@@ -1,0 +1,187 @@
+"""`POST /steer`: generation under steering. `POST /sweep`: what steering does by its scale."""
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from logsteer.schemas.common import (
+    Answer,
+    BosPolicy,
+    Float,
+    Message,
+    Provenance,
+    Reply,
+    Request,
+    TokenId,
+)
+from logsteer.schemas.logprob import Boundary, LogprobItem
+from logsteer.schemas.openai import FinishReason
+from logsteer.schemas.steering import Finite, Steering, SteeringReceipt
+
+MAX_SWEEP = 256
+
+
+class SteerRequest(Request):
+    """Prompts to continue under steering; one of `prompts`, `prompt_ids` and `messages`."""
+
+    model: str | None = None
+    prompts: list[Annotated[str, Field(min_length=1)]] | None = Field(default=None, min_length=1)
+    prompt_ids: list[Annotated[list[TokenId], Field(min_length=1)]] | None = Field(
+        default=None, min_length=1
+    )
+    messages: list[Message] | None = Field(
+        default=None, min_length=1, description="One conversation, through the chat template."
+    )
+    steering: Steering
+    bos: BosPolicy = "auto"
+    max_tokens: int = Field(default=64, ge=1)
+    n: int = Field(default=1, ge=1, le=1024, description="Completions of each prompt.")
+    temperature: float = Field(default=1.0, ge=0, le=2, description="0: greedy.")
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0, description="0: every token.")
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    seed: int | None = Field(
+        default=None,
+        ge=0,
+        lt=2**62,
+        description="Seed of the first completion of each prompt; the k-th has seed + k. Null: the "
+        "server draws one.",
+    )
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=64)
+    ignore_eos: bool = Field(default=False, description="Go on after the end of sequence.")
+    baseline: bool = Field(
+        default=False, description="Also continue without steering, with the same seeds."
+    )
+    stream: bool = Field(default=False, description="Answer with server-sent events.")
+
+    @model_validator(mode="after")
+    def _one_form(self) -> "SteerRequest":
+        forms = [n for n in ("prompts", "prompt_ids", "messages") if getattr(self, n) is not None]
+        if len(forms) != 1:
+            raise ValueError(
+                f"give exactly one of prompts, prompt_ids, messages; got {forms or 'none'}"
+            )
+        return self
+
+
+class Completion(Reply):
+    """One continuation; the arrays have one entry per token."""
+
+    text: str
+    token_ids: list[int]
+    tokens: list[str]
+    logprobs: list[Float] = Field(
+        description="Of the (steered) model, at temperature 1 and without any cut."
+    )
+    logprob: Float = Field(description="Their sum, in nats.")
+    num_tokens: int
+    finish_reason: FinishReason
+    seed: int = Field(description="Gives this completion again.")
+
+
+class PromptCompletions(Reply):
+    """The continuations of one prompt."""
+
+    completions: list[Completion]
+    baseline: list[Completion] | None = Field(
+        default=None, description="Without steering, where asked for."
+    )
+
+
+class SteerAnswer(Answer):
+    """One result per prompt, in the order given."""
+
+    results: list[PromptCompletions]
+    steering: SteeringReceipt
+
+
+class SteerStart(Reply):
+    """The first event of a stream."""
+
+    id: str
+    model: str
+    provenance: Provenance
+
+
+class SteerPiece(Reply):
+    """New tokens of one completion."""
+
+    prompt: int
+    completion: int
+    steered: bool = Field(description="False for a baseline.")
+    text: str
+    token_ids: list[int]
+    logprobs: list[Float]
+    finish_reason: FinishReason | None
+
+
+class SweepRequest(Request):
+    """Targets and texts to score at every scale, with every set of layers."""
+
+    model: str | None = None
+    items: list[LogprobItem] = Field(default_factory=list)
+    texts: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    steering: Steering
+    scales: list[Finite] = Field(
+        min_length=1,
+        max_length=MAX_SWEEP,
+        description="Factors of the vectors' own scales; 0 is unsteered.",
+    )
+    layers: list[Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_SWEEP,
+        description="Sets of layers, each in place of the vectors' own; null: the vectors' own.",
+    )
+    boundary: Boundary = "joint"
+    bos: BosPolicy = "auto"
+
+    @model_validator(mode="after")
+    def _has_work(self) -> "SweepRequest":
+        if not self.items and not self.texts:
+            raise ValueError("give items, texts, or both: something to score at each scale")
+        if any(vector.op == "clamp" for vector in self.steering.vectors):
+            raise ValueError("op clamp has no scale to sweep over; leave that vector out")
+        return self
+
+
+class SweptTarget(Reply):
+    """A target's log-probability, and its change from unsteered."""
+
+    logprob: Float
+    change: Float
+
+
+class SweptItem(Reply):
+    """One item's targets; KL(unsteered || steered) of the token after its context, in nats."""
+
+    targets: list[SweptTarget]
+    kl: Float
+
+
+class SweptText(Reply):
+    """One text's perplexity, all its tokens but the first scored."""
+
+    perplexity: Float
+    sum_logprob: Float
+    num_scored: int
+
+
+class SweepPoint(Reply):
+    """Everything at one scale with one set of layers."""
+
+    layers: list[int] | None
+    scale: float
+    items: list[SweptItem]
+    texts: list[SweptText]
+    relative_norm: Float = Field(
+        description="Mean of |change| / |activation| over steered tokens and layers; null where "
+        "none was steered."
+    )
+
+
+class SweepAnswer(Answer):
+    """The unsteered values, and a point for each set of layers and scale, in the order given."""
+
+    unsteered: SweepPoint
+    points: list[SweepPoint]

@@ -1,0 +1,159 @@
+"""`/vectors`: steering vectors that the server keeps, how they are made, and what is known of them.
+
+Layer L with hook resid_post is the residual stream that leaves block L, 0-based.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from logsteer.schemas.common import Answer, BosPolicy, Float, Reply, Request
+from logsteer.schemas.steering import Finite, HookName, VectorName
+
+VectorFormat = Literal["safetensors", "gguf", "pt"]
+ContentFormat = Literal["safetensors", "gguf"]
+VectorSource = Literal["upload", "training", "combination"]
+TrainMethod = Literal["mean_difference", "pca", "logistic"]
+TrainRead = Literal["last", "mean"]
+
+
+class LayerQuality(Reply):
+    """How well one layer's vector tells the training texts apart, by their projections onto it.
+
+    Measured on the texts that it was made from, so these are upper bounds.
+    """
+
+    accuracy: float = Field(
+        description="Share of texts on the right side of the middle between the two means."
+    )
+    auc: float = Field(
+        description="Probability that a positive text projects higher than a negative one."
+    )
+    pair_accuracy: float = Field(
+        description="Share of pairs whose positive text projects higher than their negative one."
+    )
+    explained_variance: float = Field(
+        description="Share of the squared length of the pairs' differences along the vector."
+    )
+
+
+class VectorPart(Reply):
+    """What a combination was made of."""
+
+    name: str
+    sha256: str
+    weight: Float = None
+
+
+class VectorAbout(Reply):
+    """Where a vector comes from; what does not apply to its source is null."""
+
+    source: VectorSource
+    format: VectorFormat | None = Field(default=None, description="Of the file uploaded.")
+    model_hint: str | None = Field(default=None, description="What that file says of its model.")
+    model: str | None = Field(default=None, description="Id of the model it was trained on.")
+    weights_digest: str | None = None
+    method: TrainMethod | None = None
+    read: TrainRead | None = None
+    pairs: int | None = None
+    quality: dict[str, LayerQuality] | None = Field(default=None, description="By layer.")
+    parts: list[VectorPart] | None = None
+    orthogonal_to: list[VectorPart] | None = None
+
+
+class VectorCard(Reply):
+    """One kept vector."""
+
+    name: str
+    sha256: str = Field(
+        description="Content address: of its safetensors file, which depends on hook and numbers "
+        "alone."
+    )
+    hook: str
+    layers: list[int]
+    width: int = Field(description="Numbers of each layer: the model's hidden size.")
+    norms: dict[str, float] = Field(description="Euclidean norm, by layer.")
+    bytes: int
+    created: str = Field(description="When the name was given this content: RFC 3339, UTC.")
+    about: VectorAbout
+
+
+class VectorList(Reply):
+    """Every kept vector, by name."""
+
+    vectors: list[VectorCard]
+    bytes: int = Field(description="Bytes of all contents; one with several names counts once.")
+    max_bytes: int = Field(description="What they may come to.")
+
+
+class DeletedVector(Reply):
+    """The name that is gone, and the content that it pointed to."""
+
+    name: str
+    sha256: str
+
+
+class ContrastPair(Request):
+    """Two texts that differ in what the vector is to stand for."""
+
+    positive: str = Field(min_length=1)
+    negative: str = Field(min_length=1)
+
+
+class TrainRequest(Request):
+    """Texts in pairs, and how a vector is made from the activations that they give.
+
+    `mean_difference`: mean of positive minus mean of negative, in the activations' own units.
+    `pca`: first principal direction of the pairs' differences about zero, norm 1. `logistic`: the
+    normal of a logistic regression's boundary, its length the distance between the two means
+    along it. All of them point from negative to positive.
+    """
+
+    model: str | None = None
+    name: VectorName
+    pairs: list[ContrastPair] = Field(min_length=1)
+    method: TrainMethod = "mean_difference"
+    read: TrainRead = Field(
+        default="last", description="Activation after a text's last token, or their mean."
+    )
+    layers: list[Annotated[int, Field(ge=0)]] | None = Field(
+        default=None, min_length=1, description="null: every layer."
+    )
+    hook: HookName = "resid_post"
+    bos: BosPolicy = "auto"
+
+    @model_validator(mode="after")
+    def _layers_are_distinct(self) -> "TrainRequest":
+        if self.layers is not None and len(set(self.layers)) != len(self.layers):
+            raise ValueError(f"layers has an entry twice: {self.layers}; name each layer once")
+        return self
+
+    @model_validator(mode="after")
+    def _pairs_contrast(self) -> "TrainRequest":
+        for index, pair in enumerate(self.pairs):
+            if pair.positive == pair.negative:
+                raise ValueError(f"pairs[{index}]: positive and negative are the same text")
+        return self
+
+
+class TrainAnswer(Answer):
+    """The vector that was made and kept."""
+
+    vector: VectorCard
+
+
+class WeightedVector(Request):
+    """A kept vector and its weight in a sum."""
+
+    name: VectorName
+    weight: Finite = 1.0
+
+
+class CombineRequest(Request):
+    """A weighted sum of kept vectors; a layer that only some of them have sums those.
+
+    With `orthogonal_to`, what the sum shares with those vectors is then taken away, layer by layer.
+    """
+
+    vectors: list[WeightedVector] = Field(min_length=1, max_length=64)
+    orthogonal_to: list[VectorName] = Field(default=[], max_length=64)

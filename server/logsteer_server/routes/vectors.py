@@ -1,0 +1,238 @@
+"""`/vectors`: the steering vectors that are kept, uploaded, downloaded, trained and combined."""
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+
+from logsteer.errors import api_error
+from logsteer.schemas import (
+    CombineRequest,
+    ContentFormat,
+    DeletedVector,
+    TrainAnswer,
+    TrainRequest,
+    VectorAbout,
+    VectorCard,
+    VectorFormat,
+    VectorList,
+    VectorPart,
+)
+from logsteer.schemas.steering import VectorName
+from logsteer_server.deps import (
+    FileReadersDep,
+    LimitedRoute,
+    ResidentsDep,
+    SettingsDep,
+    StoreDep,
+    answer,
+    check_count,
+    describe_answer,
+    new_id,
+    run_within,
+)
+from logsteer_server.engines.base import CaptureOutput
+from logsteer_server.residents import Resident, WorkClock
+from logsteer_server.steering.formats import MEDIA_TYPES, read_file, write_file
+from logsteer_server.steering.store import StoredVectors, VectorStore
+from logsteer_server.steering.training import combine_vectors, plan_captures, train_vectors
+from logsteer_server.steering.vectors import invalid_vector
+
+router = APIRouter(route_class=LimitedRoute, tags=["vectors"])
+
+FORMAT_OF_FILE = Query(description="null: what the file looks like.")
+
+
+@router.get("/vectors", responses={200: {"model": VectorList}})
+async def list_vectors(request: Request, store: StoreDep) -> Response:
+    """The card of every kept vector, by name."""
+    cards, total = await asyncio.to_thread(store.list_all)
+    vectors = [card.model_dump() for card in cards]
+    return answer(request, {"vectors": vectors, "bytes": total, "max_bytes": store.max_bytes})
+
+
+@router.post("/vectors/train", responses=describe_answer(TrainAnswer))
+async def train_vector(
+    body: TrainRequest,
+    request: Request,
+    residents: ResidentsDep,
+    settings: SettingsDep,
+    store: StoreDep,
+) -> Response:
+    """A vector from the activations of contrasting texts, kept under the name given."""
+    check_count("pairs", 2 * len(body.pairs), settings.max_items)
+    resident = residents.find(body.model)
+    work = _train(body, resident, store, settings.max_training_bytes)
+    return answer(request, await run_within(request, settings.request_timeout_s, work))
+
+
+async def _train(
+    body: TrainRequest, resident: Resident, store: VectorStore, max_bytes: int
+) -> dict[str, Any]:
+    clock = WorkClock()
+    codec, info = resident.require()
+    jobs = await asyncio.to_thread(plan_captures, body, codec, info, max_bytes)
+    outputs: list[CaptureOutput | None] = [None] * len(jobs)
+    async for index, output in resident.capture(jobs, clock):
+        outputs[index] = output
+    timing = clock.read()
+    complete = [output for output in outputs if output is not None]
+    trained = await asyncio.to_thread(train_vectors, jobs, complete, body.method)
+    about = VectorAbout(
+        source="training",
+        model=resident.id,
+        weights_digest=info.weights_digest,
+        method=body.method,
+        read=body.read,
+        pairs=len(body.pairs),
+        quality={str(layer): quality for layer, quality in trained.quality.items()},
+    )
+    card = await asyncio.to_thread(store.put, body.name, trained.vectors, about)
+    return {
+        "id": new_id("train"),
+        "model": resident.id,
+        "vector": card.model_dump(),
+        "usage": {
+            "prompt_tokens": sum(len(job.tokens) for job in jobs),
+            "scored_tokens": 0,
+            "generated_tokens": 0,
+            "cached_tokens": sum(output.cached_tokens for output in complete),
+        },
+        "timing": timing,
+        "provenance": resident.provenance().model_dump(),
+    }
+
+
+@router.get("/vectors/{name}", responses={200: {"model": VectorCard}})
+async def show_vector(name: VectorName, request: Request, store: StoreDep) -> Response:
+    """The card of one kept vector."""
+    return answer(request, (await asyncio.to_thread(store.describe, name)).model_dump())
+
+
+@router.get(
+    "/vectors/{name}/content",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "The file. The SHA-256 of the safetensors file is the vector's own.",
+            "content": {
+                media_type: {"schema": {"type": "string", "format": "binary"}}
+                for media_type in MEDIA_TYPES.values()
+            },
+        }
+    },
+)
+async def download_vector(
+    name: VectorName,
+    request: Request,
+    store: StoreDep,
+    format: Annotated[ContentFormat, Query()] = "safetensors",  # noqa: A002
+) -> Response:
+    """The vector as a file: safetensors, or a GGUF control vector for llama.cpp and repeng."""
+    card = await asyncio.to_thread(store.describe, name)
+    found = await asyncio.to_thread(store.find, name)
+    hint = card.about.model_hint or card.about.model
+    headers = {
+        "ETag": f'"{found.sha256}{"" if format == "safetensors" else "-" + format}"',
+        "Content-Disposition": f'attachment; filename="{name}.{format}"',
+    }
+    if headers["ETag"] in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers={"ETag": headers["ETag"]})
+    content = await asyncio.to_thread(write_file, found.vectors, format, hint)
+    return Response(content, headers=headers, media_type=MEDIA_TYPES[format])
+
+
+@router.put(
+    "/vectors/{name}",
+    responses={200: {"model": VectorCard}},
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "description": "The file as it is: safetensors, GGUF, or a dictionary that torch.save "
+            "has written.",
+            "content": {
+                "application/octet-stream": {"schema": {"type": "string", "format": "binary"}}
+            },
+        }
+    },
+)
+async def upload_vector(
+    name: VectorName,
+    request: Request,
+    settings: SettingsDep,
+    store: StoreDep,
+    readers: FileReadersDep,
+    format: Annotated[VectorFormat | None, FORMAT_OF_FILE] = None,  # noqa: A002
+) -> Response:
+    """Keep the file's vector under this name, whatever the name stood for before."""
+    data = await _read_file(request, settings.max_vector_bytes)
+    work = _keep(name, data, format, store, readers)
+    card = await run_within(request, settings.request_timeout_s, work)
+    return answer(request, card.model_dump())
+
+
+async def _read_file(request: Request, limit: int) -> bytes:
+    """The body. Errors: APIError `payload_too_large`, before it is read where it says its size."""
+    announced = request.headers.get("content-length", "")
+    size = int(announced) if announced.isdecimal() else 0
+    chunks: list[bytes] = []
+    if size <= limit:
+        size = 0
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limit:
+                break
+            chunks.append(chunk)
+    if size > limit:
+        detail = f"The file is larger than {limit} bytes: raise max_vector_bytes to take it."
+        raise api_error("payload_too_large", detail)
+    if not size:
+        raise invalid_vector("the body is empty; send the file's bytes.")
+    return b"".join(chunks)
+
+
+async def _keep(
+    name: str,
+    data: bytes,
+    given: VectorFormat | None,
+    store: VectorStore,
+    readers: asyncio.Semaphore,
+) -> VectorCard:
+    async with readers:
+        read = await asyncio.to_thread(read_file, data, given)
+    about = VectorAbout(source="upload", format=read.format, model_hint=read.model_hint)
+    return await asyncio.to_thread(store.put, name, read.vectors, about)
+
+
+@router.delete("/vectors/{name}", responses={200: {"model": DeletedVector}})
+async def delete_vector(name: VectorName, request: Request, store: StoreDep) -> Response:
+    """The name is gone, and the content too where it had no other."""
+    sha256 = await asyncio.to_thread(store.delete, name)
+    return answer(request, {"name": name, "sha256": sha256})
+
+
+@router.post("/vectors/{name}/combine", responses={200: {"model": VectorCard}})
+async def combine_vector(
+    name: VectorName, body: CombineRequest, request: Request, store: StoreDep
+) -> Response:
+    """A weighted sum of kept vectors, kept under this name."""
+    return answer(request, (await asyncio.to_thread(_combine, name, body, store)).model_dump())
+
+
+def _combine(name: str, body: CombineRequest, store: VectorStore) -> VectorCard:
+    parts = [(store.find(part.name), part.weight) for part in body.vectors]
+    others = [store.find(other) for other in body.orthogonal_to]
+    combined = combine_vectors(
+        [(found.vectors, weight) for found, weight in parts], [found.vectors for found in others]
+    )
+    about = VectorAbout(
+        source="combination",
+        parts=[_describe_part(found, weight) for found, weight in parts],
+        orthogonal_to=[_describe_part(found, None) for found in others] or None,
+    )
+    return store.put(name, combined, about)
+
+
+def _describe_part(found: StoredVectors, weight: float | None) -> VectorPart:
+    assert found.name is not None
+    return VectorPart(name=found.name, sha256=found.sha256, weight=weight)

@@ -1,0 +1,1 @@
+"""Steering: what vectors are, where they are kept, how they are made, and what they do."""

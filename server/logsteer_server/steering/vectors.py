@@ -1,0 +1,164 @@
+"""Steering vectors as a value: for each of some layers the numbers of one activation.
+
+Axis letters: D width of an activation.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from logsteer.errors import APIError, api_error
+
+Vector = npt.NDArray[np.float32]
+
+RESID_POST = "resid_post"
+MAX_LAYERS = 4096
+MAX_WIDTH = 2**20
+
+_HOOK = re.compile(r"[A-Za-z0-9_.]{1,128}")
+_NAME = re.compile(r"blocks\.(0|[1-9][0-9]{0,5})\.([A-Za-z0-9_.]+)")
+
+
+@dataclass(frozen=True, eq=False)
+class LayerVectors:
+    """Checked vectors by layer, ascending; equal where hook and numbers are equal.
+
+    Layer L with hook `resid_post` is the residual stream that leaves block L, 0-based. The arrays
+    are read-only copies of what was given. Errors: APIError `invalid_vector`.
+    """
+
+    layers: Mapping[int, Vector]
+    hook: str = RESID_POST
+
+    def __post_init__(self) -> None:
+        if not _HOOK.fullmatch(self.hook):
+            raise invalid_vector(f"hook {self.hook[:200]!r} is no name of an activation.")
+        if not self.layers:
+            raise invalid_vector("it has no layers: give the numbers of at least one.")
+        checked: dict[int, Vector] = {}
+        for layer in sorted(self.layers):
+            if not 0 <= layer < MAX_LAYERS:
+                raise invalid_vector(f"layer {layer} is outside 0 to {MAX_LAYERS - 1}.")
+            checked[int(layer)] = _check_numbers(layer, self.layers[layer])
+        first = next(iter(checked))
+        for layer, vector_D in checked.items():
+            if len(vector_D) != len(checked[first]):
+                detail = (
+                    f"layer {first} has {len(checked[first])} numbers and layer {layer} has "
+                    f"{len(vector_D)}; all layers of a vector have the model's hidden size."
+                )
+                raise invalid_vector(detail)
+        if not any(vector_D.any() for vector_D in checked.values()):
+            raise invalid_vector("every number is 0, so it would change nothing.")
+        object.__setattr__(self, "layers", MappingProxyType(checked))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LayerVectors) and self.sha256 == other.sha256
+
+    def __hash__(self) -> int:
+        return hash(self.sha256)
+
+    @property
+    def width(self) -> int:
+        """Numbers of each layer."""
+        return len(next(iter(self.layers.values())))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the numbers."""
+        return 4 * self.width * len(self.layers)
+
+    def norms(self) -> dict[int, float]:
+        """The Euclidean norm of each layer's vector, summed in float64."""
+        return {
+            layer: float(np.linalg.norm(vector_D.astype(np.float64)))
+            for layer, vector_D in self.layers.items()
+        }
+
+    @cached_property
+    def content(self) -> bytes:
+        """The vectors as a safetensors file: one float32 tensor a layer, and no metadata.
+
+        The file depends on hook and numbers alone. A test pins its bytes, because they are what
+        the content address is made of.
+        """
+        return save({name_tensor(layer, self.hook): v for layer, v in self.layers.items()})
+
+    @cached_property
+    def sha256(self) -> str:
+        """The content address: SHA-256 of `content`, in hexadecimal."""
+        return hashlib.sha256(self.content).hexdigest()
+
+
+def invalid_vector(detail: str) -> APIError:
+    """The error for vectors that cannot be used; `detail` goes on after "The vector is invalid"."""
+    return api_error("invalid_vector", f"The vector is invalid: {detail}")
+
+
+def name_tensor(layer: int, hook: str) -> str:
+    """TransformerLens' name of an activation, such as `blocks.3.hook_resid_post`."""
+    return f"blocks.{layer}.{hook if '.' in hook else 'hook_' + hook}"
+
+
+def parse_tensor_name(name: str) -> tuple[int, str] | None:
+    """Layer and hook of a name that `name_tensor` gives, None for any other."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return None
+    hook = found[2]
+    if "." not in hook:
+        if not hook.startswith("hook_"):
+            return None
+        hook = hook.removeprefix("hook_")
+    # TransformerLens' bridge calls a block's output hook_out.
+    return int(found[1]), RESID_POST if hook == "out" else hook
+
+
+def parse_content(content: bytes) -> LayerVectors:
+    """The vectors of `LayerVectors.content`. Errors: ValueError for anything else."""
+    try:
+        tensors = load(content)
+    except SafetensorError as error:
+        raise ValueError(f"no safetensors: {error}") from error
+    layers: dict[int, Vector] = {}
+    hooks = set()
+    for name, vector_D in tensors.items():
+        place = parse_tensor_name(name)
+        if place is None:
+            raise ValueError(f"unexpected tensor {name!r}")
+        layers[place[0]] = vector_D
+        hooks.add(place[1])
+    if len(hooks) != 1:
+        raise ValueError(f"one hook is expected, got {sorted(hooks)}")
+    try:
+        return LayerVectors(layers, hooks.pop())
+    except APIError as error:
+        raise ValueError(error.detail) from error
+
+
+def _check_numbers(layer: int, numbers: npt.NDArray[np.floating]) -> Vector:
+    """The numbers as a read-only float32 array; -0.0 becomes 0.0, so that equals look alike."""
+    if numbers.ndim != 1:
+        shape = list(numbers.shape)
+        raise invalid_vector(f"layer {layer} has shape {shape}; give one number per dimension.")
+    if not 0 < len(numbers) <= MAX_WIDTH:
+        raise invalid_vector(f"layer {layer} has {len(numbers)} numbers, not 1 to {MAX_WIDTH}.")
+    with np.errstate(over="ignore"):
+        vector_D = numbers.astype("<f4") + np.float32(0.0)
+    wrong = np.flatnonzero(~np.isfinite(vector_D))
+    if len(wrong):
+        detail = (
+            f"layer {layer} has {len(wrong)} numbers that are NaN, infinite or beyond float32; the "
+            f"first is number {wrong[0]}."
+        )
+        raise invalid_vector(detail)
+    vector_D.flags.writeable = False
+    return vector_D

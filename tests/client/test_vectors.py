@@ -1,0 +1,258 @@
+"""`client.vectors` and `logsteer vectors`: what is sent, and what comes of the answers."""
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import httpx
+import pytest
+
+from logsteer import AnswerError, InvalidRequestError, NotFoundError
+from logsteer._options import TrainOptions
+from logsteer._vectors import AsyncVectors, Vectors
+from logsteer.cli import main
+from logsteer.schemas import TrainRequest
+
+from .documents import ANSWER
+from .scripted import Caller, Script, problem
+
+QUALITY = {"accuracy": 0.75, "auc": 0.875, "pair_accuracy": 1.0, "explained_variance": 0.5}
+CARD: dict[str, Any] = {
+    "name": "happy",
+    "sha256": "ab" * 32,
+    "hook": "resid_post",
+    "layers": [1, 2, 3, 7],
+    "width": 16,
+    "norms": {"1": 1.0, "2": 2.25, "3": 3.0, "7": 7.0},
+    "bytes": 400,
+    "created": "2026-01-02T03:04:05.678Z",
+    "about": {"source": "training", "method": "pca", "quality": {"2": QUALITY}},
+}
+LIST = {"vectors": [CARD], "bytes": 400, "max_bytes": 1000}
+TRAINED = {**ANSWER, "vector": CARD}
+GONE = {"name": "happy", "sha256": "ab" * 32}
+PAIR = {"positive": "good", "negative": "bad"}
+
+
+def answer(document: Any) -> Script:
+    return Script(httpx.Response(200, json=document))
+
+
+def file_answer(data: bytes, kind: str = "application/vnd.safetensors") -> Script:
+    return Script(httpx.Response(200, content=data, headers={"Content-Type": kind}))
+
+
+def test_cards(call: Caller) -> None:
+    server = answer(LIST)
+    found = call(server, lambda client: client.vectors.list())
+    assert [card.name for card in found.vectors] == ["happy"]
+    server = answer(CARD)
+    card = call(server, lambda client: client.vectors.get("happy"))
+    assert (card.layers, card.norms["7"]) == ([1, 2, 3, 7], 7.0)
+    assert server.requests[0].url.path == "/vectors/happy"
+
+
+def test_a_name_is_quoted_and_not_empty(call: Caller) -> None:
+    server = Script(problem("invalid_request", 422))
+    with pytest.raises(InvalidRequestError):
+        call(server, lambda client: client.vectors.get("../x"))
+    assert server.requests[0].url.raw_path == b"/vectors/..%2Fx"
+    with pytest.raises(InvalidRequestError, match="name is empty"):
+        call(server, lambda client: client.vectors.delete(""))
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("kind", ["bytes", "path", "file", "pieces"])
+def test_a_file_is_put(call: Caller, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "v.gguf"
+    path.write_bytes(b"GGUF and so on")
+    with path.open("rb") as file:
+        source = {
+            "bytes": b"GGUF and so on",
+            "path": path,
+            "file": file,
+            "pieces": [b"GGUF", b" and so on"],
+        }
+        server = answer(CARD)
+        card = call(server, lambda client: client.vectors.put("happy", source[kind], "gguf"))
+    assert card.sha256 == "ab" * 32
+    (request,) = server.requests
+    assert (request.method, request.url.path) == ("PUT", "/vectors/happy")
+    assert dict(request.url.params) == {"format": "gguf"}
+    assert request.headers["Content-Type"] == "application/octet-stream"
+    assert server.bodies == [b"GGUF and so on"]
+
+
+def test_bytes_are_sent_again_after_a_failure(call: Caller, pauses: list[float]) -> None:
+    server = Script(problem("overloaded", 429, retryable=True), httpx.Response(200, json=CARD))
+    call(server, lambda client: client.vectors.put("happy", b"data"))
+    assert server.bodies == [b"data", b"data"]
+    assert not server.requests[0].url.params
+
+
+def test_a_file_is_downloaded(call: Caller) -> None:
+    server = file_answer(b"\x00\xff\x80 bytes")
+    data = call(server, lambda client: client.vectors.download("happy"))
+    assert data == b"\x00\xff\x80 bytes"
+    (request,) = server.requests
+    assert request.url.path == "/vectors/happy/content"
+    assert dict(request.url.params) == {"format": "safetensors"}
+    assert request.headers["Accept"].startswith("application/vnd.safetensors")
+    server = file_answer(b"GGUF", "application/vnd.gguf")
+    gguf = call(server, lambda client: client.vectors.download("happy", format="gguf"))
+    assert gguf == b"GGUF"
+
+
+def test_a_page_is_no_file(call: Caller) -> None:
+    server = file_answer(b"<html>", "text/html")
+    with pytest.raises(AnswerError, match=r"expected application/vnd\.safe.* got text/html"):
+        call(server, lambda client: client.vectors.download("happy"))
+    server = Script(problem("unknown_vector", 404))
+    with pytest.raises(NotFoundError) as caught:
+        call(server, lambda client: client.vectors.download("sad"))
+    assert caught.value.code == "unknown_vector"
+
+
+def test_a_vector_is_deleted_once(call: Caller, pauses: list[float]) -> None:
+    server = answer(GONE)
+    assert call(server, lambda client: client.vectors.delete("happy")).name == "happy"
+    assert server.requests[0].method == "DELETE"
+    server = Script(httpx.ReadError("broken"))
+    with pytest.raises(Exception, match="broken"):
+        call(server, lambda client: client.vectors.delete("happy"))
+    assert len(server.requests) == 1
+
+
+def test_training(call: Caller) -> None:
+    server = answer(TRAINED)
+    options: Any = {"method": "pca", "read": "mean", "layers": (2, 3), "bos": "never"}
+    trained = call(
+        server, lambda client: client.vectors.train("happy", [PAIR], **options), model="demo"
+    )
+    assert trained.vector.about.quality["2"].auc == 0.875
+    assert trained.usage.prompt_tokens == 3
+    assert json.loads(server.bodies[0]) == {
+        "model": "demo",
+        "name": "happy",
+        "pairs": [PAIR],
+        "method": "pca",
+        "read": "mean",
+        "layers": [2, 3],
+        "bos": "never",
+    }
+    with pytest.raises(InvalidRequestError, match="the same text"):
+        same = {"positive": "a", "negative": "a"}
+        call(server, lambda client: client.vectors.train("happy", [same]))
+    assert len(server.requests) == 1
+
+
+def test_combining(call: Caller) -> None:
+    server = answer(CARD)
+    call(server, lambda client: client.vectors.combine("c", {"a": 1, "b": -0.5}, ["d"]))
+    assert server.requests[0].url.path == "/vectors/c/combine"
+    assert json.loads(server.bodies[0]) == {
+        "vectors": [{"name": "a", "weight": 1.0}, {"name": "b", "weight": -0.5}],
+        "orthogonal_to": ["d"],
+    }
+
+
+def test_the_two_have_the_same_methods_and_options() -> None:
+    def methods(kind: type) -> dict[str, list[inspect.Parameter]]:
+        public = {n: m for n, m in vars(kind).items() if not n.startswith("_")}
+        return {n: list(inspect.signature(m).parameters.values()) for n, m in public.items()}
+
+    one, other = methods(Vectors), methods(AsyncVectors)
+    assert one.keys() == other.keys()
+    for name in one.keys() - {"put"}:
+        assert one[name] == other[name]
+    assert set(get_type_hints(TrainOptions)) | {"name", "pairs"} == set(TrainRequest.model_fields)
+
+
+Output = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("COLUMNS", "200")
+    return lambda server, *argv: main(argv, transport=httpx.MockTransport(server))
+
+
+def test_list_and_show(capsys: Output, run: Any) -> None:
+    assert run(answer(LIST), "vectors", "list") == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if "happy" in line)
+    assert "1-3, 7" in row and "training pca" in row and "ab" * 32 in row
+    assert run(answer(CARD), "vectors", "show", "happy") == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["2", "2.25", "0.75", "0.875", "1", "0.5"] in lines
+    assert ["7", "7"] in lines
+    assert run(answer(LIST), "vectors", "list", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["vectors"][0]["name"] == "happy"
+
+
+def test_put_get_delete(
+    capsys: Output, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("v.pt").write_bytes(b"PK data")
+    server = answer(CARD)
+    assert run(server, "vectors", "put", "happy", "v.pt", "--format", "pt") == 0
+    assert server.bodies == [b"PK data"]
+    for argv, kind, path in (
+        (["happy"], "safetensors", "happy.safetensors"),
+        (["happy", "x.gguf"], "gguf", "x.gguf"),
+        (["happy", "--format", "gguf"], "gguf", "happy.gguf"),
+    ):
+        content = file_answer(b"data", f"application/vnd.{kind}").replies[0]
+        server = Script(httpx.Response(200, json=CARD), content)
+        assert run(server, "vectors", "get", *argv) == 0
+        assert dict(server.requests[1].url.params) == {"format": kind}
+        assert Path(path).read_bytes() == b"data"
+    capsys.readouterr()
+    assert run(answer(GONE), "vectors", "delete", "happy") == 0
+    assert "deleted happy" in capsys.readouterr().out
+    assert run(answer(CARD), "vectors", "put", "happy", "none.pt") == 1
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_train(capsys: Output, run: Any, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps(PAIR) + "\n\n" + json.dumps(PAIR | {"note": 1}) + "\n")
+    server = answer(TRAINED)
+    argv = ["--method", "pca", "--read", "mean", "--layers", "1,2", "--bos", "never"]
+    assert run(server, "vectors", "train", "happy", str(path), *argv, "--model", "m") == 0
+    assert json.loads(server.bodies[0]) == {
+        "name": "happy",
+        "pairs": [PAIR, PAIR],
+        "method": "pca",
+        "read": "mean",
+        "layers": [1, 2],
+        "bos": "never",
+        "model": "m",
+    }
+    assert "0.875" in capsys.readouterr().out
+    for text, hint in (
+        ('{"positive": "a"}', "line 1"),
+        (json.dumps(PAIR) + "\nno json", "line 2"),
+        ("[]", "line 1"),
+        ("\n", "no pairs"),
+    ):
+        path.write_text(text)
+        assert run(server, "vectors", "train", "happy", str(path)) == 1
+        assert hint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["show"],
+        ["put", "a"],
+        ["get", "a", "b", "--format", "pt"],
+        ["train", "a", "b", "--layers", "x"],
+    ],
+)
+def test_wrong_usage_is_2(run: Any, capsys: Output, argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(answer(LIST), "vectors", *argv)
+    assert caught.value.code == 2

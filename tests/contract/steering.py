@@ -1,0 +1,94 @@
+"""A plain transformers model with forward hooks: what steering is compared with."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from logsteer_server.engines.plan import Positions
+
+WIDTH = 128
+LAYER = 2
+_DRAW = np.random.default_rng(11)
+VECTOR = (_DRAW.normal(size=WIDTH) * 0.3).astype(np.float32)
+V = torch.tensor(VECTOR)
+U = V / V.norm()
+DATA = {"data": {str(LAYER): VECTOR.tolist()}}
+
+POSITIONS: list[Any] = ["all", "prompt", "completion", "predicting", "last_prompt",
+                        {"slices": [[0, 2], [5, 9]]}]  # fmt: skip
+
+
+def _along(x: Tensor) -> Tensor:
+    return (x @ U)[..., None]
+
+
+def _turn(x: Tensor, degrees: float) -> Tensor:
+    """x turned by an angle that does not reach U."""
+    norm = x.norm(dim=-1, keepdim=True)
+    across = x - _along(x) * U
+    angle = torch.acos(_along(x) / norm) - math.radians(degrees)
+    return norm * (angle.cos() * U + angle.sin() * across / across.norm(dim=-1, keepdim=True))
+
+
+OPERATIONS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = {
+    "add": ({"scale": 1.5}, lambda x: x + 1.5 * V),
+    "add unit": ({"scale": 2.0, "unit": "unit"}, lambda x: x + 2 * U),
+    "add residual_norm": (
+        {"scale": 0.2, "unit": "residual_norm"}, lambda x: x + 0.2 * x.norm(dim=-1)[..., None] * U,
+    ),
+    "ablate": ({"op": "ablate"}, lambda x: x - _along(x) * U),
+    "project": ({"op": "project", "scale": 2.0}, lambda x: x + (2 - _along(x)) * U),
+    "clamp": (
+        {"op": "clamp", "params": {"min": 0.5, "max": 1.0}},
+        lambda x: x + (_along(x).clamp(0.5, 1.0) - _along(x)) * U,
+    ),
+    "replace": ({"op": "replace", "scale": 2.0}, lambda x: (2 * V).expand_as(x)),
+    "rotate": ({"op": "rotate", "scale": 20.0}, lambda x: _turn(x, 20)),
+}  # fmt: skip
+
+
+class HookedReference:
+    """A model in transformers, float32, whose block outputs a function may change."""
+
+    def __init__(self, path: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+    def logprobs(
+        self,
+        context: Sequence[int],
+        target: Sequence[int],
+        change: Callable[[Tensor], Tensor] | None = None,
+        positions: Any = "all",
+        layer: int = LAYER,
+    ) -> np.ndarray:
+        """log p of each target token."""
+        ids = [*context, *target]
+        where = (
+            Positions(positions)
+            if isinstance(positions, str)
+            else Positions("slices", tuple(map(tuple, positions["slices"])))
+        )
+        mask = torch.from_numpy(where.mask(0, len(ids), len(context)))
+
+        def hook(_module: object, _args: object, output: Any) -> Any:
+            hidden = output[0] if isinstance(output, tuple) else output
+            changed = hidden.clone()
+            if change is not None:
+                changed[:, mask] = change(hidden[:, mask])
+            return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+        handle = self.model.model.layers[layer].register_forward_hook(hook)
+        try:
+            with torch.no_grad():
+                logits = self.model(torch.tensor([ids])).logits[0]
+        finally:
+            handle.remove()
+        rows = logits[len(context) - 1 : -1].log_softmax(-1)
+        found: np.ndarray = rows[torch.arange(len(target)), torch.tensor(target)].numpy()
+        return found

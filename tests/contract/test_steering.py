@@ -1,0 +1,289 @@
+"""Steering on real engines: the same as a plain hook, the same for generation and scoring, and
+nothing of it in anybody else's answer."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+import corpus
+from logsteer import APIError, Client
+from logsteer.schemas import SteerAnswer, SteerPiece, SteerStart
+from tests.conftest import DEMO_MODEL, ServerFactory, vllm_model
+from tests.contract.steering import (
+    DATA,
+    LAYER,
+    OPERATIONS,
+    POSITIONS,
+    VECTOR,
+    WIDTH,
+    HookedReference,
+)
+
+pytestmark = pytest.mark.engine
+
+PER_TOKEN = 1e-4
+STEERING = {"vectors": [DATA | {"scale": 1.5}]}
+ENGINES = ["vllm", "compiled", "tlens"]
+
+
+@pytest.fixture(scope="module")
+def reference() -> HookedReference:
+    return HookedReference(DEMO_MODEL)
+
+
+@pytest.fixture(scope="module")
+def more_vllm(start_server: ServerFactory) -> Any:
+    """vLLM with a compiled model, and with one that is never steered."""
+    return start_server({
+        "models": [
+            vllm_model("compiled", DEMO_MODEL, compile=True),
+            vllm_model("unsteered", DEMO_MODEL, steering_slots=0),
+        ],
+        "cache_bytes": 0,
+    })  # fmt: skip
+
+
+@pytest.fixture(params=ENGINES)
+def client(request: pytest.FixtureRequest) -> Any:
+    """A client of each engine."""
+    if request.param != "compiled":
+        yield request.getfixturevalue(f"{request.param}_client")
+        return
+    with Client(request.getfixturevalue("more_vllm").url, model="compiled", timeout=300) as found:
+        yield found
+
+
+@pytest.fixture
+def unsteered_client(more_vllm: Any) -> Any:
+    with Client(more_vllm.url, model="unsteered", timeout=300) as found:
+        yield found
+
+
+def draw_ids(count: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(10, 1400) for _ in range(count)]
+
+
+def score(
+    client: Client, context: list[int], target: list[int], steering: Any = None
+) -> np.ndarray:
+    answer = client.logprob(
+        [{"context_ids": context, "target_ids": [target]}], steering=steering, cache=False
+    )
+    return np.array(answer.results[0].targets[0].logprobs)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_each_operation_is_a_plain_hook(
+    client: Client, reference: HookedReference, name: str
+) -> None:
+    vector, change = OPERATIONS[name]
+    context, target = draw_ids(12, 1), draw_ids(8, 2)
+    found = score(client, context, target, {"vectors": [DATA | vector]})
+    wanted = reference.logprobs(context, target, change)
+    assert np.abs(found - wanted).max() < PER_TOKEN
+    assert np.abs(wanted - reference.logprobs(context, target)).max() > 0.05
+
+
+@pytest.mark.parametrize("positions", POSITIONS, ids=str)
+def test_each_kind_of_positions_is_a_plain_hook(
+    client: Client, reference: HookedReference, positions: Any
+) -> None:
+    context, target = draw_ids(12, 3), draw_ids(8, 4)
+    found = score(client, context, target, STEERING | {"positions": positions})
+    wanted = reference.logprobs(context, target, OPERATIONS["add"][1], positions)
+    assert np.abs(found - wanted).max() < PER_TOKEN
+    assert np.abs(wanted - reference.logprobs(context, target)).max() > 0.01
+
+
+@pytest.mark.parametrize("positions", POSITIONS, ids=str)
+def test_scores_of_a_steered_sample_are_what_it_was_sampled_with(
+    client: Client, positions: Any
+) -> None:
+    steering = STEERING | {"positions": positions}
+    prompt = draw_ids(10, 5)
+    answer = client.steer(
+        None, steering, prompt_ids=[prompt], max_tokens=30, n=3, seed=8, ignore_eos=True
+    )
+    assert answer.steering.tokens_steered > 0
+    for completion in answer.results[0].completions:
+        assert completion.num_tokens == 30
+        again = score(client, prompt, completion.token_ids, steering)
+        assert np.abs(again - np.array(completion.logprobs)).max() < PER_TOKEN
+
+
+def test_receipts_say_what_was_measured(client: Client, reference: HookedReference) -> None:
+    context, target = draw_ids(12, 6), draw_ids(5, 7)
+    item = {"context_ids": context, "target_ids": [target]}
+    for positions, tokens in (("all", 16), ("prompt", 12), ("last_prompt", 1)):
+        answer = client.logprob([item], steering=STEERING | {"positions": positions}, cache=False)
+        receipt = answer.steering
+        assert receipt is not None
+        assert receipt.tokens_steered == tokens
+        assert list(receipt.layers) == [str(LAYER)]
+        assert receipt.vectors[0].scale == 1.5
+    norms: list[float] = []
+
+    def measure(x_1D: Tensor) -> Tensor:
+        norms.append(float(x_1D.norm()))
+        return x_1D
+
+    reference.logprobs(context, target, measure, "last_prompt")
+    site = receipt.layers[str(LAYER)]
+    assert site.tokens == 1
+    wanted = 1.5 * float(np.linalg.norm(VECTOR)) / norms[0]
+    assert site.relative_norm == pytest.approx(wanted, rel=1e-4)
+
+
+def test_half_a_batch_steered_leaves_the_other_half_alone(
+    client: Client, unsteered_client: Client
+) -> None:
+    prompts = [draw_ids(10 + n, n) for n in range(8)]
+    options: Any = {"max_tokens": 24, "seed": 4, "ignore_eos": True, "temperature": 0.0}
+    mixed = client.steer(None, STEERING, prompt_ids=prompts, baseline=True, **options)
+    for prompt, result in zip(prompts, mixed.results, strict=True):
+        (plain,) = result.baseline or []
+        (steered,) = result.completions
+        assert steered.logprobs != plain.logprobs
+        alone = score(unsteered_client, prompt, plain.token_ids)
+        assert np.abs(alone - np.array(plain.logprobs)).max() < PER_TOKEN
+
+
+def test_the_prefix_cache_leaks_neither_way(client: Client, reference: HookedReference) -> None:
+    change = OPERATIONS["add"][1]
+    for order, seed in ((("plain", "steered"), 21), (("steered", "plain"), 22)):
+        context, target = draw_ids(300, seed), draw_ids(6, seed + 10)
+        for kind in (*order, *order):
+            steering = STEERING if kind == "steered" else None
+            found = score(client, context, target, steering)
+            wanted = reference.logprobs(context, target, change if kind == "steered" else None)
+            assert np.abs(found - wanted).max() < PER_TOKEN, (order, kind)
+
+
+def test_more_plans_at_once_than_there_are_slots(client: Client) -> None:
+    context, target = draw_ids(20, 31), draw_ids(4, 32)
+    scales = [0.05 * (n + 1) for n in range(80)]
+    item = {"context_ids": context, "target_ids": [target]}
+    swept = client.sweep({"vectors": [DATA]}, scales, items=[item])
+
+    def ask(scale: float) -> float:
+        return float(score(client, context, target, {"vectors": [DATA | {"scale": scale}]}).sum())
+
+    with ThreadPoolExecutor(16) as pool:
+        together = list(pool.map(ask, scales))
+    alone = [ask(scale) for scale in scales[::16]]
+    found = [point.items[0].targets[0].logprob for point in swept.points]
+    np.testing.assert_allclose(found, together, atol=4 * PER_TOKEN)
+    np.testing.assert_allclose(together[::16], alone, atol=4 * PER_TOKEN)
+    assert len({round(value, 3) for value in together}) > 60
+
+
+def test_scale_0_is_unsteered(client: Client) -> None:
+    context, target = draw_ids(20, 41), draw_ids(4, 42)
+    nothing = {"vectors": [DATA | {"scale": 0.0}]}
+    np.testing.assert_array_equal(
+        score(client, context, target, nothing), score(client, context, target)
+    )
+
+
+def test_steering_that_reaches_no_token_is_an_error(client: Client) -> None:
+    steering = STEERING | {"positions": {"slices": [[50, 60]]}}
+    with pytest.raises(APIError, match="reaches no token"):
+        score(client, draw_ids(5, 1), draw_ids(2, 2), steering)
+    with pytest.raises(APIError, match="reaches no token"):
+        client.steer("Once", STEERING | {"positions": "completion"}, max_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("vector", "code"),
+    [
+        ({"data": {"9": [1.0] * WIDTH}}, "invalid_vector"),
+        ({"data": {"2": [1.0] * 5}}, "invalid_vector"),
+        ({"name": "nobody"}, "unknown_vector"),
+        ({"data": {"2": [1.0] * WIDTH}, "hook": "nowhere"}, "unsupported_by_engine"),
+    ],
+)
+def test_what_cannot_be_steered_is_said(client: Client, vector: dict[str, Any], code: str) -> None:
+    with pytest.raises(APIError) as raised:
+        client.steer("Once upon a time", {"vectors": [vector]})
+    assert raised.value.code == code
+
+
+def test_streams_give_the_same_as_the_whole(client: Client) -> None:
+    options: Any = {"max_tokens": 12, "seed": 3, "n": 2, "baseline": True}
+    events = list(client.steer_events("Once upon a time", STEERING, **options))
+    whole = client.steer("Once upon a time", STEERING, **options)
+    assert isinstance(events[0], SteerStart)
+    last = events[-1]
+    assert isinstance(last, SteerAnswer)
+    assert last.results[0].completions[1].token_ids == whole.results[0].completions[1].token_ids
+    assert last.steering.tokens_steered == whole.steering.tokens_steered
+    pieces = [event for event in events if isinstance(event, SteerPiece)]
+    assert len(pieces) > 8
+    for steered, completions in (
+        (True, whole.results[0].completions), (False, whole.results[0].baseline or []),
+    ):  # fmt: skip
+        for index, completion in enumerate(completions):
+            own = [p for p in pieces if p.completion == index and p.steered == steered]
+            assert "".join(piece.text for piece in own) == completion.text
+            assert own[-1].finish_reason == completion.finish_reason
+
+
+def test_openai_completions_take_steering(client: Client) -> None:
+    import httpx
+
+    body = {
+        "prompt": "Once upon a time", "max_tokens": 10, "temperature": 0, "logprobs": 0,
+        "model": client.models().models[0].id,
+    }  # fmt: skip
+    url = f"{client.base_url}/v1/completions"
+    plain = httpx.post(url, json=body, timeout=60).json()
+    steered = httpx.post(url, json=body | {"steering": STEERING}, timeout=60).json()
+    own = client.steer("Once upon a time", STEERING, max_tokens=10, temperature=0.0)
+    completion = own.results[0].completions[0]
+    assert steered["choices"][0]["text"] == completion.text
+    logprobs = steered["choices"][0]["logprobs"]["token_logprobs"]
+    assert logprobs == pytest.approx(completion.logprobs, abs=1e-5)
+    assert steered["steering"]["tokens_steered"] == own.steering.tokens_steered
+    assert plain["choices"][0]["logprobs"] != steered["choices"][0]["logprobs"]
+    assert "steering" not in plain
+
+
+def test_perplexity_under_steering(client: Client, reference: HookedReference) -> None:
+    text = "Once upon a time there was a girl. She was very happy."
+    ids = client.tokenize(text).results[0].token_ids
+    answer = client.perplexity(text, steering=STEERING, cache=False)
+    wanted = reference.logprobs(ids[:1], ids[1:], OPERATIONS["add"][1])
+    assert answer.total.sum_logprob == pytest.approx(float(wanted.sum()), abs=1e-3)
+    assert answer.steering is not None
+    assert answer.steering.tokens_steered == len(ids) - 1
+
+
+def test_a_vector_trained_by_the_service_moves_the_mood(client: Client) -> None:
+    pairs = [
+        {
+            "positive": corpus.story(random.Random(seed), "happy"),
+            "negative": corpus.story(random.Random(seed), "sad"),
+        }
+        for seed in range(40)
+    ]
+    card = client.vectors.train("mood", pairs, method="mean_difference", read="mean").vector
+    assert card.layers == [0, 1, 2, 3, 4]
+    openings = [f"One day, {name} was very" for name in ("Tom", "Lily", "Mia", "Ben")]
+    items = [{"context": text, "targets": [" happy", " sad"]} for text in openings]
+    steering = {"vectors": [{"name": "mood", "layers": [LAYER]}]}
+    scales = [-6.0, -3.0, -1.0, 0.0, 1.0, 3.0, 6.0]
+    swept = client.sweep(steering, scales, items=items)
+    moods = [
+        sum((item.targets[0].change or 0) - (item.targets[1].change or 0) for item in point.items)
+        for point in swept.points
+    ]
+    assert moods[3] == 0
+    assert all(low + 0.05 < high for low, high in pairwise(moods)), moods
+    assert [point.items[0].kl for point in swept.points][3] == 0
+    assert all((point.items[0].kl or 0) > 0 for point in swept.points if point.scale)

@@ -1,0 +1,133 @@
+"""Steering objects as plans: layers, units, hooks, positions, and what is refused."""
+
+import base64
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from logsteer.errors import APIError
+from logsteer.schemas import Steering
+from logsteer_server.engines.base import GenerateJob, ScoreJob
+from logsteer_server.engines.plan import Positions, SteeringPlan
+from logsteer_server.steering.jobs import steer_jobs
+from logsteer_server.steering.resolve import ResolvedSteering, resolve_steering
+from tests.server.steering_cases import INFO, NoVectors
+
+ONES = [1.0] * INFO.hidden_size
+IDS = np.arange(10, dtype=np.int32)
+
+
+def resolve(*vectors: dict[str, Any], positions: Any = "all") -> ResolvedSteering:
+    given = [{"data": {"1": ONES}} | vector for vector in vectors]
+    steering = Steering.model_validate({"vectors": given, "positions": positions})
+    return resolve_steering(steering, NoVectors(), INFO)
+
+
+def test_vectors_of_one_layer_are_one_offset() -> None:
+    plan = resolve({"scale": 2.0}, {"scale": 0.5}, {"data": {"3": ONES}}).plan
+    assert [(site.layer, site.ops) for site in plan.sites] == [(1, ()), (3, ())]
+    assert plan.sites[0].offset is not None
+    np.testing.assert_array_equal(plan.sites[0].offset, np.full(24, 2.5, np.float32))
+
+
+def test_base64_is_the_same_as_numbers() -> None:
+    packed = base64.b64encode(np.array(ONES, "<f4").tobytes()).decode()
+    text, numbers = resolve({"data": {"1": packed}}), resolve({})
+    assert text.plan.digest(5) == numbers.plan.digest(5)
+    assert text.vectors == numbers.vectors
+
+
+def test_a_vector_of_one_layer_may_go_to_any() -> None:
+    plan = resolve({"layers": [0, 2]}).plan
+    assert [site.layer for site in plan.sites] == [0, 2]
+
+
+def test_resid_pre_is_the_stream_that_leaves_the_block_before() -> None:
+    (site,) = resolve({"hook": "resid_pre"}).plan.sites
+    assert (site.layer, site.hook) == (0, "resid_post")
+
+
+@pytest.mark.parametrize(
+    ("vector", "code", "says"),
+    [
+        ({"data": {"4": ONES}}, "invalid_vector", "layers are 0 to 3"),
+        ({"data": {"1": ONES[:5]}}, "invalid_vector", "5 numbers a layer"),
+        ({"data": {"1": "!"}}, "invalid_vector", "base64"),
+        ({"data": {"1": ONES, "2": ONES}, "layers": [3]}, "invalid_vector", r"not \[3\]"),
+        ({"data": {"1": [0.0] * 24, "2": ONES}, "op": "ablate"}, "invalid_vector", "no direction"),
+        ({"scale": 1e39}, "invalid_vector", "beyond float32"),
+        ({"hook": "attn_out"}, "unsupported_by_engine", "steers resid_post, not attn_out"),
+        ({"data": None, "name": "happy"}, "unknown_vector", "happy"),
+    ],
+)
+def test_what_cannot_be_done_is_said(vector: dict[str, Any], code: str, says: str) -> None:
+    with pytest.raises(APIError, match=says) as raised:
+        resolve(vector)
+    assert raised.value.code == code
+
+
+@pytest.mark.parametrize(
+    "vector",
+    [
+        {"name": "happy"},
+        {"op": "clamp"},
+        {"op": "clamp", "params": {"min": 2.0, "max": 1.0}},
+        {"op": "add", "params": {"min": 2.0}},
+        {"op": "rotate", "scale": 181.0},
+        {"op": "ablate", "unit": "unit"},
+        {"scale": float("nan")},
+        {"layers": [1, 1]},
+    ],
+)
+def test_objects_that_contradict_themselves_are_refused(vector: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        resolve(vector)
+
+
+def test_which_tokens_each_kind_of_positions_means() -> None:
+    found = {
+        kind: np.nonzero(Positions(kind).mask(0, 8, 5))[0].tolist()
+        for kind in ("all", "prompt", "completion", "predicting", "last_prompt")
+    }
+    assert found == {
+        "all": list(range(8)),
+        "prompt": [0, 1, 2, 3, 4],
+        "completion": [5, 6, 7],
+        "predicting": [4, 5, 6, 7],
+        "last_prompt": [4],
+    }
+    slices = Positions("slices", ((1, 2), (4, 6)))
+    assert np.nonzero(slices.mask(0, 8, 5))[0].tolist() == [1, 4, 5]
+    assert np.nonzero(slices.mask(4, 8, 5))[0].tolist() == [0, 1]
+
+
+def digest(plan: SteeringPlan, kind: str, prompt_len: int) -> bytes:
+    return SteeringPlan(plan.sites, Positions(kind)).digest(prompt_len)
+
+
+def test_the_digest_knows_all_that_makes_a_difference() -> None:
+    plans = [
+        resolve({}).plan,
+        resolve({"scale": 2.0}).plan,
+        resolve({"layers": [2]}).plan,
+        resolve({"op": "ablate"}).plan,
+        resolve({"op": "rotate", "scale": 3.0}).plan,
+        resolve({}, positions={"slices": [(0, 3)]}).plan,
+        resolve({}, positions="prompt").plan,
+    ]
+    assert len({plan.digest(5) for plan in plans}) == len(plans)
+    assert digest(plans[0], "prompt", 5) != digest(plans[0], "prompt", 6)
+    assert digest(plans[0], "all", 5) == digest(plans[0], "all", 6)
+
+
+def test_a_plan_that_reaches_no_token_is_an_error() -> None:
+    steering = resolve({}, positions="completion")
+    one_token = ScoreJob(IDS, IDS[-1:])
+    with pytest.raises(APIError, match="reaches no token"):
+        steer_jobs([one_token], steering)
+    with pytest.raises(APIError, match="reaches no token"):
+        steer_jobs([GenerateJob(IDS, 1)], steering)
+    longer = ScoreJob(IDS, IDS[-2:])
+    assert [job.plan for job in steer_jobs([one_token, longer], steering)] == [steering.plan] * 2

@@ -1,0 +1,339 @@
+"""Files of vectors: other programs' are read, ours are read by them, and traps are refused."""
+
+import io
+import json
+import pickle
+import struct
+import subprocess
+import sys
+import time
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from logsteer.errors import APIError
+from logsteer_server.steering.formats import read_file, write_file
+from logsteer_server.steering.gguf_file import parse_gguf, render_gguf
+from logsteer_server.steering.pt_file import SteeringVector
+from logsteer_server.steering.vectors import LayerVectors
+
+FILES = Path(__file__).parent / "vector_files"
+RANDOM = np.random.default_rng(0)
+NUMBERS = {layer: RANDOM.standard_normal(8).astype(np.float32) for layer in (3, 2, 1)}
+VECTORS = LayerVectors(NUMBERS)
+
+
+def refuse(data: bytes, reason: str, form: Any = None) -> None:
+    with pytest.raises(APIError, match=reason) as caught:
+        read_file(data, form)
+    assert caught.value.code == "invalid_vector"
+
+
+def save_torch(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def save_tensors(**tensors: torch.Tensor) -> bytes:
+    return safetensors.torch.save(tensors)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "vectors", "hint"),
+    [
+        ("repeng.gguf", "gguf", VECTORS, "llama"),
+        ("steering_vectors.pt", "pt", VECTORS, None),
+        ("steering_vectors_mlp.pt", "pt", LayerVectors({1: NUMBERS[1]}, "mlp_out"), None),
+        ("layers.pt", "pt", VECTORS, None),
+    ],
+)
+def test_files_of_other_programs(
+    name: str, form: str, vectors: LayerVectors, hint: str | None
+) -> None:
+    read = read_file((FILES / name).read_bytes())
+    assert (read.format, read.vectors, read.model_hint) == (form, vectors, hint)
+
+
+def test_ours_comes_back() -> None:
+    for form in ("safetensors", "gguf"):
+        data = write_file(VECTORS, form, "llama")  # type: ignore[arg-type]
+        assert read_file(data).vectors == VECTORS
+        assert read_file(data, form).format == form  # type: ignore[arg-type]
+    attention = LayerVectors({0: NUMBERS[1]}, "attn.hook_z")
+    assert read_file(write_file(attention, "safetensors", None)).vectors == attention
+
+
+def test_torch_reads_our_safetensors() -> None:
+    tensors = safetensors.torch.load(write_file(VECTORS, "safetensors", None))
+    assert tensors.keys() == {f"blocks.{layer}.hook_resid_post" for layer in (1, 2, 3)}
+    assert torch.equal(tensors["blocks.2.hook_resid_post"], torch.tensor(NUMBERS[2]))
+
+
+def test_our_gguf_is_byte_for_byte_what_repeng_writes() -> None:
+    assert write_file(VECTORS, "gguf", "llama") == (FILES / "repeng.gguf").read_bytes()
+    assert parse_gguf(WHOLE).fields["controlvector.layer_count"] == 2
+
+
+def test_what_a_control_vector_cannot_hold_is_refused() -> None:
+    with pytest.raises(APIError, match="layer 0, which llama"):
+        write_file(LayerVectors({0: NUMBERS[1], 1: NUMBERS[1]}), "gguf", None)
+    with pytest.raises(APIError, match="it is for attn_out"):
+        write_file(LayerVectors({1: NUMBERS[1]}, "attn_out"), "gguf", None)
+    # repeng can write layer 0, and means block 0.
+    assert read_file(render_gguf({0: NUMBERS[1]}, "x")).vectors == LayerVectors({0: NUMBERS[1]})
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "hook"),
+    [
+        ("7", 7, "resid_post"),
+        ("layer.7", 7, "resid_post"),
+        ("layers.7", 7, "resid_post"),
+        ("layer_7", 7, "resid_post"),
+        ("model.layers.7", 7, "resid_post"),
+        ("transformer.h.7", 7, "resid_post"),
+        ("direction.7", 7, "resid_post"),
+        ("blocks.7", 7, "resid_post"),
+        ("blocks.7.hook_resid_post", 7, "resid_post"),
+        ("blocks.7.hook_out", 7, "resid_post"),
+        ("blocks.7.hook_mlp_out", 7, "mlp_out"),
+        ("blocks.7.attn.hook_z", 7, "attn.hook_z"),
+    ],
+)
+def test_names_of_tensors(name: str, layer: int, hook: str) -> None:
+    read = read_file(save_tensors(**{name: torch.ones(4)}))
+    assert read.vectors == LayerVectors({layer: np.ones(4)}, hook)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_types_of_numbers(dtype: torch.dtype) -> None:
+    numbers = torch.tensor([[1.5, -0.25, 3.0]], dtype=dtype)  # a leading axis of length 1
+    expected = LayerVectors({1: np.array([1.5, -0.25, 3.0])})
+    assert read_file(save_tensors(**{"1": numbers})).vectors == expected
+    assert read_file(save_torch({1: numbers[0]})).vectors == expected
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        ({"1": torch.ones(2), "2": torch.ones(3)}, "layer 1 has 2 numbers and layer 2 has 3"),
+        ({"1": torch.tensor([float("nan")])}, "NaN"),
+        ({"1": torch.tensor([1e300], dtype=torch.float64)}, "beyond float32"),
+        ({"1": torch.ones(2, dtype=torch.int64)}, "type I64; F32"),
+        ({"1": torch.ones(2, 2)}, r"shape \[2, 2\]"),
+        ({"1": torch.tensor(1.0)}, r"shape \[\]"),
+        ({"1": torch.ones(2), "layer.1": torch.ones(2)}, "layer 1 is there twice"),
+        ({"weights": torch.ones(2)}, "'weights' names no layer"),
+        ({"../../etc/passwd": torch.ones(2)}, "names no layer"),
+        ({"-1": torch.ones(2)}, "names no layer"),
+        ({"999999": torch.ones(2)}, "layer 999999 is outside"),
+        ({"blocks.1.resid": torch.ones(2)}, "names no layer"),
+        ({"blocks.1.hook_a": torch.ones(2), "blocks.2.hook_b": torch.ones(2)}, "several hooks"),
+        ({"1": torch.zeros(2)}, "every number is 0"),
+        ({}, "no layers"),
+    ],
+)
+def test_tensors_that_are_no_vectors(tensors: dict[str, torch.Tensor], reason: str) -> None:
+    refuse(safetensors.torch.save(tensors), reason)
+
+
+def test_safetensors_that_lie_about_their_size() -> None:
+    header = {"1": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}
+    text = json.dumps(header).encode()
+    refuse(struct.pack("<Q", len(text)) + text + bytes(64), "cannot be read")
+    refuse(struct.pack("<Q", 2**62) + b"{}", "cannot be read")
+    whole = save_tensors(**{"1": torch.ones(64)})
+    refuse(whole[:-1], "cannot be read")
+    refuse(whole + b"more", "cannot be read")
+
+
+@pytest.mark.parametrize("data", [b"hello, world", b"x", b"\x00" * 64, b"<html><body>no</body>"])
+def test_what_is_no_file_of_vectors(data: bytes) -> None:
+    refuse(data, "neither safetensors, nor GGUF, nor a file of torch.save")
+
+
+def patch_gguf(data: bytes, old: bytes, new: bytes) -> bytes:
+    assert old in data and len(old) == len(new)
+    return data.replace(old, new, 1)
+
+
+WHOLE = render_gguf({1: NUMBERS[1], 2: NUMBERS[2]}, "llama")
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"GGUF", "ends too early"),
+        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 1"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "version 50331648; little-endian"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0), "announces 1152921504606846976 tensors"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60), "1152921504606846976 fields"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**63), "9223372036854775808 bytes"),
+        (
+            b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, 0, 2**50),
+            "1125899906842624 bytes",
+        ),
+        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, 9, 1), "array of type 9"),
+        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, 8, 2**40), "strings"),
+        (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"a", 77), "unknown type 77"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 0) + bytes(8), "no layers"),
+        (WHOLE[:-1], "ends too early"),
+        (patch_gguf(WHOLE, b"\rcontrolvector"[1:], b"llama-unknown"), "so it is a model"),
+        (patch_gguf(WHOLE, b"direction.1", b"direction.2"), "there twice"),
+        (patch_gguf(WHOLE, b"direction.1", b"direction.x"), "names no layer"),
+        (
+            patch_gguf(WHOLE, struct.pack("<IQIQ", 1, 8, 0, 0), struct.pack("<IQIQ", 1, 8, 2, 0)),
+            "ggml type 2",
+        ),
+        (
+            patch_gguf(
+                WHOLE, struct.pack("<IQIQ", 1, 8, 0, 0), struct.pack("<IQIQ", 1, 2**62, 0, 0)
+            ),
+            "ends too early",
+        ),
+        (
+            patch_gguf(
+                WHOLE, struct.pack("<IQIQ", 1, 8, 0, 0), struct.pack("<IQIQ", 1, 8, 0, 2**62)
+            ),
+            "ends too early",
+        ),
+        (
+            patch_gguf(WHOLE, struct.pack("<II", 4, 2), struct.pack("<II", 4, 1)),
+            "layer_count is 1, but 2 directions",
+        ),
+    ],
+)
+def test_gguf_that_is_broken_or_lies(data: bytes, reason: str) -> None:
+    refuse(data, reason, "gguf")
+
+
+@given(st.integers(0, len(WHOLE) - 1), st.integers(0, 255), st.integers(0, 64))
+def test_a_gguf_with_a_wrong_byte_is_read_or_refused(place: int, byte: int, cut: int) -> None:
+    data = bytearray(WHOLE)
+    data[place] = byte
+    try:
+        read_file(bytes(data[: len(data) - cut]), "gguf")
+    except APIError as error:
+        assert error.code == "invalid_vector"
+
+
+def test_a_type_in_old_pickles_and_dictionaries_of_names() -> None:
+    named = OrderedDict(
+        {f"blocks.{layer}.hook_resid_post": torch.tensor(NUMBERS[1]) for layer in (1, 4)}
+    )
+    assert list(read_file(save_torch(named)).vectors.layers) == [1, 4]
+    form = {"layer_activations": {2: torch.tensor(NUMBERS[1])}, "layer_type": "self_attn"}
+    assert read_file(save_torch(form)).vectors == LayerVectors({2: NUMBERS[1]}, "attn_out")
+    old = io.BytesIO()
+    torch.save({5: torch.tensor(NUMBERS[1])}, old, _use_new_zipfile_serialization=False)
+    assert read_file(old.getvalue()).vectors == LayerVectors({5: NUMBERS[1]})
+
+
+class Exploit:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.path,))
+
+
+def test_a_pickle_with_code_is_refused_and_not_run(tmp_path: Path) -> None:
+    mark = tmp_path / "run"
+    refuse(save_torch({1: Exploit(mark)}), "pickles are not run here")
+    refuse(pickle.dumps({1: Exploit(mark)}), "the file of torch.save was refused")
+    stand_in = SteeringVector()
+    stand_in.layer_activations = {1: Exploit(mark)}
+    refuse(save_torch(stand_in), "pickles are not run here")
+    assert not mark.exists()
+
+
+def deflate_storage(count: int) -> bytes:
+    """What torch.save writes for {1: zeros(count)}, its storage deflated to a thousandth."""
+    whole = save_torch({1: torch.zeros(1)})
+    source = zipfile.ZipFile(io.BytesIO(whole))
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for entry in source.infolist():
+            data = source.read(entry)
+            if entry.filename.endswith("data/0"):
+                with archive.open(entry.filename, "w", force_zip64=True) as file:
+                    for _ in range(4 * count // 2**20):
+                        file.write(bytes(2**20))
+                continue
+            if entry.filename.endswith("data.pkl"):
+                one, many = b"K\x01\x85", b"J" + struct.pack("<i", count) + b"\x85"
+                data = data.replace(b"K\x01tq", b"J" + struct.pack("<i", count) + b"tq")
+                data = data.replace(one, many, 1)  # the shape; the stride stays
+            archive.writestr(entry.filename, data)
+    return out.getvalue()
+
+
+def test_a_zip_bomb_is_refused_in_bounded_memory() -> None:
+    refuse(deflate_storage(2**20), "every number is 0")  # such a file is read, then
+    data = deflate_storage(2**29)  # 2 GiB
+    assert len(data) < 4 * 2**20
+    started = time.monotonic()
+    refuse(data, "unfolds to more than|takes too much memory|torch cannot read it")
+    assert time.monotonic() - started < 60
+
+
+def test_a_tensor_that_repeats_its_storage_is_refused() -> None:
+    data = save_torch({1: torch.ones(1).expand(2**40)})
+    refuse(data, "unfolds to more than")
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ([torch.ones(2)], "holds a list; save a dictionary"),
+        (torch.ones(4, 2), "holds a Tensor; save a dictionary"),
+        ({1: "text"}, "entry '1' is a str, not a tensor"),
+        ({1: torch.ones(2, dtype=torch.int32)}, "not a dense tensor of floating-point"),
+        ({1: torch.ones(2).to_sparse()}, "not a dense tensor"),
+        ({"layer_activations": {1: torch.ones(2)}, "layer_type": "input_layernorm"}, "layer_type"),
+        ({"layer_activations": [torch.ones(2)]}, "no dictionary"),
+        (dict.fromkeys(range(5000), 1), "5000 entries"),
+        ({}, "no layers"),
+    ],
+)
+def test_torch_files_of_another_form(value: Any, reason: str) -> None:
+    refuse(save_torch(value), reason)
+
+
+def test_a_broken_torch_file_is_refused() -> None:
+    whole = (FILES / "layers.pt").read_bytes()
+    refuse(whole[:-200], "torch cannot read it")
+    refuse(b"PK\x03\x04" + bytes(99), "torch cannot read it")
+
+
+def test_reading_files_never_loads_torch_here() -> None:
+    code = (
+        "import sys; from logsteer_server.steering.formats import read_file;"
+        f"read_file(open({str(FILES / 'layers.pt')!r}, 'rb').read());"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_process_sees_no_keys_and_has_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGSTEER_API_KEY", "secret")
+    seen: dict[str, Any] = {}
+
+    def run(command: list[str], **options: Any) -> None:
+        seen.update(options)
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(subprocess, "run", run)
+    refuse((FILES / "layers.pt").read_bytes(), "within 120 s")
+    assert "PATH" in seen["env"] and "LOGSTEER_API_KEY" not in seen["env"]

@@ -1,0 +1,239 @@
+"""Vectors from activations, against their definitions and scikit-learn; and their combinations."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.decomposition import PCA
+
+from logsteer.errors import APIError
+from logsteer.schemas import TrainMethod, TrainRequest
+from logsteer_server.engines.base import CaptureJob, CaptureOutput, EngineInfo
+from logsteer_server.scoring.tokenizer import TextCodec
+from logsteer_server.steering.training import (
+    TrainedVectors,
+    combine_vectors,
+    find_principal_direction,
+    plan_captures,
+    train_vectors,
+)
+from logsteer_server.steering.vectors import LayerVectors
+from tests.conftest import DEMO_MODEL
+
+WIDTH = 24
+LAYERS = (1, 5)
+INFO = EngineInfo(
+    engine="fake",
+    engine_version="0",
+    model_path="p",
+    tokenizer_path="p",
+    weights_digest="w",
+    dtype="float32",
+    logits_dtype="float32",
+    quantization=None,
+    tensor_parallel=1,
+    pipeline_parallel=1,
+    batch_invariant=True,
+    context_length=16,
+    vocab_size=100,
+    columns=("logprob",),
+    num_layers=6,
+    hidden_size=WIDTH,
+    hooks=("resid_post",),
+)
+
+
+def draw(num_pairs: int = 40, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Activations [N, L, D] that differ along the first axis at layer 1, the second at 5."""
+    random = np.random.default_rng(seed)
+    shared = 3 * random.standard_normal((num_pairs, 2, WIDTH))
+    positive = shared + 0.3 * random.standard_normal(shared.shape)
+    negative = shared + 0.3 * random.standard_normal(shared.shape)
+    for place in (0, 1):
+        positive[:, place, place] += 2 + random.standard_normal(num_pairs)
+    return positive.astype(np.float32), negative.astype(np.float32)
+
+
+def train(positive: np.ndarray, negative: np.ndarray, method: TrainMethod) -> TrainedVectors:
+    job = CaptureJob(np.array([1], dtype=np.int32), LAYERS)
+    both = [row for pair in zip(positive, negative, strict=True) for row in pair]
+    return train_vectors([job] * len(both), [CaptureOutput(row) for row in both], method)
+
+
+def cosine(one: np.ndarray, other: np.ndarray) -> float:
+    return float(one @ other / np.linalg.norm(one) / np.linalg.norm(other))
+
+
+def test_mean_difference_is_that() -> None:
+    positive, negative = draw()
+    trained = train(positive, negative, "mean_difference")
+    for place, layer in enumerate(LAYERS):
+        expected = (positive[:, place].astype(float) - negative[:, place]).mean(0)
+        assert np.allclose(trained.vectors.layers[layer], expected, atol=1e-6)
+
+
+def test_pca_is_the_component_of_the_centred_pairs() -> None:
+    """repeng's pca_center: each pair less its middle, in one PCA of scikit-learn's."""
+    positive, negative = draw()
+    trained = train(positive, negative, "pca")
+    for place, layer in enumerate(LAYERS):
+        middle = (positive[:, place] + negative[:, place]) / 2
+        rows = np.concatenate([positive[:, place] - middle, negative[:, place] - middle])
+        component = PCA(n_components=1).fit(rows.astype(float)).components_[0]
+        vector = trained.vectors.layers[layer]
+        assert abs(cosine(vector, component)) == pytest.approx(1, abs=1e-6)
+        assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-6)
+
+
+def test_logistic_is_as_long_as_the_means_are_apart_along_it() -> None:
+    positive, negative = draw()
+    trained = train(positive, negative, "logistic")
+    for place, layer in enumerate(LAYERS):
+        vector = trained.vectors.layers[layer].astype(float)
+        apart = (positive[:, place].astype(float) - negative[:, place]).mean(0)
+        length = np.linalg.norm(vector)
+        assert apart @ vector / length == pytest.approx(length, rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["mean_difference", "pca", "logistic"])
+def test_every_method_finds_the_axis_and_points_to_the_positives(method: TrainMethod) -> None:
+    positive, negative = draw(num_pairs=200)
+    trained = train(positive, negative, method)
+    turned = train(negative, positive, method)
+    for place, layer in enumerate(LAYERS):
+        vector = trained.vectors.layers[layer]
+        axis = np.eye(WIDTH)[place]
+        # The boundary's normal also takes the noise that the axis shares with others into account.
+        assert cosine(vector, axis) > (0.85 if method == "logistic" else 0.97)
+        assert cosine(vector, turned.vectors.layers[layer]) == pytest.approx(-1, abs=1e-3)
+        quality = trained.quality[layer]
+        assert quality.pair_accuracy > 0.9
+        assert 0.5 < quality.auc <= 1 and 0.5 < quality.accuracy <= 1
+
+
+def test_quality_is_what_it_says() -> None:
+    positive = np.array([[[3.0], [1.0]], [[1.0], [1.0]]], dtype=np.float32)
+    negative = np.array([[[0.0], [2.0]], [[2.0], [1.0]]], dtype=np.float32)
+    quality = train(positive, negative, "mean_difference").quality
+    # Layer 1 has 3, 1 against 0, 2: middle 1.5, three of four pairs (p, n) in order.
+    assert quality[1].accuracy == 0.5
+    assert quality[1].auc == 0.75
+    assert quality[1].pair_accuracy == 0.5
+    assert quality[1].explained_variance == pytest.approx(1)
+
+
+def test_a_layer_where_nothing_differs_is_zero_and_of_no_quality() -> None:
+    positive, negative = draw()
+    negative[:, 1] = positive[:, 1]
+    for method in ("mean_difference", "pca", "logistic"):
+        trained = train(positive, negative, method)  # type: ignore[arg-type]
+        assert not trained.vectors.layers[5].any()
+        assert trained.quality[5].auc == 0.5
+        assert trained.quality[5].explained_variance == 0
+
+
+@pytest.mark.parametrize("method", ["mean_difference", "pca", "logistic"])
+def test_texts_that_do_not_differ_are_an_error(method: TrainMethod) -> None:
+    positive, _ = draw()
+    with pytest.raises(APIError, match="do not differ at any layer") as caught:
+        train(positive, positive, method)
+    assert caught.value.code == "invalid_vector"
+
+
+@pytest.mark.parametrize("method", ["mean_difference", "pca", "logistic"])
+def test_one_pair_is_enough(method: TrainMethod) -> None:
+    positive, negative = draw(num_pairs=1)
+    vectors = train(positive, negative, method).vectors
+    difference = (positive - negative)[0, 0]
+    assert cosine(vectors.layers[1], difference) == pytest.approx(1, abs=1e-3)
+
+
+def test_activations_that_are_not_finite_are_an_error() -> None:
+    positive, negative = draw()
+    positive[0, 0, 0] = np.nan
+    with pytest.raises(APIError, match="not finite"):
+        train(positive, negative, "pca")
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 2**32 - 1))
+def test_the_principal_direction_is_the_singular_vector(rows: int, width: int, seed: int) -> None:
+    differences = np.random.default_rng(seed).standard_normal((rows, width))
+    direction = find_principal_direction(differences)
+    singular = np.linalg.svd(differences)
+    values = singular.S
+    if len(values) > 1 and values[0] - values[1] < 1e-3:
+        return
+    assert abs(direction @ singular.Vh[0]) == pytest.approx(1, abs=1e-6)
+    assert (differences @ direction).sum() >= 0
+
+
+PAIR = {"positive": "once upon a time", "negative": "the end"}
+
+
+def plan(max_bytes: int = 2**30, **fields: Any) -> list[CaptureJob]:
+    request = TrainRequest.model_validate({"name": "v", "pairs": [PAIR]} | fields)
+    return plan_captures(request, TextCodec.load(str(DEMO_MODEL)), INFO, max_bytes)
+
+
+def test_a_job_for_each_text() -> None:
+    codec = TextCodec.load(str(DEMO_MODEL))
+    jobs = plan(layers=[4, 2], read="mean", bos="never")
+    texts = [codec.decode(job.tokens.tolist()) for job in jobs]
+    assert [text.strip() for text in texts] == ["once upon a time", "the end"]
+    assert {(job.layers, job.hook, job.read) for job in jobs} == {((2, 4), "resid_post", "mean")}
+    assert plan()[0].layers == tuple(range(6))
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "reason"),
+    [
+        ({"hook": "attn_out"}, "unsupported_by_engine", "it has resid_post"),
+        ({"layers": [2, 6]}, "invalid_vector", "layers has 6; this model's layers are 0 to 5"),
+        ({"max_bytes": 100}, "payload_too_large", "max_training_bytes"),
+        (
+            {"pairs": [PAIR, {"positive": "a", "negative": "word " * 99}]},
+            "context_too_long",
+            r"pairs\[1\]\.negative has",
+        ),
+    ],
+)
+def test_requests_that_cannot_be_met(fields: dict[str, Any], code: str, reason: str) -> None:
+    with pytest.raises(APIError, match=reason) as caught:
+        plan(**fields)
+    assert caught.value.code == code
+
+
+def vectors(**layers: list[float]) -> LayerVectors:
+    return LayerVectors({int(name[1:]): np.array(numbers) for name, numbers in layers.items()})
+
+
+def test_a_sum_unites_layers() -> None:
+    one, other = vectors(l1=[1, 2], l2=[3, 4]), vectors(l2=[10, 0], l7=[0, 1])
+    summed = combine_vectors([(one, 2.0), (other, -1.0)])
+    assert summed == vectors(l1=[2, 4], l2=[-4, 8], l7=[0, -1])
+
+
+def test_a_sum_is_made_orthogonal_layer_by_layer() -> None:
+    one = vectors(l1=[1, 2, 3], l2=[3, 4, 5])
+    away = [vectors(l1=[0, 2, 0]), vectors(l1=[0, 1, 1e-3]), vectors(l1=[0, 3, 0], l9=[1, 1, 1])]
+    result = combine_vectors([(one, 1.0)], away)
+    assert np.allclose(result.layers[1], [1, 0, 0], atol=1e-6)
+    assert result.layers[2].tolist() == [3, 4, 5]
+
+
+def test_combinations_that_make_no_sense_are_refused() -> None:
+    one = vectors(l1=[1, 2, 0.1])
+    attention = LayerVectors({1: np.ones(3)}, "attn_out")
+    for parts, away, reason in (
+        ([(one, 1.0), (vectors(l1=[1, 2]), 1.0)], [], "different width cannot be combined: 2, 3"),
+        ([(one, 1.0), (attention, 1.0)], [], "different hook cannot be combined: attn_out, resid"),
+        ([(one, 1.0)], [attention], "different hook"),
+        ([(one, 1.0), (one, -1.0)], [], "nothing is left"),
+        ([(one, 0.0)], [], "nothing is left"),
+        ([(one, 3.0)], [one], "nothing is left"),
+    ):
+        with pytest.raises(APIError, match=reason) as caught:
+            combine_vectors(parts, away)  # type: ignore[arg-type]
+        assert caught.value.code == "invalid_vector"

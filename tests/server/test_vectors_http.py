@@ -1,0 +1,313 @@
+"""`/vectors` over HTTP, on a server with a fake model."""
+
+import asyncio
+import hashlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgpack
+import numpy as np
+import pytest
+import yaml
+
+from logsteer import Client
+from logsteer.errors import APIError, NotFoundError
+from logsteer.schemas import TrainAnswer, VectorCard
+from logsteer_server.app import create_app
+from logsteer_server.engines.base import CaptureJob
+from logsteer_server.engines.fake import fake_activations
+from logsteer_server.scoring.tokenizer import TextCodec
+from logsteer_server.settings import ModelSettings, Settings
+from logsteer_server.steering.vectors import LayerVectors, parse_content
+from tests.conftest import DEMO_MODEL, Server, ServerFactory, fake_model
+
+FILES = Path(__file__).parent / "vector_files"
+PAIRS = [
+    {"positive": f"the day was so happy and {word}", "negative": f"the night was sad and {other}"}
+    for word, other in [("bright", "dark"), ("warm", "cold"), ("light", "long"), ("good", "bad")]
+]
+VECTORS = LayerVectors({1: np.arange(1, 17), 3: -np.arange(1, 17)})
+
+
+@pytest.fixture
+def client(fake_server: Server) -> Iterator[Client]:
+    with Client(fake_server.url, max_retries=0) as client:
+        yield client
+        for card in client.vectors.list().vectors:
+            client.vectors.delete(card.name)
+
+
+@pytest.fixture
+def http(fake_server: Server, client: Client) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=fake_server.url, timeout=120) as http:
+        yield http
+
+
+def refused(response: httpx.Response, status: int, code: str, reason: str) -> dict[str, Any]:
+    problem: dict[str, Any] = response.json()
+    assert response.headers["content-type"] == "application/problem+json"
+    assert (response.status_code, problem["code"]) == (status, code)
+    assert reason in problem["detail"]
+    return problem
+
+
+def test_a_file_goes_up_and_comes_down(client: Client, http: httpx.Client) -> None:
+    card = client.vectors.put("happy", VECTORS.content)
+    assert card.sha256 == VECTORS.sha256
+    assert (card.layers, card.width, card.about.format) == ([1, 3], 16, "safetensors")
+    assert client.vectors.get("happy") == card
+    assert [c.name for c in client.vectors.list().vectors] == ["happy"]
+
+    answer = http.get("/vectors/happy/content")
+    assert answer.headers["content-type"] == "application/vnd.safetensors"
+    assert answer.headers["content-disposition"] == 'attachment; filename="happy.safetensors"'
+    assert answer.headers["etag"] == f'"{card.sha256}"'
+    assert hashlib.sha256(answer.content).hexdigest() == card.sha256
+    assert parse_content(answer.content) == VECTORS
+    assert client.vectors.download("happy") == answer.content
+    known = {"If-None-Match": answer.headers["etag"]}
+    assert http.get("/vectors/happy/content", headers=known).status_code == 304
+    gguf = http.get("/vectors/happy/content", params={"format": "gguf"}, headers=known)
+    assert gguf.status_code == 200
+    assert gguf.headers["content-type"] == "application/vnd.gguf"
+    assert 'filename="happy.gguf"' in gguf.headers["content-disposition"]
+    assert client.vectors.put("again", gguf.content).sha256 == card.sha256
+
+    assert client.vectors.delete("happy").sha256 == card.sha256
+    with pytest.raises(NotFoundError) as caught:
+        client.vectors.get("happy")
+    assert caught.value.code == "unknown_vector"
+
+
+@pytest.mark.parametrize("name", ["repeng.gguf", "steering_vectors.pt", "layers.pt"])
+def test_files_of_other_programs_go_up(client: Client, name: str) -> None:
+    card = client.vectors.put("theirs", FILES / name)
+    assert card.layers == [1, 2, 3]
+    assert card.about.format == name.split(".")[1]
+    assert card.about.model_hint == ("llama" if name == "repeng.gguf" else None)
+
+
+def test_training_makes_what_the_activations_say(client: Client) -> None:
+    answer = client.vectors.train("happy", PAIRS, read="mean", layers=[2, 0], bos="never")
+    codec = TextCodec.load(str(DEMO_MODEL))
+
+    def read(text: str) -> np.ndarray:
+        ids = np.array(codec.encode_ids([text])[0], dtype=np.int32)
+        return fake_activations(CaptureJob(ids, (0, 2), read="mean"), 16).astype(float)
+
+    expected = np.mean([read(p["positive"]) - read(p["negative"]) for p in PAIRS], axis=0)
+    vectors = parse_content(client.vectors.download("happy"))
+    assert list(vectors.layers) == [0, 2]
+    assert np.allclose(np.stack(list(vectors.layers.values())), expected, atol=1e-6)
+    about = answer.vector.about
+    assert (about.source, about.method, about.read) == ("training", "mean_difference", "mean")
+    assert (about.model, about.weights_digest, about.pairs) == ("fake", "none", 4)
+    assert about.quality is not None and about.quality.keys() == {"0", "2"}
+    texts = [text for pair in PAIRS for text in pair.values()]
+    assert answer.usage.prompt_tokens == sum(map(len, codec.encode_ids(texts)))
+    assert answer.provenance.engine == "fake"
+    assert client.vectors.get("happy") == answer.vector
+
+
+@pytest.mark.parametrize("method", ["mean_difference", "pca", "logistic"])
+def test_every_method_answers_in_json_and_msgpack(
+    client: Client, fake_server: Server, method: Any
+) -> None:
+    answer = client.vectors.train("a", PAIRS, method=method)
+    assert answer.vector.about.method == method
+    assert answer.vector.layers == [0, 1, 2, 3]
+    with Client(fake_server.url, encoding="msgpack") as packed:
+        again = packed.vectors.train("b", PAIRS, method=method)
+        assert packed.vectors.get("b").sha256 == answer.vector.sha256
+    assert again.vector.norms == answer.vector.norms
+
+
+def test_combining(client: Client) -> None:
+    client.vectors.put("a", VECTORS.content)
+    client.vectors.put("b", LayerVectors({3: np.ones(16)}).content)
+    card = client.vectors.combine("sum", {"a": 2.0, "b": -1})
+    summed = parse_content(client.vectors.download("sum"))
+    assert summed.layers[3].tolist() == [-2.0 * n - 1 for n in range(1, 17)]
+    assert [part.weight for part in card.about.parts or []] == [2.0, -1.0]
+    client.vectors.combine("apart", {"a": 1.0}, orthogonal_to=["b"])
+    apart = parse_content(client.vectors.download("apart"))
+    assert abs(apart.layers[3].sum()) < 1e-4
+    assert np.array_equal(apart.layers[1], VECTORS.layers[1])
+    with pytest.raises(NotFoundError, match="'c'"):
+        client.vectors.combine("x", {"c": 1.0})
+    with pytest.raises(APIError, match="nothing is left"):
+        client.vectors.combine("x", {"a": 0})
+
+
+@pytest.mark.parametrize(
+    ("body", "query", "reason"),
+    [
+        (b"", "", "the body is empty"),
+        (b"hello, this is text", "", "neither safetensors"),
+        (b"hello, this is text", "?format=gguf", "does not begin as GGUF"),
+        (LayerVectors({1: np.ones(3)}).content[:-2], "", "cannot be read"),
+    ],
+)
+def test_files_that_are_no_vectors(
+    http: httpx.Client, body: bytes, query: str, reason: str
+) -> None:
+    refused(http.put(f"/vectors/a{query}", content=body), 422, "invalid_vector", reason)
+    refused(http.get("/vectors/a"), 404, "unknown_vector", "'a'")
+
+
+def test_a_pickle_with_code_is_refused(http: httpx.Client) -> None:
+    body = b"\x80\x02cposix\nsystem\nX\x04\x00\x00\x00true\x85R."
+    refused(http.put("/vectors/a", content=body), 422, "invalid_vector", "refused")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["%2e%2e", "..%2f..%2fetc", "a%20b", ".hidden", "a%00", "a%2fb", "-a", "x" * 129, "a%0a"],
+)
+def test_names_that_are_none(http: httpx.Client, path: str) -> None:
+    for response in (
+        http.put(f"/vectors/{path}", content=VECTORS.content),
+        http.get(f"/vectors/{path}"),
+        http.delete(f"/vectors/{path}"),
+        http.get(f"/vectors/{path}/content"),
+    ):
+        assert response.status_code in (404, 405, 422)
+        assert response.json()["code"] in ("invalid_request", "not_found", "method_not_allowed")
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "reason"),
+    [
+        ({"name": "a"}, "invalid_request", "pairs"),
+        ({"name": "../a", "pairs": PAIRS}, "invalid_request", "name"),
+        ({"name": "a", "pairs": []}, "invalid_request", "pairs"),
+        (
+            {"name": "a", "pairs": [{"positive": "x", "negative": "x"}]},
+            "invalid_request",
+            "the same text",
+        ),
+        ({"name": "a", "pairs": PAIRS, "layers": [4]}, "invalid_vector", "0 to 3"),
+        ({"name": "a", "pairs": PAIRS, "layers": [1, 1]}, "invalid_request", "twice"),
+        ({"name": "a", "pairs": PAIRS, "layers": [-1]}, "invalid_request", "layers"),
+        ({"name": "a", "pairs": PAIRS, "hook": "mlp_out"}, "unsupported_by_engine", "resid_post"),
+        ({"name": "a", "pairs": PAIRS, "method": "sae"}, "invalid_request", "method"),
+        (
+            {"name": "a", "pairs": [{"positive": "so the end", "negative": "not the end"}]},
+            "invalid_vector",
+            "do not differ",
+        ),
+        (
+            {"name": "a", "pairs": [{"positive": "a", "negative": "word " * 200}]},
+            "context_too_long",
+            "pairs[0].negative",
+        ),
+    ],
+)
+def test_training_that_is_refused(
+    http: httpx.Client, body: dict[str, Any], code: str, reason: str
+) -> None:
+    refused(http.post("/vectors/train", json=body), 422, code, reason)
+    refused(http.get("/vectors/a"), 404, "unknown_vector", "'a'")
+
+
+def test_an_unknown_model_is_told(http: httpx.Client) -> None:
+    body = {"name": "a", "model": "none", "pairs": PAIRS}
+    refused(http.post("/vectors/train", json=body), 404, "unknown_model", "'none'")
+
+
+def test_combinations_that_are_refused(client: Client, http: httpx.Client) -> None:
+    client.vectors.put("a", VECTORS.content)
+    client.vectors.put("narrow", LayerVectors({1: np.ones(3)}).content)
+    for body, code, reason in (
+        ({"vectors": []}, "invalid_request", "vectors"),
+        ({"vectors": [{"name": "a", "weight": "2"}]}, "invalid_request", "weight"),
+        ({"vectors": [{"name": "a"}, {"name": "narrow"}]}, "invalid_vector", "width"),
+        ({"vectors": [{"name": "a"}], "orthogonal_to": ["a"]}, "invalid_vector", "nothing"),
+    ):
+        refused(http.post("/vectors/b/combine", json=body), 422, code, reason)
+    nan = '{"vectors": [{"name": "a", "weight": NaN}]}'
+    headers = {"content-type": "application/json"}
+    assert http.post("/vectors/b/combine", content=nan, headers=headers).status_code == 422
+
+
+def test_limits_and_a_restart(start_server: ServerFactory, tmp_path: Path) -> None:
+    path = tmp_path / "kept.sqlite"
+    config = {
+        "models": [fake_model()],
+        "vector_file": str(path),
+        "max_vector_bytes": 2048,
+        "vector_store_bytes": 3000,
+        "max_training_bytes": 2048,
+    }
+    server = start_server(config)
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        large = LayerVectors({0: np.ones(600)}).content
+
+        def pieces() -> Iterator[bytes]:  # of a length that is not announced
+            yield large[:1000]
+            yield large[1000:]
+
+        for content in (large, pieces()):
+            refused(http.put("/vectors/a", content=content), 413, "payload_too_large", "2048 bytes")
+        body = {"name": "a", "pairs": PAIRS * 2}
+        refused(
+            http.post("/vectors/train", json=body), 413, "payload_too_large", "max_training_bytes"
+        )
+        for index in range(2):
+            content = LayerVectors({0: np.full(300, index + 1.0)}).content
+            assert http.put(f"/vectors/v{index}", content=content).status_code == 200
+        content = LayerVectors({0: np.full(300, 9.0)}).content
+        refused(
+            http.put("/vectors/v2", content=content), 413, "payload_too_large", "vector_store_bytes"
+        )
+        before = http.get("/vectors").json()
+        assert [card["name"] for card in before["vectors"]] == ["v0", "v1"]
+        assert before["max_bytes"] == 3000
+    server.process.kill()
+    server.stop()
+    server = start_server(config)
+    assert httpx.get(f"{server.url}/vectors").json() == before
+
+
+def test_a_key_is_asked_for() -> None:
+    app = create_app(Settings(models=[ModelSettings(id="a", path="p")], api_key="secret"))
+
+    async def ask() -> list[int]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
+            answers = [
+                await http.get("/vectors"),
+                await http.get("/vectors/a/content"),
+                await http.put("/vectors/a", content=VECTORS.content),
+                await http.delete("/vectors/a"),
+                await http.post("/vectors/train", json={"name": "a", "pairs": PAIRS}),
+                await http.post("/vectors/a/combine", json={"vectors": [{"name": "b"}]}),
+            ]
+        return [answer.status_code for answer in answers]
+
+    assert asyncio.run(ask()) == [401] * 6
+
+
+def test_a_damaged_store_keeps_the_server_from_starting(tmp_path: Path) -> None:
+    (tmp_path / "bad.sqlite").write_bytes(b"no database" * 999)
+    config = {"models": [fake_model()], "vector_file": "bad.sqlite"}
+    (tmp_path / "models.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "logsteer_server", "--config", "models.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "bad.sqlite cannot hold vectors" in done.stderr
+    assert (tmp_path / "bad.sqlite").read_bytes() == b"no database" * 999
+
+
+def test_answers_are_of_the_contract(client: Client, http: httpx.Client) -> None:
+    body = {"name": "a", "pairs": PAIRS, "layers": [1]}
+    trained = http.post("/vectors/train", json=body)
+    TrainAnswer.model_validate(trained.json())
+    shown = http.get("/vectors/a", headers={"Accept": "application/msgpack"})
+    VectorCard.model_validate(msgpack.unpackb(shown.content))
+    document = http.get("/openapi.json").json()
+    assert {"/vectors", "/vectors/{name}", "/vectors/train"} <= document["paths"].keys()
