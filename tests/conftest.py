@@ -47,7 +47,9 @@ class Server:
             stderr=subprocess.STDOUT,
             text=True,
             cwd=directory,
-            env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"} | environment,
+            env=os.environ
+            | {"OMP_WAIT_POLICY": "PASSIVE", "XDG_DATA_HOME": str(directory)}
+            | environment,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -152,6 +154,18 @@ def vllm_server(start_server: ServerFactory) -> Server:
     return start_server({"models": models, "cache_bytes": 0})
 
 
+def tlens_model(model_id: str, path: Path, **settings: Any) -> dict[str, Any]:
+    """Configuration of a small model on TransformerLens."""
+    defaults = {"dtype": "float32", "devices": "cpu"}
+    return {"id": model_id, "engine": "transformer_lens", "path": str(path)} | defaults | settings
+
+
+@pytest.fixture(scope="session")
+def tlens_server(start_server: ServerFactory) -> Server:
+    """A server with TransformerLens: `demo`; without a result cache, like vLLM's."""
+    return start_server({"models": [tlens_model("demo", DEMO_MODEL)], "cache_bytes": 0})
+
+
 @pytest.fixture(scope="session")
 def fake_client(fake_server: Server) -> Iterator[Client]:
     """A client of the fake server."""
@@ -163,4 +177,11 @@ def fake_client(fake_server: Server) -> Iterator[Client]:
 def vllm_client(vllm_server: Server) -> Iterator[Client]:
     """A client of the vLLM server; requests go to `demo` unless they name another model."""
     with Client(vllm_server.url, model="demo", max_retries=0, timeout=300) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def tlens_client(tlens_server: Server) -> Iterator[Client]:
+    """A client of the TransformerLens server."""
+    with Client(tlens_server.url, max_retries=0, timeout=300) as client:
         yield client

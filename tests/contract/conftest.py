@@ -4,8 +4,10 @@ import pytest
 
 from logsteer import Client
 
+REAL = [pytest.param(name, marks=pytest.mark.engine) for name in ("vllm", "tlens")]
 
-@pytest.fixture(params=["fake", pytest.param("vllm", marks=pytest.mark.engine)])
+
+@pytest.fixture(params=["fake", *REAL])
 def client(request: pytest.FixtureRequest) -> Client:
     """A client of a server with this engine, whose default model has the demo's tokenizer."""
     found: Client = request.getfixturevalue(f"{request.param}_client")

@@ -108,7 +108,10 @@ class Site:
 
 @dataclass(frozen=True, eq=False)
 class SteeringPlan:
-    """The changes of one steering object. Two plans with the same `digest` do the same."""
+    """The changes of one steering object, each site another activation.
+
+    Two plans with the same `digest` do the same.
+    """
 
     sites: tuple[Site, ...]
     positions: Positions = field(default_factory=Positions)
@@ -139,7 +142,8 @@ class SteeringTrace:
     """What an engine measured while it steered one job.
 
     `tokens`: input tokens read under steering, those of a steered prefix cache included.
-    `sites`: by `Site.name`, the tokens that were changed and the mean of |change| / |activation|.
+    `sites`: by `Site.name`, the tokens whose activation changed there and the mean of |change| /
+    |activation| over them.
     """
 
     tokens: int

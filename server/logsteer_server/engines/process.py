@@ -13,6 +13,7 @@ log = logging.getLogger(__name__)
 
 ENGINES = {
     "vllm": "logsteer_server.engines.vllm.engine:VllmEngine",
+    "transformer_lens": "logsteer_server.engines.tlens.engine:TransformerLensEngine",
     "fake": "logsteer_server.engines.fake:FakeEngine",
 }
 """Engine classes by name, imported only in the process that runs one."""

@@ -65,11 +65,6 @@ class RowRequest:
         first = max(begin, first_row)
         return first - first_row, np.arange(first, max(first, end))
 
-    @property
-    def group(self) -> tuple[Any, ...]:
-        """Requests of one group are read together; one that exchanges files is read alone."""
-        return (self.reading, self.export, self.reference)
-
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
@@ -85,6 +80,12 @@ class StepRows:
     def count(self) -> int:
         """How many rows of the request this step has."""
         return len(self.index_R)
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """Requests of one group are read together; one that exchanges files is read alone."""
+        alone = self.wanted.export or self.wanted.reference
+        return (self.wanted.reading, self.req_id if alone else None)
 
     @property
     def targets(self) -> np.ndarray:
@@ -115,8 +116,8 @@ class ScoringRunner(GPUModelRunner):  # type: ignore[misc]
         self.finished_rows = {}
         steps = self._find_rows(num_scheduled_tokens)
         # In order of appearance: every tensor-parallel rank must call the head alike.
-        for group in dict.fromkeys(step.wanted.group for step in steps):
-            self._read([step for step in steps if step.wanted.group == group], hidden_states)
+        for group in dict.fromkeys(step.group for step in steps):
+            self._read([step for step in steps if step.group == group], hidden_states)
         for req_id in self.partial_rows.keys() - self.requests.keys():
             del self.partial_rows[req_id]
         prompt_logprobs: dict[str, Any] = super()._get_prompt_logprobs_dict(

@@ -1,0 +1,1 @@
+"""The TransformerLens engine: any activation of any layer can be steered and captured."""

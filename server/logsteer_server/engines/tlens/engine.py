@@ -1,0 +1,276 @@
+"""The TransformerLens engine: jobs in, batches through the bridged model, results out.
+
+Each step runs one batch: one that scores, one that captures, one that starts continuations, or the
+next token of a batch of continuations that runs. They take turns, so nobody waits for a long one.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from logsteer_server.engines.base import (
+    CaptureJob,
+    EngineInfo,
+    EngineSpec,
+    GenerateJob,
+    Job,
+    JobFailure,
+    JobResult,
+    ScoreJob,
+    count_positions,
+    is_last,
+)
+from logsteer_server.engines.tlens.batch import Batch, Continuation
+from logsteer_server.engines.tlens.model import BridgeModel
+from logsteer_server.engines.tlens.points import UnknownPointError
+from logsteer_server.engines.tlens.reading import Capturing, Scoring, capture_batch, score_batch
+from logsteer_server.engines.tlens.steering import InvalidPlanError, SteeredRow, place_sites
+from logsteer_server.engines.weights import digest_weights, locate_model
+from logsteer_server.rows import PUBLIC_COLUMNS
+
+Results = list[tuple[int, JobResult]]
+Ready = Scoring | Capturing | Continuation
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What one batch holds at most: tokens with their padding, and rows."""
+
+    max_batch_tokens: int = 4096
+    max_batch_rows: int = 64
+
+    @classmethod
+    def read(cls, engine_args: dict[str, Any]) -> "Bounds":
+        """The bounds among an engine's arguments. Errors: ValueError for anything else."""
+        known = tuple(cls.__slots__)
+        for name, value in engine_args.items():
+            if name not in known:
+                raise ValueError(f"engine_args: unknown {name!r}; known are {', '.join(known)}")
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"engine_args: {name} must be a whole number from 1 on")
+        return cls(**engine_args)
+
+
+@dataclass(slots=True)
+class Waiting:
+    """Jobs of one kind that wait. Longest first within those that came since the last were taken.
+
+    So neighbours in a batch are of like length, and still none waits for ever.
+    """
+
+    arrived: list[Ready] = field(default_factory=list)
+    sorted: deque[Ready] = field(default_factory=deque)
+
+    def __iter__(self) -> Iterator[Ready]:
+        return iter([*self.sorted, *self.arrived])
+
+    def take(self, bounds: Bounds, group: Callable[[Ready], object], room: int) -> list[Ready]:
+        """The next batch: jobs of one group within the bounds, at most `room` of them."""
+        if not self.sorted:
+            self.arrived.sort(key=_length, reverse=True)
+            self.sorted.extend(self.arrived)
+            self.arrived = []
+        taken: list[Ready] = []
+        passed: list[Ready] = []
+        longest = _length(self.sorted[0])
+        limit = min(room, bounds.max_batch_rows, max(1, bounds.max_batch_tokens // longest))
+        while self.sorted and len(taken) < limit:
+            job = self.sorted.popleft()
+            fits = not taken or group(job) == group(taken[0])
+            (taken if fits else passed).append(job)
+        self.sorted.extendleft(reversed(passed))
+        return taken
+
+    def drop(self, job_ids: frozenset[int]) -> None:
+        """Forget jobs."""
+        self.arrived = [job for job in self.arrived if job.job_id not in job_ids]
+        self.sorted = deque(job for job in self.sorted if job.job_id not in job_ids)
+
+
+def _length(ready: Ready) -> int:
+    return len(ready.job.tokens)
+
+
+class TransformerLensEngine:
+    """A model resident in TransformerLens. Errors: ValueError where it cannot be served."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        for name in ("quantization", "memory"):
+            if getattr(spec, name) is not None:
+                raise ValueError(f"{name}: transformer_lens takes none; leave it out")
+        self._bounds = Bounds.read(spec.engine_args)
+        path = locate_model(spec.path)
+        self._model = BridgeModel(spec, path)
+        self._info = _describe(spec, str(path), self._model, digest_weights(path))
+        self._chunk_bytes = spec.chunk_bytes
+        self._scoring, self._capturing, self._starting = Waiting(), Waiting(), Waiting()
+        self._failures: Results = []
+        # Whoever is first has the next turn.
+        self._turns: deque[Waiting | Batch] = deque(
+            [self._scoring, self._capturing, self._starting]
+        )
+
+    @property
+    def info(self) -> EngineInfo:
+        """What this engine is."""
+        return self._info
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is unfinished."""
+        return bool(self._failures) or any(self._has_work(turn) for turn in self._turns)
+
+    def add(self, jobs: Sequence[tuple[int, Job]]) -> None:
+        """Take jobs in; one that does not fit the model fails with the next step."""
+        for job_id, job in jobs:
+            failure = self._check(job)
+            if failure is None:
+                try:
+                    self._admit(job_id, job)
+                except UnknownPointError as error:
+                    failure = JobFailure(error.code, error.detail)
+                except InvalidPlanError as error:
+                    failure = JobFailure("invalid_vector", str(error))
+            if failure:
+                self._failures.append((job_id, failure))
+
+    def _check(self, job: Job) -> JobFailure | None:
+        limit = self._info.context_length
+        if count_positions(job) > limit:
+            detail = f"{count_positions(job)} tokens do not fit into a context of {limit}"
+            return JobFailure("context_too_long", detail)
+        if not len(job.tokens):
+            return JobFailure("invalid_request", "there are no tokens; give at least one")
+        if job.tokens.min() < 0 or job.tokens.max() >= self._info.vocab_size:
+            detail = f"token ids must lie from 0 to {self._info.vocab_size - 1}, the vocabulary"
+            return JobFailure("invalid_request", detail)
+        if isinstance(job, GenerateJob) and job.max_tokens < 1:
+            return JobFailure("invalid_request", "max_tokens must be at least 1")
+        if isinstance(job, CaptureJob) and not job.layers:
+            return JobFailure("invalid_request", "layers: name at least one")
+        return None
+
+    def _admit(self, job_id: int, job: Job) -> None:
+        points = self._model.points
+        if isinstance(job, CaptureJob):
+            found = tuple(points.find(layer, job.hook) for layer in job.layers)
+            if len({point.width for point in found}) > 1:
+                detail = f"{job.hook} is not equally wide in layers {list(job.layers)}; ask apart"
+                raise UnknownPointError("invalid_request", detail)
+            self._capturing.arrived.append(Capturing(job_id, job, found))
+            return
+        steered = None
+        if job.plan is not None:
+            steered = SteeredRow(job.plan, place_sites(job.plan, points), job.prompt_len)
+        if isinstance(job, ScoreJob):
+            self._scoring.arrived.append(Scoring(job_id, job, steered))
+        else:
+            row = Continuation.start(job_id, job, steered, self._model)
+            self._starting.arrived.append(row)
+
+    def cancel(self, job_ids: Sequence[int]) -> None:
+        """Drop jobs, wherever they are."""
+        ids = frozenset(job_ids)
+        self._failures = [(i, result) for i, result in self._failures if i not in ids]
+        for turn in self._turns:
+            turn.drop(ids)
+
+    def step(self) -> Results:
+        """Run the batch whose turn it is, and give the results that came of it."""
+        results, self._failures = self._failures, []
+        for _ in range(len(self._turns)):
+            turn = self._turns.popleft()
+            self._turns.append(turn)
+            if self._has_work(turn):
+                return results + (
+                    self._advance(turn) if isinstance(turn, Batch) else self._begin(turn)
+                )
+            if isinstance(turn, Batch):
+                self._turns.pop()
+        return results
+
+    def _has_work(self, turn: Waiting | Batch) -> bool:
+        if isinstance(turn, Batch):
+            return bool(turn.rows)
+        return bool(turn.sorted or turn.arrived)
+
+    def _begin(self, waiting: Waiting) -> Results:
+        """Run the next batch of jobs that wait."""
+        if waiting is self._scoring:
+            batch = waiting.take(self._bounds, lambda _: None, self._bounds.max_batch_rows)
+            scorings = [job for job in batch if isinstance(job, Scoring)]
+            return self._guard(batch, lambda: score_batch(self._model, scorings, self._chunk_bytes))
+        if waiting is self._capturing:
+            batch = waiting.take(self._bounds, _capture_group, self._bounds.max_batch_rows)
+            capturings = [job for job in batch if isinstance(job, Capturing)]
+            return self._guard(batch, lambda: capture_batch(self._model, capturings))
+        batch = waiting.take(self._bounds, lambda _: None, self._bounds.max_batch_rows)
+        started = Batch(self._model, [job for job in batch if isinstance(job, Continuation)])
+        self._turns.append(started)
+        return self._advance(started)
+
+    def _advance(self, batch: Batch) -> Results:
+        rows = list(batch.rows)
+        results = self._guard(rows, batch.step)
+        ended = frozenset(job_id for job_id, result in results if is_last(result))
+        if ended == {row.job_id for row in rows}:
+            self._turns.remove(batch)
+        return results
+
+    def _guard(self, batch: Sequence[Ready], run: Callable[[], Results]) -> Results:
+        """What `run` gives; where memory runs out, a failure for each of the batch's jobs."""
+        try:
+            return run()
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        tokens = sum(_length(job) for job in batch)
+        detail = (
+            f"memory ran out over {len(batch)} sequences of {tokens} tokens; "
+            "send less, or set engine_args max_batch_tokens or max_batch_rows lower"
+        )
+        return [(job.job_id, JobFailure("out_of_memory", detail)) for job in batch]
+
+    def close(self) -> None:
+        """Let the model go."""
+        self._turns.clear()
+        del self._model
+
+
+def _capture_group(ready: Ready) -> object:
+    assert isinstance(ready, Capturing)
+    return ready.job.layers, ready.job.hook, ready.job.read
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return "can't allocate memory" in str(error)  # the CPU's allocator has no exception of its own
+
+
+def _describe(spec: EngineSpec, path: str, model: BridgeModel, digest: str) -> EngineInfo:
+    return EngineInfo(
+        engine="transformer_lens",
+        engine_version=version("transformer-lens"),
+        model_path=spec.path,
+        tokenizer_path=path,
+        weights_digest=digest,
+        dtype=str(model.dtype).removeprefix("torch."),
+        logits_dtype=model.logits_dtype,
+        quantization=model.quantization,
+        tensor_parallel=1,
+        pipeline_parallel=model.num_devices,
+        batch_invariant=False,
+        context_length=model.context_length,
+        vocab_size=model.vocab_size,
+        columns=PUBLIC_COLUMNS,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        hooks=model.points.names,
+    )

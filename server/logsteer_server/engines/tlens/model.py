@@ -1,0 +1,269 @@
+"""A model in TransformerLens's bridge: hidden states, logits, and where its activations are.
+
+The bridge wraps transformers' own model and puts hook points between its modules. Here the body is
+run by itself, so that only the rows that are wanted go through the head.
+"""
+
+import inspect
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.utils import logging as transformers_logging
+
+from logsteer_server.engines.base import EngineSpec
+from logsteer_server.engines.tlens.points import (
+    HOOK_LEVEL,
+    HookFunction,
+    Point,
+    PointMap,
+    find_points,
+)
+from logsteer_server.engines.tlens.shortcut import Shortcut, agree, unwrap
+
+HEAD_TOLERANCE = 1e-3
+SHORTCUT_TOLERANCE = 1e-5
+"""How much the model's parts may differ from the whole, per unit of the largest number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a model goes: one device, or `num_gpus` > 1 that its layers are spread over."""
+
+    device: str | None
+    num_gpus: int = 1
+
+
+def place(spec: EngineSpec) -> Placement:
+    """Where the specification wants the model. Errors: ValueError where that cannot be.
+
+    GPUs are chosen by CUDA_VISIBLE_DEVICES, which counts only until CUDA is first used.
+    """
+    if spec.tensor_parallel > 1:
+        raise ValueError("transformer_lens spreads layers, not tensors: set pipeline_parallel")
+    num_gpus = spec.pipeline_parallel
+    if spec.devices == "cpu":
+        if num_gpus > 1:
+            raise ValueError("pipeline_parallel spreads layers over GPUs; leave it out for a CPU")
+        return Placement("cpu")
+    if not isinstance(spec.devices, str):
+        if num_gpus not in (1, len(spec.devices)):
+            raise ValueError(f"pipeline_parallel is {num_gpus}, devices {list(spec.devices)}")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.devices))
+        num_gpus = len(spec.devices)
+    found = torch.cuda.device_count()
+    if not found and isinstance(spec.devices, str) and num_gpus == 1:
+        return Placement("cpu")
+    if found < num_gpus:
+        raise ValueError(f"devices: {num_gpus} GPUs are wanted, and {found} are here")
+    return Placement("cuda:0") if num_gpus == 1 else Placement(None, num_gpus)
+
+
+def choose_dtype(wanted: str, config: Any) -> torch.dtype:
+    """The dtype of that name; for `auto` the checkpoint's own."""
+    if wanted != "auto":
+        found = getattr(torch, wanted)
+    else:
+        found = getattr(config, "dtype", None) or torch.float32
+    return found if isinstance(found, torch.dtype) else getattr(torch, str(found))
+
+
+class _GivenBody(nn.Module):
+    """Stands where a causal model has its body, and gives back the hidden states put into it."""
+
+    def __init__(self, output_class: type) -> None:
+        super().__init__()
+        self._output_class = output_class
+        self.hidden_1RD: Tensor | None = None
+
+    @property
+    def decoder(self) -> "_GivenBody":
+        """Itself: some causal models (OPT's) call a part of their body."""
+        return self
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """The hidden states, in the body's own kind of output."""
+        return self._output_class(last_hidden_state=self.hidden_1RD)
+
+
+class BridgeModel:
+    """A causal model, loaded. Errors: ValueError where it cannot be served.
+
+    `read` and `project` together are the model; hooks on `points` act in `read`.
+    """
+
+    def __init__(self, spec: EngineSpec, path: Path | str) -> None:
+        from transformer_lens.model_bridge import TransformerBridge
+
+        transformers_logging.disable_progress_bar()
+        config = AutoConfig.from_pretrained(path)
+        placement = place(spec)
+        options: dict[str, Any] = (
+            {"device": placement.device} if placement.device else {"n_devices": placement.num_gpus}
+        )
+        bridge = TransformerBridge.boot_transformers(
+            str(path), dtype=choose_dtype(spec.dtype, config), **options
+        )
+        self.num_devices = placement.num_gpus
+        self._causal: Any = bridge.original_model
+        self._causal.eval().requires_grad_(False)
+        self._body = self._causal.base_model
+        if self._body is self._causal:
+            raise ValueError(f"{path}: no causal language model with a body and a head")
+        # A body that takes no positions finds them in the mask.
+        body_takes = inspect.signature(type(self._body).forward).parameters
+        self._takes_positions = "position_ids" in body_takes
+        self._shortcut: Shortcut | None = None
+        self._refuse_recurrence(path)
+        self.device = self._causal.get_input_embeddings().weight.device
+        self.dtype = self._causal.dtype
+        text = self._causal.config.get_text_config()
+        self.context_length = _limit_context(path, text, spec.max_model_len)
+        self.num_layers = int(bridge.cfg.n_layers)
+        self.hidden_size = int(text.hidden_size)
+        self.quantization = _name_quantization(self._causal.config)
+        self.tokenizer = bridge.tokenizer.backend_tokenizer
+        self.eos_ids = _find_eos(self._causal, bridge.tokenizer)
+        self._given_body, self._head = self._take_head_off()
+        self.vocab_size, self.logits_dtype = self._compare_head(path)
+        self.points: PointMap = find_points(bridge.hook_dict, self.num_layers, self._probe)
+        self._shortcut = self._find_shortcut(list(bridge.blocks))
+
+    def _refuse_recurrence(self, path: Path | str) -> None:
+        plain = (DynamicLayer, DynamicSlidingWindowLayer)
+        if not all(type(layer) in plain for layer in self.new_cache().layers):
+            raise ValueError(
+                f"{path}: has recurrent layers, whose state cannot be padded; serve it with vllm"
+            )
+
+    def new_cache(self) -> DynamicCache:
+        """An empty cache of keys and values."""
+        return DynamicCache(config=self._causal.config)
+
+    def read(
+        self,
+        tokens_BT: Tensor,
+        mask_BT: Tensor | None = None,
+        positions_BT: Tensor | None = None,
+        cache: DynamicCache | None = None,
+    ) -> Tensor:
+        """The hidden states [B, T, D] that the head is applied to.
+
+        Without a mask, padding must stand behind each sequence, where nothing looks back at it.
+        With a cache, the tokens follow those in it, and the mask covers both.
+        """
+        options: dict[str, Any] = {"use_cache": cache is not None}
+        if cache is not None:
+            options["past_key_values"] = cache
+        if mask_BT is not None:
+            options["attention_mask"] = mask_BT.to(self.device)
+        if positions_BT is not None and self._takes_positions:
+            options["position_ids"] = positions_BT.to(self.device)
+        body = self._shortcut.body if self._shortcut else self._body
+        hidden_BTD: Tensor = body(input_ids=tokens_BT.to(self.device), **options).last_hidden_state
+        return hidden_BTD
+
+    @contextmanager
+    def hooked(self, hooks: Sequence[tuple[Point, HookFunction]]) -> Iterator[None]:
+        """Let functions act on activations in every `read` of this context."""
+        if self._shortcut:
+            self._shortcut.bridge([point for point, _ in hooks])
+        try:
+            for point, function in hooks:
+                point.hook.add_hook(function, level=HOOK_LEVEL)
+            yield
+        finally:
+            for point, _ in hooks:
+                point.hook.remove_hooks("fwd", level=HOOK_LEVEL)
+
+    def project(self, hidden_RD: Tensor) -> Tensor:
+        """The logits [R, V] of hidden states, with all that the model itself does to them."""
+        self._given_body.hidden_1RD = hidden_RD[None]
+        dummy = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
+        logits_1RV: Tensor = self._head(input_ids=dummy, use_cache=False).logits
+        self._given_body.hidden_1RD = None
+        return logits_1RV[0]
+
+    def _take_head_off(self) -> tuple[_GivenBody, Any]:
+        """A copy of the causal model around its weights, whose body gives what is put into it.
+
+        So the scaling and capping of logits that some architectures do is theirs and not a copy.
+        """
+        with torch.inference_mode():
+            output = self._body(input_ids=self._probe_tokens(2), use_cache=False)
+        given_body = _GivenBody(type(output))
+        head = unwrap(self._causal)
+        head._modules[self._causal.base_model_prefix] = given_body
+        # Where layers are spread over GPUs, the forward of the instance is the original's.
+        head.__dict__.pop("forward", None)
+        return given_body, head
+
+    @torch.inference_mode()
+    def _find_shortcut(self, blocks: list[Any]) -> Shortcut | None:
+        """A body that leaves the bridge out, if it gives the same; None where it does not.
+
+        Where layers are spread over GPUs, their forwards are tied to the modules that they are of.
+        """
+        if self.num_devices > 1:
+            return None
+        tokens_BT = self._probe_tokens(4)
+        whole_BTD = self.read(tokens_BT)
+        try:
+            self._shortcut = Shortcut(self._body, blocks)
+        except ValueError:
+            return None
+        edges = [self.points.find(layer, "resid_post") for layer in range(self.num_layers)]
+        for hooks in ([], [(point, lambda activation, hook: None) for point in edges]):  # noqa: ARG005
+            with self.hooked(hooks):
+                if not agree(self.read(tokens_BT), whole_BTD, SHORTCUT_TOLERANCE):
+                    return None
+        return self._shortcut
+
+    def _probe_tokens(self, length: int) -> Tensor:
+        return (torch.arange(2 * length, device=self.device) % 7 + 1).view(2, length)
+
+    @torch.inference_mode()
+    def _compare_head(self, path: Path | str) -> tuple[int, str]:
+        """The number and dtype of logits. Errors: ValueError where body and head do not add up."""
+        tokens_BT = self._probe_tokens(4)
+        whole_BTV = self._causal(input_ids=tokens_BT, use_cache=False).logits
+        hidden_BTD = self.read(tokens_BT)
+        logits_RV = self.project(hidden_BTD.flatten(0, 1))
+        if not agree(logits_RV, whole_BTV.flatten(0, 1), HEAD_TOLERANCE):
+            raise ValueError(f"{path}: its head cannot be applied to single rows; use vllm")
+        return logits_RV.shape[-1], str(logits_RV.dtype).removeprefix("torch.")
+
+    def _probe(self, length: int) -> Tensor:
+        """A number that depends on every activation of two short sequences."""
+        hidden_BTD = self.read(self._probe_tokens(length))
+        logits_RV = self.project(hidden_BTD.flatten(0, 1)).float()
+        return logits_RV.log_softmax(-1)[:, ::3].sum()
+
+
+def _limit_context(path: Path | str, config: Any, limit: int | None) -> int:
+    derived = getattr(config, "max_position_embeddings", None)
+    if derived is None and limit is None:
+        raise ValueError(f"{path}: its config names no context length; set max_model_len")
+    return int(min(x for x in (derived, limit) if x is not None))
+
+
+def _name_quantization(config: Any) -> str | None:
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return None
+    name = found.get("quant_method") if isinstance(found, dict) else found.quant_method
+    return str(getattr(name, "value", name))
+
+
+def _find_eos(causal: Any, tokenizer: Any) -> frozenset[int]:
+    """The tokens that end a sequence, by the tokenizer and by the generation config."""
+    named = causal.generation_config.eos_token_id if causal.generation_config else None
+    ids = named if isinstance(named, list) else [named]
+    return frozenset(int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None)

@@ -1,0 +1,143 @@
+"""Hook points of a bridge: which activations of which layer can be steered and captured.
+
+Whether a point is of use is found out, not assumed: two short sequences go through the model, and
+a point counts where it fires with one activation per token that the logits depend on.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SHORT_NAMES = {
+    "resid_pre": "hook_resid_pre",
+    "resid_mid": "hook_resid_mid",
+    "resid_post": "hook_resid_post",
+    "attn_out": "hook_attn_out",
+    "mlp_out": "hook_mlp_out",
+}
+"""Names of activations that every engine knows, and the bridge's names for them."""
+
+DERIVED = (".hook_normalized", ".hook_scale")
+"""Points beside the computation: a change there makes the bridge compute every row another way."""
+
+PROBE_LENGTHS = (5, 7)
+"""Lengths of the probes: an axis that is 5 in one and 7 in the other is the token axis."""
+
+HOOK_LEVEL = 1001
+"""The level under which hooks are added, so that just these are removed again."""
+
+HookFunction = Callable[..., Tensor | None]
+
+
+class UnknownPointError(Exception):
+    """There is no such layer or activation: `code` and `detail` of the job's failure."""
+
+    def __init__(self, code: str, detail: str) -> None:
+        super().__init__(detail)
+        self.code = code
+        self.detail = detail
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One activation, [B, T, *shape]; `key` is the same for all names of the activation."""
+
+    layer: int
+    key: str
+    hook: Any
+    shape: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        """Numbers per token, those of all heads together."""
+        return prod(self.shape)
+
+    @property
+    def is_edge(self) -> bool:
+        """Whether this is the residual stream as it enters or leaves the layer."""
+        return self.key in (f"blocks.{self.layer}.hook_in", f"blocks.{self.layer}.hook_out")
+
+
+class PointMap:
+    """The points of each layer by short name or the bridge's own name."""
+
+    def __init__(self, layers: list[dict[str, Point]]) -> None:
+        self._layers = layers
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that every layer has, the short ones first."""
+        shared = [n for n in self._layers[0] if all(n in layer for layer in self._layers)]
+        short = [name for name in SHORT_NAMES if name in shared]
+        hidden = {*SHORT_NAMES, *SHORT_NAMES.values()}
+        return (*short, *(name for name in shared if name not in hidden))
+
+    def find(self, layer: int, name: str) -> Point:
+        """The point of that name. Errors: UnknownPointError."""
+        if not 0 <= layer < len(self._layers):
+            detail = f"there is no layer {layer}; the model's are 0 to {len(self._layers) - 1}"
+            raise UnknownPointError("invalid_request", detail)
+        point = self._layers[layer].get(name.removeprefix(f"blocks.{layer}."))
+        if point is None:
+            known = ", ".join(self.names)
+            detail = f"layer {layer} has no activation {name!r} to change or read; it has {known}"
+            raise UnknownPointError("unsupported_by_engine", detail)
+        return point
+
+
+def find_points(
+    hooks: Mapping[str, Any], num_layers: int, probe: Callable[[int], Tensor]
+) -> PointMap:
+    """The useful points among a bridge's hooks; `probe(length)` runs two sequences of `length`."""
+    hooks = {name: hook for name, hook in hooks.items() if not name.endswith(DERIVED)}
+    named = {id(hook): hook for name, hook in hooks.items() if name.startswith("blocks.")}
+    short, long = (_observe(named, probe, length) for length in PROBE_LENGTHS)
+    shapes = {
+        i: shape[2:]
+        for i, shape in short.items()
+        if long.get(i) == (shape[0], PROBE_LENGTHS[1], *shape[2:])
+        and shape[:2] == (2, PROBE_LENGTHS[0])
+        and len(shape) > 2
+    }
+    layers: list[dict[str, Point]] = []
+    for layer in range(num_layers):
+        prefix = f"blocks.{layer}."
+        points: dict[str, Point] = {}
+        for name, hook in hooks.items():
+            if name.startswith(prefix) and id(hook) in shapes:
+                key = str(hook.name or name)
+                points[name.removeprefix(prefix)] = Point(layer, key, hook, shapes[id(hook)])
+        points |= {s: points[full] for s, full in SHORT_NAMES.items() if full in points}
+        layers.append(points)
+    return PointMap(layers)
+
+
+def _observe(
+    hooks: Mapping[int, Any], probe: Callable[[int], Tensor], length: int
+) -> dict[int, tuple[int, ...]]:
+    """The shapes of activations that the probe's number depends on, by id of the hook."""
+    added: dict[int, Tensor] = {}
+
+    def add_zeros(activation: Tensor, hook: Any) -> Tensor | None:
+        if not isinstance(activation, Tensor) or not activation.is_floating_point():
+            return None
+        added[id(hook)] = torch.zeros_like(activation, requires_grad=True)
+        return activation + added[id(hook)]
+
+    try:
+        for hook in hooks.values():
+            hook.add_hook(add_zeros, level=HOOK_LEVEL)
+        with torch.enable_grad():
+            probe(length).backward()  # type: ignore[no-untyped-call]
+    finally:
+        for hook in hooks.values():
+            hook.remove_hooks("fwd", level=HOOK_LEVEL)
+    return {
+        i: tuple(zeros.shape)
+        for i, zeros in added.items()
+        if zeros.grad is not None and bool((zeros.grad != 0).any())
+    }

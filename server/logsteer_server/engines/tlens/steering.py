@@ -1,0 +1,246 @@
+"""Steering of a batch: each row by its own plan, in the hooks of the model's activations.
+
+Axis letters: B rows, T tokens, N steered tokens of a batch, S slots (its steered rows), G parts of
+an activation that a vector acts on alike, M all of these, W the width of a vector, K operations,
+P parameters.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from logsteer_server.engines.plan import Site, SteeringPlan, SteeringTrace
+from logsteer_server.engines.tlens.points import HookFunction, Point, PointMap
+from logsteer_server.interventions import change_stream, pack_ops
+
+
+class InvalidPlanError(Exception):
+    """The plan does not fit the model; the message is the failure's detail."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedSite:
+    """A site with the model's activation that it means; `width` is its vectors'.
+
+    A vector is as wide as the whole activation of a token, or as its last axis: then it acts on
+    each head alike, as it would in a hook that adds it to the tensor.
+    """
+
+    site: Site
+    point: Point
+    width: int
+
+    @property
+    def group(self) -> tuple[str, int, int]:
+        """Sites of one group are applied together: same activation, width, number of operations."""
+        return self.point.key, self.width, len(self.site.ops)
+
+
+def place_sites(plan: SteeringPlan, points: PointMap) -> tuple[PlacedSite, ...]:
+    """The plan's sites in the model. Errors: UnknownPointError, InvalidPlanError."""
+    placed = tuple(_place_site(site, points.find(site.layer, site.hook)) for site in plan.sites)
+    keys = [site.point.key for site in placed]
+    if len(set(keys)) < len(keys):
+        twice = next(s.site.name for s in placed if keys.count(s.point.key) > 1)
+        raise InvalidPlanError(f"{twice}: two sites change the same activation; join them")
+    return placed
+
+
+def _place_site(site: Site, point: Point) -> PlacedSite:
+    vectors = [op.direction for op in site.ops]
+    if site.offset is not None:
+        vectors.append(site.offset)
+    if not vectors:
+        raise InvalidPlanError(f"{site.name}: the site changes nothing")
+    widths = {vector.shape for vector in vectors}
+    width = len(vectors[0])
+    if widths != {(width,)} or width not in (point.width, point.shape[-1]):
+        found = sorted(vector.size for vector in vectors)
+        wanted = " or ".join(map(str, sorted({point.width, point.shape[-1]}, reverse=True)))
+        raise InvalidPlanError(
+            f"{site.name}: the activation is {wanted} wide, and the vectors are {found}"
+        )
+    numbers = np.array([op.numbers for op in site.ops])
+    if not all(np.isfinite(vector).all() for vector in vectors) or np.isnan(numbers).any():
+        raise InvalidPlanError(f"{site.name}: a vector or number is not finite")
+    return PlacedSite(site, point, width)
+
+
+@dataclass(slots=True)
+class SteeredRow:
+    """One job's steering: `counts` holds, by site, tokens changed and the sum of their changes."""
+
+    plan: SteeringPlan
+    sites: tuple[PlacedSite, ...]
+    prompt_len: int
+    counts: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+    def trace(self, num_tokens: int) -> SteeringTrace:
+        """What was measured, for a sequence of which so many tokens were read."""
+        sites = {
+            placed.site.name: (count, total / count if count else 0.0)
+            for placed in self.sites
+            for count, total in [self.counts.get(placed.site.name, (0, 0.0))]
+        }
+        return SteeringTrace(self.plan.positions.count(num_tokens, self.prompt_len), sites)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where a row's tokens lie in a forward pass: tokens [begin, end) from column `first` on."""
+
+    first: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """The steered tokens of a forward pass among its B x T, and the row of each."""
+
+    index_N: Tensor
+    row_N: Tensor
+
+    def to(self, device: torch.device) -> "_Tokens":
+        return _Tokens(self.index_N.to(device), self.row_N.to(device))
+
+
+class _Group:
+    """One activation's vectors and operations, for the rows that are steered there."""
+
+    def __init__(self, sites: dict[int, PlacedSite], num_rows: int) -> None:
+        first = next(iter(sites.values()))
+        self.point, self._width = first.point, first.width
+        self._names = {row: placed.site.name for row, placed in sites.items()}
+        self._rows = torch.tensor(list(sites))
+        self._slot_B = torch.full((num_rows,), -1)
+        self._slot_B[self._rows] = torch.arange(len(sites))
+        offsets = [p.site.offset for p in sites.values()]
+        self._offsets_SW: Tensor | None = None
+        if any(offset is not None for offset in offsets):
+            zeros = np.zeros(self._width, np.float32)
+            self._offsets_SW = torch.from_numpy(
+                np.stack([zeros if offset is None else offset for offset in offsets])
+            )
+        self._depth = len(first.site.ops)
+        packed = [pack_ops(p.site.ops, self._depth, self._width) for p in sites.values()]
+        self._directions_SKW = torch.stack([directions for directions, _ in packed])
+        self._numbers_SKP = torch.stack([numbers for _, numbers in packed])
+        # By slot: tokens, and the sum of their relative changes.
+        self._measured_S2 = torch.zeros((len(sites), 2), dtype=torch.float64)
+        self._tokens: _Tokens | None = None
+        self._source: _Tokens | None = None
+
+    def aim(self, tokens: _Tokens) -> None:
+        """Take the tokens of the next forward pass; the same ones as before cost nothing."""
+        if tokens is not self._source:
+            self._source = tokens
+            slot_N = self._slot_B[tokens.row_N]
+            own = slot_N >= 0
+            self._tokens = _Tokens(tokens.index_N[own], slot_N[own])
+
+    def steer(self, activation: Tensor, hook: object) -> Tensor | None:  # noqa: ARG002
+        """The activation with this forward pass's tokens changed: TransformerLens's hook."""
+        if self._tokens is None or not len(self._tokens.index_N):
+            return None
+        self._move(activation)
+        slot_N = self._tokens.row_N
+        changed = activation.reshape(activation.shape[0] * activation.shape[1], -1, self._width)
+        before_NGW = changed[self._tokens.index_N]
+        after_NGW = before_NGW
+        if self._offsets_SW is not None:
+            after_NGW = after_NGW + self._offsets_SW[slot_N][:, None]
+        if self._depth:
+            after_NGW = self._apply_ops(after_NGW, slot_N)
+        self._measure(before_NGW.float(), after_NGW.float(), slot_N)
+        # Never in place: the tensor may also be the residual that goes past this module.
+        return changed.index_put((self._tokens.index_N,), after_NGW).view(activation.shape)
+
+    def _move(self, activation: Tensor) -> None:
+        """Bring the tables to the activation's device, and the offsets to its dtype."""
+        assert self._tokens is not None
+        if self._tokens.index_N.device != activation.device:
+            self._tokens = self._tokens.to(activation.device)
+        if self._measured_S2.device != activation.device:
+            self._measured_S2 = self._measured_S2.to(activation.device)
+            self._directions_SKW = self._directions_SKW.to(activation.device)
+            self._numbers_SKP = self._numbers_SKP.to(activation.device)
+        if self._offsets_SW is not None:
+            self._offsets_SW = self._offsets_SW.to(activation)
+
+    def _apply_ops(self, x_NGW: Tensor, slot_N: Tensor) -> Tensor:
+        groups = x_NGW.shape[1]
+        stream_MW = x_NGW.float().flatten(0, 1)
+        slot_M = slot_N.repeat_interleave(groups)
+        change_MW = change_stream(
+            stream_MW, self._directions_SKW[slot_M], self._numbers_SKP[slot_M]
+        )
+        return (stream_MW + change_MW).to(x_NGW.dtype).view(x_NGW.shape)
+
+    def _measure(self, before_NGW: Tensor, after_NGW: Tensor, slot_N: Tensor) -> None:
+        change_N = (after_NGW - before_NGW).flatten(1).norm(dim=-1)
+        norm_N = before_NGW.flatten(1).norm(dim=-1)
+        # Nothing is relative to an activation of 0.
+        ratio_N = torch.where(norm_N > 0, change_N / norm_N, 0.0).double()
+        counted_N2 = torch.stack([torch.ones_like(ratio_N), ratio_N], dim=-1)
+        self._measured_S2.index_add_(0, slot_N, counted_N2)
+
+    def collect(self, rows: Sequence[SteeredRow | None]) -> None:
+        """Add what was measured to the rows' own counts, and start anew."""
+        measured = self._measured_S2.tolist()
+        for (index, name), (count, total) in zip(self._names.items(), measured, strict=True):
+            row = rows[index]
+            assert row is not None
+            before_count, before_total = row.counts.get(name, (0, 0.0))
+            row.counts[name] = (before_count + round(count), before_total + total)
+        self._measured_S2.zero_()
+
+
+class Steering:
+    """The steering of a batch whose rows stay the same; None stands for an unsteered row."""
+
+    def __init__(self, rows: Sequence[SteeredRow | None]) -> None:
+        self._rows = rows
+        sites: dict[tuple[str, int, int], dict[int, PlacedSite]] = {}
+        for index, row in enumerate(rows):
+            for placed in row.sites if row else ():
+                sites.setdefault(placed.group, {})[index] = placed
+        self._groups = [_Group(found, len(rows)) for found in sites.values()]
+        self._last: tuple[list[int], list[int]] = ([], [])
+        self._tokens = _Tokens(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
+
+    def hooks(self, spans: Sequence[Span], num_columns: int) -> list[tuple[Point, HookFunction]]:
+        """What steers a forward pass [B, num_columns] whose rows have their tokens at `spans`."""
+        if not self._groups:
+            return []
+        tokens = self._find_tokens(spans, num_columns)
+        if not len(tokens.index_N):
+            return []
+        for group in self._groups:
+            group.aim(tokens)
+        return [(group.point, group.steer) for group in self._groups]
+
+    def _find_tokens(self, spans: Sequence[Span], num_columns: int) -> _Tokens:
+        index: list[int] = []
+        row_of: list[int] = []
+        for b, (row, span) in enumerate(zip(self._rows, spans, strict=True)):
+            if row is not None:
+                mask = row.plan.positions.mask(span.begin, span.end, row.prompt_len)
+                found = (np.nonzero(mask)[0] + b * num_columns + span.first).tolist()
+                index += found
+                row_of += [b] * len(found)
+        # While a batch decodes, the steered tokens lie in the same places step after step.
+        if (index, row_of) != self._last:
+            self._last = (index, row_of)
+            self._tokens = _Tokens(
+                torch.tensor(index, dtype=torch.int64), torch.tensor(row_of, dtype=torch.int64)
+            )
+        return self._tokens
+
+    def collect(self) -> None:
+        """Add what was measured to the rows' counts: before the batch changes or a row ends."""
+        for group in self._groups:
+            group.collect(self._rows)
