@@ -23,6 +23,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 import harness
 import scoring
+import steering
 
 BENCH = Path(__file__).resolve().parent
 
@@ -33,6 +34,9 @@ BENCHMARKS: dict[str, Callable[[Path, int], dict[str, Any]]] = {
     "full_text": scoring.compare_full_text,
     "overhead": scoring.compare_with_own_engine,
     "growth": scoring.measure_growth,
+    "steered_decoding": steering.compare_decoding,
+    "steering_cost": steering.measure_cost,
+    "steering_tlens": steering.compare_tlens,
 }
 
 
@@ -48,10 +52,14 @@ def measure_memory() -> dict[str, Any]:
 
 
 def show(name: str, result: dict[str, Any]) -> None:
-    """Print one benchmark's ways, a line each."""
+    """Print one benchmark's ways, ratios and notes, a line each."""
     print(f"\n{name}")
     for way, values in result.get("ways", {}).items():
         print(f"  {way:<52} {json.dumps(values)}")
+    for ratio, (low, median, high) in result.get("ratios", {}).items():
+        print(f"  {ratio:<72} {median} ({low} to {high})")
+    for note in result.get("notes", []):
+        print(f"  {note}")
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
@@ -31,6 +31,21 @@ def summarize(seconds: dict[str, list[float]], amount: float, unit: str) -> dict
             "first_is_faster_by": _spread([t / f for t, f in zip(times, first, strict=True)]),
         }
     return {"runs": len(first), "amount": amount, "unit": unit, "ways": ways}
+
+
+def compare(seconds: Sequence[float], others: Sequence[float]) -> list[float]:
+    """How many times as fast a way is as another, pair by pair: [minimum, median, maximum]."""
+    return _spread([other / own for own, other in zip(seconds, others, strict=True)])
+
+
+def join_results(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Results of several circumstances as one; the circumstance stands in front of each way."""
+    joined: dict[str, Any] = {"ways": {}, "ratios": {}}
+    for name, result in results.items():
+        joined["runs"], joined["unit"] = result["runs"], result["unit"]
+        for part in ("ways", "ratios"):
+            joined[part] |= {f"{name}, {way}": found for way, found in result[part].items()}
+    return joined
 
 
 def _spread(values: list[float]) -> list[float]:

@@ -1,0 +1,227 @@
+"""Decodes with vLLM as it is told on stdin: `decoding.py ours|stock MODEL SLOTS eager|compiled`.
+
+Each line of stdin is a `Work` as JSON, each `answer` line of stdout what came of it. Two of these
+live at once and are told in turn, so that their runs alternate.
+"""
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from logsteer.schemas import Steering
+from logsteer_server.engines.base import (
+    Engine,
+    EngineInfo,
+    EngineSpec,
+    GenerateJob,
+    GenerateOutput,
+    Policy,
+)
+from logsteer_server.engines.plan import SteeringPlan
+from logsteer_server.engines.vllm.config import context_length, engine_args, set_environment
+from logsteer_server.engines.vllm.engine import VllmEngine
+from logsteer_server.steering.resolve import resolve_steering
+from logsteer_server.steering.store import StoredVectors
+from logsteer_server.steering.vectors import LayerVectors
+
+SEQUENCES, PROMPT, GENERATED = 32, 16, 64
+"""A prompt is shorter than a block of the cache, so no batch finds those of another there."""
+GREEDY = Policy(temperature=0.0)
+MEMORY = "128MiB"
+"""Cached keys and values: filled by the uncounted runs, so that no counted one gets new pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A batch of prompts of a seed, every `every`-th of them steered.
+
+    They are steered in turn by `plans` different plans (0: none is), which do `op` with each of
+    `vectors` vectors at each of `layers` layers. With `fresh` nobody has seen the vectors before.
+    """
+
+    seed: int
+    plans: int = 0
+    layers: int = 1
+    vectors: int = 1
+    op: str = "add"
+    every: int = 1
+    fresh: bool = False
+    logprobs: bool = True
+
+    def encode(self) -> str:
+        """The line that tells a process so."""
+        return json.dumps(asdict(self)) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Seconds that a batch took, and a digest of each sequence's tokens."""
+
+    seconds: float
+    digests: list[str]
+
+
+class Shelf:
+    """Named random vectors of norm 1 for the model, the same at every layer."""
+
+    def __init__(self, info: EngineInfo) -> None:
+        self._info = info
+        self._found: dict[str, StoredVectors] = {}
+
+    def put(self, name: str, seed: tuple[int, ...]) -> str:
+        """Keep the vectors of a seed under a name, where they are not kept yet."""
+        if name not in self._found:
+            vector = np.random.default_rng(seed).normal(size=self._info.hidden_size)
+            vector_D = (vector / np.linalg.norm(vector)).astype(np.float32)
+            vectors = LayerVectors(dict.fromkeys(range(self._info.num_layers), vector_D))
+            self._found[name] = StoredVectors(name, vectors.sha256, vectors)
+        return name
+
+    def find(self, name: str) -> StoredVectors:
+        """The vectors of a name."""
+        return self._found[name]
+
+    def read(self, sha256: str) -> StoredVectors:
+        """The vectors of a content."""
+        return next(found for found in self._found.values() if found.sha256 == sha256)
+
+
+def make_steering(work: Work, info: EngineInfo, shelf: Shelf) -> list[Steering]:
+    """The steering objects of a batch, their vectors on the shelf."""
+    middle = (info.num_layers - work.layers) // 2
+    layers = list(range(middle, middle + work.layers))
+    scale = {"add": 4.0, "rotate": 10.0}.get(work.op, 1.0)
+    drawn = work.seed if work.fresh else 0
+    steering = []
+    for plan in range(work.plans):
+        names = [
+            shelf.put(f"v{drawn}.{plan}.{number}", (drawn, plan, number))
+            for number in range(work.vectors)
+        ]
+        uses = [{"name": name, "op": work.op, "scale": scale, "layers": layers} for name in names]
+        steering.append(Steering.model_validate({"vectors": uses}))
+    return steering
+
+
+def make_prompts(seed: int, vocab: int) -> list[np.ndarray]:
+    """Random prompts, the same for the same seed."""
+    rng = np.random.default_rng(seed)
+    return list(rng.integers(10, vocab, (SEQUENCES, PROMPT), dtype=np.int32))
+
+
+def generate(engine: Engine, jobs: Sequence[GenerateJob]) -> list[list[int]]:
+    """The tokens of each job. Errors: RuntimeError where one fails."""
+    engine.add(list(enumerate(jobs)))
+    tokens: dict[int, list[int]] = {}
+    while engine.busy:
+        for index, result in engine.step():
+            if not isinstance(result, GenerateOutput):
+                raise RuntimeError(str(result))
+            tokens[index] = result.token_ids.tolist()
+    return [tokens[index] for index in range(len(jobs))]
+
+
+class Ours:
+    """The engine of logsteer; resolving the steering objects is a part of the work."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._engine = VllmEngine(spec)
+        self._shelf = Shelf(self._engine.info)
+
+    def prepare(self, work: Work) -> Callable[[], list[list[int]]]:
+        """The function that does the work and gives the tokens of each sequence."""
+        info = self._engine.info
+        steering = make_steering(work, info, self._shelf)
+        prompts = make_prompts(work.seed, info.vocab_size)
+
+        def plan_of(index: int, plans: list[SteeringPlan]) -> SteeringPlan | None:
+            if not plans or index % work.every:
+                return None
+            return plans[index // work.every % len(plans)]
+
+        def run() -> list[list[int]]:
+            plans = [resolve_steering(given, self._shelf, info).plan for given in steering]
+            jobs = [
+                GenerateJob(prompt, GENERATED, GREEDY, ignore_eos=True, plan=plan_of(index, plans))
+                for index, prompt in enumerate(prompts)
+            ]
+            return generate(self._engine, jobs)
+
+        return run
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self._engine.close()
+
+
+class Stock:
+    """vLLM's own `LLM` in this process with the same settings, but for our worker."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        set_environment(spec)
+        from vllm import LLM, SamplingParams
+        from vllm.platforms import current_platform
+
+        limit = context_length(spec.path, None)
+        args = engine_args(spec, spec.path, current_platform.is_cpu(), limit)
+        for name in ("worker_cls", "additional_config"):
+            del args[name]
+        self._llm: Any = LLM(**args)
+        self._params = SamplingParams
+        self._vocab = int(self._llm.llm_engine.model_config.get_vocab_size())
+
+    def prepare(self, work: Work) -> Callable[[], list[list[int]]]:
+        """As `Ours.prepare`; always unsteered."""
+        assert not work.plans
+        prompts = make_prompts(work.seed, self._vocab)
+
+        def run() -> list[list[int]]:
+            params = self._params(
+                max_tokens=GENERATED,
+                temperature=0.0,
+                ignore_eos=True,
+                logprobs=0 if work.logprobs else None,
+            )
+            given = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts]
+            outputs = self._llm.generate(given, params, use_tqdm=False)
+            return [list(output.outputs[0].token_ids) for output in outputs]
+
+        return run
+
+    def close(self) -> None:
+        """Stop vLLM."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+def answer(decoder: Ours | Stock, work: Work) -> Answer:
+    """Do the work and time it."""
+    run = decoder.prepare(work)
+    started = time.perf_counter()
+    tokens = run()
+    seconds = time.perf_counter() - started
+    digests = [hashlib.sha256(repr(ids).encode()).hexdigest()[:8] for ids in tokens]
+    return Answer(seconds, digests)
+
+
+def main() -> None:
+    """Load the model, say so, and answer until stdin ends."""
+    kind, path, slots, mode = sys.argv[1:]
+    spec = EngineSpec(
+        "bench", "vllm", path, dtype="float32", compile=mode == "compiled", memory=MEMORY,
+        steering_slots=int(slots),
+    )  # fmt: skip
+    decoder = Ours(spec) if kind == "ours" else Stock(spec)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print("answer", json.dumps(asdict(answer(decoder, Work(**json.loads(line))))), flush=True)
+    decoder.close()
+
+
+if __name__ == "__main__":
+    main()

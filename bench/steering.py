@@ -1,0 +1,198 @@
+"""Steered generation: against unsteered, against stock vLLM, and against hooks in Python."""
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from decoding import GENERATED, SEQUENCES, Answer, Work
+from models import DEMO, make_model
+from timing import compare, join_results, summarize
+
+DECODING = Path(__file__).with_name("decoding.py")
+HOOKED = Path(__file__).with_name("hooked.py")
+UNCOUNTED = 4
+"""Batches of each process before those that count: they use all pages of its cache once."""
+SLOTS = 64
+COST_SLOTS = 128
+"""Room for the plans of all ways of `measure_cost` at once, so that none pushes another out."""
+
+COSTS: dict[str, dict[str, Any]] = {
+    "unsteered": {},
+    "add, 1 plan, 1 layer, 1 vector": {"plans": 1},
+    "8 plans": {"plans": 8},
+    "32 plans": {"plans": 32},
+    "32 plans, new in each run": {"plans": 32, "fresh": True},
+    "2 layers": {"plans": 1, "layers": 2},
+    "all layers": {"plans": 1, "layers": None},
+    "32 plans, all layers": {"plans": 32, "layers": None},
+    "8 vectors": {"plans": 1, "vectors": 8},
+    "ablate": {"plans": 1, "op": "ablate"},
+    "ablate, all layers": {"plans": 1, "op": "ablate", "layers": None},
+    "rotate": {"plans": 1, "op": "rotate"},
+}
+"""What differs from the second way; `layers` None stands for every layer of the model."""
+
+
+class Decoder:
+    """A process of `bench/decoding.py` that waits for work."""
+
+    def __init__(self, process: "subprocess.Popen[str]", log: Path) -> None:
+        self._process = process
+        self._log = log
+        self._read("ready")
+
+    def run(self, work: Work) -> Answer:
+        """Do the work there. Errors: RuntimeError where the process ends."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(work.encode())
+        self._process.stdin.flush()
+        return Answer(**json.loads(self._read("answer")))
+
+    def _read(self, mark: str) -> str:
+        """What stands behind the mark in the next line that begins with it; vLLM prints, too."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(mark):
+                return line.removeprefix(mark)
+        raise RuntimeError(f"the process has ended:\n{self._log.read_text()[-3000:]}")
+
+
+@contextlib.contextmanager
+def start_decoder(
+    directory: Path, path: Path, kind: str, mode: str, slots: int = 0
+) -> Iterator[Decoder]:
+    """A process with the model loaded and warm; it is stopped at the end."""
+    log = directory / f"decoding-{kind}-{slots}-{mode}.log"
+    command = [sys.executable, str(DECODING), kind, str(path), str(slots), mode]
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
+    ):
+        try:
+            decoder = Decoder(process, log)
+            for seed in range(UNCOUNTED):
+                decoder.run(Work(seed))
+            yield decoder
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(60)
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+@dataclass(slots=True)
+class Runs:
+    """The runs of one way: seconds of each, and the sequences of the last by their digests."""
+
+    seconds: list[float] = field(default_factory=list)
+    digests: list[str] = field(default_factory=list)
+
+
+def run_in_turn(
+    ways: Mapping[str, tuple[Decoder, Mapping[str, Any]]], runs: int
+) -> dict[str, Runs]:
+    """The runs of each way, in turn, after one uncounted run of each.
+
+    In one turn all ways have the same prompts, which no other turn has.
+    """
+    found = {name: Runs() for name in ways}
+    for turn in range(runs + 1):
+        for name, (decoder, settings) in ways.items():
+            answer = decoder.run(Work(seed=1000 + turn, **settings))
+            found[name].digests = answer.digests
+            if turn:
+                found[name].seconds.append(answer.seconds)
+    return found
+
+
+def compare_decoding(directory: Path, runs: int) -> dict[str, Any]:
+    """32 sequences of 64 tokens, steered and not, with room for steering and not, stock vLLM.
+
+    Unsteered, every way is expected to give the same sequences; half steered, those of the steered
+    and of the unsteered way in turn.
+    """
+    path = make_model(directory)
+    results = {mode: _compare_mode(directory, path, mode, runs) for mode in ("compiled", "eager")}
+    return join_results(results)
+
+
+def _compare_mode(directory: Path, path: Path, mode: str, runs: int) -> dict[str, Any]:
+    plain, all_, half = "unsteered, 64 slots", "steered", "half steered"
+    without, stock, bare = "unsteered, 0 slots", "stock vLLM", "stock vLLM, no log-probabilities"
+    with (
+        start_decoder(directory, path, "ours", mode, SLOTS) as ours,
+        start_decoder(directory, path, "ours", mode) as ours_without,
+        start_decoder(directory, path, "stock", mode) as vllm,
+    ):
+        found = run_in_turn(
+            {
+                plain: (ours, {}),
+                all_: (ours, {"plans": 1}),
+                half: (ours, {"plans": 1, "every": 2}),
+                without: (ours_without, {}),
+                stock: (vllm, {}),
+                bare: (vllm, {"logprobs": False}),
+            },
+            runs,
+        )
+    seconds = {name: way.seconds for name, way in found.items()}
+    result = summarize(seconds, SEQUENCES * GENERATED, "tokens")
+    pairs = [(all_, plain), (half, plain), (plain, without), (plain, stock), (plain, bare)]
+    result["ratios"] = {f"{a} / {b}": compare(seconds[a], seconds[b]) for a, b in pairs}
+    expected = dict.fromkeys((without, stock, bare), found[plain].digests)
+    expected[half] = [
+        found[plain if index % 2 else all_].digests[index] for index in range(SEQUENCES)
+    ]
+    for name, digests in expected.items():
+        same = sum(a == b for a, b in zip(found[name].digests, digests, strict=True))
+        result["ways"][name]["sequences_as_expected"] = same
+    changed = sum(a != b for a, b in zip(found[all_].digests, found[plain].digests, strict=True))
+    result["ways"][all_]["sequences_changed"] = changed
+    return result
+
+
+def measure_cost(directory: Path, runs: int) -> dict[str, Any]:
+    """32 sequences of 64 tokens by number of plans, layers and vectors, and by operation; eager.
+
+    `ratios` is how many times as long each way takes as unsteered decoding.
+    """
+    path = make_model(directory)
+    layers = int(json.loads((path / "config.json").read_text())["num_hidden_layers"])
+    with start_decoder(directory, path, "ours", "eager", COST_SLOTS) as decoder:
+        ways = {
+            name: (decoder, settings | ({"layers": layers} if "layers" in settings else {}))
+            for name, settings in COSTS.items()
+        }
+        found = run_in_turn(ways, runs)
+    seconds = {name: way.seconds for name, way in found.items()}
+    result = summarize(seconds, SEQUENCES * GENERATED, "tokens")
+    plain = seconds["unsteered"]
+    result["ratios"] = {
+        f"{name} / unsteered, time": compare(plain, times)
+        for name, times in seconds.items()
+        if times is not plain
+    }
+    return result
+
+
+def compare_tlens(directory: Path, runs: int) -> dict[str, Any]:
+    """150 steered tokens from the TransformerLens engine and from its peers, for two models."""
+    demo = _run_hooked(DEMO, runs, batches=(1, 8))
+    larger = _run_hooked(make_model(directory), runs, batches=(1,))
+    return join_results({"demo model": demo, "18 M model": larger}) | {"notes": demo["notes"]}
+
+
+def _run_hooked(path: Path, runs: int, batches: Sequence[int]) -> dict[str, Any]:
+    command = [sys.executable, str(HOOKED), str(path), str(runs), *map(str, batches)]
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    line = next(line for line in output.splitlines() if line.startswith("result "))
+    result: dict[str, Any] = json.loads(line.removeprefix("result "))
+    return result
