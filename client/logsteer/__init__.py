@@ -9,8 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from logsteer._calls import PerplexityEvent
-    from logsteer.client import AsyncClient, Client
+    from logsteer._calls import GenerateEvent, PerplexityEvent, SteerEvent
+    from logsteer.async_client import AsyncClient
+    from logsteer.client import Client
     from logsteer.errors import (
         AnswerError,
         APIError,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         TransportError,
         UnavailableError,
     )
+    from logsteer.plots import plot_sweep
     from logsteer.records import LogProb
 
     __version__: str
@@ -35,10 +37,11 @@ if TYPE_CHECKING:
 _HOMES = {
     "APIError": "errors",
     "AnswerError": "errors",
-    "AsyncClient": "client",
+    "AsyncClient": "async_client",
     "AuthenticationError": "errors",
     "Client": "client",
     "DeadlineError": "errors",
+    "GenerateEvent": "_calls",
     "InternalError": "errors",
     "InvalidRequestError": "errors",
     "LogProb": "records",
@@ -48,8 +51,10 @@ _HOMES = {
     "PayloadTooLargeError": "errors",
     "PerplexityEvent": "_calls",
     "RequestTimeoutError": "errors",
+    "SteerEvent": "_calls",
     "TransportError": "errors",
     "UnavailableError": "errors",
+    "plot_sweep": "plots",
 }
 
 __all__ = [
@@ -59,6 +64,7 @@ __all__ = [
     "AuthenticationError",
     "Client",
     "DeadlineError",
+    "GenerateEvent",
     "InternalError",
     "InvalidRequestError",
     "LogProb",
@@ -68,9 +74,11 @@ __all__ = [
     "PayloadTooLargeError",
     "PerplexityEvent",
     "RequestTimeoutError",
+    "SteerEvent",
     "TransportError",
     "UnavailableError",
     "__version__",
+    "plot_sweep",
 ]
 
 

@@ -5,14 +5,14 @@ request id, before anything is sent.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 from urllib.parse import quote
 
-from pydantic import BaseModel, ValidationError
-from pydantic_core import PydanticSerializationError
-
+from logsteer._call import LAST_EVENT, Call, Download, as_list, checked, fields_of, to_json
 from logsteer._options import (
+    DiagnosticsOptions,
+    GenerateOptions,
+    GradientOptions,
     LogprobOptions,
     PairOptions,
     PerplexityOptions,
@@ -33,6 +33,12 @@ from logsteer.schemas import (
     DeletedVector,
     DetokenizeAnswer,
     DetokenizeRequest,
+    DiagnosticsRequest,
+    GenerateAnswer,
+    GenerateRequest,
+    GradientAnswer,
+    GradientRequest,
+    GradientVariable,
     Health,
     LogprobAnswer,
     LogprobItem,
@@ -63,52 +69,27 @@ from logsteer.schemas.perplexity import StreamStart
 PerplexityEvent: TypeAlias = StreamStart | WindowEvent | PerplexityAnswer
 """What a stream of `/perplexity` yields: one start, a window at a time, and the answer."""
 
-A_co = TypeVar("A_co", bound=BaseModel, covariant=True)
-R = TypeVar("R", bound=BaseModel)
+GenerateEvent: TypeAlias = SteerStart | SteerPiece | GenerateAnswer
+"""What a stream of `/generate` yields: one start, a piece at a time, and the answer."""
 
 SteerEvent: TypeAlias = SteerStart | SteerPiece | SteerAnswer
 """What a stream of `/steer` yields: one start, a piece at a time, and the answer."""
 
-_LAST_EVENT = "result"
 _EVENTS: Mapping[str, type[PerplexityEvent]] = {
     "start": StreamStart,
     "window": WindowEvent,
-    _LAST_EVENT: PerplexityAnswer,
+    LAST_EVENT: PerplexityAnswer,
+}
+_GENERATE_EVENTS: Mapping[str, type[GenerateEvent]] = {
+    "start": SteerStart,
+    "piece": SteerPiece,
+    LAST_EVENT: GenerateAnswer,
 }
 _STEER_EVENTS: Mapping[str, type[SteerEvent]] = {
     "start": SteerStart,
     "piece": SteerPiece,
-    _LAST_EVENT: SteerAnswer,
+    LAST_EVENT: SteerAnswer,
 }
-
-
-class Download(BaseModel):
-    """An answer that is a file."""
-
-    data: bytes
-
-
-@dataclass(frozen=True)
-class Call(Generic[A_co]):
-    """One request, ready to be sent, and the types of what comes back.
-
-    A call with `events` is answered by server-sent events of these names, `last_event` at the end;
-    any other call by one document of type `answer`, or by a file of `file_type` as `Download`.
-    """
-
-    method: str
-    path: str
-    answer: type[A_co] | None = None
-    body: bytes | None = None
-    upload: Upload | None = None
-    upload_type: str = "text/plain; charset=utf-8"
-    file_type: str | None = None
-    params: Mapping[str, str] = field(default_factory=dict)
-    events: Mapping[str, type[A_co]] = field(default_factory=dict)
-    last_event: str = _LAST_EVENT
-    answer_statuses: frozenset[int] = frozenset()
-    """Statuses beside 2xx whose body is an answer too."""
-    retry_safe: bool = True
 
 
 def models() -> Call[ModelList]:
@@ -139,10 +120,10 @@ def logprob(
     default_model: str | None,
 ) -> Call[LogprobAnswer]:
     """The call that scores targets after their contexts."""
-    fields = _fields(options, default_model, items=list(items))
+    fields = fields_of(options, default_model, items=list(items))
     if "columns" in fields:
         fields["columns"] = list(fields["columns"])
-    return Call("POST", "/logprob", LogprobAnswer, _json(_checked(LogprobRequest, fields)))
+    return Call("POST", "/logprob", LogprobAnswer, to_json(checked(LogprobRequest, fields)))
 
 
 def logprob_pairs(
@@ -153,32 +134,32 @@ def logprob_pairs(
 ) -> Call[LogprobAnswer]:
     """The call that scores every target after every prompt and asks for the sums alone."""
     items = pair_items(prompts, targets)
-    sums = _fields(options, default_model, items=items, per_token=False, columns=["logprob"])
-    return Call("POST", "/logprob", LogprobAnswer, _json(_checked(LogprobRequest, sums)))
+    sums = fields_of(options, default_model, items=items, per_token=False, columns=["logprob"])
+    return Call("POST", "/logprob", LogprobAnswer, to_json(checked(LogprobRequest, sums)))
 
 
 def perplexity(
     texts: str | Sequence[str], options: PerplexityOptions, default_model: str | None
 ) -> Call[PerplexityAnswer]:
     """The call that scores texts and is answered at the end."""
-    request = _checked(PerplexityRequest, _fields(options, default_model, texts=as_list(texts)))
-    return Call("POST", "/perplexity", PerplexityAnswer, _json(request))
+    request = checked(PerplexityRequest, fields_of(options, default_model, texts=as_list(texts)))
+    return Call("POST", "/perplexity", PerplexityAnswer, to_json(request))
 
 
 def perplexity_events(
     texts: str | Sequence[str], options: PerplexityOptions, default_model: str | None
 ) -> Call[PerplexityEvent]:
     """The call that scores texts and is answered window by window."""
-    fields = _fields(options, default_model, texts=as_list(texts), stream=True)
-    request = _checked(PerplexityRequest, fields)
-    return Call("POST", "/perplexity", body=_json(request), events=_EVENTS)
+    fields = fields_of(options, default_model, texts=as_list(texts), stream=True)
+    request = checked(PerplexityRequest, fields)
+    return Call("POST", "/perplexity", body=to_json(request), events=_EVENTS)
 
 
 def perplexity_stream(
     source: AsyncSource, options: WindowOptions, default_model: str | None
 ) -> Call[PerplexityEvent]:
     """The call that sends a text while it is read and is answered window by window."""
-    query = _checked(PerplexityStreamQuery, _fields(options, default_model))
+    query = checked(PerplexityStreamQuery, fields_of(options, default_model))
     given = query.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     params = {name: str(value) for name, value in given.items()}
     return Call("POST", "/perplexity/stream", upload=Upload(source), params=params, events=_EVENTS)
@@ -188,8 +169,8 @@ def tokenize(
     texts: str | Sequence[str], options: TokenOptions, default_model: str | None
 ) -> Call[TokenizeAnswer]:
     """The call that cuts texts into tokens."""
-    request = _checked(TokenizeRequest, _fields(options, default_model, texts=as_list(texts)))
-    return Call("POST", "/tokenize", TokenizeAnswer, _json(request))
+    request = checked(TokenizeRequest, fields_of(options, default_model, texts=as_list(texts)))
+    return Call("POST", "/tokenize", TokenizeAnswer, to_json(request))
 
 
 def detokenize(token_ids: Sequence[Sequence[int]], model: str | None) -> Call[DetokenizeAnswer]:
@@ -197,8 +178,38 @@ def detokenize(token_ids: Sequence[Sequence[int]], model: str | None) -> Call[De
     fields: dict[str, Any] = {"token_ids": [list(ids) for ids in token_ids]}
     if model is not None:
         fields["model"] = model
-    request = _checked(DetokenizeRequest, fields)
-    return Call("POST", "/detokenize", DetokenizeAnswer, _json(request))
+    request = checked(DetokenizeRequest, fields)
+    return Call("POST", "/detokenize", DetokenizeAnswer, to_json(request))
+
+
+def diagnostics(
+    items: Sequence[LogprobItem | Mapping[str, Any]],
+    options: DiagnosticsOptions,
+    default_model: str | None,
+) -> Call[LogprobAnswer]:
+    """The call that looks at targets as a sampling policy saw them."""
+    fields = fields_of(options, default_model, items=list(items))
+    body = to_json(checked(DiagnosticsRequest, fields))
+    return Call("POST", "/diagnostics", LogprobAnswer, body)
+
+
+def generate(
+    prompts: str | Sequence[str] | None, options: GenerateOptions, default_model: str | None
+) -> Call[GenerateAnswer]:
+    """The call that continues prompts and is answered at the end."""
+    given = {} if prompts is None else {"prompts": as_list(prompts)}
+    body = to_json(checked(GenerateRequest, fields_of(options, default_model, **given)))
+    return Call("POST", "/generate", GenerateAnswer, body)
+
+
+def generate_events(
+    prompts: str | Sequence[str] | None, options: GenerateOptions, default_model: str | None
+) -> Call[GenerateEvent]:
+    """The call that continues prompts and is answered piece by piece."""
+    given = {} if prompts is None else {"prompts": as_list(prompts)}
+    fields = fields_of(options, default_model, **given, stream=True)
+    body = to_json(checked(GenerateRequest, fields))
+    return Call("POST", "/generate", body=body, events=_GENERATE_EVENTS)
 
 
 def steer(
@@ -208,7 +219,7 @@ def steer(
     default_model: str | None,
 ) -> Call[SteerAnswer]:
     """The call that continues prompts under steering and is answered at the end."""
-    body = _json(_checked(SteerRequest, _steer_fields(prompts, steering, options, default_model)))
+    body = to_json(checked(SteerRequest, _steer_fields(prompts, steering, options, default_model)))
     return Call("POST", "/steer", SteerAnswer, body)
 
 
@@ -220,7 +231,7 @@ def steer_events(
 ) -> Call[SteerEvent]:
     """The call that continues prompts under steering and is answered piece by piece."""
     fields = _steer_fields(prompts, steering, options, default_model) | {"stream": True}
-    body = _json(_checked(SteerRequest, fields))
+    body = to_json(checked(SteerRequest, fields))
     return Call("POST", "/steer", body=body, events=_STEER_EVENTS)
 
 
@@ -231,7 +242,7 @@ def _steer_fields(
     default_model: str | None,
 ) -> dict[str, Any]:
     given = {} if prompts is None else {"prompts": as_list(prompts)}
-    return _fields(options, default_model, steering=steering, **given)
+    return fields_of(options, default_model, steering=steering, **given)
 
 
 def sweep(
@@ -241,9 +252,20 @@ def sweep(
     default_model: str | None,
 ) -> Call[SweepAnswer]:
     """The call that scores items and texts at every scale of a steering object."""
-    fields = _fields(options, default_model, steering=steering, scales=list(map(float, scales)))
-    request = _checked(SweepRequest, fields)
-    return Call("POST", "/sweep", SweepAnswer, _json(request))
+    fields = fields_of(options, default_model, steering=steering, scales=list(map(float, scales)))
+    request = checked(SweepRequest, fields)
+    return Call("POST", "/sweep", SweepAnswer, to_json(request))
+
+
+def gradient(
+    items: Sequence[LogprobItem | Mapping[str, Any]],
+    wrt: GradientVariable | Mapping[str, Any],
+    options: GradientOptions,
+    default_model: str | None,
+) -> Call[GradientAnswer]:
+    """The call that derives targets' log-probabilities."""
+    fields = fields_of(options, default_model, items=list(items), wrt=wrt)
+    return Call("POST", "/gradient", GradientAnswer, to_json(checked(GradientRequest, fields)))
 
 
 def list_vectors() -> Call[VectorList]:
@@ -295,10 +317,10 @@ def train_vector(
     default_model: str | None,
 ) -> Call[TrainAnswer]:
     """The call that trains a vector on pairs of texts."""
-    fields = _fields(options, default_model, name=name, pairs=list(pairs))
+    fields = fields_of(options, default_model, name=name, pairs=list(pairs))
     if fields.get("layers") is not None:
         fields["layers"] = list(fields["layers"])
-    return Call("POST", "/vectors/train", TrainAnswer, _json(_checked(TrainRequest, fields)))
+    return Call("POST", "/vectors/train", TrainAnswer, to_json(checked(TrainRequest, fields)))
 
 
 def combine_vectors(
@@ -307,7 +329,7 @@ def combine_vectors(
     """The call that keeps a weighted sum of vectors."""
     vectors = [{"name": part, "weight": float(weight)} for part, weight in weights.items()]
     fields = {"vectors": vectors, "orthogonal_to": as_list(orthogonal_to)}
-    body = _json(_checked(CombineRequest, fields))
+    body = to_json(checked(CombineRequest, fields))
     return Call("POST", f"{_vector_path(name)}/combine", VectorCard, body)
 
 
@@ -315,38 +337,3 @@ def _vector_path(name: str) -> str:
     if not name:
         raise InvalidRequestError("invalid_request", "the vector's name is empty", param="name")
     return f"/vectors/{quote(name, safe='')}"
-
-
-def as_list(texts: str | Sequence[str]) -> list[str]:
-    """The texts as a list; one string is one text, not its characters."""
-    return [texts] if isinstance(texts, str) else list(texts)
-
-
-def _fields(options: Mapping[str, Any], default_model: str | None, **more: Any) -> dict[str, Any]:
-    default = {} if default_model is None else {"model": default_model}
-    given = {**default, **options, **more}
-    return {name: list(v) if isinstance(v, tuple) else v for name, v in given.items()}
-
-
-def _checked(schema: type[R], fields: Mapping[str, Any]) -> R:
-    try:
-        return schema.model_validate(dict(fields))
-    except ValidationError as invalid:
-        first = invalid.errors(include_url=False)[0]
-        param = ".".join(str(part) for part in first["loc"]) or None
-        more = f" (and {invalid.error_count() - 1} more)" if invalid.error_count() > 1 else ""
-        place = f"{param}: " if param else ""
-        raise InvalidRequestError(
-            "invalid_request", f"{place}{first['msg']}{more}", param=param
-        ) from invalid
-
-
-def _json(request: BaseModel) -> bytes:
-    try:
-        return request.model_dump_json(exclude_unset=True).encode()
-    except PydanticSerializationError as invalid:
-        raise InvalidRequestError(
-            "invalid_request",
-            "a text holds a lone surrogate, which UTF-8 cannot express; decode it with "
-            'errors="replace"',
-        ) from invalid

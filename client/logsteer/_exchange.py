@@ -17,7 +17,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from logsteer import _arrays
-from logsteer._calls import Call
+from logsteer._call import Call
 from logsteer._events import ServerSentEvent
 from logsteer._upload import Upload
 from logsteer.errors import (

@@ -14,7 +14,10 @@ from logsteer.schemas import (
     LogprobItem,
     Message,
     OverflowPolicy,
+    ParameterOverride,
+    Precision,
     Protocol,
+    SamplingPolicy,
     SpacePolicy,
     Steering,
     TrainMethod,
@@ -23,6 +26,8 @@ from logsteer.schemas import (
 
 SteeringLike: TypeAlias = Steering | Mapping[str, Any]
 """A steering object, or its fields."""
+OverrideLike: TypeAlias = ParameterOverride | Mapping[str, Any]
+"""An override, or its fields `name` and `eta`."""
 
 
 class ModelOptions(TypedDict, total=False):
@@ -44,10 +49,13 @@ class LogprobOptions(PairOptions, total=False):
     """Options of `logprob` and `score`."""
 
     columns: Sequence[Column]
+    policy: SamplingPolicy | Mapping[str, float]
+    precision: Precision
     space: SpacePolicy
     top: int
     per_token: bool
     steering: SteeringLike | None
+    override: OverrideLike | None
 
 
 class WindowOptions(ModelOptions, total=False):
@@ -65,10 +73,17 @@ class PerplexityOptions(WindowOptions, total=False):
     tokens: bool
     reference: str | None
     steering: SteeringLike | None
+    override: OverrideLike | None
 
 
-class SteerOptions(TypedDict, total=False):
-    """Options of `steer` and `steer_events`; `prompt_ids` or `messages` stand in for prompts."""
+class DiagnosticsOptions(LogprobOptions, total=False):
+    """Options of `diagnostics`."""
+
+    window: int
+
+
+class PromptOptions(TypedDict, total=False):
+    """Options of all that continues prompts; `prompt_ids` or `messages` may stand in for them."""
 
     model: str | None
     prompt_ids: Sequence[Sequence[int]]
@@ -82,8 +97,25 @@ class SteerOptions(TypedDict, total=False):
     min_p: float
     seed: int | None
     stop: Sequence[str]
+    include_stop: bool
     ignore_eos: bool
+    override: OverrideLike | None
+
+
+class SteerOptions(PromptOptions, total=False):
+    """Options of `steer` and `steer_events`."""
+
     baseline: bool
+
+
+class GenerateOptions(PromptOptions, total=False):
+    """Options of `generate` and `generate_events`."""
+
+    steering: SteeringLike | None
+    diagnostics: bool
+    columns: Sequence[Column]
+    precision: Precision
+    window: int
 
 
 class SweepOptions(TypedDict, total=False):
@@ -102,6 +134,17 @@ class TokenOptions(TypedDict, total=False):
 
     model: str | None
     bos: BosPolicy
+
+
+class GradientOptions(TypedDict, total=False):
+    """Options of `gradient`."""
+
+    model: str | None
+    bos: BosPolicy
+    on_overflow: OverflowPolicy
+    boundary: Boundary
+    steering: SteeringLike | None
+    override: OverrideLike | None
 
 
 class TrainOptions(TokenOptions, total=False):

@@ -1,4 +1,4 @@
-"""The progress of scoring a file, on stderr: first the bytes sent, then the windows scored."""
+"""Progress on stderr: of scoring a file, first bytes sent, then windows; and of sampling."""
 
 import os
 from types import TracebackType
@@ -61,6 +61,39 @@ class ScoringProgress:
             total=event.windows_total,
             note=f"{count} windows{perplexity}",
         )
+
+
+class SamplingProgress:
+    """A bar of prompts done, drawn only where it is wanted and stderr is a terminal."""
+
+    def __init__(self, total: int, wanted: bool) -> None:
+        console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("sampling"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f}/{task.total:.0f} prompts"),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not (wanted and console.is_terminal),
+            transient=True,
+        )
+        self._task = self._progress.add_task("sampling", total=total)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def advance(self, count: int) -> None:
+        """Nothing; so many more prompts are done."""
+        self._progress.advance(self._task, count)
 
 
 def _size(file: BinaryIO) -> int | None:

@@ -1,21 +1,35 @@
 """Answers drawn as tables for a terminal."""
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from logsteer._labels import SweepLabels, label_layers
 from logsteer.schemas import (
+    Completion,
     ItemScore,
     ModelList,
     PerplexityAnswer,
+    PromptCompletions,
+    SteeringReceipt,
+    SweepAnswer,
+    SweepPoint,
     TargetScore,
     TopAlternatives,
     VectorCard,
 )
 from logsteer.schemas.logprob import ScoredTarget
 from logsteer.schemas.tokens import Encoded
+
+_UNLIMITED = 10_000
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def draw_models(answer: ModelList) -> Table:
@@ -85,7 +99,7 @@ def draw_vectors(cards: Sequence[VectorCard]) -> Table:
     table = _table("name", "hook", "layers", ">width", "created", "from", "sha256")
     for card in cards:
         source = " ".join(filter(None, [card.about.source, card.about.method, card.about.format]))
-        layers = _join_ranges(card.layers)
+        layers = label_layers(card.layers)
         cells = [card.name, card.hook, layers, str(card.width), card.created, source, card.sha256]
         table.add_row(*map(Text, cells))
     return table
@@ -105,15 +119,132 @@ def draw_layers(card: VectorCard) -> Table:
     return table
 
 
-def _join_ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers such as 1-3, 7."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+def draw_completions(result: PromptCompletions) -> Table:
+    """A row per completion; beside it the unsteered one with the same seed, where asked for."""
+    heads = ["steered"] if result.baseline is None else ["steered", "unsteered"]
+    columns = [result.completions, *([] if result.baseline is None else [result.baseline])]
+    cells = [[(one.text, sum_up_completion(one)) for one in column] for column in columns]
+    return draw_side_by_side(heads, list(zip(*cells, strict=True)))
+
+
+def draw_side_by_side(heads: Sequence[str], rows: Sequence[Sequence[tuple[str, str]]]) -> Table:
+    """Texts in columns of equal width, a remark under each."""
+    table = _table(*heads)
+    table.show_lines = len(rows) > 1
+    table.expand = True
+    for column in table.columns:
+        column.ratio = 1
+    for row in rows:
+        cells = [Text(escape_controls(text)).append(f"\n{note}", "dim") for text, note in row]
+        table.add_row(*cells)
+    return table
+
+
+def sum_up_completion(completion: Completion) -> str:
+    """One line about a completion."""
+    return (
+        f"{completion.num_tokens} tokens, {completion.finish_reason}, "
+        f"logprob {_number(completion.logprob)}, seed {completion.seed}"
+    )
+
+
+def draw_receipt(receipt: SteeringReceipt) -> Iterator[Table | Text]:
+    """What was applied, and what it did at each layer."""
+    used = ", ".join(
+        f"{vector.name or 'a vector'} x {vector.scale:g} ({vector.sha256[:12]})"
+        for vector in receipt.vectors
+    )
+    yield Text(f"steered {receipt.tokens_steered} tokens by {used}")
+    table = _table("layer", ">tokens", ">|change| / |activation|")
+    for layer, site in receipt.layers.items():
+        table.add_row(*map(Text, [layer, str(site.tokens), _number(site.relative_norm)]))
+    yield table
+
+
+def draw_sweep(answer: SweepAnswer, labels: SweepLabels) -> RenderableType:
+    """A row per set of layers and scale: one table where it fits, else one for each item."""
+    whole = _Columns("", [f"perplexity\n{name}" for name in labels.texts], _text_cells)
+    whole.heads.append("|change| /\n|activation|")
+    items = [
+        _Columns(context, _item_heads(targets), partial(_item_cells, index))
+        for index, (context, targets) in enumerate(
+            zip(labels.contexts, labels.targets, strict=True)
+        )
+    ]
+    tables = [_draw_points(answer, one.title, [one]) for one in [*items, whole]]
+    if len(items) != 1:
+        return Group(*tables)
+    return _Fitting(_draw_points(answer, items[0].title, [*items, whole]), Group(*tables))
+
+
+@dataclass
+class _Fitting:
+    """The wide one of two, where the terminal is wide enough; else the narrow one."""
+
+    wide: Table
+    narrow: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        unlimited = options.update(width=_UNLIMITED)
+        fits = Measurement.get(console, unlimited, self.wide).maximum <= options.max_width
+        yield self.wide if fits else self.narrow
+
+
+def _draw_points(answer: SweepAnswer, title: str, columns: Sequence["_Columns"]) -> Table:
+    with_layers = any(point.layers is not None for point in answer.points)
+    heads = [">scale", *(f">{head}" for one in columns for head in one.heads)]
+    table = _table(*(["layers"] if with_layers else []), *heads)
+    table.title = Text(title) if title else None
+    for column in table.columns:
+        column.overflow = "fold"
+    # Scale 0 is unsteered: it is told once.
+    plain = [answer.unsteered] if all(point.scale for point in answer.points) else []
+    for point in [*plain, *answer.points]:
+        layers = [Text("-" if point.layers is None else label_layers(point.layers))]
+        cells = [Text(f"{point.scale:g}" if point.scale else "unsteered")]
+        cells += [cell for one in columns for cell in one.write(point)]
+        style = None if point.scale else "bold"
+        table.add_row(*(layers if with_layers else []), *cells, style=style)
+    return table
+
+
+@dataclass
+class _Columns:
+    """Columns of a sweep's table, and what they show of a point."""
+
+    title: str
+    heads: list[str]
+    write: Callable[[SweepPoint], list[Text]]
+
+
+def _item_heads(targets: Sequence[str]) -> list[str]:
+    return [head for name in targets for head in (f"{name}\nlogprob", "\nchange")] + ["\nKL"]
+
+
+def _item_cells(index: int, point: SweepPoint) -> list[Text]:
+    item = point.items[index]
+    cells = []
+    for target in item.targets:
+        change = "n/a" if target.change is None else f"{target.change:+.3f}"
+        style = "green" if (target.change or 0) > 0 else "red" if target.change else ""
+        cells += [Text(_fix(target.logprob)), Text(change if point.scale else "", style)]
+    return [*cells, Text("n/a" if item.kl is None else f"{item.kl:.3g}")]
+
+
+def _text_cells(point: SweepPoint) -> list[Text]:
+    return [
+        *(Text(_number(text.perplexity)) for text in point.texts),
+        Text(_fix(point.relative_norm)),
+    ]
+
+
+def _fix(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.3f}"
+
+
+def escape_controls(text: str) -> str:
+    """The text with control characters written out: a model's output must not steer a terminal."""
+    return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def _draw_alternatives(target: ScoredTarget, top: TopAlternatives) -> Table:
@@ -154,7 +285,10 @@ def _score_cells(target: TargetScore) -> list[str]:
 def _table(*heads: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title_justify="left")
     for head in heads:
-        table.add_column(head.removeprefix(">"), justify="right" if head[:1] == ">" else "left")
+        # As Text, because what looks like rich's markup is data.
+        table.add_column(
+            Text(head.removeprefix(">")), justify="right" if head[:1] == ">" else "left"
+        )
     return table
 
 

@@ -1,13 +1,12 @@
 """`logsteer vectors …`: the commands about steering vectors."""
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from logsteer import _tables
-from logsteer._terminal import given, show
+from logsteer._terminal import given, parse_layers, read_json_lines, show
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
 from logsteer.schemas import ContentFormat
@@ -42,16 +41,9 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--method", choices=["mean_difference", "pca", "logistic"])
     parser.add_argument("--read", choices=["last", "mean"])
-    parser.add_argument("--layers", type=_parse_layers, metavar="N,N,…", help="default: all")
+    parser.add_argument("--layers", type=parse_layers, metavar="N,N-N,…", help="default: all")
     parser.add_argument("--hook", metavar="NAME")
     parser.add_argument("--bos", choices=["auto", "always", "never"])
-
-
-def _parse_layers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list such as 10,11,12") from error
 
 
 def _list(client: Client, arguments: argparse.Namespace) -> None:
@@ -94,17 +86,13 @@ def _train(client: Client, arguments: argparse.Namespace) -> None:
 def _read_pairs(path: Path) -> list[dict[str, str]]:
     """The pairs of a JSON Lines file. Raises LogsteerError for a line that is none."""
     pairs = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                pair = json.loads(line)
-                pairs.append({name: str(pair[name]) for name in ("positive", "negative")})
-            except (ValueError, KeyError, TypeError) as error:
-                raise LogsteerError(
-                    f'{path}, line {number}: no {{"positive": "…", "negative": "…"}}'
-                ) from error
+    for number, pair in read_json_lines(path):
+        try:
+            pairs.append({name: str(pair[name]) for name in ("positive", "negative")})
+        except (KeyError, TypeError) as error:
+            raise LogsteerError(
+                f'{path}, line {number}: no {{"positive": "…", "negative": "…"}}'
+            ) from error
     if not pairs:
         raise LogsteerError(f"{path} has no pairs")
     return pairs

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar, Unpack
 from pydantic import BaseModel
 
 from logsteer import _calls
-from logsteer._calls import Call
+from logsteer._call import Call
 from logsteer._options import TrainOptions
 from logsteer._upload import AsyncSource, Source
 from logsteer.schemas import (
@@ -25,18 +25,22 @@ from logsteer.schemas import (
 A = TypeVar("A", bound=BaseModel)
 
 
-class _Ask(Protocol):
+class Ask(Protocol):
+    """Sends a call and gives its answer."""
+
     def __call__(self, call: Call[A], /) -> A: ...
 
 
-class _AsyncAsk(Protocol):
+class AsyncAsk(Protocol):
+    """The same, awaited."""
+
     def __call__(self, call: Call[A], /) -> Awaitable[A]: ...
 
 
 class Vectors:
     """What `Client.vectors` can do; every method raises the errors of `logsteer.errors`."""
 
-    def __init__(self, ask: _Ask, model: str | None) -> None:
+    def __init__(self, ask: Ask, model: str | None) -> None:
         self._ask = ask
         self._model = model
 
@@ -95,7 +99,7 @@ class Vectors:
 class AsyncVectors:
     """What `AsyncClient.vectors` can do: the same as `Vectors`."""
 
-    def __init__(self, ask: _AsyncAsk, model: str | None) -> None:
+    def __init__(self, ask: AsyncAsk, model: str | None) -> None:
         self._ask = ask
         self._model = model
 

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -12,14 +12,16 @@ import httpx
 
 import logsteer
 from logsteer import _tables
-from logsteer._options import WindowOptions
+from logsteer._options import SteeringLike, WindowOptions
 from logsteer._pairs import pair_items, pair_scores
 from logsteer._progress import ScoringProgress
-from logsteer._terminal import Command, given, show
+from logsteer._steering_arguments import add_steering_options, read_steering
+from logsteer._steering_commands import add_steer, add_sweep
+from logsteer._terminal import Command, decode_text, given, show
 from logsteer._vector_commands import add_vector_commands
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
-from logsteer.schemas import PerplexityAnswer
+from logsteer.schemas import LogprobAnswer, PerplexityAnswer
 
 EXAMPLES = """examples:
   logsteer models
@@ -30,6 +32,10 @@ EXAMPLES = """examples:
   logsteer tokenize "Hello world"
   logsteer vectors train happy pairs.jsonl --method pca --layers 10,11,12
   logsteer vectors get happy happy.gguf
+  logsteer steer "Once upon a time" --vector happy:4@2 --baseline --seed 1
+  logsteer score "I feel" " happy" " sad" --vector happy:4@2
+  logsteer sweep --vector happy@2 --scales=-4,-2,0,2,4 --item "I feel" " happy" " sad" \\
+      --text book.txt --plot sweep.png
 
 LOGSTEER_BASE_URL and LOGSTEER_API_KEY stand in for --base-url and --api-key.
 Exit status: 0 done, 1 refused or not reached, 2 wrong usage, 130 interrupted.
@@ -67,7 +73,7 @@ def _build_parser() -> argparse.ArgumentParser:
     common = _build_common_options()
     parser = argparse.ArgumentParser(
         prog="logsteer",
-        description="Score text with the language models of a logsteer server.",
+        description="Score text with the language models of a logsteer server, and steer them.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         parents=[common],
@@ -82,6 +88,8 @@ def _build_parser() -> argparse.ArgumentParser:
     tokenize = add("tokenize", help="cut a text into tokens")
     tokenize.add_argument("text", metavar="TEXT")
     tokenize.set_defaults(command=_show_tokens)
+    add_steer(add("steer", help="continue a prompt under steering, as it is generated"))
+    add_sweep(add("sweep", help="what steering does to targets and texts, scale by scale"))
     add_vector_commands(add("vectors", help="keep, make and fetch steering vectors"), common)
     return parser
 
@@ -104,6 +112,7 @@ def _add_score(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--boundary", choices=["joint", "separate"])
     parser.add_argument("--space", choices=["as_given", "both"])
     parser.add_argument("--top", type=int, metavar="N", help="alternatives shown per token")
+    add_steering_options(parser)
     parser.set_defaults(command=_show_scores)
 
 
@@ -113,6 +122,7 @@ def _add_perplexity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context-length", type=int, metavar="TOKENS")
     parser.add_argument("--stride", type=int, metavar="TOKENS")
     parser.add_argument("--bos", choices=["auto", "always", "never"])
+    add_steering_options(parser)
     parser.set_defaults(command=_show_perplexity)
 
 
@@ -132,11 +142,17 @@ def _show_models(client: Client, arguments: argparse.Namespace) -> None:
 
 
 def _show_scores(client: Client, arguments: argparse.Namespace) -> None:
-    options: Any = given(arguments, "boundary", "space", "top")
+    options: Any = dict(given(arguments, "boundary", "space", "top"))
+    if steering := read_steering(arguments):
+        options["steering"] = steering
     items = pair_items([arguments.context], arguments.targets)
     answer = client.logprob(items, **options)
     result = pair_scores(answer, 1, len(arguments.targets))[0]
-    show(arguments, answer, *_tables.draw_scores(result))
+    show(arguments, answer, *_tables.draw_scores(result), *_draw_receipt(answer))
+
+
+def _draw_receipt(answer: LogprobAnswer | PerplexityAnswer) -> Iterable[Any]:
+    return () if answer.steering is None else _tables.draw_receipt(answer.steering)
 
 
 def _show_tokens(client: Client, arguments: argparse.Namespace) -> None:
@@ -146,17 +162,25 @@ def _show_tokens(client: Client, arguments: argparse.Namespace) -> None:
 
 def _show_perplexity(client: Client, arguments: argparse.Namespace) -> None:
     options: Any = given(arguments, "protocol", "context_length", "stride", "bos")
+    steering = read_steering(arguments)
     if arguments.file == "-":
-        answer = _score_file(client, sys.stdin.buffer, options)
+        answer = _score_file(client, sys.stdin.buffer, options, steering)
     else:
         with Path(arguments.file).open("rb") as file:
-            answer = _score_file(client, file, options)
-    show(arguments, answer, _tables.draw_perplexity(answer))
+            answer = _score_file(client, file, options, steering)
+    show(arguments, answer, _tables.draw_perplexity(answer), *_draw_receipt(answer))
 
 
-def _score_file(client: Client, file: BinaryIO, options: WindowOptions) -> PerplexityAnswer:
+def _score_file(
+    client: Client, file: BinaryIO, options: WindowOptions, steering: SteeringLike | None
+) -> PerplexityAnswer:
     with ScoringProgress(file) as progress:
-        events = client.perplexity_stream(progress.source, **options)
+        if steering is None:
+            events = client.perplexity_stream(progress.source, **options)
+        else:
+            # A text that is sent while it is read leaves no room for a steering object.
+            text = decode_text(progress.source.read(), getattr(file, "name", "the text"))
+            events = client.perplexity_events(text, steering=steering, **options)
         with closing(events):
             for event in events:
                 if isinstance(event, PerplexityAnswer):

@@ -28,6 +28,7 @@ KINDS: Mapping[ProblemCode, Kind] = {
     "not_found": Kind(404, False, "Not found"),
     "unknown_model": Kind(404, False, "Unknown model"),
     "unknown_vector": Kind(404, False, "Unknown vector"),
+    "unknown_override": Kind(404, False, "Unknown override"),
     "method_not_allowed": Kind(405, False, "Method not allowed"),
     "payload_too_large": Kind(413, False, "Payload too large"),
     "overloaded": Kind(429, True, "Overloaded"),
@@ -143,9 +144,9 @@ class AuthenticationError(APIError):
 
 
 class NotFoundError(APIError):
-    """The server has no such model, vector or path."""
+    """The server has no such model, vector, override or path."""
 
-    codes = frozenset({"not_found", "unknown_model", "unknown_vector"})
+    codes = frozenset({"not_found", "unknown_model", "unknown_vector", "unknown_override"})
     statuses = frozenset({404})
 
 

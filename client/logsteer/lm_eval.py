@@ -10,6 +10,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 # The registry loads the harness's own models only while it is empty: they go first.
@@ -30,16 +31,17 @@ from logsteer._batches import (
     make_batches,
     run_concurrently,
 )
-from logsteer._calls import Call
+from logsteer._call import Call
 from logsteer._chat import render_chat
+from logsteer._eval_settings import find_card, read_batch_size, read_max_length, read_steering
+from logsteer._options import SteeringLike
 from logsteer.client import Client
 from logsteer.errors import AnswerError, InvalidRequestError, LogsteerError
-from logsteer.schemas import BosPolicy, ModelCard
+from logsteer.schemas import BosPolicy
 from logsteer.schemas.openai import CompletionAnswer, TokenizerInfo
 
 _log = logging.getLogger(__name__)
 
-DEFAULT_BATCH_SIZE = 1024
 MAX_GEN_TOKS = 256
 """As the harness's `hf` model has it."""
 _BOS_POLICIES: dict[bool | None, BosPolicy] = {None: "auto", True: "always", False: "never"}
@@ -63,7 +65,10 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
     unless given. `add_bos_token` says whether text is encoded with BOS in front; None: as the
     tokenizer does. `batch_size` is the number of sequences in one HTTP request; "auto" and 1, which
     the harness passes where nothing is asked for, leave it to the adapter. `prefix_token_id` stands
-    before text without context: BOS unless given, else EOS.
+    before text without context: BOS unless given, else EOS. `steering` is a steering object, its
+    JSON, or a file of that; every request is steered by it, a target's context being its prompt.
+    Vectors that it names are those that had the names when this object was made. The harness'
+    `--use_cache` tells answers apart by request alone: give each steering a cache of its own.
     """
 
     def __init__(
@@ -80,15 +85,17 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         prefix_token_id: int | None = None,
         max_batch_size: int | None = None,
         device: str | None = None,
+        steering: SteeringLike | str | Path | None = None,
     ) -> None:
         super().__init__()
         if max_batch_size is not None or device is not None:
             _log.warning("max_batch_size and device have no effect: the server decides both")
         self._client = Client(base_url, api_key=api_key, timeout=timeout)
         weakref.finalize(self, self._client.close)  # the harness closes no model
-        self._card = _find_card(self._client, model)
-        self._batch_size = _read_batch_size(batch_size)
-        self._max_length = _read_max_length(max_length, self._card)
+        self._card = find_card(self._client, model)
+        self._batch_size = read_batch_size(batch_size)
+        self._max_length = read_max_length(max_length, self._card)
+        self._steering = None if steering is None else read_steering(self._client, steering)
         self._bos = _BOS_POLICIES[add_bos_token]
         self._max_gen_toks = max_gen_toks
         self._prefix_token_id = prefix_token_id
@@ -118,7 +125,8 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
     def get_model_info(self) -> dict[str, Any]:
         """What computed the numbers, for the harness's record of the run."""
         provenance = self._card.provenance
-        return {"model_provenance": provenance.model_dump() if provenance else None}
+        steering = {} if self._steering is None else {"steering": self._steering}
+        return {"model_provenance": provenance.model_dump() if provenance else None, **steering}
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The model's chat template, for the harness's record of the run."""
@@ -346,38 +354,12 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         return self._info
 
     def _post(self, path: str, fields: Mapping[str, Any], schema: type[A]) -> A:
-        body = json.dumps({"model": self._card.id, **fields}, separators=(",", ":")).encode()
+        fields = {"model": self._card.id, **fields}
+        if self._steering is not None and path != "/tokenize":
+            fields["steering"] = self._steering
+        body = json.dumps(fields, separators=(",", ":")).encode()
         answer: A = self._client._answer(Call("POST", path, schema, body))
         return answer
-
-
-def _find_card(client: Client, model: str | None) -> ModelCard:
-    if model is not None:
-        return client.model(model)
-    cards = client.models().models
-    if len(cards) != 1:
-        names = ", ".join(card.id for card in cards) or "none"
-        raise LogsteerError(f"give model: {client.base_url} has {names}")
-    return cards[0]
-
-
-def _read_batch_size(given: int | str) -> int:
-    if str(given) == "1" or str(given).startswith("auto"):
-        return DEFAULT_BATCH_SIZE
-    if not str(given).isdecimal() or int(given) == 0:
-        raise ValueError(f"batch_size is {given!r}; give a number of sequences, or auto")
-    return int(given)
-
-
-def _read_max_length(given: int | None, card: ModelCard) -> int:
-    limit = card.context_length
-    if limit is None:
-        raise LogsteerError(
-            f"model {card.id} is {card.state}: {card.detail}; wait until it answers"
-        )
-    if given is not None and not 2 <= given <= limit:
-        raise ValueError(f"max_length is {given}; model {card.id} reads 2 to {limit} tokens")
-    return given or limit
 
 
 def _move_space(context: str, target: str) -> tuple[str, str]:

@@ -108,3 +108,73 @@ def events(*pairs: tuple[str, Any]) -> str:
 PERPLEXITY_EVENTS = events(
     ("start", START), ("window", window(1)), ("window", window(2, 2)), ("result", PERPLEXITY)
 )
+
+
+def steering_receipt() -> dict[str, Any]:
+    """A receipt of one vector at one layer."""
+    return {
+        "tokens_steered": 5,
+        "layers": {"2": {"tokens": 5, "relative_norm": 0.25}},
+        "vectors": [{"name": "mood", "sha256": "ab" * 32, "scale": 2.0}],
+    }
+
+
+def piece(text: str, *, steered: bool = True) -> dict[str, Any]:
+    """A piece of the first completion."""
+    return {
+        "prompt": 0,
+        "completion": 0,
+        "steered": steered,
+        "text": text,
+        "token_ids": [1],
+        "logprobs": [-0.5],
+        "finish_reason": None,
+    }
+
+
+def completion(text: str, seed: int = 7) -> dict[str, Any]:
+    """A completion of two tokens."""
+    return {
+        "text": text,
+        "token_ids": [1, 2],
+        "tokens": [text[:1], text[1:]],
+        "logprobs": [-0.5, -1.0],
+        "logprob": -1.5,
+        "num_tokens": 2,
+        "finish_reason": "length",
+        "seed": seed,
+    }
+
+
+def steer_answer(n: int = 1, *, baseline: bool = False) -> dict[str, Any]:
+    """An answer of `/steer` with completions "glad 0", "glad 1", and baselines "sad 0", …"""
+    steered = [completion(f"glad {k}", 7 + k) for k in range(n)]
+    plain = [completion(f"sad {k}", 7 + k) for k in range(n)] if baseline else None
+    results = [{"completions": steered, "baseline": plain}]
+    return {**ANSWER, "results": results, "steering": steering_receipt()}
+
+
+STEER_EVENTS = events(("start", START), ("piece", piece(" glad")), ("result", steer_answer()))
+
+
+def sweep_point(scale: float, layers: list[int] | None) -> dict[str, Any]:
+    """One item with two targets and one text at a scale; a null at -1."""
+    logprobs = {-1: [-2.5, None], 0: [-1.0, -2.0], 1: [-0.5, -4.0]}[int(scale)]
+    changes = {-1: [-1.5, None], 0: [0.0, 0.0], 1: [0.5, -2.0]}[int(scale)]
+    pairs = zip(logprobs, changes, strict=True)
+    targets = [{"logprob": logprob, "change": change} for logprob, change in pairs]
+    perplexity = {-1: 3.0, 0: 2.0, 1: 4.0}[int(scale)]
+    return {
+        "layers": layers,
+        "scale": scale,
+        "items": [{"targets": targets, "kl": 0.5 * abs(scale)}],
+        "texts": [{"perplexity": perplexity, "sum_logprob": -1.0, "num_scored": 3}],
+        "relative_norm": 0.125 if scale else None,
+    }
+
+
+SWEEP = {
+    **ANSWER,
+    "unsteered": sweep_point(0, None),
+    "points": [sweep_point(scale, [layer]) for layer in (2, 3) for scale in (-1, 0, 1)],
+}

@@ -19,10 +19,14 @@ from logsteer import (
 )
 from logsteer import _options as options
 from logsteer.schemas import (
+    DiagnosticsRequest,
+    GenerateRequest,
     LogprobItem,
     LogprobRequest,
     PerplexityRequest,
     PerplexityStreamQuery,
+    SteerRequest,
+    SweepRequest,
     TokenizeRequest,
 )
 
@@ -239,6 +243,10 @@ def test_broken_messagepack_is_no_answer(call: Caller) -> None:
         (options.PerplexityOptions, PerplexityRequest, {"texts", "stream"}),
         (options.WindowOptions, PerplexityStreamQuery, set()),
         (options.TokenOptions, TokenizeRequest, {"texts", "prompt", "add_special_tokens"}),
+        (options.SteerOptions, SteerRequest, {"prompts", "steering", "stream"}),
+        (options.SweepOptions, SweepRequest, {"steering", "scales"}),
+        (options.DiagnosticsOptions, DiagnosticsRequest, {"items"}),
+        (options.GenerateOptions, GenerateRequest, {"prompts", "stream"}),
     ],
 )
 def test_options_are_the_fields_of_the_request(keys: Any, schema: Any, apart: set[str]) -> None:

@@ -22,6 +22,7 @@ CONTRACT = {
     "not_found": (404, False, errors.NotFoundError),
     "unknown_model": (404, False, errors.NotFoundError),
     "unknown_vector": (404, False, errors.NotFoundError),
+    "unknown_override": (404, False, errors.NotFoundError),
     "method_not_allowed": (405, False, errors.InvalidRequestError),
     "payload_too_large": (413, False, errors.PayloadTooLargeError),
     "overloaded": (429, True, errors.OverloadedError),

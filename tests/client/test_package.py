@@ -14,6 +14,7 @@ NAMES = {
     "AuthenticationError",
     "Client",
     "DeadlineError",
+    "GenerateEvent",
     "InternalError",
     "InvalidRequestError",
     "LogProb",
@@ -23,9 +24,11 @@ NAMES = {
     "PayloadTooLargeError",
     "PerplexityEvent",
     "RequestTimeoutError",
+    "SteerEvent",
     "TransportError",
     "UnavailableError",
     "__version__",
+    "plot_sweep",
 }
 
 
@@ -53,5 +56,14 @@ def test_importing_logsteer_loads_nothing_heavy() -> None:
 def test_using_all_of_it_loads_no_server() -> None:
     loaded = loaded_after("from logsteer import *\nimport logsteer.cli")
     assert {"logsteer.client", "logsteer.cli", "httpx"} <= loaded
-    heavy = {"torch", "fastapi", "numpy", "starlette", "transformers", "vllm", "logsteer_server"}
-    assert not heavy & loaded
+    heavy = {
+        "torch",
+        "fastapi",
+        "matplotlib",
+        "numpy",
+        "starlette",
+        "transformers",
+        "vllm",
+        "logsteer_server",
+    }
+    assert not (heavy | {"logsteer_server"}) & loaded

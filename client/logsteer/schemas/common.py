@@ -1,12 +1,17 @@
 """What several endpoints share: options of a request, and what every answer carries."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 BosPolicy = Literal["auto", "always", "never"]
 OverflowPolicy = Literal["error", "truncate_left"]
-Column = Literal["logprob", "rank", "entropy"]
+Column = Literal[
+    "logprob", "rank", "entropy", "logit_mean", "logit_std", "log_q", "rb_entropy", "head_mass",
+    "tail_mass", "top1_prob", "margin", "two_point_entropy", "collision", "renyi2",
+    "effective_support", "eos_prob",
+]  # fmt: skip
+Precision = Literal["float32", "float64"]
 EngineKind = Literal["vllm", "transformer_lens", "fake"]
 TokenId = Annotated[int, Field(ge=0, lt=2**31, description="An id of the model's vocabulary.")]
 Float = float | None
@@ -48,6 +53,32 @@ class RequestOptions(Request):
     )
 
 
+class SamplingPolicy(Request):
+    """How tokens are drawn: temperature, then min_p, then top_k, then top_p, renormalised."""
+
+    temperature: float = Field(default=1.0, ge=0, le=100, description="0: greedy.")
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0, description="0: every token.")
+    min_p: float = Field(default=0.0, ge=0, le=1)
+
+
+class Aggregate(Reply):
+    """One column over the tokens of a sequence; null where it would not be finite."""
+
+    sum: Float
+    mean: Float
+    min: Float
+    max: Float
+    early: Float = Field(description="Mean over the first tokens, as many as the window asked for.")
+    late: Float = Field(description="Likewise over the last.")
+
+
+ALL_COLUMNS: tuple[Column, ...] = get_args(Column)
+Window = Annotated[
+    int, Field(ge=1, le=2**20, description="Tokens that `early` and `late` are means over.")
+]
+
+
 class RowOptions(RequestOptions):
     """Which columns are read from every scored row."""
 
@@ -55,6 +86,14 @@ class RowOptions(RequestOptions):
         default=["logprob", "rank"],
         min_length=1,
         description="Columns read from each scored row.",
+    )
+    policy: SamplingPolicy = Field(
+        default_factory=SamplingPolicy, description="What the policy columns refer to."
+    )
+    precision: Precision = Field(
+        default="float32",
+        description="What softmax and columns are computed in, from the model's logits. Numbers of "
+        "MessagePack answers are float32 all the same.",
     )
 
     @model_validator(mode="after")

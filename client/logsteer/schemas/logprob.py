@@ -5,7 +5,10 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from logsteer.schemas.common import (
+    ALL_COLUMNS,
+    Aggregate,
     Answer,
+    Column,
     Float,
     Message,
     Reply,
@@ -13,7 +16,9 @@ from logsteer.schemas.common import (
     RowOptions,
     TokenId,
     TopAlternatives,
+    Window,
 )
+from logsteer.schemas.overrides import ParameterOverride, UsedOverride
 from logsteer.schemas.steering import Steering, SteeringReceipt
 
 Boundary = Literal["joint", "separate"]
@@ -74,12 +79,24 @@ class LogprobRequest(RowOptions):
     steering: Steering | None = Field(
         default=None, description="Score the model steered; the context is the prompt."
     )
+    override: ParameterOverride | None = None
 
     @model_validator(mode="after")
     def _ids_have_no_spaces(self) -> "LogprobRequest":
         if self.space == "both" and any(item.target_ids is not None for item in self.items):
             raise ValueError("space: both needs text targets; use as_given with target_ids")
         return self
+
+
+class DiagnosticsRequest(LogprobRequest):
+    """Sequences whose tokens are looked at as a sampling policy saw them."""
+
+    columns: list[Column] = Field(
+        default_factory=lambda: list(ALL_COLUMNS),
+        min_length=1,
+        description="Columns read from each scored row; all of them unless given.",
+    )
+    window: Window = 16
 
 
 class TargetScore(Reply):
@@ -97,8 +114,30 @@ class TargetScore(Reply):
     ranks: list[int] | None = Field(
         default=None, description="1 + the number of tokens with a strictly larger logit."
     )
-    entropy: list[Float] | None = None
+    entropy: list[Float] | None = Field(default=None, description="-sum p log p, in nats.")
+    logit_mean: list[Float] | None = Field(default=None, description="Over the vocabulary.")
+    logit_std: list[Float] | None = Field(default=None, description="Likewise, population.")
+    log_q: list[Float] | None = Field(
+        default=None, description="log q(token), q being what the policy draws from; null outside."
+    )
+    rb_entropy: list[Float] | None = Field(default=None, description="-sum q log q, in nats.")
+    head_mass: list[Float] | None = Field(default=None, description="Mass that top_p keeps.")
+    tail_mass: list[Float] | None = Field(default=None, description="1 - head_mass.")
+    top1_prob: list[Float] | None = Field(default=None, description="The largest q.")
+    margin: list[Float] | None = Field(default=None, description="Largest q less the second.")
+    two_point_entropy: list[Float] | None = Field(
+        default=None, description="Entropy of (largest q, 1 - largest q), in nats."
+    )
+    collision: list[Float] | None = Field(default=None, description="sum q^2.")
+    renyi2: list[Float] | None = Field(default=None, description="-log sum q^2, in nats.")
+    effective_support: list[Float] | None = Field(default=None, description="exp(rb_entropy).")
+    eos_prob: list[Float] | None = Field(
+        default=None, description="q of the tokens that end a sequence."
+    )
     top: TopAlternatives | None = None
+    aggregates: dict[str, Aggregate] | None = Field(
+        default=None, description="Of each column, and of surprisal; in /diagnostics alone."
+    )
     logprob: Float = Field(description="Sum of the log-probabilities, in nats.")
     prob: Float = None
     perplexity: Float = Field(default=None, description="exp(-logprob / num_tokens).")
@@ -144,3 +183,4 @@ class LogprobAnswer(Answer):
 
     results: list[ItemScore]
     steering: SteeringReceipt | None = None
+    override: UsedOverride | None = None

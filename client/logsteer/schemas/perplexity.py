@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from logsteer.schemas.common import Answer, Float, Provenance, Reply, RequestOptions, Usage
+from logsteer.schemas.overrides import ParameterOverride, UsedOverride
 from logsteer.schemas.steering import Steering, SteeringReceipt
 
 Protocol = Literal["sliding", "rolling", "disjoint", "llamacpp"]
@@ -53,6 +54,7 @@ class PerplexityRequest(WindowOptions):
         description="Score the model steered; tokens of a window in front of its first scored one "
         "are the prompt. A reference stays unsteered.",
     )
+    override: ParameterOverride | None = None
 
     @model_validator(mode="after")
     def _texts_have_content(self) -> "PerplexityRequest":
@@ -133,6 +135,7 @@ class PerplexityAnswer(Answer):
     total: TextScore
     divergence: Divergence | None = None
     steering: SteeringReceipt | None = None
+    override: UsedOverride | None = None
 
 
 class WindowEvent(Reply):

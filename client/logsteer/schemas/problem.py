@@ -14,6 +14,7 @@ ProblemCode = Literal[
     "not_found",
     "unknown_model",
     "unknown_vector",
+    "unknown_override",
     "method_not_allowed",
     "payload_too_large",
     "overloaded",

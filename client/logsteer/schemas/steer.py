@@ -1,28 +1,34 @@
-"""`POST /steer`: generation under steering. `POST /sweep`: what steering does by its scale."""
+"""`POST /steer` and `/generate`: continuations. `POST /sweep`: what steering does by its scale."""
 
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
 from logsteer.schemas.common import (
+    ALL_COLUMNS,
+    Aggregate,
     Answer,
     BosPolicy,
+    Column,
     Float,
     Message,
+    Precision,
     Provenance,
     Reply,
     Request,
     TokenId,
+    Window,
 )
 from logsteer.schemas.logprob import Boundary, LogprobItem
 from logsteer.schemas.openai import FinishReason
+from logsteer.schemas.overrides import ParameterOverride, UsedOverride
 from logsteer.schemas.steering import Finite, Steering, SteeringReceipt
 
 MAX_SWEEP = 256
 
 
-class SteerRequest(Request):
-    """Prompts to continue under steering; one of `prompts`, `prompt_ids` and `messages`."""
+class PromptRequest(Request):
+    """Prompts to continue, and how; one of `prompts`, `prompt_ids` and `messages`."""
 
     model: str | None = None
     prompts: list[Annotated[str, Field(min_length=1)]] | None = Field(default=None, min_length=1)
@@ -32,7 +38,6 @@ class SteerRequest(Request):
     messages: list[Message] | None = Field(
         default=None, min_length=1, description="One conversation, through the chat template."
     )
-    steering: Steering
     bos: BosPolicy = "auto"
     max_tokens: int = Field(default=64, ge=1)
     n: int = Field(default=1, ge=1, le=1024, description="Completions of each prompt.")
@@ -44,23 +49,55 @@ class SteerRequest(Request):
         default=None,
         ge=0,
         lt=2**62,
-        description="Seed of the first completion of each prompt; the k-th has seed + k. Null: the "
-        "server draws one.",
+        description="Seed of the first completion; each further one, of this prompt and the next "
+        "ones, has the next number, so that all draws are independent. Null: the server draws one.",
     )
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=64)
-    ignore_eos: bool = Field(default=False, description="Go on after the end of sequence.")
-    baseline: bool = Field(
-        default=False, description="Also continue without steering, with the same seeds."
+    include_stop: bool = Field(
+        default=False, description="Keep the stop string that ended a completion in its text."
     )
+    ignore_eos: bool = Field(default=False, description="Go on after the end of sequence.")
+    override: ParameterOverride | None = None
     stream: bool = Field(default=False, description="Answer with server-sent events.")
 
     @model_validator(mode="after")
-    def _one_form(self) -> "SteerRequest":
+    def _one_form(self) -> Self:
         forms = [n for n in ("prompts", "prompt_ids", "messages") if getattr(self, n) is not None]
         if len(forms) != 1:
             raise ValueError(
                 f"give exactly one of prompts, prompt_ids, messages; got {forms or 'none'}"
             )
+        return self
+
+
+class SteerRequest(PromptRequest):
+    """Prompts to continue under steering."""
+
+    steering: Steering
+    baseline: bool = Field(
+        default=False, description="Also continue without steering, with the same seeds."
+    )
+
+
+class GenerateRequest(PromptRequest):
+    """Prompts to continue, with what the sampling policy saw at every step where asked for."""
+
+    steering: Steering | None = None
+    diagnostics: bool = Field(
+        default=False, description="Add columns and aggregates, under the request's own policy."
+    )
+    columns: list[Column] = Field(
+        default_factory=lambda: list(ALL_COLUMNS),
+        min_length=1,
+        description="Columns of the diagnostics; all of them unless given.",
+    )
+    precision: Precision = "float32"
+    window: Window = 16
+
+    @model_validator(mode="after")
+    def _streams_have_no_diagnostics(self) -> Self:
+        if self.stream and self.diagnostics:
+            raise ValueError("diagnostics are not streamed; leave out stream or diagnostics")
         return self
 
 
@@ -77,6 +114,10 @@ class Completion(Reply):
     num_tokens: int
     finish_reason: FinishReason
     seed: int = Field(description="Gives this completion again.")
+    columns: dict[str, list[Float]] | None = Field(
+        default=None, description="Of diagnostics: an array per column, as long as `token_ids`."
+    )
+    aggregates: dict[str, Aggregate] | None = None
 
 
 class PromptCompletions(Reply):
@@ -93,6 +134,15 @@ class SteerAnswer(Answer):
 
     results: list[PromptCompletions]
     steering: SteeringReceipt
+    override: UsedOverride | None = None
+
+
+class GenerateAnswer(Answer):
+    """One result per prompt, in the order given."""
+
+    results: list[PromptCompletions]
+    steering: SteeringReceipt | None = None
+    override: UsedOverride | None = None
 
 
 class SteerStart(Reply):

@@ -1,0 +1,59 @@
+"""What `logsteer.lm_eval` makes of the arguments that a run of the harness gives it."""
+
+from pathlib import Path
+from typing import Any
+
+from logsteer._call import checked
+from logsteer._options import SteeringLike
+from logsteer._steering_arguments import load_steering
+from logsteer.client import Client
+from logsteer.errors import LogsteerError
+from logsteer.schemas import ModelCard, Steering
+
+DEFAULT_BATCH_SIZE = 1024
+
+
+def find_card(client: Client, model: str | None) -> ModelCard:
+    """The card of a model; of the only one where none is named. Errors: LogsteerError."""
+    if model is not None:
+        return client.model(model)
+    cards = client.models().models
+    if len(cards) != 1:
+        names = ", ".join(card.id for card in cards) or "none"
+        raise LogsteerError(f"give model: {client.base_url} has {names}")
+    return cards[0]
+
+
+def read_batch_size(given: int | str) -> int:
+    """Sequences in one request; the adapter's own number for "auto" and 1. Errors: ValueError."""
+    if str(given) == "1" or str(given).startswith("auto"):
+        return DEFAULT_BATCH_SIZE
+    if not str(given).isdecimal() or int(given) == 0:
+        raise ValueError(f"batch_size is {given!r}; give a number of sequences, or auto")
+    return int(given)
+
+
+def read_max_length(given: int | None, card: ModelCard) -> int:
+    """Tokens that are read at once. Errors: LogsteerError before the model answers; ValueError."""
+    limit = card.context_length
+    if limit is None:
+        raise LogsteerError(
+            f"model {card.id} is {card.state}: {card.detail}; wait until it answers"
+        )
+    if given is not None and not 2 <= given <= limit:
+        raise ValueError(f"max_length is {given}; model {card.id} reads 2 to {limit} tokens")
+    return given or limit
+
+
+def read_steering(client: Client, given: SteeringLike | str | Path) -> dict[str, Any]:
+    """A steering object as JSON has it, its vectors by content: a run has one, whatever becomes of
+    their names meanwhile.
+
+    Errors: LogsteerError for what is no steering object, and for an unknown vector.
+    """
+    fields = given.model_dump() if isinstance(given, Steering) else load_steering(given)
+    steering = checked(Steering, fields).model_copy(deep=True)
+    for vector in steering.vectors:
+        if vector.name is not None:
+            vector.sha256, vector.name = client.vectors.get(vector.name).sha256, None
+    return steering.model_dump(mode="json", exclude_none=True)

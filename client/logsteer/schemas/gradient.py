@@ -1,0 +1,99 @@
+"""`POST /gradient`: derivatives of targets' log-probabilities."""
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from logsteer.schemas.common import Answer, BosPolicy, Float, OverflowPolicy, Reply, Request
+from logsteer.schemas.logprob import Boundary, BoundaryFinding, LogprobItem
+from logsteer.schemas.overrides import ParameterOverride, UsedOverride
+from logsteer.schemas.steering import (
+    HookName,
+    PositionName,
+    SlicePositions,
+    Steering,
+    SteeringReceipt,
+    VectorName,
+)
+
+
+class GradientVariable(Request):
+    """What log-probabilities are derived by: activations, or eta along a kept direction.
+
+    An activation is what leaves its place, steering there included: the gradient says what a
+    vector added to it would do.
+    """
+
+    layers: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, min_length=1)
+    hook: HookName = "resid_post"
+    positions: PositionName | SlicePositions = Field(
+        default="all", description="Of the input token whose activation it is, as for steering."
+    )
+    override: VectorName | None = Field(
+        default=None, description="Name of a direction v: d/d eta at theta + eta v, eta = 0."
+    )
+
+    @model_validator(mode="after")
+    def _is_one_thing(self) -> "GradientVariable":
+        if (self.layers is None) == (self.override is None):
+            raise ValueError("give exactly one of layers and override")
+        if self.layers is not None and len(set(self.layers)) != len(self.layers):
+            raise ValueError(f"layers has an entry twice: {self.layers}; name each layer once")
+        if self.override is not None and self.model_fields_set & {"hook", "positions"}:
+            raise ValueError("hook and positions go with layers, not with override")
+        return self
+
+
+class GradientRequest(Request):
+    """Targets whose summed log-probability is derived, one by one.
+
+    `steering` and `override` say for which model: derivatives are taken there.
+    """
+
+    model: str | None = None
+    items: list[LogprobItem] = Field(min_length=1)
+    wrt: GradientVariable
+    bos: BosPolicy = "auto"
+    on_overflow: OverflowPolicy = "error"
+    boundary: Boundary = "joint"
+    steering: Steering | None = None
+    override: ParameterOverride | None = None
+
+
+class TargetGradient(Reply):
+    """The derivatives of one target's summed log-probability."""
+
+    target: str
+    token_ids: list[int]
+    logprobs: list[Float]
+    logprob: Float = Field(description="Sum of the log-probabilities, in nats.")
+    num_context: int = Field(description="Tokens in front of the target.")
+    boundary: BoundaryFinding
+    truncated_tokens: int = 0
+    positions: list[int] | None = Field(
+        default=None, description="Of the input tokens that the rows of `gradients` belong to."
+    )
+    gradients: dict[str, list[list[Float]]] | None = Field(
+        default=None, description="By layer: a row for each position, a number a dimension."
+    )
+    norms: dict[str, list[Float]] | None = Field(
+        default=None, description="By layer: the Euclidean norm of each row."
+    )
+    directional: Float = Field(default=None, description="d logprob / d eta.")
+    directional_per_token: list[Float] | None = None
+    flags: list[str] = Field(default_factory=list)
+
+
+class ItemGradients(Reply):
+    """One item's targets."""
+
+    targets: list[TargetGradient]
+
+
+class GradientAnswer(Answer):
+    """One result per item, in the order given; `along` is the direction, where there is one."""
+
+    results: list[ItemGradients]
+    steering: SteeringReceipt | None = None
+    override: UsedOverride | None = None
+    along: UsedOverride | None = None

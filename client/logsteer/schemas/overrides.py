@@ -1,0 +1,55 @@
+"""`/overrides`: directions of the parameters, and requests under theta + eta v."""
+
+from pydantic import Field
+
+from logsteer.schemas.common import Reply, Request
+from logsteer.schemas.steering import Finite, VectorName
+
+
+class ParameterOverride(Request):
+    """The model's parameters are theta + eta v for this request alone; v is the direction kept.
+
+    Each sum is computed in float64 and rounded once to the parameter's own type: there, an eta v
+    far below the parameter's last place is lost.
+    """
+
+    name: VectorName
+    eta: Finite = Field(description="0 is the model as it is.")
+
+
+class UsedOverride(Reply):
+    """The override that an answer was computed under, by its content."""
+
+    name: str
+    sha256: str
+    eta: float
+
+
+class OverrideCard(Reply):
+    """One kept direction."""
+
+    name: str
+    sha256: str = Field(description="Content address: SHA-256 of the file as it was uploaded.")
+    model: str = Field(description="Id of the model whose parameters it was checked against.")
+    weights_digest: str
+    tensors: int
+    moved: int = Field(description="How many of the model's numbers it moves.")
+    total: int = Field(description="How many numbers the model's parameters are.")
+    norm: float = Field(description="Euclidean norm of the whole direction.")
+    bytes: int
+    created: str = Field(description="When the name was given this content: RFC 3339, UTC.")
+
+
+class OverrideList(Reply):
+    """Every kept direction, by name."""
+
+    overrides: list[OverrideCard]
+    bytes: int = Field(description="Bytes of all contents; one with several names counts once.")
+    max_bytes: int = Field(description="What they may come to.")
+
+
+class DeletedOverride(Reply):
+    """The name that is gone, and the content that it pointed to."""
+
+    name: str
+    sha256: str

@@ -1,0 +1,363 @@
+"""`logsteer steer`, `sweep`, and steering in `score` and `perplexity`: what is sent and shown."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from logsteer.cli import main
+
+from .documents import (
+    PERPLEXITY,
+    START,
+    SWEEP,
+    events,
+    logprob_answer,
+    piece,
+    steer_answer,
+    steering_receipt,
+    target,
+    window,
+)
+from .scripted import Script, event_stream, problem
+
+Output = pytest.CaptureFixture[str]
+ITEM = ["--item", "I am", " glad", " [red]sad"]
+
+
+def answer(document: Any) -> Script:
+    return Script(httpx.Response(200, json=document))
+
+
+def stream(*pieces: dict[str, Any], **more: Any) -> Script:
+    named = [("piece", one) for one in pieces]
+    result = ("result", steer_answer(**more))
+    return Script(event_stream(events(("start", START), *named, result)))
+
+
+def perplexity_stream() -> httpx.Response:
+    return event_stream(events(("start", START), ("result", PERPLEXITY)))
+
+
+def run(server: Script, *argv: str) -> int:
+    return main(argv, transport=httpx.MockTransport(server))
+
+
+def sent(server: Script) -> Any:
+    return json.loads(server.bodies[0])
+
+
+def rows(capsys: Output) -> list[list[str]]:
+    return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+
+
+@pytest.mark.parametrize(
+    ("argv", "steering"),
+    [
+        (["--vector", "mood"], {"vectors": [{"name": "mood"}]}),
+        (["--vector", "mood:-2.5"], {"vectors": [{"name": "mood", "scale": -2.5}]}),
+        (["--vector", "mood@2"], {"vectors": [{"name": "mood", "layers": [2]}]}),
+        (
+            ["--vector", "mood:4@2,5-7", "--vector", "a.b-c:1e1"],
+            {
+                "vectors": [
+                    {"name": "mood", "scale": 4.0, "layers": [2, 5, 6, 7]},
+                    {"name": "a.b-c", "scale": 10.0},
+                ]
+            },
+        ),
+        (
+            ["--vector", "a", "--vector", "b", "--op", "replace", "--unit", "unit"],
+            {
+                "vectors": [
+                    {"name": "a", "op": "replace", "unit": "unit"},
+                    {"name": "b", "op": "replace", "unit": "unit"},
+                ]
+            },
+        ),
+        (
+            ["--vector", "a", "--op", "clamp", "--clamp=-1:", "--positions", "last_prompt"],
+            {
+                "vectors": [{"name": "a", "op": "clamp", "params": {"min": -1.0}}],
+                "positions": "last_prompt",
+            },
+        ),
+        (
+            ["--vector", "a", "--positions", "0:5,8:10"],
+            {"vectors": [{"name": "a"}], "positions": {"slices": [[0, 5], [8, 10]]}},
+        ),
+    ],
+)
+def test_the_four_commands_read_steering_alike(
+    tmp_path: Path, argv: list[str], steering: dict[str, Any]
+) -> None:
+    path = tmp_path / "text"
+    path.write_text("some text")
+    scored = logprob_answer([target("b", -1.0)])
+    commands = [
+        (["score", "a", "b"], answer(scored)),
+        (["perplexity", str(path)], Script(perplexity_stream(), perplexity_stream())),
+        (["steer", "a"], Script(*stream().replies, *stream().replies)),
+    ]
+    if "--clamp=-1:" not in argv:
+        commands.append((["sweep", "--scales=0,1", *ITEM, "--text", str(path)], answer(SWEEP)))
+    file = tmp_path / "steering.json"
+    file.write_text(json.dumps(steering))
+    for command, server in commands:
+        assert run(server, *command, *argv) == 0
+        assert sent(server)["steering"] == steering
+        assert run(server, *command, "--steering", str(file)) == 0
+        assert json.loads(server.bodies[1])["steering"] == steering
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["steer", "a"],
+        ["steer", "a", "--vector", "mood:"],
+        ["steer", "a", "--vector", "mood:x"],
+        ["steer", "a", "--vector", "mood@x"],
+        ["steer", "a", "--vector", "mood@3-1"],
+        ["steer", "a", "--vector", "mood", "--steering", "file"],
+        ["steer", "a", "--steering", "file", "--op", "add"],
+        ["steer", "a", "--vector", "mood", "--positions", "somewhere"],
+        ["steer", "a", "--vector", "mood", "--clamp", "1"],
+        ["score", "a", "b", "--unit", "raw"],
+        ["perplexity", "a", "--positions", "all"],
+        ["sweep", "--vector", "mood", *ITEM],
+        ["sweep", "--vector", "mood", "--scales=1,b", *ITEM],
+        ["sweep", "--vector", "mood", "--scales=1"],
+        ["sweep", "--vector", "mood", "--scales=1", "--item", "no target"],
+        ["sweep", "--vector", "mood", "--scales=1", *ITEM, "--layers", "1;;2"],
+        ["sweep", "--scales=1", *ITEM],
+    ],
+)
+def test_wrong_usage_is_2(capsys: Output, tmp_path: Path, argv: list[str]) -> None:
+    server = answer(SWEEP)
+    with pytest.raises(SystemExit) as caught:
+        run(server, *argv)
+    assert caught.value.code == 2
+    assert f"usage: logsteer {argv[0]}" in capsys.readouterr().err
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"{", "no JSON"),
+        (b"[]", "no steering object"),
+        (b"", "is empty"),
+        (b"\xff", "not UTF-8"),
+        (b"{}", "steering.vectors: Field required"),
+        (b'{"vectors": [{"name": "a", "strength": 1}]}', "strength"),
+    ],
+)
+def test_a_file_that_steers_nothing_is_told(
+    capsys: Output, tmp_path: Path, content: bytes, reason: str
+) -> None:
+    path = tmp_path / "steering.json"
+    path.write_bytes(content)
+    server = stream()
+    assert run(server, "steer", "a", "--steering", str(path)) == 1
+    assert reason in capsys.readouterr().err
+    assert server.requests == []
+
+
+def test_one_completion_is_streamed_then_its_receipt_is_shown(capsys: Output) -> None:
+    server = stream(piece(" was [b]"), piece(" a\x1b[2J"), piece(" cat\n"))
+    assert run(server, "steer", "There", "--vector", "mood", "--model", "demo") == 0
+    out, err = capsys.readouterr()
+    # What looks like markup is data, and no control character reaches the terminal.
+    assert out.startswith("There was [b] a\\x1b[2J cat\n")
+    assert "2 tokens, length, logprob -1.5, seed 7" in out
+    assert "steered 5 tokens by mood x 2 (abababababab)" in out
+    assert ["2", "5", "0.25"] in [line.split() for line in out.splitlines()]
+    assert err == ""
+    body = {"model": "demo", "prompts": ["There"], "steering": {"vectors": [{"name": "mood"}]}}
+    assert sent(server) == {**body, "stream": True}
+
+
+def test_every_option_of_sampling_is_sent() -> None:
+    server = stream()
+    argv = ["--max-tokens", "9", "--n", "1", "--temperature", "0.5", "--top-p", "0.9"]
+    argv += ["--top-k", "5", "--min-p", "0.1", "--seed", "3", "--stop", "a", "--stop", "b"]
+    assert run(server, "steer", "x", "--vector", "v", *argv, "--bos", "never", "--chat") == 0
+    assert sent(server) == {
+        "messages": [{"role": "user", "content": "x"}],
+        "steering": {"vectors": [{"name": "v"}]},
+        "max_tokens": 9,
+        "n": 1,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "seed": 3,
+        "stop": ["a", "b"],
+        "bos": "never",
+        "stream": True,
+    }
+
+
+def test_a_reply_to_a_chat_stands_alone(capsys: Output) -> None:
+    assert run(stream(piece("Fine.")), "steer", "How?", "--vector", "v", "--chat") == 0
+    assert capsys.readouterr().out.startswith("Fine.\n")
+
+
+def test_the_baseline_stands_beside_the_steered_completion(capsys: Output) -> None:
+    server = stream(piece(" glad"), piece(" sad", steered=False), baseline=True, n=2)
+    assert run(server, "steer", "I am", "--vector", "mood", "--baseline", "--n", "2") == 0
+    out = capsys.readouterr().out
+    lines = [line.split() for line in out.splitlines()]
+    assert ["steered", "unsteered"] in lines
+    assert ["glad", "0", "sad", "0"] in lines and ["glad", "1", "sad", "1"] in lines
+    assert "steered 5 tokens" in out
+    assert sent(server)["baseline"] is True
+
+
+def test_side_by_side_grows_on_a_terminal(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    pieces = [piece(" half", steered=True), piece(" other", steered=False), piece(" done")]
+    assert run(stream(*pieces, baseline=True), "steer", "I", "--vector", "m", "--baseline") == 0
+    out = capsys.readouterr().out
+    assert out.index("half") < out.index("other") < out.index("half done") < out.index("glad 0")
+
+
+def test_a_refusal_while_streaming_ends_the_line(capsys: Output) -> None:
+    error = json.loads(problem("out_of_memory", 503).content)
+    text = events(("start", START), ("piece", piece(" half")), ("error", error))
+    assert run(Script(event_stream(text)), "steer", "I", "--vector", "mood") == 1
+    out, err = capsys.readouterr()
+    assert out == "I half\n"
+    assert err.startswith("error: out_of_memory")
+
+
+def test_a_refusal_before_the_stream_prints_no_prompt(capsys: Output) -> None:
+    server = Script(problem("unknown_vector", 404))
+    assert run(server, "steer", "I", "--vector", "mood") == 1
+    out, err = capsys.readouterr()
+    assert out == "" and "unknown_vector" in err
+
+
+def test_steer_as_json_is_the_answer_and_nothing_else(capsys: Output) -> None:
+    server = answer(steer_answer())
+    assert run(server, "steer", "I", "--vector", "mood", "--json") == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["results"][0]["completions"][0]["seed"] == 7
+    assert err == ""
+    assert "stream" not in sent(server)
+
+
+def test_scores_and_perplexities_show_the_receipt(capsys: Output, tmp_path: Path) -> None:
+    scored = logprob_answer([target("b", -1.0)]) | {"steering": steering_receipt()}
+    assert run(answer(scored), "score", "a", "b", "--vector", "mood") == 0
+    assert "steered 5 tokens by mood x 2" in capsys.readouterr().out
+    path = tmp_path / "text"
+    path.write_text("söme text")
+    result = PERPLEXITY | {"steering": steering_receipt()}
+    text = events(("start", START), ("window", window(1, 1)), ("result", result))
+    server = Script(event_stream(text))
+    argv = ["--protocol", "sliding", "--stride", "4", "--bos", "never"]
+    assert run(server, "perplexity", str(path), "--vector", "mood", *argv) == 0
+    out = capsys.readouterr().out
+    assert "1.6487 ± 0.2" in out and "steered 5 tokens by mood x 2" in out
+    assert server.requests[0].url.path == "/perplexity"
+    assert sent(server) == {
+        "texts": ["söme text"],
+        "protocol": "sliding",
+        "stride": 4,
+        "bos": "never",
+        "steering": {"vectors": [{"name": "mood"}]},
+        "stream": True,
+    }
+    path.write_bytes(b"\xff\xfe")
+    assert run(server, "perplexity", str(path), "--vector", "mood") == 1
+    assert "is not UTF-8" in capsys.readouterr().err
+
+
+def test_a_sweep_as_one_table(capsys: Output, tmp_path: Path) -> None:
+    text = tmp_path / "story.txt"
+    text.write_text("Once upon a time")
+    server = answer(SWEEP)
+    argv = ["--vector", "mood@2", "--scales=-1,0,1", "--layers", "2;3", *ITEM]
+    assert run(server, "sweep", *argv, "--text", str(text), "--boundary", "separate") == 0
+    assert sent(server) == {
+        "items": [{"context": "I am", "targets": [" glad", " [red]sad"]}],
+        "texts": ["Once upon a time"],
+        "steering": {"vectors": [{"name": "mood", "layers": [2]}]},
+        "scales": [-1.0, 0.0, 1.0],
+        "layers": [[2], [3]],
+        "boundary": "separate",
+    }
+    out = capsys.readouterr().out
+    lines = [line.split() for line in out.splitlines()]
+    assert "' [red]sad'" in out and "'I am'" in out and "story.txt" in out
+    assert ["2", "-1", "-2.500", "-1.500", "n/a", "n/a", "0.5", "3", "0.125"] in lines
+    assert ["2", "unsteered", "-1.000", "-2.000", "0", "2", "n/a"] in lines
+    assert ["3", "1", "-0.500", "+0.500", "-4.000", "-2.000", "0.5", "4", "0.125"] in lines
+
+
+def test_a_sweep_on_a_narrow_terminal(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    path = Path(__file__)
+    argv = ["--vector", "mood", "--scales=1", *ITEM, "--text", str(path)]
+    assert run(answer(SWEEP), "sweep", *argv) == 0
+    lines = rows(capsys)
+    assert ["3", "1", "-0.500", "+0.500", "-4.000", "-2.000", "0.5"] in lines
+    assert ["3", "1", "4", "0.125"] in lines
+
+
+def test_items_of_a_file(capsys: Output, tmp_path: Path) -> None:
+    path = tmp_path / "items.jsonl"
+    item: dict[str, Any] = {"context_ids": [1, 2], "target_ids": [[3], [4, 5]]}
+    path.write_text(f"\n{json.dumps(item)}\n")
+    document = {
+        **SWEEP,
+        "unsteered": two_items(SWEEP["unsteered"]),
+        "points": [two_items(point) for point in SWEEP["points"]],
+    }
+    server = answer(document)
+    argv = ["--vector", "mood", "--scales=1", *ITEM, "--items", str(path)]
+    assert run(server, "sweep", *argv, "--text", str(path)) == 0
+    assert sent(server)["items"][1] == item
+    out = capsys.readouterr().out
+    assert "tokens [1, 2]" in out and "[4, 5]" in out
+    for content, reason in (("[]", "line 1: no JSON object"), ("{", "line 1: no JSON")):
+        path.write_text(content)
+        assert run(server, "sweep", *argv) == 1
+        assert reason in capsys.readouterr().err
+
+
+def two_items(point: dict[str, Any]) -> dict[str, Any]:
+    return {**point, "items": point["items"] * 2}
+
+
+def test_sweep_as_json(capsys: Output) -> None:
+    argv = ["--vector", "mood", "--scales=1", *ITEM, "--text", __file__]
+    assert run(answer(SWEEP), "sweep", *argv, "--json") == 0
+    assert len(json.loads(capsys.readouterr().out)["points"]) == 6
+
+
+def test_a_sweep_of_something_else_is_no_answer(capsys: Output) -> None:
+    assert run(answer(SWEEP), "sweep", "--vector", "mood", "--scales=1", *ITEM) == 1
+    err = capsys.readouterr().err
+    assert "1 texts" in err and "fault of the server" in err and "(request r)" in err
+
+
+def test_a_sweep_is_drawn(capsys: Output, tmp_path: Path) -> None:
+    path = tmp_path / "sweep.png"
+    argv = ["sweep", "--vector", "mood", "--scales=1", *ITEM, "--text", __file__, "--plot"]
+    assert run(answer(SWEEP), *argv, str(path)) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert f"plot: {path}" in capsys.readouterr().out.replace("\n", "")
+    server = answer(SWEEP)
+    for wrong, reason in (("x.doc", ".png, .svg or .pdf"), ("none/x.png", "no directory")):
+        assert run(server, *argv, str(tmp_path / wrong)) == 1
+        assert reason in capsys.readouterr().err
+    assert server.requests == []
