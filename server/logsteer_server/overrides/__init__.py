@@ -1,0 +1,1 @@
+"""Directions of the parameters that are kept, and what a request does with them."""

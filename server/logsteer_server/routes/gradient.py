@@ -1,0 +1,105 @@
+"""`POST /gradient`."""
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from logsteer.schemas import GradientAnswer, GradientRequest
+from logsteer_server.deps import (
+    LimitedRoute,
+    OverridesDep,
+    ResidentsDep,
+    SettingsDep,
+    StoreDep,
+    answer,
+    check_count,
+    describe_answer,
+    new_id,
+    run_within,
+)
+from logsteer_server.engines.base import GradientJob, GradientOutput
+from logsteer_server.overrides.resolve import (
+    ResolvedOverride,
+    check_feature,
+    override_jobs,
+    resolve_direction,
+    resolve_override,
+)
+from logsteer_server.overrides.store import OverrideStore
+from logsteer_server.residents import Resident, WorkClock
+from logsteer_server.scoring.gradients import GradientPlan, assemble_gradients, plan_gradients
+from logsteer_server.steering.jobs import steer_jobs, write_receipt
+from logsteer_server.steering.resolve import ResolvedSteering, resolve_optional
+from logsteer_server.steering.store import VectorStore
+
+router = APIRouter(route_class=LimitedRoute, tags=["gradients"])
+
+
+class _Plan:
+    """Everything that one request asks for, resolved."""
+
+    def __init__(
+        self,
+        body: GradientRequest,
+        resident: Resident,
+        vectors: VectorStore,
+        overrides: OverrideStore,
+        max_numbers: int,
+    ) -> None:
+        codec, info = resident.require()
+        check_feature("gradient", info, None)
+        self.steering: ResolvedSteering | None = resolve_optional(body.steering, vectors, info)
+        self.override: ResolvedOverride | None = resolve_override(body.override, overrides, info)
+        along = resolve_direction(body.wrt.override, overrides)
+        direction = along.override.direction if along else None
+        self.gradients: GradientPlan = plan_gradients(body, direction, codec, info, max_numbers)
+        steered = steer_jobs(self.gradients.jobs, self.steering)
+        self.jobs: list[GradientJob] = override_jobs(steered, self.override)
+        self.along = along
+
+
+@router.post("/gradient", responses=describe_answer(GradientAnswer))
+async def gradient(
+    body: GradientRequest,
+    request: Request,
+    residents: ResidentsDep,
+    settings: SettingsDep,
+    store: StoreDep,
+    overrides: OverridesDep,
+) -> Response:
+    """Derivatives of every target's log-probability, by activations or along an override."""
+    check_count("items", len(body.items), settings.max_items)
+    targets = sum(len(item.targets or item.target_ids or ()) for item in body.items)
+    check_count("items[].targets", targets, settings.max_targets)
+    resident = residents.find(body.model)
+    plan = await asyncio.to_thread(
+        _Plan, body, resident, store, overrides, settings.max_gradient_numbers
+    )
+    work = _differentiate(plan, resident)
+    return answer(request, await run_within(request, settings.request_timeout_s, work))
+
+
+async def _differentiate(plan: _Plan, resident: Resident) -> dict[str, Any]:
+    clock = WorkClock()
+    outputs: list[GradientOutput | None] = [None] * len(plan.jobs)
+    async for index, output in resident.differentiate(plan.jobs, clock):
+        outputs[index] = output
+    complete = [output for output in outputs if output is not None]
+    results = await asyncio.to_thread(assemble_gradients, plan.gradients, complete)
+    return {
+        "id": new_id("gradient"),
+        "model": resident.id,
+        "results": results,
+        "steering": write_receipt(plan.steering, complete) if plan.steering else None,
+        "override": plan.override.used if plan.override else None,
+        "along": plan.along.used if plan.along else None,
+        "usage": {
+            "prompt_tokens": sum(len(job.tokens) for job in plan.jobs),
+            "scored_tokens": sum(len(job.targets) for job in plan.jobs),
+            "generated_tokens": 0,
+            "cached_tokens": 0,
+        },
+        "timing": clock.read(),
+        "provenance": resident.provenance().model_dump(),
+    }

@@ -1,0 +1,135 @@
+"""`/overrides`: directions of the parameters that are kept."""
+
+import asyncio
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+
+from logsteer.errors import api_error
+from logsteer.schemas import DeletedOverride, OverrideCard, OverrideList
+from logsteer.schemas.steering import VectorName
+from logsteer_server.deps import (
+    FileReadersDep,
+    LimitedRoute,
+    OverridesDep,
+    ResidentsDep,
+    SettingsDep,
+    answer,
+    run_within,
+)
+from logsteer_server.engines.base import CheckOverrideJob
+from logsteer_server.overrides.content import invalid_direction, read_content
+from logsteer_server.overrides.resolve import check_feature
+from logsteer_server.overrides.store import IncomingFile, OverrideStore, stamp
+from logsteer_server.residents import Resident
+
+router = APIRouter(route_class=LimitedRoute, tags=["overrides"])
+
+WRITTEN_AT_ONCE = 2**22
+"""Bytes that are collected before a thread writes them."""
+
+
+@router.get("/overrides", responses={200: {"model": OverrideList}})
+async def list_overrides(request: Request, store: OverridesDep) -> Response:
+    """The card of every kept override, by name."""
+    cards, total = await asyncio.to_thread(store.list_all)
+    overrides = [card.model_dump() for card in cards]
+    return answer(request, {"overrides": overrides, "bytes": total, "max_bytes": store.max_bytes})
+
+
+@router.get("/overrides/{name}", responses={200: {"model": OverrideCard}})
+async def show_override(name: VectorName, request: Request, store: OverridesDep) -> Response:
+    """The card of one kept override."""
+    return answer(request, (await asyncio.to_thread(store.describe, name)).model_dump())
+
+
+@router.put(
+    "/overrides/{name}",
+    responses={200: {"model": OverrideCard}},
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "description": "A safetensors file: for each parameter that moves, a tensor of its "
+            "shape under its name in transformers' state_dict.",
+            "content": {
+                "application/octet-stream": {"schema": {"type": "string", "format": "binary"}}
+            },
+        }
+    },
+)
+async def upload_override(
+    name: VectorName,
+    request: Request,
+    residents: ResidentsDep,
+    settings: SettingsDep,
+    store: OverridesDep,
+    readers: FileReadersDep,
+    model: Annotated[str | None, Query(description="Whose parameters; null: the only one.")] = None,
+) -> Response:
+    """Keep the direction in the file under this name, whatever the name stood for before."""
+    resident = residents.find(model)
+    _, info = resident.require()
+    check_feature("override", info, "model")
+    incoming = await asyncio.to_thread(store.receive)
+    try:
+        await _receive(request, incoming, settings.max_override_bytes)
+        work = _keep(name, incoming, resident, store, readers)
+        card = await run_within(request, settings.request_timeout_s, work)
+    finally:
+        await asyncio.to_thread(incoming.discard)
+    return answer(request, card.model_dump())
+
+
+async def _receive(request: Request, incoming: IncomingFile, limit: int) -> None:
+    """Write the body down. Errors: APIError `payload_too_large`, at once where it says its size."""
+    announced = request.headers.get("content-length", "")
+    size = int(announced) if announced.isdecimal() else 0
+    waiting = bytearray()
+    if size <= limit:
+        async for chunk in request.stream():
+            waiting += chunk
+            size = incoming.size + len(waiting)
+            if size > limit:
+                break
+            if len(waiting) >= WRITTEN_AT_ONCE or not chunk:
+                await asyncio.to_thread(incoming.write, bytes(waiting))
+                waiting.clear()
+    if size > limit:
+        detail = f"The file is larger than {limit} bytes: raise max_override_bytes to take it."
+        raise api_error("payload_too_large", detail)
+    if not incoming.size:
+        raise invalid_direction("the body is empty; send the file's bytes.")
+
+
+async def _keep(
+    name: str,
+    incoming: IncomingFile,
+    resident: Resident,
+    store: OverrideStore,
+    readers: asyncio.Semaphore,
+) -> OverrideCard:
+    async with readers:
+        sha256 = await asyncio.to_thread(incoming.finish)
+        content = await asyncio.to_thread(read_content, incoming.path)
+    fit = await resident.check_override(CheckOverrideJob(content.shapes))
+    card = OverrideCard(
+        name=name,
+        sha256=sha256,
+        model=resident.id,
+        weights_digest=resident.provenance().weights_digest,
+        tensors=len(content.shapes),
+        moved=fit.moved,
+        total=fit.total,
+        norm=content.norm,
+        bytes=incoming.size,
+        created=stamp(),
+    )
+    await asyncio.to_thread(store.keep, incoming, card)
+    return card
+
+
+@router.delete("/overrides/{name}", responses={200: {"model": DeletedOverride}})
+async def delete_override(name: VectorName, request: Request, store: OverridesDep) -> Response:
+    """The name is gone, and the content too where it had no other."""
+    sha256 = await asyncio.to_thread(store.delete, name)
+    return answer(request, {"name": name, "sha256": sha256})

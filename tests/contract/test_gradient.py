@@ -1,0 +1,341 @@
+"""Gradients against autograd on transformers and against finite differences."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from logsteer_server.engines.base import (
+    Direction,
+    GradientJob,
+    GradientOutput,
+    JobFailure,
+    ScoreJob,
+)
+from logsteer_server.engines.plan import Positions, Site, SteeringPlan, StreamOp
+from tests.conftest import DEMO_MODEL
+from tests.contract.directions import (
+    at,
+    draw_direction,
+    load_model,
+    move,
+    moved_model,
+    save_model,
+    write_direction,
+)
+from tests.contract.test_tlens import LAYER, OTHERS, build, draw_ids, draw_vector, run
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Any]:
+    found = build()
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def fine_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GPT-2's architecture: transformers computes parts of the others in float32 always."""
+    return save_model(OTHERS["gpt2"], tmp_path_factory.mktemp("fine"))
+
+
+@pytest.fixture(scope="module")
+def fine(fine_path: Path) -> Iterator[Any]:
+    """An engine in float64."""
+    found = build(fine_path, dtype="float64")
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def fine_tensors(fine_path: Path) -> dict[str, Tensor]:
+    return draw_direction(load_model(fine_path))
+
+
+@pytest.fixture(scope="module")
+def fine_direction(fine_tensors: Any, tmp_path_factory: pytest.TempPathFactory) -> Direction:
+    return write_direction(tmp_path_factory.mktemp("directions"), fine_tensors)
+
+
+@pytest.fixture(scope="module")
+def tensors() -> dict[str, Tensor]:
+    return draw_direction(load_model(DEMO_MODEL))
+
+
+@pytest.fixture(scope="module")
+def direction(tensors: Any, tmp_path_factory: pytest.TempPathFactory) -> Direction:
+    return write_direction(tmp_path_factory.mktemp("directions"), tensors)
+
+
+def tail(ids: np.ndarray, count: int, **fields: Any) -> GradientJob:
+    """The job that derives the last tokens' log-probability."""
+    return GradientJob(ids[:-1], ids[-count:], **fields)
+
+
+def derive_along(engine: Any, ids: np.ndarray, along: Direction) -> np.ndarray:
+    """The directional derivative of every token but the first."""
+    output = run(engine, tail(ids, len(ids) - 1, along=along))[0]
+    assert isinstance(output, GradientOutput)
+    assert output.directional is not None
+    return output.directional
+
+
+def autograd_reference(
+    model: Any, ids: np.ndarray, count: int, layers: tuple[int, ...], offset: Any = None
+) -> list[Tensor]:
+    """d log p(last `count` tokens) / d output of each block, by autograd on transformers."""
+    kept: dict[int, Tensor] = {}
+
+    def hook(layer: int) -> Any:
+        def keep(module: Any, inputs: Any, output: Any) -> Any:
+            x = output[0] if isinstance(output, tuple) else output
+            if offset is not None:
+                x = x + offset.to(x)
+            kept[layer] = x.detach().requires_grad_() if not kept else x
+            kept[layer].retain_grad()
+            return (kept[layer], *output[1:]) if isinstance(output, tuple) else kept[layer]
+
+        return keep
+
+    body = model.base_model
+    blocks = body.h if hasattr(body, "h") else body.layers
+    handles = [blocks[layer].register_forward_hook(hook(layer)) for layer in layers]
+    ids_1T = torch.from_numpy(ids.astype(np.int64))[None]
+    with torch.enable_grad():
+        rows = model(ids_1T[:, :-1]).logits[0, -count:].log_softmax(-1)
+        rows.gather(-1, ids_1T[0, -count:, None]).sum().backward()
+    for handle in handles:
+        handle.remove()
+    return [kept[layer].grad[0] for layer in layers]
+
+
+def relative(found: np.ndarray, wanted: Any) -> float:
+    return float(np.abs(found - np.asarray(wanted)).max() / np.abs(np.asarray(wanted)).max())
+
+
+def test_gradients_are_autograds_on_transformers_in_any_batch(engine: Any) -> None:
+    reference = load_model(DEMO_MODEL)
+    rng = np.random.default_rng(1)
+    layers = (0, 2, 4)
+    sites = tuple((layer, "resid_post") for layer in layers)
+    cases = [(draw_ids(rng, n), k) for n, k in ((12, 4), (40, 1), (9, 8), (70, 20))]
+    outputs = run(engine, *(tail(ids, k, sites=sites) for ids, k in cases))
+    worst = 0.0
+    for (ids, count), output in zip(cases, outputs, strict=True):
+        wanted = autograd_reference(reference, ids, count, layers)
+        for found, expected in zip(output.gradients, wanted, strict=True):
+            assert found.shape == (len(ids) - 1, 128)
+            worst = max(worst, relative(found, expected))
+        scored = run(engine, ScoreJob(ids[:-1], ids[-count:]))[0].columns["logprob"]
+        assert output.logprobs == pytest.approx(scored, abs=1e-5)
+    print(f"\ngradients against autograd, float32: {worst:.1e} of the largest component")
+    assert worst < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["prompt", "completion", "predicting", "last_prompt", "slices"])
+def test_positions_choose_tokens_as_they_do_for_steering(engine: Any, kind: str) -> None:
+    ids = draw_ids(np.random.default_rng(2), 20)
+    sites = ((LAYER, "resid_post"),)
+    positions = Positions(kind, ((1, 3), (17, 30)) if kind == "slices" else ())
+    every = run(engine, tail(ids, 6, sites=sites))[0].gradients[0]
+    some = run(engine, tail(ids, 6, sites=sites, positions=positions))[0].gradients[0]
+    mask = positions.mask(0, 19, 14)
+    assert 0 < mask.sum() < 19
+    assert (some == every[mask]).all()
+
+
+def steered_sites(name: str | None, width: int) -> tuple[Site, ...]:
+    u, w = draw_vector(width, norm=1.0), draw_vector(width, seed=3, norm=1.0)
+    ops = (
+        StreamOp(u, base=2.0, keep=0.0),
+        StreamOp(u, per_norm=0.3, per_component=1.0),
+        StreamOp(w, degrees=20.0),
+    )
+    return {
+        None: (),
+        "add": (Site(0, "resid_post", 3 * u),),
+        "ops": (Site(0, "resid_post", None, ops),),
+    }[name]
+
+
+HOOKS = ["resid_post", "resid_mid", "attn_out", "mlp.hook_pre", "attn.hook_z"]
+
+
+@pytest.mark.parametrize("name", [None, "add", "ops"])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_gradients_are_central_differences(fine: Any, hook: str, name: str | None) -> None:
+    """Along directions in the space of the activation, the model steered below or not."""
+    # The operations of steering are computed in float32.
+    step, tolerance = (1e-2, 1e-3) if name == "ops" else (1e-3, 1e-6)
+    ids = draw_ids(np.random.default_rng(3), 24)
+    below = steered_sites(name, 64)
+    plan = SteeringPlan(below) if below else None
+    output = run(fine, tail(ids, 5, sites=((1, hook),), plan=plan))[0]
+    (gradient,) = output.gradients
+    assert (output.trace is None) == (plan is None)
+    largest = np.linalg.norm(gradient.sum(0))
+    for seed in range(3):
+        u = draw_vector(gradient.shape[1], seed, norm=1.0)
+        found = []
+        for sign in (1, -1):
+            sites = (*below, Site(1, hook, np.float32(sign * step) * u))
+            job = ScoreJob(ids[:-1], ids[-5:], double=True, plan=SteeringPlan(sites))
+            found.append(run(fine, job)[0].columns["logprob"].sum(dtype=np.float64))
+        slope = (found[0] - found[1]) / (2 * float(np.float32(step)))
+        expected = (gradient.astype(np.float64) @ u).sum()
+        assert abs(slope - expected) / largest < tolerance, (slope, expected)
+
+
+def test_an_activation_is_what_leaves_its_site(fine: Any, fine_path: Path) -> None:
+    """Steering at the same place comes before it."""
+    ids = draw_ids(np.random.default_rng(4), 15)
+    offset = draw_vector(64, norm=3.0)
+    reference = load_model(fine_path, torch.float64)
+    (wanted,) = autograd_reference(reference, ids, 5, (1,), torch.from_numpy(offset))
+    plan = SteeringPlan((Site(1, "resid_post", offset),))
+    found = run(fine, tail(ids, 5, sites=((1, "resid_post"),), plan=plan))[0]
+    assert relative(found.gradients[0], wanted) < 1e-9
+    assert found.trace.sites["1"][0] == 14
+
+
+def test_gradients_under_an_override(
+    fine: Any, fine_path: Path, fine_tensors: Any, fine_direction: Direction
+) -> None:
+    ids = draw_ids(np.random.default_rng(5), 15)
+    model = moved_model(fine_path, fine_tensors, 0.05, torch.float64)
+    (wanted,) = autograd_reference(model, ids, 5, (1,))
+    job = tail(ids, 5, sites=((1, "resid_post"),), override=at(fine_direction, 0.05))
+    assert relative(run(fine, job)[0].gradients[0], wanted) < 1e-9
+    plain = run(fine, tail(ids, 5, sites=((1, "resid_post"),)))[0].gradients[0]
+    assert relative(plain, wanted) > 1e-2
+
+
+def differences(
+    model: Any, tensors: Any, ids: np.ndarray, count: int, step: float = 1e-5
+) -> np.ndarray:
+    """d log p / d eta at 0 of each of the last tokens, by central differences in float64."""
+    ids_1T = torch.from_numpy(ids.astype(np.int64))[None]
+    found = []
+    for eta in (step, -2 * step):
+        move(model, tensors, eta)
+        with torch.no_grad():
+            rows = model(ids_1T[:, :-1]).logits[0, -count:].log_softmax(-1)
+        found.append(rows.gather(-1, ids_1T[0, -count:, None])[:, 0].numpy())
+    move(model, tensors, step)
+    result: np.ndarray = (found[0] - found[1]) / (2 * step)
+    return result
+
+
+CASES = [(12, 4), (40, 1), (9, 8), (70, 20)]
+
+
+def test_directional_derivatives_are_central_differences_in_any_batch(
+    fine: Any, fine_path: Path, fine_tensors: Any, fine_direction: Direction
+) -> None:
+    rng = np.random.default_rng(6)
+    cases = [(draw_ids(rng, n), k) for n, k in CASES]
+    model = load_model(fine_path, torch.float64)
+    outputs = run(fine, *(tail(ids, k, along=fine_direction) for ids, k in cases))
+    worst = 0.0
+    for (ids, count), output in zip(cases, outputs, strict=True):
+        assert output.gradients == ()
+        wanted = differences(model, fine_tensors, ids, count)
+        worst = max(worst, relative(output.directional, wanted))
+    print(f"\ndirectional derivatives against differences, float64: {worst:.1e}")
+    assert worst < 1e-7
+
+
+def sum_products(model: Any, ids: np.ndarray, tensors: Any) -> list[Tensor]:
+    """v . d log p / d theta by parameter, by autograd on transformers."""
+    model.requires_grad_(True)
+    ids_1T = torch.from_numpy(ids.astype(np.int64))[None]
+    rows = model(ids_1T[:, :-1]).logits[0].log_softmax(-1)
+    rows.gather(-1, ids_1T[0, 1:, None]).sum().backward()
+    parameters = dict(model.named_parameters())
+    return [(parameters[name].grad.double() * v).sum() for name, v in tensors.items()]
+
+
+def test_a_directional_derivative_is_the_gradient_of_autograd(
+    engine: Any, tensors: Any, direction: Direction
+) -> None:
+    ids = draw_ids(np.random.default_rng(7), 30)
+    wanted = sum(map(float, sum_products(load_model(DEMO_MODEL), ids, tensors)))
+    found = derive_along(engine, ids, direction).sum()
+    print(f"\ndirectional derivative against autograd, float32: {abs(found / wanted - 1):.1e}")
+    assert found == pytest.approx(wanted, rel=1e-4)
+
+
+def test_directional_derivatives_where_the_model_is_steered_and_moved(
+    fine: Any, fine_path: Path, fine_tensors: Any, fine_direction: Direction, tmp_path: Path
+) -> None:
+    other = draw_direction(load_model(fine_path), seed=5)
+    base = at(write_direction(tmp_path, other), 0.03)
+    offset = draw_vector(64, norm=3.0)
+    plan = SteeringPlan((Site(1, "resid_post", offset),), Positions("prompt"))
+    ids = draw_ids(np.random.default_rng(8), 20)
+    model = moved_model(fine_path, other, 0.03, torch.float64)
+    mask_T1 = torch.from_numpy(Positions("prompt").mask(0, 19, 14))[:, None]
+
+    def add(module: Any, inputs: Any, output: Any) -> Any:
+        x = output[0] if isinstance(output, tuple) else output
+        changed = x + mask_T1 * torch.from_numpy(offset)
+        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+    model.transformer.h[1].register_forward_hook(add)
+    wanted = differences(model, fine_tensors, ids, 6)
+    job = tail(ids, 6, along=fine_direction, plan=plan, override=base)
+    output = run(fine, job)[0]
+    assert relative(output.directional, wanted) < 1e-7
+    assert output.trace.sites["1"][0] == 14
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_architectures_are_autograd_on_transformers(name: str, tmp_path: Path) -> None:
+    path = save_model(OTHERS[name], tmp_path / "model")
+    engine, model = build(path), load_model(path)
+    tensors = draw_direction(model)
+    ids = draw_ids(np.random.default_rng(9), 30)
+    found = derive_along(engine, ids, write_direction(tmp_path, tensors)).sum()
+    wanted = sum(map(float, sum_products(model, ids, tensors)))
+    assert found == pytest.approx(wanted, rel=1e-4)
+    if name != "opt":  # whose blocks transformers keeps elsewhere
+        (expected,) = autograd_reference(load_model(path), ids, 29, (1,))
+        (gradient,) = run(engine, tail(ids, 29, sites=((1, "resid_post"),)))[0].gradients
+        assert relative(gradient, expected) < 1e-4
+
+
+def test_rows_are_derived_in_chunks_of_bounded_size(
+    fine: Any, fine_path: Path, fine_direction: Direction
+) -> None:
+    small = build(fine_path, dtype="float64", chunk_bytes=2**20)  # 15 rows of this vocabulary
+    ids = draw_ids(np.random.default_rng(10), 80)
+    jobs = [
+        tail(ids, 70, sites=((1, "resid_post"),)),
+        tail(ids, 70, along=fine_direction),
+    ]
+    for job, whole in zip(jobs, run(fine, *jobs), strict=True):
+        parts = run(small, job)[0]
+        if job.along:
+            assert relative(parts.directional, whole.directional) < 1e-9
+        else:
+            assert relative(parts.gradients[0], whole.gradients[0]) < 1e-9
+
+
+def test_what_cannot_be_derived_is_refused(engine: Any) -> None:
+    ids = draw_ids(np.random.default_rng(11), 8)
+    for fields, code, reason in (
+        ({}, "invalid_request", "activations or a direction"),
+        ({"sites": ((9, "resid_post"),)}, "invalid_request", "no layer 9"),
+        ({"sites": ((1, "nothing"),)}, "unsupported_by_engine", "nothing"),
+        ({"sites": ((1, "resid_post"),), "max_width": 127}, "payload_too_large", "fewer layers"),
+    ):
+        failure = run(engine, tail(ids, 2, **fields))[0]  # type: ignore[arg-type]
+        assert isinstance(failure, JobFailure)
+        assert failure.code == code
+        assert reason in failure.detail

@@ -1,0 +1,343 @@
+"""Parameter overrides against transformers with parameters changed by hand."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from logsteer_server.engines.base import (
+    CheckOverrideJob,
+    CheckOverrideOutput,
+    Direction,
+    GenerateJob,
+    JobFailure,
+    Policy,
+    ScoreJob,
+)
+from logsteer_server.engines.plan import Site, SteeringPlan
+from tests.conftest import DEMO_MODEL
+from tests.contract.directions import (
+    at,
+    draw_direction,
+    follow_gradient,
+    load_model,
+    move,
+    moved_model,
+    read_logprobs,
+    save_model,
+    write_direction,
+)
+from tests.contract.test_gradient import derive_along
+from tests.contract.test_tlens import OTHERS, add_plan, build, draw_ids, draw_vector, run, whole
+
+pytestmark = pytest.mark.engine
+
+PER_TOKEN = 1e-4
+BATCH = 1e-5
+ETA = 0.05
+"""Moves each tensor by 5 percent of its length: log-probabilities change by nats."""
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Any]:
+    found = build()
+    yield found
+    assert not found.busy
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def tensors() -> dict[str, torch.Tensor]:
+    return draw_direction(load_model(DEMO_MODEL))
+
+
+@pytest.fixture(scope="module")
+def direction(tensors: Any, tmp_path_factory: pytest.TempPathFactory) -> Direction:
+    return write_direction(tmp_path_factory.mktemp("directions"), tensors)
+
+
+@pytest.fixture(scope="module")
+def moved(tensors: Any) -> Any:
+    return moved_model(DEMO_MODEL, tensors, ETA)
+
+
+def score(engine: Any, *jobs: ScoreJob) -> list[np.ndarray]:
+    return [output.columns["logprob"] for output in run(engine, *jobs)]
+
+
+def digest_parameters(engine: Any) -> str:
+    hasher = hashlib.sha256()
+    for name, tensor in engine._model.parameters.by_name.items():
+        hasher.update(name.encode() + tensor.numpy().tobytes())
+    return hasher.hexdigest()
+
+
+def test_scores_are_those_of_a_model_changed_by_hand_and_nobody_elses(
+    engine: Any, moved: Any, direction: Direction
+) -> None:
+    rng = np.random.default_rng(1)
+    texts = [draw_ids(rng, n) for n in (3, 40, 17, 90)]
+    before, resident = score(engine, *map(whole, texts)), digest_parameters(engine)
+    jobs = [whole(ids, override=at(direction, ETA)) for ids in texts]
+    mixed = [job for pair in zip(jobs, map(whole, texts), strict=True) for job in pair]
+    found = score(engine, *mixed)
+    for ids, under, beside, plain in zip(texts, found[::2], found[1::2], before, strict=True):
+        assert under == pytest.approx(read_logprobs(moved, ids), abs=PER_TOKEN)
+        assert np.abs(under - plain).max() > 0.1
+        assert (beside == plain).all()
+    assert digest_parameters(engine) == resident
+    halves = score(engine, *(whole(texts[1], override=at(direction, eta)) for eta in (ETA, -ETA)))
+    assert halves[0] == pytest.approx(found[2], abs=BATCH)
+    assert np.abs(halves[1] - found[2]).max() > 0.1
+
+
+def test_eta_0_is_exactly_the_base(engine: Any, direction: Direction) -> None:
+    ids = draw_ids(np.random.default_rng(2), 60)
+    columns = ("logprob", "rank", "entropy")
+    base, same = run(
+        engine,
+        whole(ids, columns=columns),
+        whole(ids, columns=columns, override=at(direction, 0.0)),
+    )
+    assert all((base.columns[name] == same.columns[name]).all() for name in columns)
+
+
+def test_generation_is_that_of_the_changed_model(
+    engine: Any, moved: Any, direction: Direction
+) -> None:
+    rng = np.random.default_rng(3)
+    prompts = [draw_ids(rng, n) for n in (1, 30, 7)]
+    greedy = Policy(temperature=0.0)
+    plain = [GenerateJob(ids, 20, greedy, ignore_eos=True) for ids in prompts]
+    under = [
+        GenerateJob(ids, 20, greedy, ignore_eos=True, override=at(direction, ETA))
+        for ids in prompts
+    ]
+    plan = add_plan()
+    steered = [
+        GenerateJob(ids, 20, seed=i, ignore_eos=True, plan=plan, override=at(direction, -ETA / 2))
+        for i, ids in enumerate(prompts)
+    ]
+    expected_plain = run(engine, *plain)
+    found = run(engine, *under, *plain, *steered)
+    for ids, output in zip(prompts, found[:3], strict=True):
+        both = np.concatenate([ids, output.token_ids])
+        with torch.inference_mode():
+            logits_TV = moved(torch.from_numpy(both.astype(np.int64))[None]).logits[0]
+        assert output.token_ids.tolist() == logits_TV[len(ids) - 1 : -1].argmax(-1).tolist()
+        scored = read_logprobs(moved, both)[-20:]
+        assert output.logprobs == pytest.approx(scored, abs=PER_TOKEN)
+    for output, expected in zip(found[3:6], expected_plain, strict=True):
+        assert output.token_ids.tolist() == expected.token_ids.tolist()
+    for job, output in zip(steered, found[6:], strict=True):
+        both = np.concatenate([job.tokens, output.token_ids])
+        again = ScoreJob(both[:-1], output.token_ids, plan=plan, override=job.override)
+        assert score(engine, again)[0] == pytest.approx(output.logprobs, abs=PER_TOKEN)
+
+
+def test_many_overrides_generate_at_once(engine: Any, direction: Direction) -> None:
+    ids = draw_ids(np.random.default_rng(4), 5)
+    etas = [0.01 * i for i in range(6)]
+    jobs = [GenerateJob(ids, 8, seed=1, override=at(direction, eta)) for eta in etas]
+    outputs = run(engine, *jobs)
+    assert len({tuple(output.logprobs.tolist()) for output in outputs}) == len(etas)
+
+
+def test_steering_inside_blocks_acts_under_an_override(
+    engine: Any, moved: Any, direction: Direction
+) -> None:
+    ids = draw_ids(np.random.default_rng(5), 30)
+    vector = draw_vector(norm=4.0)
+
+    def hook(module: Any, inputs: Any, output: Any) -> Any:
+        return output + torch.from_numpy(vector)
+
+    handle = moved.model.layers[2].mlp.register_forward_hook(hook)
+    expected = read_logprobs(moved, ids)
+    handle.remove()
+    plan = SteeringPlan((Site(2, "mlp_out", vector),))
+    found = score(engine, whole(ids, plan=plan, override=at(direction, ETA)))[0]
+    assert found == pytest.approx(expected, abs=PER_TOKEN)
+    assert np.abs(found - read_logprobs(moved, ids)).max() > 0.01
+
+
+def test_a_tied_head_moves_with_the_embedding(engine: Any, tensors: Any, tmp_path: Path) -> None:
+    v = {"model.embed_tokens.weight": tensors["model.embed_tokens.weight"]}
+    head = write_direction(tmp_path, {"lm_head.weight": v["model.embed_tokens.weight"]})
+    ids = draw_ids(np.random.default_rng(6), 30)
+    expected = read_logprobs(moved_model(DEMO_MODEL, v, ETA), ids)
+    for one in (write_direction(tmp_path, v), head):
+        found = score(engine, whole(ids, override=at(one, ETA)))[0]
+        assert found == pytest.approx(expected, abs=PER_TOKEN)
+
+
+def test_bfloat16_parameters_are_rounded_once(tensors: Any, direction: Direction) -> None:
+    engine = build(dtype="bfloat16")
+    ids = draw_ids(np.random.default_rng(7), 30)
+    model = moved_model(DEMO_MODEL, tensors, ETA, torch.bfloat16)
+    with torch.no_grad():
+        rows = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0, :-1].float()
+    expected = rows.log_softmax(-1)[torch.arange(29), torch.from_numpy(ids[1:].astype(np.int64))]
+    found = score(engine, whole(ids, override=at(direction, ETA)))[0]
+    assert found == pytest.approx(expected.numpy(), abs=0.05)
+    base = score(engine, whole(ids))[0]
+    assert np.abs(found - base).max() > 0.5
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_architectures(name: str, tmp_path: Path) -> None:
+    path = save_model(OTHERS[name], tmp_path / "model")
+    engine, model = build(path), load_model(path)
+    tensors = draw_direction(model)
+    one = at(write_direction(tmp_path, tensors), ETA)
+    move(model, tensors, ETA)
+    ids = draw_ids(np.random.default_rng(8), 40)
+    expected = read_logprobs(model, ids)
+    assert score(engine, whole(ids, override=one))[0] == pytest.approx(expected, abs=PER_TOKEN)
+    nothing = np.zeros(64, np.float32)
+    edge = SteeringPlan((Site(1, "resid_post", nothing),))
+    inside = SteeringPlan((Site(1, "mlp_out", nothing),))
+    found = score(engine, whole(ids, override=one, plan=edge))[0]
+    assert found == pytest.approx(expected, abs=PER_TOKEN)
+    failure = run(engine, whole(ids, override=one, plan=inside))[0]
+    if name == "gpt2":  # the bridge has its own copies of GPT-2's joint attention weights
+        assert isinstance(failure, JobFailure)
+        assert failure.code == "unsupported_by_engine"
+        assert "resid_post" in failure.detail
+    else:
+        assert failure.columns["logprob"] == pytest.approx(expected, abs=PER_TOKEN)
+
+
+BAD: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
+    "unknown name": ({"model.layers.9.mlp.up_proj.weight": (1, 2)}, "has no parameter"),
+    "the bridge's name": ({"blocks.0.mlp.W_in": (128, 384)}, "state_dict"),
+    "wrong shape": ({"model.norm.weight": (127,)}, "[127], the parameter [128]"),
+    "transposed": ({"model.layers.0.mlp.down_proj.weight": (384, 128)}, "[384, 128]"),
+    "tied twice": (
+        {"lm_head.weight": (1436, 128), "model.embed_tokens.weight": (1436, 128)}, "one parameter",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_direction_that_does_not_fit_is_refused(engine: Any, name: str, tmp_path: Path) -> None:
+    shapes, reason = BAD[name]
+    file = write_direction(tmp_path, {key: torch.ones(size) for key, size in shapes.items()})
+    ids = draw_ids(np.random.default_rng(9), 5)
+    for job in (CheckOverrideJob(shapes), whole(ids, override=at(file, 1.0))):
+        failure = run(engine, job)[0]
+        assert isinstance(failure, JobFailure)
+        assert failure.code == "invalid_vector"
+        assert reason in failure.detail
+
+
+def test_what_a_direction_moves_is_counted(engine: Any) -> None:
+    output = run(engine, CheckOverrideJob({"model.norm.weight": (128,)}))[0]
+    total = sum(parameter.numel() for parameter in load_model(DEMO_MODEL).parameters())
+    assert output == CheckOverrideOutput(128, total)
+
+
+def test_a_file_that_is_gone_or_damaged_fails_its_own_jobs(engine: Any, tmp_path: Path) -> None:
+    file = write_direction(tmp_path, {"model.norm.weight": torch.ones(128)})
+    ids = draw_ids(np.random.default_rng(10), 5)
+    plain = score(engine, whole(ids))[0]
+    save_file({"model.norm.weight": torch.zeros(128)}, file.path)
+    damaged, beside = run(engine, whole(ids, override=at(file, 1.0)), whole(ids))
+    assert (damaged.code, "damaged" in damaged.detail) == ("internal", True)
+    assert (beside.columns["logprob"] == plain).all()
+    Path(file.path).unlink()
+    for job in (whole(ids, override=at(file, 1.0)), GenerateJob(ids, 3, override=at(file, 1.0))):
+        gone = run(engine, job)[0]
+        assert (gone.code, "deleted" in gone.detail) == ("unknown_override", True)
+
+
+def test_directions_in_memory_are_bounded(tmp_path: Path) -> None:
+    size = 128 * 4
+    engine = build(engine_args={"override_cache_bytes": 2 * size})
+    files = [
+        write_direction(tmp_path, {"model.norm.weight": torch.full((128,), float(i))})
+        for i in range(4)
+    ]
+    ids = draw_ids(np.random.default_rng(11), 5)
+    for file in (files[0], files[1], files[0], files[2], files[3]):
+        run(engine, whole(ids, override=at(file, 0.1)))
+    assert list(engine._directions._kept) == [files[2].sha256, files[3].sha256]
+    large = write_direction(tmp_path, {"model.embed_tokens.weight": torch.ones(1436, 128)})
+    engine.add([(i, whole(ids, override=at(large, 0.1 * i))) for i in range(2)])
+    results = engine.step()
+    assert engine.busy
+    assert list(engine._directions._kept) == [large.sha256]
+    assert len(results + engine.step()) == 2
+    assert not engine.busy
+    assert not engine._directions._kept
+    assert engine._directions._shifted is None
+
+
+ETAS = [10.0**-n for n in range(3, 10)]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_small_etas_are_linear_over_six_decades(engine: Any, tmp_path: Path, dtype: str) -> None:
+    """A log-probability changes by eta times its derivative, up to terms of second order: a tenth
+    of eta leaves a tenth of the relative error, down to what the dtype can tell.
+
+    The model in float64 is GPT-2's: transformers computes parts of a Llama in float32 always.
+    """
+    path = DEMO_MODEL if dtype == "float32" else save_model(OTHERS["gpt2"], tmp_path / "model")
+    one = engine if dtype == "float32" else build(path, dtype)
+    ids = draw_ids(np.random.default_rng(12), 40)
+    along = write_direction(tmp_path, follow_gradient(load_model(path), ids, 0.1))
+    slope = float(derive_along(one, ids, along).sum())
+    base, *found = score(
+        one,
+        whole(ids, double=True),
+        *(whole(ids, double=True, override=at(along, eta)) for eta in ETAS),
+    )
+    changes = [float((values - base).sum(dtype=np.float64)) for values in found]
+    errors = [abs(change / (eta * slope) - 1) for change, eta in zip(changes, ETAS, strict=True)]
+    print(f"\n{dtype}: derivative {slope:.6e}, log-probability {base.sum():.3f}")
+    print("   eta  logp(eta) - logp(0)   relative error against eta times the derivative")
+    for eta, change, error in zip(ETAS, changes, errors, strict=True):
+        print(f"{eta:6.0e}  {change:+.10e}   {error:.2e}")
+    # Log-probabilities are known to some units in their sum's last place; terms of second order.
+    noise = 4 * abs(base.sum()) * {"float64": 2.2e-16, "float32": 1.2e-7}[dtype]
+    second = errors[2] / ETAS[2]
+    for eta, error in zip(ETAS, errors, strict=True):
+        assert error < 2 * second * eta + noise / (eta * slope)
+    first, last = (1, 4) if dtype == "float64" else (1, 2)
+    for larger, smaller in zip(errors[first:last], errors[first + 1 : last + 1], strict=True):
+        assert smaller == pytest.approx(larger / 10, rel=0.2)
+    assert errors[2] < 1e-2
+
+
+def test_importance_weights_are_those_of_a_direct_computation(
+    engine: Any, moved: Any, direction: Direction
+) -> None:
+    prompt = draw_ids(np.random.default_rng(13), 6)
+    samples = run(engine, *(GenerateJob(prompt, 12, seed=i, ignore_eos=True) for i in range(16)))
+    both = [np.concatenate([prompt, sample.token_ids]) for sample in samples]
+    jobs = [ScoreJob(ids[:-1], ids[len(prompt) :]) for ids in both]
+    under = [ScoreJob(j.tokens, j.targets, override=at(direction, ETA)) for j in jobs]
+    base = np.array([values.sum(dtype=np.float64) for values in score(engine, *jobs)])
+    other = np.array([values.sum(dtype=np.float64) for values in score(engine, *under)])
+    plain = load_model(DEMO_MODEL)
+    direct = np.array(
+        [
+            sum(
+                (read_logprobs(moved, ids) - read_logprobs(plain, ids))[len(prompt) - 1 :].astype(
+                    np.float64
+                )
+            )
+            for ids in both
+        ]
+    )
+    weights = np.exp(other - base)
+    print("\nimportance weights:", weights.min(), "to", weights.max())
+    print("largest relative error:", np.abs(weights / np.exp(direct) - 1).max())
+    assert weights == pytest.approx(np.exp(direct), rel=1e-4)
+    assert weights.min() < 0.5 < 2 * weights.max()

@@ -1,0 +1,324 @@
+"""Overrides and gradients through HTTP and both clients, on TransformerLens; refused elsewhere."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save, save_file
+from torch import Tensor
+
+from logsteer import APIError, AsyncClient, Client
+from logsteer.errors import NotFoundError
+from tests.conftest import DEMO_MODEL, ServerFactory, fake_model, tlens_model
+from tests.contract.directions import (
+    draw_direction,
+    load_model,
+    moved_model,
+    read_logprobs,
+)
+from tests.contract.test_gradient import autograd_reference, relative, sum_products
+from tests.contract.test_tlens import draw_ids, draw_vector
+
+pytestmark = pytest.mark.engine
+
+PER_TOKEN = 1e-4
+ETA = 0.05
+OVERRIDE = {"name": "drawn", "eta": ETA}
+CONTEXT = draw_ids(np.random.default_rng(1), 9).tolist()
+TARGET = draw_ids(np.random.default_rng(2), 7).tolist()
+ITEM = {"context_ids": CONTEXT, "target_ids": [TARGET, TARGET[:1], TARGET[1:2]]}
+IDS = np.array(CONTEXT + TARGET, np.int32)
+
+
+@pytest.fixture(scope="module")
+def tensors() -> dict[str, Tensor]:
+    return draw_direction(load_model(DEMO_MODEL))
+
+
+@pytest.fixture(scope="module")
+def client(tlens_client: Client, tensors: Any) -> Iterator[Client]:
+    """A client of a server that has the override `drawn`."""
+    tlens_client.overrides.put("drawn", save(tensors))
+    yield tlens_client
+    for card in tlens_client.overrides.list().overrides:
+        tlens_client.overrides.delete(card.name)
+
+
+def score(client: Client, **options: Any) -> np.ndarray:
+    target = client.logprob([ITEM], **options).results[0].targets[0]
+    return np.array(target.logprobs)
+
+
+def test_an_override_goes_up_and_goes_again(
+    client: Client, tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
+    card = client.overrides.get("drawn")
+    parameters = dict(load_model(DEMO_MODEL).named_parameters())
+    assert (card.model, card.tensors) == ("demo", len(tensors))
+    assert card.moved == card.total == sum(tensor.numel() for tensor in parameters.values())
+    norm = sum(float(v.double().square().sum()) for v in tensors.values()) ** 0.5
+    assert card.norm == pytest.approx(norm)
+    assert [c.name for c in client.overrides.list().overrides] == ["drawn"]
+    path = tmp_path / "norm.safetensors"
+    save_file({"model.norm.weight": torch.ones(128)}, path)
+    small = client.overrides.put("small", path)
+    assert (small.moved, small.norm) == (128, pytest.approx(128**0.5))
+    assert client.overrides.list().bytes == card.bytes + small.bytes
+    assert client.overrides.delete("small").sha256 == small.sha256
+    with pytest.raises(NotFoundError) as caught:
+        client.overrides.get("small")
+    assert caught.value.code == "unknown_override"
+
+
+def test_scores_under_an_override_are_those_of_the_changed_model(
+    client: Client, tensors: Any
+) -> None:
+    plain = score(client)
+    answer = client.logprob([ITEM, ITEM], override=OVERRIDE, columns=["logprob", "entropy"])
+    sha256 = client.overrides.get("drawn").sha256
+    assert answer.override is not None
+    assert answer.override.model_dump() == OVERRIDE | {"sha256": sha256}
+    moved = moved_model(DEMO_MODEL, tensors, ETA)
+    wanted = read_logprobs(moved, IDS)[len(CONTEXT) - 1 :]
+    for result in answer.results:
+        assert result.targets[0].logprobs == pytest.approx(wanted, abs=PER_TOKEN)
+        assert result.targets[1].logprob == pytest.approx(wanted[0], abs=PER_TOKEN)
+    assert np.abs(wanted - plain).max() > 0.1
+    assert (score(client) == plain).all()
+    assert (score(client, override={"name": "drawn", "eta": 0.0}) == plain).all()
+    text = "Once upon a time there was a little girl."
+    under = client.perplexity(text, override=OVERRIDE)
+    assert under.override is not None
+    ids = np.array(client.tokenize(text).results[0].token_ids, np.int32)
+    assert under.total.sum_logprob == pytest.approx(read_logprobs(moved, ids).sum(), abs=1e-3)
+    assert client.logprob([ITEM]).override is None
+
+
+def test_generation_under_an_override_scores_as_it_was_sampled(client: Client) -> None:
+    vector = draw_vector(norm=3.0).tolist()
+    steering = {"vectors": [{"data": {"2": vector}}]}
+    options: dict[str, Any] = {"prompt_ids": [CONTEXT], "max_tokens": 12, "n": 2, "seed": 3}
+    generated = client.generate(None, override=OVERRIDE, ignore_eos=True, **options)
+    steered = client.steer(
+        None, steering, override=OVERRIDE, baseline=True, ignore_eos=True, **options
+    )
+    plain = client.generate(None, ignore_eos=True, **options)
+    assert generated.override == steered.override
+    assert plain.override is None
+    assert steered.results[0].baseline is not None
+    for index, completion in enumerate(generated.results[0].completions):
+        assert completion.token_ids != plain.results[0].completions[index].token_ids
+        assert completion.token_ids == steered.results[0].baseline[index].token_ids
+    for used, completions in (
+        (None, generated.results[0].completions),
+        (steering, steered.results[0].completions),
+    ):
+        for completion in completions:
+            item = {"context_ids": CONTEXT, "target_ids": [completion.token_ids]}
+            again = client.logprob([item], override=OVERRIDE, steering=used)
+            found = again.results[0].targets[0].logprobs
+            assert found == pytest.approx(completion.logprobs, abs=PER_TOKEN)
+
+
+def test_diagnostics_of_a_generation_are_under_its_override(client: Client) -> None:
+    answer = client.generate(
+        None, prompt_ids=[CONTEXT], max_tokens=8, seed=1, override=OVERRIDE, diagnostics=True
+    )
+    completion = answer.results[0].completions[0]
+    assert completion.columns is not None
+    assert completion.columns["logprob"] == pytest.approx(completion.logprobs, abs=PER_TOKEN)
+
+
+def test_cached_results_know_the_override(start_server: ServerFactory, tensors: Any) -> None:
+    server = start_server({"models": [tlens_model("demo", DEMO_MODEL)]})
+    with Client(server.url, timeout=300) as client:
+        client.overrides.put("v", save(tensors))
+        etas = [None, 0.0, ETA, -ETA]
+        used = [eta if eta is None else {"name": "v", "eta": eta} for eta in etas]
+        first = [score(client, override=one) for one in used]
+        again = [client.logprob([ITEM], override=one) for one in used]
+        assert [answer.usage.cached_results for answer in again] == [3 - 1] * len(etas)
+        for values, answer in zip(first, again, strict=True):
+            assert (values == np.array(answer.results[0].targets[0].logprobs)).all()
+        assert len({values.tobytes() for values in first}) == 3  # eta 0 is the base
+        client.overrides.put("v", save({"model.norm.weight": torch.ones(128)}))
+        assert (score(client, override=used[2]) != first[2]).any()
+
+
+def test_gradients_through_http(client: Client) -> None:
+    answer = client.gradient(
+        [ITEM], {"layers": [0, 3], "positions": "predicting"}, override={"name": "drawn", "eta": 0}
+    )
+    first, second, _ = answer.results[0].targets
+    length = len(IDS) - 1
+    assert first.positions == list(range(len(CONTEXT) - 1, length))
+    assert second.positions == [len(CONTEXT) - 1]
+    wanted = autograd_reference(load_model(DEMO_MODEL), IDS, len(TARGET), (0, 3))
+    assert first.gradients is not None
+    assert first.norms is not None
+    for layer, expected in zip(("0", "3"), wanted, strict=True):
+        rows = np.array(first.gradients[layer])
+        assert relative(rows, expected[len(CONTEXT) - 1 :]) < 1e-4
+        assert first.norms[layer] == pytest.approx(np.linalg.norm(rows, axis=-1))
+    assert first.logprob == pytest.approx(score(client).sum(), abs=1e-4)
+    assert first.token_ids == TARGET
+    assert answer.usage.scored_tokens == len(TARGET) + 2
+    with Client(client.base_url, encoding="msgpack", timeout=300) as packed:
+        same = packed.gradient([ITEM], {"layers": [3, 0], "positions": "predicting"})
+    other = same.results[0].targets[0].gradients
+    assert other is not None
+    assert relative(np.array(other["3"]), np.array(first.gradients["3"])) < 1e-5
+
+
+def test_a_gradient_says_what_a_vector_would_do(client: Client) -> None:
+    """The model steered below, and then also by a small step along the gradient and against it."""
+    item = {"context_ids": CONTEXT, "target_ids": [TARGET]}
+    below = {"data": {"1": draw_vector(norm=2.0).tolist()}}
+    where = {"positions": {"slices": [[4, 6]]}}
+    answer = client.gradient([item], {"layers": [2]} | where, steering={"vectors": [below]} | where)
+    assert answer.steering is not None
+    assert answer.steering.tokens_steered == 2
+    target = answer.results[0].targets[0]
+    assert target.positions == [4, 5]
+    assert target.gradients is not None
+    gradient = np.array(target.gradients["2"]).sum(0)
+    step = 0.05 / np.linalg.norm(gradient)
+    found = []
+    for sign in (1, -1):
+        nudge = {"data": {"2": (sign * step * gradient).tolist()}}
+        steering = {"vectors": [below, nudge]} | where
+        found.append(client.logprob([item], steering=steering).results[0].targets[0].logprob)
+    up, down = found
+    assert up is not None
+    assert down is not None
+    assert (up - down) / 2 == pytest.approx(step * float(gradient @ gradient), rel=0.02)
+    plain = client.gradient([item], {"layers": [2]} | where).results[0].targets[0].gradients
+    assert plain is not None
+    assert relative(np.array(plain["2"]), np.array(target.gradients["2"])) > 0.01
+
+
+def test_directional_derivatives_through_both_clients(client: Client, tensors: Any) -> None:
+    answer = client.gradient([ITEM], {"override": "drawn"})
+    first = answer.results[0].targets[0]
+    # This scores every token; the context's are taken away.
+    whole = sum(map(float, sum_products(load_model(DEMO_MODEL), IDS, tensors)))
+    front = sum(map(float, sum_products(load_model(DEMO_MODEL), IDS[: len(CONTEXT)], tensors)))
+    assert first.directional == pytest.approx(whole - front, rel=1e-3)
+    assert first.directional_per_token is not None
+    assert sum(map(float, first.directional_per_token)) == pytest.approx(first.directional)  # type: ignore[arg-type]
+    assert answer.along is not None
+    assert answer.along.name == "drawn"
+
+    async def ask() -> tuple[Any, Any]:
+        async with AsyncClient(client.base_url, timeout=300) as other:
+            cards = await other.overrides.list()
+            return await other.gradient([ITEM], {"override": "drawn"}), cards
+
+    same, cards = asyncio.run(ask())
+    assert same.results[0].targets[0].directional == pytest.approx(first.directional)
+    assert cards == client.overrides.list()
+    at_eta = client.gradient([ITEM], {"override": "drawn"}, override=OVERRIDE)
+    assert at_eta.results[0].targets[0].directional != pytest.approx(first.directional, rel=0.01)
+
+
+def refused(response: httpx.Response, status: int, code: str, reason: str) -> None:
+    problem = response.json()
+    assert (response.status_code, problem["code"]) == (status, code), problem
+    assert reason in problem["detail"]
+
+
+GRADIENTS: list[tuple[dict[str, Any], int, str, str]] = [
+    ({"wrt": {}}, 422, "invalid_request", "exactly one of layers and override"),
+    ({"wrt": {"layers": [1], "override": "drawn"}}, 422, "invalid_request", "exactly one"),
+    ({"wrt": {"override": "drawn", "hook": "attn_out"}}, 422, "invalid_request", "go with layers"),
+    ({"wrt": {"layers": [1, 1]}}, 422, "invalid_request", "twice"),
+    ({"wrt": {"layers": [7]}}, 422, "invalid_request", "no layer 7"),
+    ({"wrt": {"layers": [1], "hook": "nothing"}}, 422, "unsupported_by_engine", "nothing"),
+    ({"wrt": {"override": "other"}}, 404, "unknown_override", "'other'"),
+    ({"wrt": {"layers": [1], "positions": {"slices": [[90, 91]]}}}, 422, "invalid_request",
+     "selects none"),
+    ({"wrt": {"layers": [1]}, "override": {"name": "drawn", "eta": "x"}}, 422, "invalid_request",
+     "eta"),
+    ({"wrt": {"layers": [1]}, "override": {"name": "../x", "eta": 1}}, 422, "invalid_request",
+     "name"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "status", "code", "reason"), GRADIENTS)
+def test_bad_gradients_are_refused(
+    client: Client, body: dict[str, Any], status: int, code: str, reason: str
+) -> None:
+    found = httpx.post(client.base_url + "/gradient", json={"items": [ITEM]} | body, timeout=60)
+    refused(found, status, code, reason)
+
+
+UPLOADS: dict[str, tuple[bytes, int, str, str]] = {
+    "empty": (b"", 422, "invalid_vector", "empty"),
+    "no safetensors": (b"hello there, world", 422, "invalid_vector", "no safetensors"),
+    "unknown name": (save({"blocks.0.W": torch.ones(2)}), 422, "invalid_vector", "no parameter"),
+    "shape": (save({"model.norm.weight": torch.ones(2)}), 422, "invalid_vector", "[2], the"),
+    "NaN": (
+        save({"model.norm.weight": torch.full((128,), torch.nan)}), 422, "invalid_vector", "NaN",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UPLOADS)
+def test_bad_uploads_are_refused_and_leave_nothing(client: Client, name: str) -> None:
+    data, status, code, reason = UPLOADS[name]
+    before = client.overrides.list()
+    found = httpx.put(f"{client.base_url}/overrides/bad", content=data, timeout=60)
+    refused(found, status, code, reason)
+    assert client.overrides.list() == before
+    with pytest.raises(NotFoundError):
+        score(client, override={"name": "bad", "eta": 1.0})
+
+
+def test_limits_of_uploads_and_gradients(start_server: ServerFactory) -> None:
+    config = {"models": [tlens_model("demo", DEMO_MODEL)], "max_gradient_numbers": 128 * 20}
+    server = start_server(config, LOGSTEER_MAX_OVERRIDE_BYTES="2048")
+    data = save({"model.norm.weight": torch.ones(128)}) + bytes(4096)
+    pieces = (data[i : i + 1024] for i in range(0, len(data), 1024))
+    for content in (data, pieces):
+        found = httpx.put(f"{server.url}/overrides/big", content=content, timeout=60)
+        refused(found, 413, "payload_too_large", "max_override_bytes")
+    override_files = server.config_path.parent / "logsteer" / "overrides"
+    assert not [path for path in override_files.rglob("*") if path.suffix != "" and path.is_file()]
+    item = {"context_ids": CONTEXT, "target_ids": [TARGET]}
+    with Client(server.url, timeout=300) as client:
+        client.gradient([item], {"layers": [1]})
+        for wrt, reason in (
+            ({"layers": [1, 2]}, "128 numbers a token"),
+            ({"layers": [1], "hook": "mlp.hook_pre"}, "numbers a token"),
+        ):
+            with pytest.raises(APIError, match=reason) as caught:
+                client.gradient([item], wrt)
+            assert caught.value.code == "payload_too_large"
+        many = [{"context_ids": CONTEXT * 40, "target_ids": [TARGET]}] * 10
+        with pytest.raises(APIError, match="max_gradient_numbers"):
+            client.gradient(many, {"layers": [1]})
+
+
+def test_other_engines_refuse_and_say_which_does(start_server: ServerFactory) -> None:
+    server = start_server({"models": [fake_model("a"), fake_model("b")]})
+    item = {"context": "Once upon", "targets": [" a time"]}
+    override = {"override": {"name": "v", "eta": 1.0}, "model": "a"}
+    for method, path, body in (
+        ("PUT", "/overrides/v?model=a", None),
+        ("POST", "/logprob", {"items": [item]} | override),
+        ("POST", "/perplexity", {"texts": ["a b"]} | override),
+        ("POST", "/generate", {"prompts": ["a"]} | override),
+        ("POST", "/gradient", {"items": [item], "wrt": {"layers": [1]}, "model": "a"}),
+    ):
+        content = b"x" if body is None else json.dumps(body).encode()
+        headers = {"content-type": "application/json"}
+        found = httpx.request(method, server.url + path, content=content, headers=headers)
+        refused(found, 422, "unsupported_by_engine", "engine transformer_lens")
+    found = httpx.put(f"{server.url}/overrides/v", content=b"x")
+    refused(found, 422, "invalid_request", "name one of them")
