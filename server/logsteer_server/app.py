@@ -21,13 +21,16 @@ from logsteer_server.cache import ResultCache
 from logsteer_server.deps import check_key
 from logsteer_server.encoding import JSON, encode_json
 from logsteer_server.metrics import Metrics, RequestMetrics
+from logsteer_server.overrides.store import OverrideStore
 from logsteer_server.residents import Residents
 from logsteer_server.routes import (
+    generation,
+    gradient,
     logprob,
     openai,
     operations,
+    overrides,
     perplexity,
-    steer,
     sweep,
     tokens,
     vectors,
@@ -52,6 +55,7 @@ def create_app(settings: Settings) -> FastAPI:
         results = ResultCache.open(settings)
         app.state.metrics.live.read_cache_bytes = lambda: results.num_bytes
         app.state.file_readers = asyncio.Semaphore(MAX_FILE_READERS)
+        app.state.overrides = await asyncio.to_thread(OverrideStore.open, settings)
         app.state.vectors = await asyncio.to_thread(VectorStore.open, settings)
         residents = Residents(settings, results, app.state.metrics)
         app.state.residents = residents
@@ -72,7 +76,9 @@ def create_app(settings: Settings) -> FastAPI:
     )
     app.state.settings = settings
     app.state.metrics = Metrics()
-    for module in (logprob, perplexity, steer, sweep, vectors, tokens, openai):
+    for module in (
+        logprob, perplexity, generation, sweep, gradient, vectors, overrides, tokens, openai,
+    ):  # fmt: skip
         app.include_router(module.router, dependencies=[Depends(check_key)])
     app.include_router(operations.router)
     app.add_middleware(RequestIds)

@@ -16,7 +16,7 @@ import struct
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import msgpack
@@ -52,7 +52,7 @@ def digest_scope(info: EngineInfo, settings: ModelSettings) -> bytes:
     Settings that cannot are named here, so that a new one counts until somebody knows better.
     """
     engine = asdict(info)
-    for name in ("tokenizer_path", "columns"):
+    for name in ("tokenizer_path", "columns", "features"):
         del engine[name]
     harmless = {"id", "path", "required", "memory", "max_model_len"}
     facts = [VERSION, engine, settings.model_dump(mode="json", exclude=harmless)]
@@ -66,7 +66,8 @@ def make_key(scope: bytes, job: ScoreJob) -> bytes | None:
     """
     if job.export is not None or job.reference is not None:
         return None
-    columns = ",".join(job.columns).encode()
+    moved = job.override and (job.override.direction.sha256, job.override.eta)
+    columns = repr((job.columns, astuple(job.policy), job.double, moved)).encode()
     sizes = (len(job.tokens), len(job.targets), len(columns), job.top, job.alternatives)
     # What bends the model for this job. A test fails for a field of ScoreJob unknown to the key.
     bent = b"" if job.plan is None else job.plan.digest(job.prompt_len)

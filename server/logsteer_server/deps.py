@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from logsteer.errors import api_error
 from logsteer.schemas import Answer
 from logsteer_server.encoding import choose_encoding, encode
+from logsteer_server.overrides.store import OverrideStore
 from logsteer_server.residents import Residents
 from logsteer_server.settings import Settings
 from logsteer_server.steering.store import VectorStore
@@ -84,6 +85,12 @@ def get_store(request: Request) -> VectorStore:
     return store
 
 
+def get_overrides(request: Request) -> OverrideStore:
+    """The overrides that are kept."""
+    overrides: OverrideStore = request.app.state.overrides
+    return overrides
+
+
 def get_file_readers(request: Request) -> asyncio.Semaphore:
     """Turns at reading uploaded files: some take a process of hundreds of megabytes."""
     readers: asyncio.Semaphore = request.app.state.file_readers
@@ -105,6 +112,7 @@ def check_key(request: Request, settings: Annotated[Settings, Depends(get_settin
 SettingsDep = Annotated[Settings, Depends(get_settings)]
 ResidentsDep = Annotated[Residents, Depends(get_residents)]
 StoreDep = Annotated[VectorStore, Depends(get_store)]
+OverridesDep = Annotated[OverrideStore, Depends(get_overrides)]
 FileReadersDep = Annotated[asyncio.Semaphore, Depends(get_file_readers)]
 
 
@@ -169,6 +177,7 @@ def describe_answer(model: type[Answer]) -> dict[int | str, dict[str, Any]]:
 __all__ = [
     "FileReadersDep",
     "LimitedRoute",
+    "OverridesDep",
     "ResidentsDep",
     "SettingsDep",
     "StoreDep",

@@ -67,5 +67,7 @@ def _change_once(x_TD: Tensor, u_TD: Tensor, numbers_TP: Tensor) -> Tensor:
     rest_T1 = across_norm_T1 * cosine_T1 - component_T1 * sine_T1
     rest_T1 = torch.where(along_u_T1 | against_u_T1, 0.0, rest_T1)
     wanted_T1 = torch.where(turns_T1, turned_T1, wanted_T1)
-    keep_T1 = torch.where(turns_T1, rest_T1 / across_norm_T1, keep_T1)
+    # Not by 0 where nothing turns: a derivative would be 0 times infinity there.
+    divisor_T1 = torch.where(turns_T1, across_norm_T1, 1.0)
+    keep_T1 = torch.where(turns_T1, rest_T1 / divisor_T1, keep_T1)
     return (keep_T1 - 1) * across_TD + (wanted_T1 - component_T1) * u_TD

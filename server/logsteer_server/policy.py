@@ -6,74 +6,96 @@ Axis letters: R rows, V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from math import inf
 
 import torch
 from torch import Tensor
+
+from logsteer_server.engines.base import Policy
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them leaves nothing but the largest logit."""
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """How one row is sampled; temperature 0 is greedy, the other defaults cut nothing."""
+@dataclass(frozen=True)
+class ShapedRows:
+    """What R rows are drawn from: q is the softmax of `logits_RV`.
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    These are the logits at the row's temperature, minus infinity where a token cannot be drawn.
+    `head_mass_R` is the mass that the cut at `top_p` left of 1.
+    """
 
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most probable token is certain."""
-        return self.temperature < GREEDY_BELOW
+    logits_RV: Tensor
+    head_mass_R: Tensor
 
-    @property
-    def cuts(self) -> bool:
-        """Whether tokens are excluded."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+    @cached_property
+    def q_RV(self) -> Tensor:
+        """The probability of every token, per row."""
+        return self.logits_RV.softmax(-1)
+
+    def log_q(self, ids_R: Tensor) -> Tensor:
+        """log q of one token per row; it does not underflow as q does."""
+        own_R = self.logits_RV.gather(-1, ids_R[:, None]).squeeze(-1)
+        return own_R - self.logits_RV.logsumexp(-1)
 
 
-def shape_rows(logits_RV: Tensor, policies: Sequence[Policy]) -> Tensor:
-    """q of every token under each row's policy: float32 [R, V], each row's sum 1.
+def is_greedy(policy: Policy) -> bool:
+    """Whether the most probable token is certain."""
+    return policy.temperature < GREEDY_BELOW
+
+
+def _cuts(policy: Policy) -> bool:
+    return policy.top_k > 0 or policy.top_p < 1 or policy.min_p > 0
+
+
+def shape_rows(logits_RV: Tensor, policies: Sequence[Policy]) -> ShapedRows:
+    """q of every token under each row's policy, each row's sum 1; float32, or float64 for float64.
 
     The order is vLLM's: softmax at the temperature; without tokens less probable than `min_p`
     times the most probable; the `top_k` most probable; of these, renormalised, the smallest set of
     most probable tokens whose mass reaches `top_p`; renormalised. Of equally probable tokens those
     with smaller ids come first.
     """
-    logits_RV = logits_RV.float()
+    logits_RV = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
     device = logits_RV.device
     best_R = logits_RV.argmax(-1)
-    temperature_R = torch.tensor([1.0 if p.is_greedy else p.temperature for p in policies])
+    greedy = [r for r, policy in enumerate(policies) if is_greedy(policy)]
+    cut = [r for r, policy in enumerate(policies) if _cuts(policy) and not is_greedy(policy)]
+    temperatures = [1.0 if is_greedy(p) else p.temperature for p in policies]
+    temperature_R = torch.tensor(temperatures, dtype=logits_RV.dtype, device=device)
     # The largest logit is taken off first, so that a small temperature cannot overflow.
-    shifted_RV = logits_RV - logits_RV.gather(-1, best_R[:, None])
-    q_RV = (shifted_RV / temperature_R.to(device)[:, None]).softmax(-1)
-    greedy = [r for r, policy in enumerate(policies) if policy.is_greedy]
+    logits_RV = (logits_RV - logits_RV.gather(-1, best_R[:, None])) / temperature_R[:, None]
+    head_mass_R = torch.ones_like(temperature_R)
     if greedy:
         rows = torch.tensor(greedy, device=device)
-        q_RV[rows] = torch.nn.functional.one_hot(best_R[rows], q_RV.shape[-1]).float()
-    cut = [r for r, policy in enumerate(policies) if policy.cuts and not policy.is_greedy]
+        is_best_RV = torch.nn.functional.one_hot(best_R[rows], logits_RV.shape[-1]).bool()
+        logits_RV[rows] = logits_RV[rows].masked_fill(~is_best_RV, -inf)
     if cut:
         rows = torch.tensor(cut, device=device)
-        q_RV[rows] = _cut_rows(q_RV[rows], [policies[r] for r in cut])
-    return q_RV
+        kept_RV, head_mass_R[rows] = _find_kept(logits_RV[rows], [policies[r] for r in cut])
+        logits_RV[rows] = logits_RV[rows].masked_fill(~kept_RV, -inf)
+    return ShapedRows(logits_RV, head_mass_R)
 
 
-def _cut_rows(p_RV: Tensor, policies: Sequence[Policy]) -> Tensor:
-    device, size = p_RV.device, p_RV.shape[-1]
-    min_p_R1 = torch.tensor([p.min_p for p in policies], device=device)[:, None]
+def _find_kept(logits_RV: Tensor, policies: Sequence[Policy]) -> tuple[Tensor, Tensor]:
+    """Which tokens the cuts leave [R, V], and the mass that the last of them leaves of 1 [R]."""
+    device, size = logits_RV.device, logits_RV.shape[-1]
+    min_p_R1 = torch.tensor([p.min_p for p in policies], device=device, dtype=logits_RV.dtype)[
+        :, None
+    ]
     top_k_R1 = torch.tensor([p.top_k or size for p in policies], device=device)[:, None]
     # A sum of rounded numbers may reach 1 too early; without a cut, nothing does.
     limits = [p.top_p if p.top_p < 1 else 2.0 for p in policies]
     top_p_R1 = torch.tensor(limits, device=device, dtype=torch.float64)[:, None]
-    sorted_RV, order_RV = p_RV.sort(dim=-1, descending=True, stable=True)
+    sorted_RV, order_RV = logits_RV.softmax(-1).sort(dim=-1, descending=True, stable=True)
     kept_RV = sorted_RV >= min_p_R1 * sorted_RV[:, :1]
     kept_RV &= torch.arange(size, device=device) < top_k_R1
     sorted_RV = _renormalize(sorted_RV * kept_RV)
     mass_before_RV = sorted_RV.double().cumsum(-1) - sorted_RV.double()
-    sorted_RV = _renormalize(sorted_RV * (mass_before_RV < top_p_R1))
-    return torch.zeros_like(p_RV).scatter(-1, order_RV, sorted_RV)
+    kept_RV &= mass_before_RV < top_p_R1
+    head_mass_R = (sorted_RV * kept_RV).double().sum(-1).clamp(max=1.0).to(logits_RV)
+    return torch.zeros_like(kept_RV).scatter(-1, order_RV, kept_RV), head_mass_R
 
 
 def _renormalize(p_RV: Tensor) -> Tensor:

@@ -14,9 +14,13 @@ from logsteer_server.cache import Computed, ResultCache, digest_scope
 from logsteer_server.engines.base import (
     CaptureJob,
     CaptureOutput,
+    CheckOverrideJob,
+    CheckOverrideOutput,
     EngineInfo,
     GenerateJob,
     GenerateOutput,
+    GradientJob,
+    GradientOutput,
     Job,
     JobOutput,
     ScoreJob,
@@ -197,6 +201,21 @@ class Resident:
             assert isinstance(output, CaptureOutput)
             yield index, output
 
+    async def differentiate(
+        self, jobs: Sequence[GradientJob], clock: WorkClock
+    ) -> AsyncIterator[tuple[int, GradientOutput]]:
+        """Index and output of each job as it ends."""
+        async for index, output in self._run(jobs, clock):
+            assert isinstance(output, GradientOutput)
+            yield index, output
+
+    async def check_override(self, job: CheckOverrideJob) -> CheckOverrideOutput:
+        """How much of the model a direction moves. Errors: APIError where it does not fit."""
+        async for end in self.handle.run([job]):
+            assert isinstance(end.output, CheckOverrideOutput)
+            return end.output
+        raise AssertionError("a job gives a result or raises")
+
     async def _run(
         self, jobs: Sequence[Job], clock: WorkClock
     ) -> AsyncIterator[tuple[int, JobOutput]]:
@@ -211,11 +230,11 @@ class Resident:
         self._tokens_per_s = 0.8 * self._tokens_per_s + 0.2 * speed if self._tokens_per_s else speed
 
     def _count(self, job: Job, output: JobOutput) -> None:
-        if not is_last(output):
+        if not is_last(output) or isinstance(job, CheckOverrideJob):
             return
         self._counters.prompt_tokens.inc(len(job.tokens))
         self._counters.prefix_cached_tokens.inc(output.cached_tokens)
-        if isinstance(job, ScoreJob):
+        if isinstance(job, ScoreJob | GradientJob):
             self._counters.scored_tokens.inc(len(job.targets))
 
     def read(self) -> ModelReading:

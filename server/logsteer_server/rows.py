@@ -12,37 +12,48 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from logsteer_server.engines.base import Policy, ScoreJob
+from logsteer_server.policy import ShapedRows, shape_rows
+
+NEUTRAL = Policy()
+"""The policy that draws from the model as it is."""
+
 MAX_EXACT_ID = 2**24
 """Token ids and ranks travel in float32 beside the scores; up to here they are exact."""
 
 
 class Rows:
-    """R rows of logits with their targets; what several columns need is computed once.
+    """R rows of logits z with their targets x; what several columns need is computed once.
 
     Args:
-        logits_RV: logits of any floating dtype, converted to float32.
+        logits_RV: logits of any floating dtype, converted to float32 or, with `double`, float64.
         targets_R: int64, the token that follows each row.
         reference_RV: float32 log-probabilities of another model at the same rows, for the columns
             that compare with it.
+        policy: what q is: the distribution that it draws from.
+        eos_ids: tokens that end a sequence.
 
     """
 
     def __init__(
-        self, logits_RV: Tensor, targets_R: Tensor, reference_RV: Tensor | None = None
+        self,
+        logits_RV: Tensor,
+        targets_R: Tensor,
+        reference_RV: Tensor | None = None,
+        policy: Policy = NEUTRAL,
+        eos_ids: Sequence[int] = (),
+        double: bool = False,
     ) -> None:
-        self.logits_RV = logits_RV.float()
+        self.logits_RV = logits_RV.double() if double else logits_RV.float()
         self.targets_R = targets_R
         self._reference_RV = reference_RV
-
-    @cached_property
-    def log_normalizer_R(self) -> Tensor:
-        """The log of each row's sum of exponentials."""
-        return torch.logsumexp(self.logits_RV, dim=-1)
+        self._policy = policy
+        self.eos_ids = eos_ids
 
     @cached_property
     def log_probs_RV(self) -> Tensor:
-        """log p of every token, per row."""
-        return self.logits_RV - self.log_normalizer_R[:, None]
+        """log p of every token, per row; one fused pass, several times as fast as logsumexp."""
+        return self.logits_RV.log_softmax(-1)
 
     @property
     def reference_RV(self) -> Tensor:
@@ -56,10 +67,33 @@ class Rows:
         """The logit of each row's target."""
         return self.logits_RV.gather(-1, self.targets_R[:, None]).squeeze(-1)
 
+    @cached_property
+    def shaped(self) -> ShapedRows:
+        """What the policy draws from."""
+        return shape_rows(self.logits_RV, [self._policy] * len(self.targets_R))
+
+    @cached_property
+    def sampling_entropy_R(self) -> Tensor:
+        """-sum q log q per row, in nats."""
+        return -torch.xlogy(self.shaped.q_RV, self.shaped.q_RV).sum(-1)
+
+    @cached_property
+    def two_largest_R2(self) -> Tensor:
+        """The two largest q of each row; 0 for the second where there is one token alone."""
+        q_RV = self.shaped.q_RV
+        if q_RV.shape[-1] == 1:
+            return torch.cat([q_RV, torch.zeros_like(q_RV)], dim=-1)
+        return q_RV.topk(2, dim=-1).values
+
+    @cached_property
+    def squared_mass_R(self) -> Tensor:
+        """sum q^2 per row."""
+        return self.shaped.q_RV.square().sum(-1)
+
 
 def logprob(rows: Rows) -> Tensor:
     """log p(x) per row, in nats, with p = softmax(z)."""
-    return rows.target_logits_R - rows.log_normalizer_R
+    return rows.log_probs_RV.gather(-1, rows.targets_R[:, None]).squeeze(-1)
 
 
 def rank(rows: Rows) -> Tensor:
@@ -82,10 +116,87 @@ def top1_agrees(rows: Rows) -> Tensor:
     return rows.logits_RV.argmax(-1) == rows.reference_RV.argmax(-1)
 
 
+def log_q(rows: Rows) -> Tensor:
+    """log q(x) per row, in nats; minus infinity where the policy cannot draw x."""
+    return rows.shaped.log_q(rows.targets_R)
+
+
+def rb_entropy(rows: Rows) -> Tensor:
+    """-sum q log q per row, in nats: the mean of -log q(x) over draws x, without drawing."""
+    return rows.sampling_entropy_R
+
+
+def head_mass(rows: Rows) -> Tensor:
+    """The mass that `top_p` keeps, of what temperature, `min_p` and `top_k` left, per row."""
+    return rows.shaped.head_mass_R
+
+
+def tail_mass(rows: Rows) -> Tensor:
+    """1 - `head_mass`: the mass that `top_p` cuts off, per row."""
+    return 1 - rows.shaped.head_mass_R
+
+
+def top1_prob(rows: Rows) -> Tensor:
+    """The largest q per row."""
+    return rows.two_largest_R2[:, 0]
+
+
+def margin(rows: Rows) -> Tensor:
+    """The largest q less the second largest, per row."""
+    return rows.two_largest_R2[:, 0] - rows.two_largest_R2[:, 1]
+
+
+def two_point_entropy(rows: Rows) -> Tensor:
+    """-t log t - (1 - t) log(1 - t) per row, with t the largest q, in nats."""
+    top_R = rows.two_largest_R2[:, 0]
+    rest_R = (1 - top_R).clamp(min=0)
+    return -torch.xlogy(top_R, top_R) - torch.xlogy(rest_R, rest_R)
+
+
+def collision(rows: Rows) -> Tensor:
+    """sum q^2 per row: the chance that two draws are the same token."""
+    return rows.squared_mass_R
+
+
+def renyi2(rows: Rows) -> Tensor:
+    """-log sum q^2 per row: the Renyi entropy of order 2, in nats."""
+    return -rows.squared_mass_R.log()
+
+
+def effective_support(rows: Rows) -> Tensor:
+    """exp(-sum q log q) per row: so many equally likely tokens have the same entropy."""
+    return rows.sampling_entropy_R.exp()
+
+
+def logit_mean(rows: Rows) -> Tensor:
+    """The mean of z over the vocabulary, per row."""
+    return rows.logits_RV.mean(-1)
+
+
+def logit_std(rows: Rows) -> Tensor:
+    """The standard deviation of z over the vocabulary (population), per row."""
+    return rows.logits_RV.std(-1, correction=0)
+
+
+def eos_prob(rows: Rows) -> Tensor:
+    """q of the tokens that end a sequence, summed, per row."""
+    q_RV = rows.shaped.q_RV
+    return q_RV[:, list(rows.eos_ids)].sum(-1)
+
+
 def _expect(log_p_RV: Tensor, values_RV: Tensor) -> Tensor:
     """sum p v per row; a token with p = 0 adds nothing, whatever its v."""
     return (log_p_RV.exp() * values_RV).nan_to_num(nan=0.0).sum(-1)
 
+
+POLICY_COLUMNS: dict[str, Callable[[Rows], Tensor]] = {
+    function.__name__: function
+    for function in (
+        log_q, rb_entropy, head_mass, tail_mass, top1_prob, margin, two_point_entropy, collision,
+        renyi2, effective_support, eos_prob,
+    )
+}  # fmt: skip
+"""Columns that depend on the sampling policy."""
 
 COLUMNS: dict[str, Callable[[Rows], Tensor]] = {
     "logprob": logprob,
@@ -93,9 +204,17 @@ COLUMNS: dict[str, Callable[[Rows], Tensor]] = {
     "entropy": entropy,
     "kl": kl,
     "top1_agrees": top1_agrees,
+    "logit_mean": logit_mean,
+    "logit_std": logit_std,
+    **POLICY_COLUMNS,
 }
-PUBLIC_COLUMNS = ("logprob", "rank", "entropy")
+PUBLIC_COLUMNS = tuple(name for name in COLUMNS if name not in ("kl", "top1_agrees"))
 """The columns that a request may name; the others serve comparisons."""
+
+BYTES_PER_LOGIT = 16
+"""Peak bytes per logit while a chunk is read: logits in float32 and up to three temporaries."""
+BYTES_PER_SHAPED_LOGIT = 72
+"""Likewise where a policy is looked at, which may sort: values, places, sums in float64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,24 +223,44 @@ class Reading:
 
     columns: tuple[str, ...] = ("logprob",)
     top: int = 0
+    policy: Policy = NEUTRAL
+    eos_ids: tuple[int, ...] = ()
+    double: bool = False
+
+    @classmethod
+    def of(cls, job: ScoreJob, eos_ids: tuple[int, ...]) -> "Reading":
+        """What a job wants read, on a model whose sequences end with these tokens."""
+        return cls(job.columns, job.top, job.policy, eos_ids, job.double)
 
     @property
     def width(self) -> int:
         """Numbers per row: one per column, an id and a log-probability per alternative."""
         return len(self.columns) + 2 * self.top
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it is computed in."""
+        return torch.float64 if self.double else torch.float32
+
+    @property
+    def bytes_per_logit(self) -> int:
+        """Peak bytes while it is done."""
+        looks_at_policy = not POLICY_COLUMNS.keys().isdisjoint(self.columns)
+        size = BYTES_PER_SHAPED_LOGIT if looks_at_policy else BYTES_PER_LOGIT
+        return 2 * size if self.double else size
+
 
 def read_rows(rows: Rows, reading: Reading) -> Tensor:
-    """The reading of each row: float32 [R, width], columns, then K ids, then K log-probabilities.
+    """The reading of each row [R, width]: columns, then K ids, then K log-probabilities.
 
     Errors: ValueError where the vocabulary is too large for ids to be exact in float32.
     """
     if rows.logits_RV.shape[-1] > MAX_EXACT_ID:
         raise ValueError(f"a vocabulary of more than {MAX_EXACT_ID} tokens cannot be ranked")
-    parts = [COLUMNS[name](rows).float()[:, None] for name in reading.columns]
+    parts = [COLUMNS[name](rows).to(reading.dtype)[:, None] for name in reading.columns]
     if reading.top:
         top = rows.logits_RV.topk(min(reading.top, rows.logits_RV.shape[-1]), dim=-1)
-        parts += [top.indices.float(), top.values - rows.log_normalizer_R[:, None]]
+        parts += [top.indices.to(reading.dtype), rows.log_probs_RV.gather(-1, top.indices)]
     return torch.cat(parts, dim=-1)
 
 
@@ -130,10 +269,6 @@ def split_chunks(count: int, bytes_per_row: int, chunk_bytes: int) -> Iterator[s
     step = max(1, chunk_bytes // max(1, bytes_per_row))
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))
-
-
-BYTES_PER_LOGIT = 16
-"""Peak bytes per logit while a chunk is read: logits in float32 and up to three temporaries."""
 
 
 class ReferenceFile:
@@ -172,19 +307,28 @@ def read_hidden(
     chunk_bytes: int,
     exchange: Exchange | None = None,
 ) -> Tensor:
-    """The reading of R hidden states: float32 [R, width].
+    """The reading of R hidden states [R, width], in the reading's dtype.
 
     `project` maps hidden states [r, D] to logits [r, V]; it is called on chunks whose logits take
     at most `chunk_bytes`, so nothing of size rows x vocabulary outlives a chunk.
     """
     exchange = exchange or Exchange()
-    out_RW = torch.empty((len(targets_R), reading.width), device=hidden_RD.device)
-    for part in split_chunks(len(targets_R), vocab_size * BYTES_PER_LOGIT, chunk_bytes):
+    out_RW = torch.empty(
+        (len(targets_R), reading.width), device=hidden_RD.device, dtype=reading.dtype
+    )
+    for part in split_chunks(len(targets_R), vocab_size * reading.bytes_per_logit, chunk_bytes):
         first, count = exchange.first + part.start, part.stop - part.start
         reference_rV = None
         if exchange.reference:
             reference_rV = exchange.reference.read(first, count, hidden_RD.device)
-        rows = Rows(project(hidden_RD[part]), targets_R[part], reference_rV)
+        rows = Rows(
+            project(hidden_RD[part]),
+            targets_R[part],
+            reference_rV,
+            reading.policy,
+            reading.eos_ids,
+            reading.double,
+        )
         if exchange.export:
             exchange.export.write(first, rows.log_probs_RV)
         out_RW[part] = read_rows(rows, reading)

@@ -95,6 +95,14 @@ class Settings(BaseSettings):
     )
     vector_store_bytes: int = Field(2**30, ge=2**10, description="Bytes of all vectors kept.")
     max_vector_bytes: int = Field(64 * 2**20, ge=2**10, description="Bytes of one vector's file.")
+    override_directory: Path | None = Field(
+        None, description="Of uploaded overrides; null: overrides beside vector_file."
+    )
+    override_store_bytes: int = Field(2**36, ge=2**10, description="Bytes of all overrides kept.")
+    max_override_bytes: int = Field(2**33, ge=2**10, description="Bytes of one override's file.")
+    max_gradient_numbers: int = Field(
+        2**22, ge=1, description="Numbers that the gradients of one request may come to."
+    )
     max_training_bytes: int = Field(
         2**30, ge=2**10, description="Bytes of activations held while a vector is trained."
     )
@@ -132,6 +140,13 @@ class Settings(BaseSettings):
         # The XDG specification has relative paths ignored.
         home = Path(data) if Path(data).is_absolute() else Path.home() / ".local" / "share"
         return home / "logsteer" / "vectors.sqlite"
+
+    @property
+    def override_path(self) -> Path:
+        """Where the overrides are kept."""
+        if self.override_directory is not None:
+            return self.directory / self.override_directory.expanduser()
+        return self.vector_path.parent / "overrides"
 
     @model_validator(mode="after")
     def _has_models(self) -> "Settings":

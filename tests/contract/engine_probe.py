@@ -18,12 +18,14 @@ from logsteer_server.engines.base import (
     GenerateOutput,
     Job,
     JobResult,
+    Policy,
     ScoreJob,
     ScoreOutput,
 )
 from logsteer_server.engines.plan import Positions, Site, SteeringPlan, StreamOp
 from logsteer_server.engines.vllm.engine import VllmEngine
 
+GREEDY = Policy(temperature=0.0)
 SLOTS = 3
 """Of the steering tables: fewer than there are plans, so that some requests wait."""
 
@@ -64,7 +66,7 @@ def make_jobs(vocab: int, width: int) -> list[Job]:
         if index % 8 == 6:
             jobs.append(CaptureJob(ids, (0, 3), read="mean" if index % 16 == 6 else "last"))
         elif index % 6 == 5:
-            job = GenerateJob(ids[:200], 12, temperature=0.0, ignore_eos=True, plan=plan)
+            job = GenerateJob(ids[:200], 12, policy=GREEDY, ignore_eos=True, plan=plan)
             jobs.append(job)
         else:
             scored = len(ids) - 1 if index % 3 == 0 else int(rng.integers(2, len(own)))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import subprocess
 import sys
 import time
@@ -12,14 +13,20 @@ from typing import Any
 
 import lm_eval
 import pytest
+from lm_eval._cli.utils import key_val_to_dict
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+import corpus
+from logsteer import Client
 from logsteer._chat import render_chat
+from logsteer._eval_settings import DEFAULT_BATCH_SIZE
 from logsteer.errors import LogsteerError
-from logsteer.lm_eval import DEFAULT_BATCH_SIZE, LogsteerLM
+from logsteer.lm_eval import LogsteerLM
+from logsteer.schemas import Steering
 from logsteer.schemas.openai import TokenizerInfo
 from tests.conftest import DEMO_MODEL, SHARED, STORIES_MODEL, Server, needs_shared
+from tests.contract.steering import DATA
 
 # The harness, datasets and transformers warn of one another.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -31,6 +38,7 @@ BLIMP = [
     "local_blimp_irregular_plural_subject_verb_agreement_1",
 ]
 ROWS = 200
+STEERING = {"vectors": [DATA | {"scale": 1.5}]}
 PAIRS = [
     ("", "The cat sat on the mat."),
     ("", " leading space"),
@@ -121,8 +129,17 @@ def test_what_cannot_be_done_is_refused_and_says_what_to_do(fake_server: Server)
         LogsteerLM(fake_server.url, max_length=10**6)
     with pytest.raises(LogsteerError, match="nothing"):
         LogsteerLM(fake_server.url, "nothing")
-    with pytest.raises(TypeError, match="steering"):
-        LogsteerLM(fake_server.url, steering={})  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="pretrained"):
+        LogsteerLM(fake_server.url, pretrained="x")  # type: ignore[call-arg]
+    for steering, message in (
+        ({}, "vectors: Field required"),
+        ("{", "no JSON"),
+        ({"vectors": [{"name": "nobody"}]}, "nobody"),
+    ):
+        with pytest.raises(LogsteerError, match=message):
+            LogsteerLM(fake_server.url, steering=steering)
+    with pytest.raises(FileNotFoundError):
+        LogsteerLM(fake_server.url, steering="none.json")
     assert LogsteerLM(fake_server.url, batch_size=1).batch_size == DEFAULT_BATCH_SIZE
 
 
@@ -175,6 +192,75 @@ def test_the_command_prints_the_table(fake_server: Server, scratch: Path) -> Non
     rows = [line for line in done.stdout.splitlines() if line.startswith("|local_endings")]
     assert rows, done.stdout
     assert "|acc " in rows[0]
+
+
+def test_steering_is_pinned_to_the_content_of_its_vectors(
+    fake_client: Client, tmp_path: Path
+) -> None:
+    pair = {"positive": "good", "negative": "bad"}
+    card = fake_client.vectors.train("pinned", [pair]).vector
+    given = {"vectors": [{"name": "pinned", "scale": 2.0}], "positions": "completion"}
+    path = tmp_path / "steering.json"
+    path.write_text(json.dumps(given))
+    sources: list[Any] = [given, Steering.model_validate(given), json.dumps(given), path, str(path)]
+    for source in sources:
+        model = LogsteerLM(fake_client.base_url, steering=source)
+        steering = model.get_model_info()["steering"]
+        (vector,) = steering["vectors"]
+        assert vector["sha256"] == card.sha256 and "name" not in vector
+        assert (vector["scale"], steering["positions"]) == (2.0, "completion")
+    assert given["vectors"][0]["name"] == sources[1].vectors[0].name == "pinned"  # type: ignore[index]
+    assert "steering" not in LogsteerLM(fake_client.base_url).get_model_info()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("engine", ["vllm", "tlens"])
+def test_a_steered_model_says_what_the_client_is_told(
+    request: pytest.FixtureRequest, engine: str
+) -> None:
+    client: Client = request.getfixturevalue(f"{engine}_client")
+    # As the harness does it, BOS would stand twice before a text that is read in windows.
+    options: Any = {"max_length": 32, "add_bos_token": False}
+    steered = LogsteerLM(client.base_url, "demo", steering=STEERING, **options)
+    plain = LogsteerLM(client.base_url, "demo", **options)
+    text = corpus.story(random.Random(5), "happy")
+    pairs = [("One day, Lily was very", word) for word in (" happy", " sad", " happy and glad.")]
+    own: dict[bool, Any] = {}
+    for model, steering in ((steered, STEERING), (plain, None)):
+        found = model.loglikelihood([ask(*pair) for pair in pairs], disable_tqdm=True)
+        items = [{"context": context, "targets": [target]} for context, target in pairs]
+        scored = client.logprob(items, steering=steering, bos="never").results
+        wanted = [(item.targets[0].logprob, item.targets[0].is_greedy) for item in scored]
+        assert found == [(pytest.approx(one, abs=1e-4), greedy) for one, greedy in wanted]
+
+        (rolled,) = model.loglikelihood_rolling([ask(text)], disable_tqdm=True)
+        whole = client.perplexity(text, protocol="rolling", context_length=32, steering=steering)
+        assert len(client.tokenize(text).results[0].token_ids) > 64
+        assert rolled == pytest.approx(whole.total.sum_logprob, abs=1e-3)
+
+        opening, stop = "One day, Lily", "He felt"
+        ending: dict[str, Any] = {"until": [stop], "max_gen_toks": 24}
+        (written,) = model.generate_until([ask(opening, ending)], disable_tqdm=True)
+        nothing = {"vectors": [DATA | {"scale": 0.0}]}
+        sampling: Any = {"max_tokens": 24, "temperature": 0.0, "stop": [stop], "bos": "never"}
+        answer = client.steer(opening, steering or nothing, **sampling)
+        assert written == answer.results[0].completions[0].text.split(stop)[0]
+        own[steering is not None] = [logprob for logprob, _ in found], rolled, written
+    for with_steering, without in zip(own[True], own[False], strict=True):
+        assert with_steering != without
+
+
+def test_steering_comes_through_the_harness_own_arguments(
+    fake_client: Client, tmp_path: Path
+) -> None:
+    steering = {"vectors": [{"data": {"1": [0.5] * 16}, "scale": 2.0, "op": "ablate"}]}
+    path = tmp_path / "steering.json"
+    path.write_text(json.dumps(steering))
+    for given in (path, json.dumps(steering)):
+        arguments = key_val_to_dict(f"base_url={fake_client.base_url},steering={given},model=fake")
+        model = LogsteerLM.create_from_arg_obj(arguments)
+        (vector,) = model.get_model_info()["steering"]["vectors"]
+        assert (vector["data"], vector["op"]) == ({"1": [0.5] * 16}, "ablate")
 
 
 def evaluate(model: Any, tasks: list[str], scratch: Path) -> tuple[dict[str, Any], float]:

@@ -27,6 +27,7 @@ from logsteer_server.engines.base import (
     Job,
     JobFailure,
     JobResult,
+    Policy,
     ScoreJob,
     ScoreOutput,
 )
@@ -39,6 +40,7 @@ PER_TOKEN = 1e-4
 BATCH = 1e-5
 PROMPT = "Once upon a time"
 LAYER = 2
+GREEDY = Policy(temperature=0.0)
 
 
 def build(path: Path = DEMO_MODEL, dtype: str = "float32", **fields: Any) -> Any:
@@ -191,7 +193,7 @@ def test_greedy_is_transformers_generate_with_prompts_of_any_length(
 ) -> None:
     rng = np.random.default_rng(4)
     prompts = [draw_ids(rng, n) for n in (1, 60, 7, 33)]
-    outputs = run(engine, *(GenerateJob(ids, 30, temperature=0.0, top=2) for ids in prompts))
+    outputs = run(engine, *(GenerateJob(ids, 30, policy=GREEDY, top=2) for ids in prompts))
     for ids, output in zip(prompts, outputs, strict=True):
         ids_1T = torch.from_numpy(ids.astype(np.int64))[None]
         expected = reference.generate(
@@ -206,7 +208,7 @@ def test_greedy_is_transformers_generate_with_prompts_of_any_length(
 
 def test_a_seed_decides_whatever_else_is_in_the_batch(engine: Any, prompt: np.ndarray) -> None:
     jobs = [
-        GenerateJob(prompt[: 2 + i % 3], 40, seed=i, top_p=0.95, min_p=0.01, top_k=200, top=i % 3)
+        GenerateJob(prompt[: 2 + i % 3], 40, seed=i, policy=Policy(1.0, 200, 0.95, 0.01), top=i % 3)
         for i in range(9)
     ]
     together = run(engine, *jobs)
@@ -402,12 +404,12 @@ def test_bfloat16_offsets_are_added_as_a_plain_hook_adds_them() -> None:
 
 
 def test_stop_strings_and_streams(engine: Any, prompt: np.ndarray) -> None:
-    plain = GenerateJob(prompt, 40, temperature=0.0)
+    plain = GenerateJob(prompt, 40, policy=GREEDY)
     output = run(engine, plain)[0]
     assert output.finish_reason == "length"
     stop = output.text[21:25]
     for stream in (False, True):
-        job = GenerateJob(prompt, 40, temperature=0.0, stop=(stop, "never"), stream=stream)
+        job = GenerateJob(prompt, 40, policy=GREEDY, stop=(stop, "never"), stream=stream)
         pieces = run_pieces(engine, {0: job, 1: plain})[0]
         text = "".join(piece.text for piece in pieces if isinstance(piece, GenerateOutput))
         assert text == output.text[: output.text.index(stop)]
@@ -426,7 +428,7 @@ def test_the_text_is_what_the_tokens_say(tokenizer: Any) -> None:
     before = tokenizer("Once")["input_ids"]
     ids = backend.encode("Once" + said, add_special_tokens=False).ids[len(before) - 1 :]
     assert len(ids) > len(said)  # else no character takes several tokens
-    text = GrowingText(backend, before, ())
+    text = GrowingText(backend, before, (), include_stop=False)
     pieces = []
     for token in ids:
         assert not text.add(token)
@@ -434,7 +436,7 @@ def test_the_text_is_what_the_tokens_say(tokenizer: Any) -> None:
     assert not text.end()
     assert "".join(pieces) + text.take(True) == said
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
-    cut = GrowingText(backend, before, ("語, t", "zzz"))
+    cut = GrowingText(backend, before, ("語, t", "zzz"), include_stop=False)
     taken = [token for token in ids if not cut.add(token)]
     assert cut.take(True).startswith(" naïve 😀 — ok\n  日本")
     assert len(taken) < len(ids)
@@ -455,7 +457,7 @@ def test_spaces_between_words_are_kept_where_a_text_may_not_begin_with_one() -> 
         ]
     )
     assert sentencepiece.decode([1, 2]) == "a b"
-    text = GrowingText(sentencepiece, [1], ())
+    text = GrowingText(sentencepiece, [1], (), include_stop=False)
     taken = []
     for token in (2, 3, 1, 4, 5, 2, 4):
         text.add(token)
@@ -471,8 +473,8 @@ def test_the_end_of_sequence_ends_unless_ignored(engine: Any, tokenizer: Any) ->
     ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
     ends, goes_on = run(
         engine,
-        GenerateJob(ids, 60, temperature=0.0),
-        GenerateJob(ids, 60, temperature=0.0, ignore_eos=True),
+        GenerateJob(ids, 60, policy=GREEDY),
+        GenerateJob(ids, 60, policy=GREEDY, ignore_eos=True),
     )
     assert ends.finish_reason == "stop"
     assert ends.token_ids[-1] == tokenizer.eos_token_id
@@ -526,7 +528,7 @@ def test_small_bounds_only_make_more_batches(engine: Any) -> None:
     small = build(engine_args={"max_batch_tokens": 64, "max_batch_rows": 3})
     rng = np.random.default_rng(10)
     texts = [draw_ids(rng, int(n)) for n in rng.integers(3, 100, 12)]
-    jobs: list[Job] = [*map(whole, texts), *(GenerateJob(i, 8, temperature=0.0) for i in texts)]
+    jobs: list[Job] = [*map(whole, texts), *(GenerateJob(i, 8, policy=GREEDY) for i in texts)]
     for ours, theirs in zip(run(small, *jobs), run(engine, *jobs), strict=True):
         if isinstance(ours, ScoreOutput):
             expected = theirs.columns["logprob"]
@@ -648,7 +650,7 @@ def test_other_architectures_are_transformers_too(name: str, tmp_path: Path) -> 
         assert values == pytest.approx(read_logprobs(model, ids), abs=PER_TOKEN)
     plan = add_plan(layer=1)
     plan = SteeringPlan((Site(1, "resid_post", draw_vector(64)),), plan.positions)
-    jobs = [GenerateJob(i, 30, temperature=0.0, ignore_eos=True) for i in texts]
+    jobs = [GenerateJob(i, 30, policy=GREEDY, ignore_eos=True) for i in texts]
     jobs += [GenerateJob(i, 30, seed=1, ignore_eos=True, plan=plan) for i in texts]
     for job, output in zip(jobs, run(engine, *jobs), strict=True):
         both = np.concatenate([job.tokens, output.token_ids])

@@ -30,6 +30,7 @@ INFO = EngineInfo(
     context_length=128,
     vocab_size=100,
     columns=("logprob",),
+    eos_ids=(2,),
     num_layers=4,
     hidden_size=24,
     hooks=("resid_post",),

@@ -11,7 +11,7 @@ from logsteer_server.cache import (
     pack_output,
     unpack_output,
 )
-from logsteer_server.engines.base import ScoreJob, ScoreOutput
+from logsteer_server.engines.base import Direction, Override, Policy, ScoreJob, ScoreOutput
 from logsteer_server.engines.plan import Positions, Site, SteeringPlan, SteeringTrace
 from tests.server.cached_jobs import INFO, JOB, SCOPE, SETTINGS, same_bits
 
@@ -28,6 +28,9 @@ VARIED_JOBS = {
     "top": replace(JOB, top=1),
     "alternatives": replace(JOB, alternatives=True),
     "plan": replace(JOB, plan=plan_of(1.0)),
+    "policy": replace(JOB, policy=Policy(temperature=0.5)),
+    "double": replace(JOB, double=True),
+    "override": replace(JOB, override=Override(Direction("file", "a" * 64), 1e-3)),
 }
 UNCACHED = {"export": "file", "reference": "file"}
 
@@ -57,6 +60,15 @@ def test_another_way_of_steering_has_another_key() -> None:
     keys = {make_key(SCOPE, replace(JOB, plan=plan)) for plan in plans}
     assert len(keys) == len(plans)
     assert make_key(SCOPE, replace(JOB, plan=plan_of(1.0))) in keys
+
+
+def test_another_override_has_another_key_wherever_its_file_lies() -> None:
+    def key(path: str, sha256: str, eta: float) -> bytes | None:
+        return make_key(SCOPE, replace(JOB, override=Override(Direction(path, sha256), eta)))
+
+    first = key("here", "a" * 64, 1e-3)
+    assert first == key("there", "a" * 64, 1e-3)
+    assert len({first, key("here", "b" * 64, 1e-3), key("here", "a" * 64, 1e-3 + 1e-18)}) == 3
 
 
 @pytest.mark.parametrize("name", UNCACHED)

@@ -30,12 +30,10 @@ def run(ledger: Ledger, steps: list[dict[str, tuple[int, int]]]) -> dict[str, se
         starts = np.cumsum([0, *(end - begin for begin, end in step.values())])
         computed = np.array([begin for begin, _ in step.values()])
         tokens = ledger.find(names, starts, computed)
-        ratios = np.full(len(tokens.index_t), 0.5, np.float32)
-        ledger.count(tokens, {1: ratios})
-        for place, position in zip(tokens.index_t, tokens.positions_t, strict=True):
+        ledger.count({1: np.full(len(tokens.index_t), 0.5, np.float32)})
+        for place in tokens.index_t:
             row = int(np.searchsorted(starts, place, side="right")) - 1
-            assert position == computed[row] + place - starts[row]
-            found.setdefault(names[row], set()).add(int(position))
+            found.setdefault(names[row], set()).add(int(computed[row] + place - starts[row]))
     return found
 
 
@@ -81,3 +79,28 @@ def test_accounts_are_used_again_and_grow() -> None:
     assert run(ledger, [step]) == {}
     ledger.open("again", 5, Positions(), 4, 0)
     assert ledger.read("again") == (0, {})
+
+
+@given(positions=KINDS, prompt_len=st.integers(1, 6), steps=st.integers(1, 150))
+def test_decoding_step_by_step_books_every_token(
+    positions: Positions, prompt_len: int, steps: int
+) -> None:
+    ledger = Ledger(3)
+    ledger.open("a", 2, positions, prompt_len, 0)
+    ledger.open("b", 1, Positions(), 3, 0)
+    decoding = [
+        {"a": (prompt_len + n, prompt_len + n + 1), "b": (3 + n, 4 + n)} for n in range(steps)
+    ]
+    found = run(ledger, [{"a": (0, prompt_len), "b": (0, 3)}, *decoding])
+    wanted = set(np.nonzero(positions.mask(0, prompt_len + steps, prompt_len))[0].tolist())
+    assert found.get("a", set()) == wanted
+    assert found["b"] == set(range(3 + steps))
+    assert ledger.read("a") == (len(wanted), {1: (len(wanted), len(wanted) / 2)} if wanted else {})
+    assert ledger.read("b") == (3 + steps, {1: (3 + steps, (3 + steps) / 2)})
+
+
+def test_a_request_that_begins_again_a_token_at_a_time_counts_nothing_twice() -> None:
+    ledger = Ledger(2)
+    ledger.open("a", 1, Positions(), 2, 0)
+    run(ledger, [{"a": (n, n + 1)} for n in (0, 1, 2, 0, 1, 2, 3, 4)])
+    assert ledger.read("a") == (5, {1: (5, 2.5)})

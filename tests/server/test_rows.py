@@ -3,13 +3,16 @@
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from logsteer_server.engines.base import Policy
 from logsteer_server.rows import (
     COLUMNS,
+    NEUTRAL,
     PUBLIC_COLUMNS,
     Exchange,
     Reading,
@@ -29,23 +32,101 @@ def make_rows(seed: int, scale: float = 3.0) -> tuple[torch.Tensor, torch.Tensor
     return logits_RV, torch.randint(V, (R,), generator=generator)
 
 
-def reference_columns(logits_RV: torch.Tensor, targets_R: torch.Tensor) -> dict[str, torch.Tensor]:
-    log_p_RV = logits_RV.double().log_softmax(-1)
-    own_R1 = logits_RV.gather(-1, targets_R[:, None])
-    return {
-        "logprob": log_p_RV.gather(-1, targets_R[:, None])[:, 0],
-        "rank": 1 + (logits_RV > own_R1).sum(-1),
-        "entropy": -(log_p_RV.exp() * log_p_RV).sum(-1),
-    }
+EOS_IDS = (3, 5)
+POLICIES = {
+    "neutral": Policy(),
+    "nucleus": Policy(temperature=0.7, top_p=0.9),
+    "top_k": Policy(temperature=1.3, top_k=40, top_p=0.95),
+}
 
 
+def define_q(logits_V: np.ndarray, policy: Policy) -> tuple[np.ndarray, float]:
+    """q and the mass of the nucleus by the definition, one row in float64."""
+    weights_V = np.exp((logits_V - logits_V.max()) / policy.temperature)
+    order_V = np.argsort(-weights_V, kind="stable")[: policy.top_k or None]
+    p_K = weights_V[order_V] / weights_V[order_V].sum()
+    mass_before_K = np.cumsum(p_K) - p_K
+    kept_K = np.ones(len(p_K), bool) if policy.top_p == 1 else mass_before_K < policy.top_p
+    q_V = np.zeros_like(weights_V)
+    q_V[order_V[kept_K]] = p_K[kept_K] / p_K[kept_K].sum()
+    return q_V, float(p_K[kept_K].sum())
+
+
+def reference_columns(
+    logits_RV: torch.Tensor,
+    targets_R: torch.Tensor,
+    policy: Policy = NEUTRAL,
+    eos_ids: tuple[int, ...] = EOS_IDS,
+) -> dict[str, np.ndarray]:
+    """Every column by its formula, a row at a time, in float64."""
+    found: dict[str, list[float]] = {name: [] for name in PUBLIC_COLUMNS}
+    for z, x in zip(logits_RV.double().numpy(), targets_R.tolist(), strict=True):
+        log_p = z - z.max() - math.log(np.exp(z - z.max()).sum())
+        q, head = define_q(z, policy)
+        some = q[q > 0]
+        entropy, first, second = -(some * np.log(some)).sum(), *np.sort(q)[::-1][:2]
+        with np.errstate(divide="ignore"):
+            row = {
+                "logprob": log_p[x],
+                "rank": 1 + (z > z[x]).sum(),
+                "entropy": -(np.exp(log_p) * log_p).sum(),
+                "logit_mean": z.mean(),
+                "logit_std": z.std(),
+                "log_q": np.log(q[x]),
+                "rb_entropy": entropy,
+                "head_mass": head,
+                "tail_mass": 1 - head,
+                "top1_prob": first,
+                "margin": first - second,
+                "two_point_entropy": -sum(t * math.log(t) for t in (first, 1 - first) if t > 0),
+                "collision": (q**2).sum(),
+                "renyi2": -math.log((q**2).sum()),
+                "effective_support": math.exp(entropy),
+                "eos_prob": q[list(eos_ids)].sum(),
+            }
+        for name, value in row.items():
+            found[name].append(float(value))
+    return {name: np.array(values) for name, values in found.items()}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("scale", [0.01, 1.0, 20.0])
 @pytest.mark.parametrize("name", PUBLIC_COLUMNS)
-def test_columns_against_float64(name: str, scale: float) -> None:
+def test_columns_against_float64(name: str, scale: float, policy: str) -> None:
     logits_RV, targets_R = make_rows(0, scale)
-    expected = reference_columns(logits_RV, targets_R)[name].double()
-    found = COLUMNS[name](Rows(logits_RV, targets_R)).double()
-    assert (found - expected).abs().max() < 2e-5 * max(1.0, scale)
+    targets_R[::2] = logits_RV[::2].argmax(-1)  # every other target is one that q can draw
+    expected = reference_columns(logits_RV, targets_R, POLICIES[policy])[name]
+    size = np.abs(expected[np.isfinite(expected)]).max(initial=1.0)
+    for double, tolerance in ((False, 3e-6 * max(1.0, scale)), (True, 1e-10)):
+        rows = Rows(logits_RV, targets_R, None, POLICIES[policy], EOS_IDS, double)
+        found = COLUMNS[name](rows).double().numpy()
+        finite = np.isfinite(expected)
+        worst = np.abs(found[finite] - expected[finite]).max()
+        print(f"{name:18} {policy:8} {scale:5} {'float64' if double else 'float32'} {worst:.1e}")
+        assert (np.isfinite(found) == finite).all()
+        assert worst < tolerance * size
+        assert rows.logits_RV.dtype == (torch.float64 if double else torch.float32)
+
+
+def test_a_greedy_policy_is_certain() -> None:
+    logits_RV, targets_R = make_rows(4)
+    targets_R[0] = logits_RV[0].argmax()
+    targets_R[1] = logits_RV[1].argmin()
+    rows = Rows(logits_RV, targets_R, None, Policy(temperature=0.0))
+    assert COLUMNS["log_q"](rows)[:2].tolist() == [0.0, -math.inf]
+    assert COLUMNS["rb_entropy"](rows).abs().max() == 0
+    assert COLUMNS["effective_support"](rows).tolist() == [1.0] * R
+    assert COLUMNS["top1_prob"](rows).tolist() == [1.0] * R
+
+
+def test_reading_in_float64_comes_back_in_float64() -> None:
+    hidden_RV, targets_R = make_rows(5)
+    reading = Reading(("logprob", "rb_entropy"), top=2, double=True)
+    values_RW = read_hidden(hidden_RV, targets_R, lambda hidden: hidden, V, reading, 2**20)
+    expected = reference_columns(hidden_RV, targets_R)
+    assert values_RW.dtype == torch.float64
+    assert np.abs(values_RW[:, 0].numpy() - expected["logprob"]).max() < 1e-12
+    assert np.abs(values_RW[:, 1].numpy() - expected["rb_entropy"]).max() < 1e-11
 
 
 def test_rank_counts_strictly_larger_logits_only() -> None:
@@ -65,7 +146,8 @@ def test_logits_in_half_precision_are_summed_in_float32() -> None:
     logits_RV, targets_R = make_rows(1)
     half = logits_RV.bfloat16()
     expected = reference_columns(half.float(), targets_R)["logprob"]
-    assert (COLUMNS["logprob"](Rows(half, targets_R)) - expected).abs().max() < 1e-5
+    found = COLUMNS["logprob"](Rows(half, targets_R)).numpy()
+    assert np.abs(found - expected).max() < 1e-5
 
 
 @given(st.integers(0, 500), st.integers(1, 10**6), st.integers(1, 10**7))

@@ -39,6 +39,7 @@ INFO = EngineInfo(
     context_length=16,
     vocab_size=100,
     columns=("logprob",),
+    eos_ids=(2,),
     num_layers=6,
     hidden_size=WIDTH,
     hooks=("resid_post",),

@@ -4,17 +4,18 @@ An engine lives in a process of its own. Its process gives it jobs, calls `step`
 work, and sends what `step` returns back in batches. Nothing here imports torch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from logsteer_server.engines.plan import SteeringPlan, SteeringTrace
+from logsteer_server.engines.plan import Positions, SteeringPlan, SteeringTrace
 
 Ids = npt.NDArray[np.int32]
 Scores = npt.NDArray[np.float32]
+"""Float32; float64 where a job asked for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +57,43 @@ class EngineInfo:
     context_length: int
     vocab_size: int
     columns: tuple[str, ...]
+    eos_ids: tuple[int, ...]
     num_layers: int
     hidden_size: int
     hooks: tuple[str, ...]
     """Activations of a layer that can be steered and captured; empty where none can."""
+    features: tuple[str, ...] = ()
+    """Of FEATURES, what it can do beside scoring, generating, steering and capturing."""
+
+
+FEATURES = ("override", "gradient")
+"""Jobs with an `Override` or `CheckOverrideJob`; `GradientJob`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Direction:
+    """A direction v in the space of parameters: the safetensors file with this SHA-256."""
+
+    path: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """For one job, the model's parameters are theta + eta v."""
+
+    direction: Direction
+    eta: float
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How a token is drawn from logits; temperature 0 is greedy, the other defaults cut nothing."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +111,9 @@ class ScoreJob:
     compare this model's rows with it.
 
     With `plan` the activations are steered; the prompt ends where the scored tokens begin.
+
+    `policy` is what the policy columns refer to. With `double` the columns are computed in float64.
+    With `override` the parameters are others.
     """
 
     tokens: Ids
@@ -87,6 +124,9 @@ class ScoreJob:
     export: str | None = None
     reference: str | None = None
     plan: SteeringPlan | None = None
+    policy: Policy = Policy()
+    double: bool = False
+    override: Override | None = None
 
     @property
     def prompt_len(self) -> int:
@@ -107,26 +147,25 @@ class ScoreOutput:
 
 @dataclass(frozen=True, slots=True)
 class GenerateJob:
-    """One prompt of T tokens to continue by at most `max_tokens` sampled ones.
+    """One prompt of T tokens to continue by at most `max_tokens` ones that `policy` draws.
 
-    Temperature 0 is greedy. The same seed gives the same tokens whatever else is in the batch;
-    None draws a seed. Generation ends at a token that ends the sequence, or where the text contains
-    a string of `stop`, which is left out;
-    with `ignore_eos` only at the latter. With `stream` the output comes in pieces.
+    The same seed gives the same tokens whatever else is in the batch; None draws a seed. Generation
+    ends at a token that ends the sequence, or where the text contains a string of `stop`, which is
+    left out unless `include_stop`; with `ignore_eos` only at the latter. With `stream` the output
+    comes in pieces.
     """
 
     tokens: Ids
     max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    policy: Policy = Policy()
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    include_stop: bool = False
     ignore_eos: bool = False
     top: int = 0
     stream: bool = False
     plan: SteeringPlan | None = None
+    override: Override | None = None
 
     @property
     def prompt_len(self) -> int:
@@ -175,6 +214,62 @@ class CaptureOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class GradientJob:
+    """One sequence, laid out as in `ScoreJob`, whose summed target log-probability is derived.
+
+    By the activations at `sites`, (layer, hook) each, after the tokens at `positions`; or, with
+    `along`, along that direction of the parameters. Both where the model is steered by `plan` and
+    has the parameters of `override`; an activation is what leaves its site, steering included.
+    Activations of more than `max_width` numbers are refused.
+    """
+
+    tokens: Ids
+    targets: Ids
+    sites: tuple[tuple[int, str], ...] = ()
+    positions: Positions = field(default_factory=Positions)
+    along: Direction | None = None
+    plan: SteeringPlan | None = None
+    override: Override | None = None
+    max_width: int | None = None
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens in front of the scored ones."""
+        return len(self.tokens) - (len(self.targets) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientOutput:
+    """Log-probabilities [R] of the targets, and their derivatives.
+
+    `gradients` [T', D] in the order of the job's sites, T' the tokens at its positions;
+    `directional` [R] where the job has a direction: of each target's log-probability.
+    """
+
+    logprobs: Scores
+    gradients: tuple[Scores, ...] = ()
+    directional: Scores | None = None
+    trace: SteeringTrace | None = None
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CheckOverrideJob:
+    """The shape of each tensor of a direction, to be compared with the model's parameters."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckOverrideOutput:
+    """The direction fits: it moves so many of the model's so many numbers."""
+
+    moved: int
+    total: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class JobFailure:
     """Why a job has no output: `code` is a problem code, `detail` says what to do."""
 
@@ -182,16 +277,40 @@ class JobFailure:
     detail: str
 
 
-Job = ScoreJob | GenerateJob | CaptureJob
+CommonJob = ScoreJob | GenerateJob | CaptureJob
+"""What every engine does, unless it needs a feature."""
+Job = CommonJob | GradientJob | CheckOverrideJob
 
 
 def count_positions(job: Job) -> int:
     """Positions of the context that a job may come to use."""
+    if isinstance(job, CheckOverrideJob):
+        return 0
     return len(job.tokens) + (job.max_tokens if isinstance(job, GenerateJob) else 0)
 
 
-JobOutput = ScoreOutput | GenerateOutput | CaptureOutput
+JobOutput = ScoreOutput | GenerateOutput | CaptureOutput | GradientOutput | CheckOverrideOutput
 JobResult = JobOutput | JobFailure
+
+
+def refuse_feature(job: Job, features: Sequence[str], engine: str) -> JobFailure | None:
+    """The failure of a job that needs a feature which an engine does not have."""
+    wanted = None
+    if isinstance(job, GradientJob):
+        wanted = "gradient"
+    elif isinstance(job, CheckOverrideJob) or (
+        not isinstance(job, CaptureJob) and job.override is not None
+    ):
+        wanted = "override"
+    if wanted is None or wanted in features:
+        return None
+    return JobFailure("unsupported_by_engine", explain_missing(wanted, engine))
+
+
+def explain_missing(feature: str, engine: str) -> str:
+    """What to say where an engine lacks a feature."""
+    name = {"override": "parameter overrides", "gradient": "gradients"}[feature]
+    return f"the engine {engine} has no {name}; serve the model with engine transformer_lens"
 
 
 def is_last(result: JobResult) -> bool:

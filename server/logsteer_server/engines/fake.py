@@ -3,24 +3,29 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
+from logsteer.schemas import Column
 from logsteer_server.engines.base import (
     CaptureJob,
     CaptureOutput,
+    CheckOverrideJob,
     EngineInfo,
     EngineSpec,
     GenerateJob,
     GenerateOutput,
+    GradientJob,
     Job,
     JobFailure,
     JobResult,
     ScoreJob,
     ScoreOutput,
+    refuse_feature,
 )
 
-FAKE_COLUMNS = ("logprob", "rank", "entropy")
+FAKE_COLUMNS = get_args(Column)
 
 
 def fake_logprobs(job: ScoreJob) -> np.ndarray:
@@ -101,6 +106,7 @@ class FakeEngine:
             context_length=spec.max_model_len or int(args.get("context_length", 128)),
             vocab_size=int(args["vocab_size"]),
             columns=FAKE_COLUMNS,
+            eos_ids=(2,),
             num_layers=int(args.get("num_layers", 4)),
             hidden_size=int(args.get("hidden_size", 16)),
             hooks=("resid_post",),
@@ -134,6 +140,9 @@ class FakeEngine:
         ]
 
     def _answer_all(self, job: Job) -> list[JobResult]:
+        if failure := refuse_feature(job, self._info.features, "fake"):
+            return [failure]
+        assert not isinstance(job, GradientJob | CheckOverrideJob)
         if isinstance(job, GenerateJob):
             return fake_generation(job)
         return [self._answer(job)]
@@ -146,7 +155,7 @@ class FakeEngine:
         if isinstance(job, CaptureJob):
             return CaptureOutput(fake_activations(job, self._info.hidden_size))
         logprobs = fake_logprobs(job)
-        values = {
+        values = dict.fromkeys(job.columns, -logprobs / 3) | {
             "logprob": logprobs,
             "rank": (1 - logprobs).astype(np.int32),
             "entropy": -logprobs / 2,

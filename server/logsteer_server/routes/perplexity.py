@@ -13,6 +13,7 @@ from logsteer.schemas import PerplexityAnswer, PerplexityRequest, PerplexityStre
 from logsteer_server.comparison import Comparison
 from logsteer_server.deps import (
     LimitedRoute,
+    OverridesDep,
     ResidentsDep,
     SettingsDep,
     StoreDep,
@@ -25,6 +26,7 @@ from logsteer_server.deps import (
 )
 from logsteer_server.encoding import encode_event
 from logsteer_server.engines.base import ScoreOutput
+from logsteer_server.overrides.resolve import ResolvedOverride, override_jobs, resolve_override
 from logsteer_server.residents import Resident, WorkClock
 from logsteer_server.scoring.texts import (
     StreamedText,
@@ -51,8 +53,10 @@ class Run:
         comparison: Comparison | None = None,
         cache: bool = True,
         steering: ResolvedSteering | None = None,
+        override: ResolvedOverride | None = None,
     ) -> None:
         self.resident = resident
+        self._override = override
         self._steering = steering
         self._outputs: list[ScoreOutput] = []
         self._cache = cache
@@ -74,7 +78,8 @@ class Run:
         self, windows: Sequence[TextWindow], keep: bool = False, keep_tokens: bool = False
     ) -> AsyncIterator[dict[str, Any]]:
         """The entry of each window, as `WindowScore`, as it is scored."""
-        jobs = steer_jobs([window.job for window in windows], self._steering)
+        plain = [window.job for window in windows]
+        jobs = override_jobs(steer_jobs(plain, self._steering), self._override)
         if self._comparison is not None:
             outputs = self._comparison.score(jobs, self._clock)
         else:
@@ -126,6 +131,7 @@ class Run:
             "timing": self._clock.read(),
             "provenance": self.resident.provenance(self.protocol).model_dump(),
             "steering": write_receipt(self._steering, self._outputs) if self._steering else None,
+            "override": self._override.used if self._override else None,
             "divergence": self._comparison.summarize() if self._comparison else None,
         }
 
@@ -137,6 +143,7 @@ async def perplexity(
     residents: ResidentsDep,
     settings: SettingsDep,
     store: StoreDep,
+    overrides: OverridesDep,
 ) -> Response:
     """Log-likelihood and perplexity of whole texts, window by window."""
     check_count("texts", len(body.texts), settings.max_items)
@@ -151,7 +158,8 @@ async def perplexity(
         )
     codec, info = resident.require()
     steering = await asyncio.to_thread(resolve_optional, body.steering, store, info)
-    run = Run(resident, body.protocol, len(body.texts), comparison, body.cache, steering)
+    override = await asyncio.to_thread(resolve_override, body.override, overrides, info)
+    run = Run(resident, body.protocol, len(body.texts), comparison, body.cache, steering, override)
     if comparison is not None:
         info = replace(info, context_length=comparison.context_length)
     windows, lengths = await asyncio.to_thread(cut_texts, body.texts, body, codec, info)

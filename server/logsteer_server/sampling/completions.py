@@ -19,6 +19,7 @@ from logsteer_server.engines.base import (
     GenerateJob,
     GenerateOutput,
     Ids,
+    Policy,
     ScoreJob,
     ScoreOutput,
 )
@@ -139,10 +140,7 @@ def _plan_samples(
         GenerateJob(
             np.array(ids, dtype=np.int32),
             max_tokens,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            min_p=request.min_p,
+            Policy(request.temperature, request.top_k, request.top_p, request.min_p),
             seed=None if request.seed is None else request.seed + index,
             stop=request.stop_strings,
             ignore_eos=request.ignore_eos,

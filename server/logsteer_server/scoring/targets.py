@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from logsteer.errors import api_error
-from logsteer.schemas import LogprobRequest, OverflowPolicy
-from logsteer_server.engines.base import EngineInfo, Ids, ScoreJob, ScoreOutput
+from logsteer.schemas import DiagnosticsRequest, LogprobRequest, OverflowPolicy
+from logsteer_server.engines.base import EngineInfo, Ids, Policy, ScoreJob, ScoreOutput
+from logsteer_server.scoring.aggregates import aggregate_columns
 from logsteer_server.scoring.boundaries import Cut, Pair, cut_pairs, space_variants
 from logsteer_server.scoring.sums import exp_mean, log_sum_exp
 from logsteer_server.scoring.tokenizer import TextCodec
@@ -145,6 +146,7 @@ class _JobDesk:
         self._limit = info.context_length
         self._columns = tuple(dict.fromkeys(["logprob", *request.columns]))
         self._top = min(request.top, info.vocab_size)
+        self._policy = Policy(**request.policy.model_dump())
         self._tokens: list[Ids] = []
         self._targets: list[list[int]] = []
         self._sharing: dict[bytes, int] = {}
@@ -179,6 +181,8 @@ class _JobDesk:
                 self._columns,
                 self._top,
                 alternatives=job in shared and len(targets) > 1,
+                policy=self._policy,
+                double=self._request.precision == "float64",
             )
             for job, (tokens, targets) in enumerate(zip(self._tokens, self._targets, strict=True))
         ]
@@ -259,6 +263,9 @@ def _score(
         "truncated_tokens": target.truncated,
         "flags": [] if finite else ["non_finite"],
     }
+    if isinstance(request, DiagnosticsRequest):
+        asked = [(name, output.columns[name]) for name in request.columns]
+        score["aggregates"] = aggregate_columns(asked, request.window)
     if request.per_token:
         score |= dict(_list_tokens(target, output, request, codec))
     return score

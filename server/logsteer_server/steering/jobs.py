@@ -5,10 +5,18 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from logsteer.errors import api_error
-from logsteer_server.engines.base import GenerateJob, GenerateOutput, ScoreJob, ScoreOutput
+from logsteer_server.engines.base import (
+    GenerateJob,
+    GenerateOutput,
+    GradientJob,
+    GradientOutput,
+    ScoreJob,
+    ScoreOutput,
+)
 from logsteer_server.steering.resolve import ResolvedSteering
 
-J = TypeVar("J", ScoreJob, GenerateJob)
+J = TypeVar("J", ScoreJob, GenerateJob, GradientJob)
+AnyJob = ScoreJob | GenerateJob | GradientJob
 
 
 def steer_jobs(jobs: Sequence[J], steering: ResolvedSteering | None) -> list[J]:
@@ -22,7 +30,7 @@ def steer_jobs(jobs: Sequence[J], steering: ResolvedSteering | None) -> list[J]:
     return [replace(job, plan=steering.plan) for job in jobs]
 
 
-def check_reach(steering: ResolvedSteering, jobs: Sequence[ScoreJob | GenerateJob]) -> None:
+def check_reach(steering: ResolvedSteering, jobs: Sequence[AnyJob]) -> None:
     """Errors: APIError `invalid_request` where no token of any job would be steered."""
     where = steering.plan.positions
     reached = any(where.count(_count_read(job), job.prompt_len) for job in jobs)
@@ -35,13 +43,14 @@ def check_reach(steering: ResolvedSteering, jobs: Sequence[ScoreJob | GenerateJo
         )
 
 
-def _count_read(job: ScoreJob | GenerateJob) -> int:
+def _count_read(job: AnyJob) -> int:
     """Tokens that the model reads: the last one that is generated is not among them."""
     return len(job.tokens) + (job.max_tokens - 1 if isinstance(job, GenerateJob) else 0)
 
 
 def write_receipt(
-    steering: ResolvedSteering, outputs: Sequence[ScoreOutput | GenerateOutput]
+    steering: ResolvedSteering,
+    outputs: Sequence[ScoreOutput | GenerateOutput | GradientOutput],
 ) -> dict[str, Any]:
     """The fields of `SteeringReceipt` for the (last) outputs of a request's steered jobs.
 

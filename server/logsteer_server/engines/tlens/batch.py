@@ -5,7 +5,7 @@ and positions count from each row's own first token. Keys and values stay in a c
 have ended leave it. Axis letters: B rows, T tokens, V vocabulary, K alternatives.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +16,7 @@ from logsteer_server.engines.base import GenerateJob, GenerateOutput, JobFailure
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.steering import Span, SteeredRow, Steering
 from logsteer_server.engines.tlens.text import GrowingText
-from logsteer_server.policy import Policy, draw_rows, shape_rows
+from logsteer_server.policy import draw_rows, shape_rows
 from logsteer_server.rows import Reading, Rows, read_rows
 
 
@@ -40,18 +40,14 @@ class Continuation:
         cls, job_id: int, job: GenerateJob, steered: SteeredRow | None, model: BridgeModel
     ) -> "Continuation":
         """The row of a job that has nothing yet."""
-        text = GrowingText(model.tokenizer, job.tokens.tolist(), job.stop)
+        prompt = job.tokens.tolist()
+        text = GrowingText(model.tokenizer, prompt, job.stop, job.include_stop)
         generator = torch.Generator()
         if job.seed is None:
             generator.seed()
         else:
             generator.manual_seed(job.seed % 2**63)
         return cls(job_id, job, steered, text, generator)
-
-    @property
-    def policy(self) -> Policy:
-        """How the row is sampled."""
-        return Policy(self.job.temperature, self.job.top_k, self.job.top_p, self.job.min_p)
 
     def draw(self) -> float:
         """The uniform number of the row's next token; the row's own, whatever the batch."""
@@ -97,9 +93,15 @@ class Continuation:
 
 
 class Batch:
-    """Continuations whose prompts are read in one forward pass, then a token each per step."""
+    """Continuations whose prompts are read in one forward pass, then a token each per step.
 
-    def __init__(self, model: BridgeModel, rows: Sequence[Continuation]) -> None:
+    `shifted` are the parameters that they have in place of the model's; `step` runs under them.
+    """
+
+    def __init__(
+        self, model: BridgeModel, rows: Sequence[Continuation], shifted: Mapping[str, Tensor]
+    ) -> None:
+        self.shifted = shifted
         self._model = model
         self.rows = list(rows)
         self._cache = model.new_cache()
@@ -144,6 +146,8 @@ class Batch:
         where = f"after {len(row.job.tokens) + row.num_tokens} tokens the logits are not finite"
         if row.steered:
             return JobFailure("invalid_vector", f"{where}; steer with a smaller scale")
+        if row.job.override:
+            return JobFailure("invalid_vector", f"{where}; use a smaller eta")
         return JobFailure("internal", f"{where}: the model or its dtype does not hold this text")
 
     def _read(self) -> Tensor:
@@ -166,12 +170,12 @@ class Batch:
 
     def _sample(self, logits_BV: Tensor, top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Each row's next token, whether its logits were finite, and the token's reading."""
-        q_BV = shape_rows(logits_BV, [row.policy for row in self.rows])
+        q_BV = shape_rows(logits_BV, [row.job.policy for row in self.rows]).q_RV
         uniform_B = torch.tensor([row.draw() for row in self.rows], dtype=torch.float64)
         ids_B = draw_rows(q_BV, uniform_B)
         rows = Rows(logits_BV, ids_B)
         values_BW = read_rows(rows, Reading(("logprob",), top))
-        finite_B = rows.log_normalizer_R.isfinite()
+        finite_B = values_BW[:, 0].isfinite()
         # One array, because each copy from a GPU waits for it. Ids are exact in float32 (`rows`).
         parts = [ids_B[:, None].float(), finite_B[:, None].float(), values_BW]
         found_BW = torch.cat(parts, dim=-1).cpu().numpy()

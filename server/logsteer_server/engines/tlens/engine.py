@@ -1,22 +1,26 @@
 """The TransformerLens engine: jobs in, batches through the bridged model, results out.
 
-Each step runs one batch: one that scores, one that captures, one that starts continuations, or the
-next token of a batch of continuations that runs. They take turns, so nobody waits for a long one.
+Each step runs one batch: one that scores, captures or derives, one that starts continuations, or
+the next token of a batch of continuations that runs. They take turns, so nobody waits for a long
+one. Jobs of one batch have the same parameters.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
 
 import torch
 
 from logsteer_server.engines.base import (
+    FEATURES,
     CaptureJob,
+    CheckOverrideJob,
     EngineInfo,
     EngineSpec,
     GenerateJob,
+    GradientJob,
     Job,
     JobFailure,
     JobResult,
@@ -25,23 +29,34 @@ from logsteer_server.engines.base import (
     is_last,
 )
 from logsteer_server.engines.tlens.batch import Batch, Continuation
+from logsteer_server.engines.tlens.gradient import Differentiating, differentiate_batch
 from logsteer_server.engines.tlens.model import BridgeModel
-from logsteer_server.engines.tlens.points import UnknownPointError
+from logsteer_server.engines.tlens.parameters import Directions, InvalidDirectionError
+from logsteer_server.engines.tlens.points import Point, UnknownPointError
 from logsteer_server.engines.tlens.reading import Capturing, Scoring, capture_batch, score_batch
 from logsteer_server.engines.tlens.steering import InvalidPlanError, SteeredRow, place_sites
 from logsteer_server.engines.weights import digest_weights, locate_model
 from logsteer_server.rows import PUBLIC_COLUMNS
 
 Results = list[tuple[int, JobResult]]
-Ready = Scoring | Capturing | Continuation
+Ready = Scoring | Capturing | Differentiating | Continuation
+
+GRADIENT_SHARE = 4
+"""By how much smaller a batch that derives is: what it computes is kept for the way back."""
+MAX_SHIFTED = 2
+"""Batches of continuations that have parameters of their own, and so a copy of them, at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What one batch holds at most: tokens with their padding, and rows."""
+    """What one batch holds at most: tokens with their padding, and rows.
+
+    `override_cache_bytes`: of directions that are kept in memory for the next request.
+    """
 
     max_batch_tokens: int = 4096
     max_batch_rows: int = 64
+    override_cache_bytes: int = 2**30
 
     @classmethod
     def read(cls, engine_args: dict[str, Any]) -> "Bounds":
@@ -107,11 +122,19 @@ class TransformerLensEngine:
         self._model = BridgeModel(spec, path)
         self._info = _describe(spec, str(path), self._model, digest_weights(path))
         self._chunk_bytes = spec.chunk_bytes
-        self._scoring, self._capturing, self._starting = Waiting(), Waiting(), Waiting()
-        self._failures: Results = []
+        self._directions = Directions(self._model.parameters, self._bounds.override_cache_bytes)
+        self._scoring, self._capturing, self._deriving = Waiting(), Waiting(), Waiting()
+        self._starting, self._starting_shifted = Waiting(), Waiting()
+        self._known: Results = []
         # Whoever is first has the next turn.
         self._turns: deque[Waiting | Batch] = deque(
-            [self._scoring, self._capturing, self._starting]
+            [
+                self._scoring,
+                self._capturing,
+                self._deriving,
+                self._starting,
+                self._starting_shifted,
+            ]
         )
 
     @property
@@ -122,7 +145,7 @@ class TransformerLensEngine:
     @property
     def busy(self) -> bool:
         """Whether a job is unfinished."""
-        return bool(self._failures) or any(self._has_work(turn) for turn in self._turns)
+        return bool(self._known) or any(self._has_work(turn) for turn in self._turns)
 
     def add(self, jobs: Sequence[tuple[int, Job]]) -> None:
         """Take jobs in; one that does not fit the model fails with the next step."""
@@ -131,14 +154,16 @@ class TransformerLensEngine:
             if failure is None:
                 try:
                     self._admit(job_id, job)
-                except UnknownPointError as error:
+                except (UnknownPointError, InvalidDirectionError) as error:
                     failure = JobFailure(error.code, error.detail)
                 except InvalidPlanError as error:
                     failure = JobFailure("invalid_vector", str(error))
             if failure:
-                self._failures.append((job_id, failure))
+                self._known.append((job_id, failure))
 
     def _check(self, job: Job) -> JobFailure | None:
+        if isinstance(job, CheckOverrideJob):
+            return None
         limit = self._info.context_length
         if count_positions(job) > limit:
             detail = f"{count_positions(job)} tokens do not fit into a context of {limit}"
@@ -156,6 +181,9 @@ class TransformerLensEngine:
 
     def _admit(self, job_id: int, job: Job) -> None:
         points = self._model.points
+        if isinstance(job, CheckOverrideJob):
+            self._known.append((job_id, self._model.parameters.check(job.shapes)))
+            return
         if isinstance(job, CaptureJob):
             found = tuple(points.find(layer, job.hook) for layer in job.layers)
             if len({point.width for point in found}) > 1:
@@ -166,65 +194,120 @@ class TransformerLensEngine:
         steered = None
         if job.plan is not None:
             steered = SteeredRow(job.plan, place_sites(job.plan, points), job.prompt_len)
+        wanted = self._find_sites(job) if isinstance(job, GradientJob) else ()
+        if job.override is not None or (isinstance(job, GradientJob) and job.along):
+            hooked = [site.point for site in steered.sites] if steered else []
+            self._model.check_override([*hooked, *wanted])
         if isinstance(job, ScoreJob):
             self._scoring.arrived.append(Scoring(job_id, job, steered))
+        elif isinstance(job, GradientJob):
+            self._deriving.arrived.append(Differentiating(job_id, job, steered, wanted))
         else:
             row = Continuation.start(job_id, job, steered, self._model)
-            self._starting.arrived.append(row)
+            waiting = self._starting if job.override is None else self._starting_shifted
+            waiting.arrived.append(row)
+
+    def _find_sites(self, job: GradientJob) -> tuple[Point, ...]:
+        found = tuple(self._model.points.find(layer, hook) for layer, hook in job.sites)
+        if bool(found) == bool(job.along):
+            raise UnknownPointError("invalid_request", "derive by activations or a direction")
+        widest = max(found, key=lambda point: point.width, default=None)
+        if widest and job.max_width is not None and widest.width > job.max_width:
+            detail = (
+                f"the gradients would be {widest.width} numbers a token, the request may have "
+                f"{job.max_width}: name fewer layers, positions or targets"
+            )
+            raise UnknownPointError("payload_too_large", detail)
+        return found
 
     def cancel(self, job_ids: Sequence[int]) -> None:
         """Drop jobs, wherever they are."""
         ids = frozenset(job_ids)
-        self._failures = [(i, result) for i, result in self._failures if i not in ids]
+        self._known = [(i, result) for i, result in self._known if i not in ids]
         for turn in self._turns:
             turn.drop(ids)
 
     def step(self) -> Results:
         """Run the batch whose turn it is, and give the results that came of it."""
-        results, self._failures = self._failures, []
+        known, self._known = self._known, []
+        results = known + self._take_turn()
+        if not self.busy:
+            self._directions.rest()
+        return results
+
+    def _take_turn(self) -> Results:
         for _ in range(len(self._turns)):
             turn = self._turns.popleft()
             self._turns.append(turn)
             if self._has_work(turn):
-                return results + (
-                    self._advance(turn) if isinstance(turn, Batch) else self._begin(turn)
-                )
+                return self._advance(turn) if isinstance(turn, Batch) else self._begin(turn)
             if isinstance(turn, Batch):
                 self._turns.pop()
-        return results
+        return []
 
     def _has_work(self, turn: Waiting | Batch) -> bool:
         if isinstance(turn, Batch):
             return bool(turn.rows)
+        if turn is self._starting_shifted:
+            running = sum(isinstance(other, Batch) and bool(other.shifted) for other in self._turns)
+            if running >= MAX_SHIFTED:
+                return False
         return bool(turn.sorted or turn.arrived)
 
     def _begin(self, waiting: Waiting) -> Results:
         """Run the next batch of jobs that wait."""
+        bounds, room = self._bounds, self._bounds.max_batch_rows
         if waiting is self._scoring:
-            batch = waiting.take(self._bounds, lambda _: None, self._bounds.max_batch_rows)
-            scorings = [job for job in batch if isinstance(job, Scoring)]
-            return self._guard(batch, lambda: score_batch(self._model, scorings, self._chunk_bytes))
+            batch = waiting.take(bounds, _override_of, room)
+            return self._guard(batch, lambda: self._score(batch))
         if waiting is self._capturing:
-            batch = waiting.take(self._bounds, _capture_group, self._bounds.max_batch_rows)
+            batch = waiting.take(bounds, _capture_group, room)
             capturings = [job for job in batch if isinstance(job, Capturing)]
             return self._guard(batch, lambda: capture_batch(self._model, capturings))
-        batch = waiting.take(self._bounds, lambda _: None, self._bounds.max_batch_rows)
-        started = Batch(self._model, [job for job in batch if isinstance(job, Continuation)])
+        if waiting is self._deriving:
+            tokens = max(1, bounds.max_batch_tokens // GRADIENT_SHARE)
+            batch = waiting.take(replace(bounds, max_batch_tokens=tokens), _gradient_group, room)
+            return self._guard(batch, lambda: self._derive(batch))
+        batch = waiting.take(bounds, _override_of, room)
+        return self._guard(batch, lambda: self._start(batch))
+
+    def _score(self, batch: Sequence[Ready]) -> Results:
+        scorings = [job for job in batch if isinstance(job, Scoring)]
+        return self._model.parameters.under(
+            self._directions.shift(scorings[0].job.override),
+            lambda: score_batch(self._model, scorings, self._chunk_bytes),
+        )
+
+    def _derive(self, batch: Sequence[Ready]) -> Results:
+        entries = [job for job in batch if isinstance(job, Differentiating)]
+        first = entries[0].job
+        direction = self._directions.load(first.along) if first.along else {}
+        parameters = self._directions.shift(first.override)
+        return differentiate_batch(self._model, entries, parameters, direction, self._chunk_bytes)
+
+    def _start(self, batch: Sequence[Ready]) -> Results:
+        rows = [job for job in batch if isinstance(job, Continuation)]
+        started = Batch(self._model, rows, self._directions.shift(rows[0].job.override))
         self._turns.append(started)
         return self._advance(started)
 
     def _advance(self, batch: Batch) -> Results:
         rows = list(batch.rows)
-        results = self._guard(rows, batch.step)
+        results = self._guard(rows, lambda: self._model.parameters.under(batch.shifted, batch.step))
         ended = frozenset(job_id for job_id, result in results if is_last(result))
         if ended == {row.job_id for row in rows}:
             self._turns.remove(batch)
         return results
 
     def _guard(self, batch: Sequence[Ready], run: Callable[[], Results]) -> Results:
-        """What `run` gives; where memory runs out, a failure for each of the batch's jobs."""
+        """What `run` gives; a failure for each of the batch's jobs where memory runs out or their
+        override cannot be used.
+        """
         try:
             return run()
+        except InvalidDirectionError as error:
+            failure = JobFailure(error.code, error.detail)
+            return [(job.job_id, failure) for job in batch]
         except (MemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
@@ -241,6 +324,15 @@ class TransformerLensEngine:
         """Let the model go."""
         self._turns.clear()
         del self._model
+
+
+def _override_of(ready: Ready) -> object:
+    return None if isinstance(ready, Capturing) else ready.job.override
+
+
+def _gradient_group(ready: Ready) -> object:
+    assert isinstance(ready, Differentiating)
+    return ready.group
 
 
 def _capture_group(ready: Ready) -> object:
@@ -270,7 +362,9 @@ def _describe(spec: EngineSpec, path: str, model: BridgeModel, digest: str) -> E
         context_length=model.context_length,
         vocab_size=model.vocab_size,
         columns=PUBLIC_COLUMNS,
+        eos_ids=tuple(sorted(model.eos_ids)),
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         hooks=model.points.names,
+        features=FEATURES,
     )

@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging as transformers_logging
 
 from logsteer_server.engines.base import EngineSpec
+from logsteer_server.engines.tlens.parameters import InvalidDirectionError, Parameters
 from logsteer_server.engines.tlens.points import (
     HOOK_LEVEL,
     HookFunction,
@@ -135,6 +136,7 @@ class BridgeModel:
         self.vocab_size, self.logits_dtype = self._compare_head(path)
         self.points: PointMap = find_points(bridge.hook_dict, self.num_layers, self._probe)
         self._shortcut = self._find_shortcut(list(bridge.blocks))
+        self.parameters = Parameters(self._causal)
 
     def _refuse_recurrence(self, path: Path | str) -> None:
         plain = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -182,6 +184,20 @@ class BridgeModel:
         finally:
             for point, _ in hooks:
                 point.hook.remove_hooks("fwd", level=HOOK_LEVEL)
+
+    def check_override(self, points: Sequence[Point]) -> None:
+        """Errors: InvalidDirectionError where other parameters would not act everywhere.
+
+        That is where hooks on these points need blocks that hold parts of them a second time.
+        """
+        if self.parameters.are_shared or (self._shortcut and self._shortcut.is_plain(points)):
+            return
+        raise InvalidDirectionError(
+            "unsupported_by_engine",
+            "TransformerLens keeps copies of this model's attention weights for the activations "
+            "inside its blocks, which an override would not reach; use resid_pre and resid_post "
+            "together with an override",
+        )
 
     def project(self, hidden_RD: Tensor) -> Tensor:
         """The logits [R, V] of hidden states, with all that the model itself does to them."""

@@ -28,10 +28,10 @@ class Scoring:
     steered: SteeredRow | None
 
     @property
-    def reading(self) -> tuple[Any, ...]:
-        """Jobs with the same one are read together; one that exchanges files is read alone."""
+    def group(self) -> tuple[Any, ...]:
+        """Jobs of one group are read together; one that exchanges files is read alone."""
         alone = self.job_id if self.job.export or self.job.reference else None
-        return (Reading(self.job.columns, self.job.top), alone)
+        return (Reading.of(self.job, ()), alone)
 
     @property
     def rows(self) -> np.ndarray:
@@ -71,8 +71,8 @@ def score_batch(
         hidden_BTD = model.read(tokens_BT)
     steering.collect()
     results: list[tuple[int, JobResult]] = []
-    for group in dict.fromkeys(scoring.reading for scoring in batch):
-        members = [b for b, scoring in enumerate(batch) if scoring.reading == group]
+    for group in dict.fromkeys(scoring.group for scoring in batch):
+        members = [b for b, scoring in enumerate(batch) if scoring.group == group]
         results += _read_group(model, batch, members, hidden_BTD, chunk_bytes)
     return results
 
@@ -88,7 +88,7 @@ def _read_group(
     device, width = hidden_BTD.device, hidden_BTD.shape[1]
     index_R = np.concatenate([batch[b].rows + b * width for b in members])
     targets_R = np.concatenate([job.targets for job in jobs])
-    reading = Reading(jobs[0].columns, jobs[0].top)
+    reading = Reading.of(jobs[0], tuple(sorted(model.eos_ids)))
     values_RW = read_hidden(
         hidden_BTD.flatten(0, 1)[torch.from_numpy(index_R).to(device)],
         torch.from_numpy(targets_R).to(device, torch.int64),

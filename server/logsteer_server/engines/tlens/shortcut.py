@@ -67,6 +67,10 @@ class Shortcut:
         for index, layer in enumerate(layers):
             self._layers._modules[str(index)] = layer
 
+    def is_plain(self, points: Sequence[Point]) -> bool:
+        """Whether hooks on these points leave every block transformers' own."""
+        return all(p.is_edge and isinstance(self._shells[p.layer], _Shell) for p in points)
+
 
 class _Shell(nn.Module):
     """A plain block between the two hook points of the bridge's block."""

@@ -155,7 +155,7 @@ class _Group:
             after_NGW = after_NGW + self._offsets_SW[slot_N][:, None]
         if self._depth:
             after_NGW = self._apply_ops(after_NGW, slot_N)
-        self._measure(before_NGW.float(), after_NGW.float(), slot_N)
+        self._measure(before_NGW.detach().float(), after_NGW.detach().float(), slot_N)
         # Never in place: the tensor may also be the residual that goes past this module.
         return changed.index_put((self._tokens.index_N,), after_NGW).view(activation.shape)
 

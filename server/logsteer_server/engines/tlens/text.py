@@ -18,12 +18,15 @@ class GrowingText:
     its last character is whole. Special tokens are left out.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str], include_stop: bool
+    ) -> None:
         self._tokenizer = tokenizer
         self._ids = list(prompt[-CONTEXT_TOKENS:])
         self._begin = 0
         self._done = len(self._ids)
         self._stop = stop
+        self._include_stop = include_stop
         # A stop string may begin in one token and end in a later one.
         self._held = max(map(len, stop), default=1) - 1
         self._text = ""
@@ -50,9 +53,14 @@ class GrowingText:
     def _extend(self, piece: str) -> bool:
         searched = max(0, len(self._text) - self._held)
         self._text += piece
-        found = [at for stop in self._stop if (at := self._text.find(stop, searched)) >= 0]
+        found = [
+            (at, at + len(stop) if self._include_stop else at)
+            for stop in self._stop
+            if (at := self._text.find(stop, searched)) >= 0
+        ]
         if found:
-            self._text = self._text[: min(found)]
+            _, end = min(found)
+            self._text = self._text[:end]
         return bool(found)
 
     def take(self, is_last: bool) -> str:

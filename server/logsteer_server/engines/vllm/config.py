@@ -133,7 +133,18 @@ def describe(
         context_length=limit,
         vocab_size=int(model.get_vocab_size()),
         columns=PUBLIC_COLUMNS,
+        eos_ids=_find_eos(model),
         num_layers=int(model.hf_text_config.num_hidden_layers),
         hidden_size=int(model.get_hidden_size()),
         hooks=("resid_post",) if steerable_layers else (),
     )
+
+
+def _find_eos(model: Any) -> tuple[int, ...]:
+    """The tokens at which vLLM ends a sequence, by the model's two configurations."""
+    named = [
+        model.try_get_generation_config().get("eos_token_id"),
+        getattr(model.hf_text_config, "eos_token_id", None),
+    ]
+    ids = [i for entry in named for i in (entry if isinstance(entry, list) else [entry])]
+    return tuple(sorted({int(i) for i in ids if i is not None}))

@@ -14,10 +14,13 @@ from typing import Any
 from logsteer_server.engines.base import (
     CaptureJob,
     CaptureOutput,
+    CheckOverrideJob,
+    CommonJob,
     EngineInfo,
     EngineSpec,
     GenerateJob,
     GenerateOutput,
+    GradientJob,
     Job,
     JobFailure,
     JobResult,
@@ -25,6 +28,7 @@ from logsteer_server.engines.base import (
     ScoreOutput,
     count_positions,
     is_last,
+    refuse_feature,
 )
 from logsteer_server.engines.vllm.allotment import Allotment, Lease
 from logsteer_server.engines.vllm.config import (
@@ -44,7 +48,7 @@ class _Running:
     """A job that vLLM works on, and the slot that it holds."""
 
     job_id: int
-    job: Job
+    job: CommonJob
     lease: Lease
 
 
@@ -78,7 +82,7 @@ class VllmEngine:
         self._allotment = Allotment(call_workers, steering_size(spec))
         self._running: dict[str, _Running] = {}
         self._request_ids: dict[int, str] = {}
-        self._waiting: dict[int, Job] = {}
+        self._waiting: dict[int, CommonJob] = {}
         self._serial = itertools.count()
         self._failures: list[tuple[int, JobResult]] = []
         self._params = SamplingParams(
@@ -98,7 +102,11 @@ class VllmEngine:
     def add(self, jobs: Sequence[tuple[int, Job]]) -> None:
         """Hand jobs to vLLM's scheduler; steered ones when a slot is free for their plan."""
         for job_id, job in jobs:
-            if failure := self._check(job):
+            failure = refuse_feature(job, self._info.features, "vllm")
+            if failure or isinstance(job, GradientJob | CheckOverrideJob):
+                assert failure is not None
+                self._failures.append((job_id, failure))
+            elif failure := self._check(job):
                 self._failures.append((job_id, failure))
             elif self._needs_slot(job):
                 self._waiting[job_id] = job
@@ -106,7 +114,7 @@ class VllmEngine:
                 self._submit(job_id, job, Lease())
         self._admit()
 
-    def _check(self, job: Job) -> JobFailure | None:
+    def _check(self, job: CommonJob) -> JobFailure | None:
         limit = self._info.context_length
         if count_positions(job) > limit:
             detail = f"{count_positions(job)} tokens do not fit into a context of {limit}"
@@ -125,7 +133,7 @@ class VllmEngine:
         return None
 
     @staticmethod
-    def _needs_slot(job: Job) -> bool:
+    def _needs_slot(job: CommonJob) -> bool:
         return isinstance(job, CaptureJob) or job.plan is not None
 
     def _admit(self) -> None:
@@ -137,7 +145,7 @@ class VllmEngine:
             del self._waiting[job_id]
             self._submit(job_id, job, lease)
 
-    def _submit(self, job_id: int, job: Job, lease: Lease, use_cache: bool = True) -> None:
+    def _submit(self, job_id: int, job: CommonJob, lease: Lease, use_cache: bool = True) -> None:
         try:
             if isinstance(job, GenerateJob):
                 name = str(next(self._serial))
@@ -162,7 +170,7 @@ class VllmEngine:
         params.extra_args = extra_args
         cache_salt = None
         if isinstance(job, ScoreJob):
-            params.extra_args = extra_args | describe_rows(job)
+            params.extra_args = extra_args | describe_rows(job, Reading.of(job, self._info.eos_ids))
             if job.plan is not None:
                 cache_salt = job.plan.digest(job.prompt_len).hex()
         request_id = str(next(self._serial))
@@ -230,7 +238,7 @@ class VllmEngine:
             return {request_id: CaptureOutput(self._allotment.read_capture(running.lease, job))}
         assert isinstance(job, ScoreJob)
         values = output.prompt_token_id_logprobs
-        reading = Reading(job.columns, job.top)
+        reading = Reading.of(job, self._info.eos_ids)
         if values is None:
             detail = f"vLLM ended the request without its rows ({output.finish_reason})"
             return {request_id: JobFailure("internal", detail)}

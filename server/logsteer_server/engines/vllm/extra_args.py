@@ -1,8 +1,9 @@
-"""What a request tells vLLM's workers, as plain data in `SamplingParams.extra_args`."""
+"""What a request tells vLLM's workers, in `SamplingParams.extra_args`."""
 
 from typing import Any
 
 from logsteer_server.engines.base import CaptureJob, GenerateJob, ScoreJob
+from logsteer_server.rows import Reading
 
 SCORE = "logsteer_score"
 """Which rows a request wants, and what is read from them."""
@@ -12,14 +13,13 @@ CAPTURE = "logsteer_capture"
 """Where a request's activations are summed up: slot, and whether those of every token."""
 
 
-def describe_rows(job: ScoreJob) -> dict[str, Any]:
+def describe_rows(job: ScoreJob, reading: Reading) -> dict[str, Any]:
     """The extra arguments of a request that is scored."""
     return {
         SCORE: {
             "targets": job.targets.tobytes(),
             "alternatives": job.alternatives,
-            "columns": job.columns,
-            "top": job.top,
+            "reading": reading,
             "export": job.export,
             "reference": job.reference,
         }

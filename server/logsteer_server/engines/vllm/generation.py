@@ -52,12 +52,13 @@ class Generation:
         """
         params = SamplingParams(
             max_tokens=job.max_tokens,
-            temperature=job.temperature,
-            top_p=job.top_p,
-            top_k=job.top_k,
-            min_p=job.min_p,
+            temperature=job.policy.temperature,
+            top_p=job.policy.top_p,
+            top_k=job.policy.top_k,
+            min_p=job.policy.min_p,
             seed=job.seed,
             stop=list(job.stop),
+            include_stop_str_in_output=job.include_stop,
             ignore_eos=job.ignore_eos,
             logprobs=job.top,
             output_kind=RequestOutputKind.DELTA if job.stream else RequestOutputKind.FINAL_ONLY,

@@ -4,7 +4,7 @@ A step has tokens of many requests, one request after another, and while decodin
 So all of it is arithmetic on arrays over the step's tokens T. Account 0 is nobody's: unsteered.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +18,15 @@ _ACCOUNT = np.dtype(
 )
 _ENDLESS = 2**62
 
+MAX_UNBOOKED = 64
+"""Steps whose measurements wait to be booked together."""
 
-@dataclass(frozen=True, slots=True)
+
+Ratios = dict[int, npt.NDArray[np.float32]]
+"""|change| / |activation| of a step's steered tokens, by layer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class SteeredTokens:
     """Steered tokens of a step: places in it, positions in their requests, accounts, slots."""
 
@@ -27,6 +34,31 @@ class SteeredTokens:
     positions_t: Indices
     accounts_t: Indices
     slots_t: Indices
+
+
+@dataclass(slots=True)
+class _Latest:
+    """A step that was looked at, and what was measured of it and of those that went on from it.
+
+    `lasts`: while the same requests go on, a token each, all their next tokens are steered alike.
+    """
+
+    req_ids: list[str]
+    starts_R: Indices
+    next_R: Indices
+    tokens: SteeredTokens
+    is_new_t: npt.NDArray[np.bool_]
+    lasts: bool
+    ratios: list[Ratios] = field(default_factory=list)
+
+    def goes_on(self, req_ids: list[str], starts_R: Indices, computed_R: Indices) -> bool:
+        """Whether a step has the next token of each of its requests."""
+        return (
+            self.lasts
+            and self.req_ids == req_ids
+            and np.array_equal(self.starts_R, starts_R)
+            and np.array_equal(self.next_R, computed_R)
+        )
 
 
 class Ledger:
@@ -43,6 +75,7 @@ class Ledger:
         self._numbers: dict[str, int] = {}
         self._free: list[int] = []
         self._sliced: dict[int, Positions] = {}
+        self._latest: _Latest | None = None
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -54,6 +87,7 @@ class Ledger:
 
         Those were steered when they were computed.
         """
+        self._book()
         if not self._free:
             old = len(self._accounts)
             self._free = list(range(old, 2 * old))
@@ -72,6 +106,7 @@ class Ledger:
 
     def close(self, req_id: str) -> None:
         """Close the account of a request that has ended, where it has one."""
+        self._book()
         number = self._numbers.pop(req_id, None)
         if number is not None:
             self._sliced.pop(number, None)
@@ -86,6 +121,11 @@ class Ledger:
             computed_R: the position of each one's first token.
 
         """
+        latest = self._latest
+        if latest is not None and latest.goes_on(req_ids, starts_R, computed_R):
+            latest.next_R += 1
+            return latest.tokens
+        self._book()
         accounts_R = np.array([self._numbers.get(req_id, 0) for req_id in req_ids])
         counts_R = np.diff(starts_R)
         accounts_T = np.repeat(accounts_R, counts_R)
@@ -97,21 +137,39 @@ class Ledger:
             steered_T[own_t] &= positions.contain(positions_T[own_t])
         index_t = np.nonzero(steered_T)[0]
         accounts_t = accounts_T[index_t]
-        return SteeredTokens(index_t, positions_T[index_t], accounts_t, rows_T["slot"][index_t])
+        positions_t = positions_T[index_t]
+        is_new_t = positions_t >= self._accounts["counted"][accounts_t]
+        ends_T = rows_T["end"]
+        stays_T = (steered_T & (ends_T == _ENDLESS)) | (positions_T >= ends_T)
+        lasts = len(positions_T) == len(req_ids) and bool(stays_T.all() and is_new_t.all())
+        found = SteeredTokens(index_t, positions_t, accounts_t, rows_T["slot"][index_t])
+        self._latest = _Latest(list(req_ids), starts_R, computed_R + 1, found, is_new_t, lasts)
+        return found
 
-    def count(self, tokens: SteeredTokens, ratios_Lt: dict[int, npt.NDArray[np.float32]]) -> None:
-        """Book what a step measured at its steered layers: |change| / |activation| a token."""
-        is_new_t = tokens.positions_t >= self._accounts["counted"][tokens.accounts_t]
-        accounts_n = tokens.accounts_t[is_new_t]
-        np.maximum.at(self._accounts["counted"], tokens.accounts_t, tokens.positions_t + 1)
-        np.add.at(self._accounts["steered"], accounts_n, 1)
-        for layer, ratios_t in ratios_Lt.items():
-            ratios_n = ratios_t[is_new_t]
-            np.add.at(self._changed_AL[:, layer], accounts_n, ratios_n > 0)
-            np.add.at(self._ratios_AL[:, layer], accounts_n, ratios_n)
+    def count(self, ratios: Ratios) -> None:
+        """Take in what was measured of the tokens that were found last."""
+        assert self._latest is not None
+        self._latest.ratios.append(ratios)
+        if len(self._latest.ratios) == MAX_UNBOOKED:
+            self._book()
+
+    def _book(self) -> None:
+        """Put what was measured into the accounts, and forget the step."""
+        latest, self._latest = self._latest, None
+        if latest is None or not latest.ratios:
+            return
+        steps, tokens = len(latest.ratios), latest.tokens
+        accounts_n = tokens.accounts_t[latest.is_new_t]
+        np.maximum.at(self._accounts["counted"], tokens.accounts_t, tokens.positions_t + steps)
+        np.add.at(self._accounts["steered"], accounts_n, steps)
+        for layer in latest.ratios[0]:
+            ratios_Sn = np.stack([ratios[layer] for ratios in latest.ratios])[:, latest.is_new_t]
+            np.add.at(self._changed_AL[:, layer], accounts_n, (ratios_Sn > 0).sum(0))
+            np.add.at(self._ratios_AL[:, layer], accounts_n, ratios_Sn.sum(0))
 
     def read(self, req_id: str) -> tuple[int, dict[int, tuple[int, float]]]:
         """Tokens of a request read under steering; by layer, those changed and the ratios' sum."""
+        self._book()
         number = self._numbers[req_id]
         changed_L, ratios_L = self._changed_AL[number], self._ratios_AL[number]
         layers = {int(i): (int(changed_L[i]), float(ratios_L[i])) for i in changed_L.nonzero()[0]}

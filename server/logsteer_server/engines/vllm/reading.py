@@ -25,8 +25,8 @@ from logsteer_server.rows import Exchange, Reading, ReferenceFile, read_hidden
 class PartialRows:
     """The rows of one request, gathered over the steps of a chunked or preempted prefill."""
 
-    def __init__(self, num_rows: int, width: int) -> None:
-        self.values_RW = torch.zeros((num_rows, width))
+    def __init__(self, num_rows: int, reading: Reading) -> None:
+        self.values_RW = torch.zeros((num_rows, reading.width), dtype=reading.dtype)
         self.present_R = np.zeros(num_rows, dtype=bool)
 
     def put(self, first: int, values_rW: Tensor) -> None:
@@ -51,7 +51,7 @@ class RowRequest:
         return cls(
             np.frombuffer(wanted["targets"], dtype=np.int32),
             wanted["alternatives"],
-            Reading(tuple(wanted["columns"]), wanted["top"]),
+            wanted["reading"],
             wanted["export"],
             wanted["reference"],
         )
@@ -207,7 +207,7 @@ class ScoringRunner(GPUModelRunner):  # type: ignore[misc]
             return
         partial = self.partial_rows.get(step.req_id)
         if partial is None:
-            partial = PartialRows(len(step.wanted.targets), step.wanted.reading.width)
+            partial = PartialRows(len(step.wanted.targets), step.wanted.reading)
             self.partial_rows[step.req_id] = partial
         partial.put(step.first, values_rW)
 

@@ -32,10 +32,14 @@ def find_layers(runner: Any) -> list[nn.Module]:
     return []
 
 
-def _steer_output(layer: int, _module: nn.Module, _args: Any, output: Any) -> None:
+def _steer_output(
+    tables: SteeringTables, layer: int, _module: nn.Module, _args: Any, output: Any
+) -> None:
     """A forward hook: steers what a decoder layer returns, in place."""
     hidden_TD, residual_TD = output if isinstance(output, tuple) else (output, None)
-    torch.ops.logsteer.steer(hidden_TD, residual_TD, layer)
+    # An idle processor need not call; graphs, compiled or captured, always have the operation.
+    if torch.compiler.is_compiling() or hidden_TD.is_cuda or not tables.is_idle:
+        torch.ops.logsteer.steer(hidden_TD, residual_TD, layer)
 
 
 class SteeringRunner(GPUModelRunner):  # type: ignore[misc]
@@ -61,7 +65,7 @@ class SteeringRunner(GPUModelRunner):  # type: ignore[misc]
         self.compilation_config.static_forward_context[TABLES] = self.steering
         for number, layer in enumerate(layers):
             if not isinstance(layer, PPMissingLayer):
-                layer.register_forward_hook(partial(_steer_output, number))
+                layer.register_forward_hook(partial(_steer_output, self.steering, number))
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
@@ -95,8 +99,10 @@ class SteeringRunner(GPUModelRunner):  # type: ignore[misc]
         starts_R = self.query_start_loc.np[: rows + 1].astype(np.int64)
         computed_R = self.input_batch.num_computed_tokens_cpu[:rows].astype(np.int64)
         steered = self.unbooked = self.ledger.find(req_ids, starts_R, computed_R)
+        if not self.captures:
+            return Step(steered.index_t, steered.slots_t)
         captured, slots = [], []
-        for row, req_id in enumerate(req_ids if self.captures else ()):
+        for row, req_id in enumerate(req_ids):
             if req_id not in self.captures:
                 continue
             slot, every_token = self.captures[req_id]
@@ -119,7 +125,7 @@ class SteeringRunner(GPUModelRunner):  # type: ignore[misc]
     def _settle(self) -> None:
         """Book what the last step measured; its buffers are about to be written again."""
         if self.unbooked is not None and len(self.unbooked.index_t):
-            self.ledger.count(self.unbooked, self.steering.read_ratios())
+            self.ledger.count(self.steering.read_ratios())
         self.unbooked = None
 
     def take_trace(self, req_id: str) -> tuple[int, dict[int, tuple[int, float]]]:

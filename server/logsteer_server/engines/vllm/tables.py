@@ -38,6 +38,14 @@ class Step:
     captured_t: npt.NDArray[np.int64] = field(default_factory=_none)
     capture_slots_t: npt.NDArray[np.int64] = field(default_factory=_none)
 
+    def is_same(self, other: "Step") -> bool:
+        """Whether both steer the very same arrays of tokens, and capture none."""
+        return (
+            self.steered_t is other.steered_t
+            and not len(self.captured_t)
+            and not len(other.captured_t)
+        )
+
 
 class SteeringTables:
     """The persistent buffers of one model on one rank."""
@@ -57,7 +65,7 @@ class SteeringTables:
         self.ratios_LT = new((layers, tokens), dtype=float32)
         self.sums_LCD = new((layers, captures, width), dtype=float32)
         self._layers_of_slot: list[frozenset[int]] = [frozenset()] * slots
-        self._ops_in_slot: list[frozenset[int]] = [frozenset()] * slots
+        self._depths: list[dict[int, int]] = [{}] * slots
         self.step = Step()
         self._begin(self.step)
 
@@ -79,13 +87,15 @@ class SteeringTables:
                 self.directions_LSKD[site.layer, slot] = directions_KD.to(self.directions_LSKD)
                 self.numbers_LSKP[site.layer, slot] = numbers_KP.to(self.numbers_LSKP)
         self._layers_of_slot[slot] = frozenset(site.layer for site in sites)
-        self._ops_in_slot[slot] = frozenset(site.layer for site in sites if site.ops)
+        self._depths[slot] = {site.layer: len(site.ops) for site in sites if site.ops}
 
     def write(self, step: Step) -> None:
         """Say what the tokens of the next forward pass are for; tokens not named are for nothing.
 
         Called between two passes, because captured graphs read these buffers.
         """
+        if step.is_same(self.step):
+            return
         if self.slots_T.is_cuda:
             for buffer_T, index_t, slots_t in (
                 (self.slots_T, step.steered_t, step.steered_slots_t),
@@ -98,19 +108,14 @@ class SteeringTables:
 
     def _begin(self, step: Step) -> None:
         self.step = step
-        self._index_t, self._slots_t, self._captured_t, self._capture_slots_t = (
-            torch.from_numpy(array).to(self.slots_T.device)
-            for array in (
-                step.steered_t, step.steered_slots_t, step.captured_t, step.capture_slots_t
-            )
-        )  # fmt: skip
+        device = self.slots_T.device
+        self._captured_t = torch.from_numpy(step.captured_t).to(device)
+        self._capture_slots_t = torch.from_numpy(step.capture_slots_t).to(device)
         used = set(step.steered_slots_t.tolist())
         self.steered_layers: frozenset[int] = frozenset().union(
             *(self._layers_of_slot[slot] for slot in used)
         )
-        self._op_layers: frozenset[int] = frozenset().union(
-            *(self._ops_in_slot[slot] for slot in used)
-        )
+        self._changes: dict[int, _Change] = {}
 
     @property
     def is_idle(self) -> bool:
@@ -124,7 +129,10 @@ class SteeringTables:
         else:
             ratios_LT = self.ratios_LT
         host_LT = ratios_LT.numpy()
-        return {layer: host_LT[layer, self.step.steered_t] for layer in self.steered_layers}
+        found = {layer: host_LT[layer, self.step.steered_t] for layer in self.steered_layers}
+        for ratios_t in found.values():
+            ratios_t[np.isnan(ratios_t)] = 0.0  # 0 / 0: nothing was changed
+        return found
 
     def clear_captures(self, slot: int) -> None:
         """Begin the sums of a capture slot anew."""
@@ -147,24 +155,64 @@ class SteeringTables:
             self.sums_LCD[layer].index_add_(0, self._capture_slots_t, stream_tD)
 
     def _steer(self, hidden_TD: Tensor, residual_TD: Tensor | None, layer: int) -> None:
-        index_t, slots_t = self._index_t, self._slots_t
+        change = self._changes.get(layer)
+        if change is None:
+            change = self._changes[layer] = self._gather(len(hidden_TD), layer)
+        index_t = change.index_t
         stream_tD = _read_stream(hidden_TD, residual_TD, index_t)
         norms_t = stream_tD.norm(dim=-1)
-        hidden_TD.index_add_(0, index_t, self.offsets_LSD[layer].index_select(0, slots_t))
-        change_t = self.offset_norms_LS[layer, slots_t]
-        if layer in self._op_layers:
+        if index_t is None:
+            hidden_TD += change.offsets_tD
+        else:
+            hidden_TD.index_add_(0, index_t, change.offsets_tD)
+        size_t = change.offset_norms_t
+        if change.directions_tKD is not None and change.numbers_tKP is not None:
             offset_tD = _read_stream(hidden_TD, residual_TD, index_t)
-            change_tD = change_stream(
-                offset_tD, self.directions_LSKD[layer, slots_t], self.numbers_LSKP[layer, slots_t]
-            )
-            hidden_TD[index_t] = (hidden_TD[index_t].float() + change_tD).to(hidden_TD.dtype)
-            change_t = (offset_tD + change_tD - stream_tD).norm(dim=-1)
-        ratios_t = (change_t / norms_t).nan_to_num(nan=0.0)  # 0 / 0: nothing was changed
-        self.ratios_LT[layer].index_copy_(0, index_t, ratios_t)
+            change_tD = change_stream(offset_tD, change.directions_tKD, change.numbers_tKP)
+            if index_t is None:
+                hidden_TD.copy_(hidden_TD.float() + change_tD)
+            else:
+                hidden_TD[index_t] = (hidden_TD[index_t].float() + change_tD).to(hidden_TD.dtype)
+            size_t = (offset_tD + change_tD - stream_tD).norm(dim=-1)
+        if index_t is None:
+            torch.div(size_t, norms_t, out=self.ratios_LT[layer, : len(size_t)])
+        else:
+            self.ratios_LT[layer].index_copy_(0, index_t, size_t / norms_t)
+
+    def _gather(self, num_tokens: int, layer: int) -> "_Change":
+        """What the tokens of this step have done to them at a layer, out of the slots' tables."""
+        index_t: Tensor | None = torch.from_numpy(self.step.steered_t)
+        if np.array_equal(self.step.steered_t, np.arange(num_tokens)):
+            index_t = None
+        slots_t = torch.from_numpy(self.step.steered_slots_t)
+        used = set(self.step.steered_slots_t.tolist())
+        depth = max(self._depths[slot].get(layer, 0) for slot in used)
+        return _Change(
+            index_t,
+            self.offsets_LSD[layer, slots_t],
+            self.offset_norms_LS[layer, slots_t],
+            self.directions_LSKD[layer, slots_t, :depth] if depth else None,
+            self.numbers_LSKP[layer, slots_t, :depth] if depth else None,
+        )
 
 
-def _read_stream(hidden_TD: Tensor, residual_TD: Tensor | None, index_t: Tensor) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What is done to the steered tokens t of a step at a layer; without index, to every token."""
+
+    index_t: Tensor | None
+    offsets_tD: Tensor
+    offset_norms_t: Tensor
+    directions_tKD: Tensor | None
+    numbers_tKP: Tensor | None
+
+
+def _read_stream(hidden_TD: Tensor, residual_TD: Tensor | None, index_t: Tensor | None) -> Tensor:
     """The residual stream of some tokens, float32: vLLM's layers leave it in two parts."""
+    if index_t is None:
+        if residual_TD is None:
+            return hidden_TD.to(torch.float32, copy=True)
+        return hidden_TD.float() + residual_TD.float()
     stream_tD = hidden_TD[index_t].float()
     return stream_tD if residual_TD is None else stream_tD + residual_TD[index_t].float()
 
