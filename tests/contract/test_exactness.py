@@ -156,6 +156,24 @@ def test_a_long_text_is_what_a_plain_loop_in_transformers_says(
     assert answer.total.num_bytes == len(text.encode())
 
 
+@pytest.mark.parametrize("length", [95, 96, 97])
+def test_a_context_is_shared_wherever_it_ends(
+    vllm_client: Client, references: dict[str, Reference], length: int
+) -> None:
+    """A context of 96 tokens ends with a cache block, which then has the first wanted row."""
+    draw = random.Random(length)
+    context = [draw.randrange(10, 1400) for _ in range(length)]
+    targets = [[draw.randrange(10, 1400) for _ in range(5)] for _ in range(4)]
+    item = {"context_ids": context, "target_ids": targets}
+    vllm_client.logprob([{"context_ids": context, "target_ids": targets[:1]}])
+    together = vllm_client.logprob([item])
+    assert together.usage.cached_tokens == 4 * 64 + (4 * 32 if length > 96 else 0)
+    for target, ids in zip(together.results[0].targets, targets, strict=True):
+        log_probs_RV = references["demo"].log_probs([*context, *ids])[length - 1 : -1]
+        wanted = log_probs_RV.gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
+        assert differ(target.logprobs, wanted) < PER_TOKEN
+
+
 @pytest.mark.parametrize("split", ["tensor_parallel", "pipeline_parallel"])
 def test_two_ranks_say_what_one_says(
     vllm_client: Client, start_server: ServerFactory, split: str

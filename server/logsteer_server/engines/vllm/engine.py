@@ -39,6 +39,7 @@ from logsteer_server.engines.vllm.config import (
     steering_size,
 )
 from logsteer_server.engines.vllm.extra_args import describe_rows
+from logsteer_server.engines.vllm.hits import HitLimit
 from logsteer_server.engines.weights import locate_model
 from logsteer_server.rows import Reading, unpack
 
@@ -74,6 +75,7 @@ class VllmEngine:
         config = EngineArgs(**engine_args(spec, path, on_cpu, limit)).create_engine_config()
         vllm = LLMEngine(config, Executor.get_class(config), log_stats=False)
         self._core = vllm.engine_core.engine_core
+        HitLimit(self._core.scheduler.kv_cache_manager)
         call_workers = self._core.model_executor.collective_rpc
         layers = call_workers("count_layers")[0] if spec.steering_slots else 0
         self._info = describe(spec, path, config, limit, layers)

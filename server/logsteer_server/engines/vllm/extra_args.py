@@ -19,6 +19,7 @@ def describe_rows(job: ScoreJob, reading: Reading) -> dict[str, Any]:
         SCORE: {
             "targets": job.targets.tobytes(),
             "alternatives": job.alternatives,
+            "first_row": len(job.tokens) - (1 if job.alternatives else len(job.targets)),
             "reading": reading,
             "export": job.export,
             "reference": job.reference,
