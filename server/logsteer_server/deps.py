@@ -150,6 +150,26 @@ async def _wait_for_disconnect(request: Request) -> None:
         pass
 
 
+async def read_upload(request: Request, limit: int, setting: str) -> AsyncIterator[bytes]:
+    """The body of an upload, piece by piece.
+
+    Errors: APIError `payload_too_large`, before it is read where it says its size; `setting` is
+    what to raise then.
+    """
+    announced = request.headers.get("content-length", "")
+    size = int(announced) if announced.isdecimal() else 0
+    if size <= limit:
+        size = 0
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limit:
+                break
+            yield chunk
+    if size > limit:
+        detail = f"The file is larger than {limit} bytes: raise {setting} to take it."
+        raise api_error("payload_too_large", detail)
+
+
 def check_count(name: str, count: int, limit: int) -> None:
     """Errors: APIError `payload_too_large` for more entries than the limit."""
     if count > limit:
@@ -186,6 +206,7 @@ __all__ = [
     "check_key",
     "describe_answer",
     "new_id",
+    "read_upload",
     "run_within",
     "stream_events",
 ]

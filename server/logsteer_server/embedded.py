@@ -38,11 +38,10 @@ from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.reading import pad_right
 from logsteer_server.engines.weights import locate_model
 from logsteer_server.policy import is_greedy, shape_rows
+from logsteer_server.rows import NEUTRAL
 
 Ids = Sequence[int] | np.ndarray
 Parameters = Mapping[str, Tensor]
-
-NEUTRAL = Policy()
 
 
 @dataclass(eq=False)

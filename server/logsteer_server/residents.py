@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 from logsteer.errors import api_error
 from logsteer.schemas import ModelCard, Provenance
@@ -37,6 +38,15 @@ log = logging.getLogger(__name__)
 
 KEPT_AT_ONCE = 1024
 """Results that wait together for the cache, so that a long call does not hold all of its own."""
+
+
+T = TypeVar("T")
+
+
+async def collect(outputs: AsyncIterator[tuple[int, T]]) -> list[T]:
+    """The outputs in the order of their jobs, once all of them have come."""
+    found = {index: output async for index, output in outputs}
+    return [found[index] for index in range(len(found))]
 
 
 class WorkClock:

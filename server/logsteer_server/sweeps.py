@@ -15,8 +15,8 @@ from logsteer.schemas import LogprobRequest, Steering, SweepRequest
 from logsteer.schemas.perplexity import WindowOptions
 from logsteer_server.comparison import export_rows
 from logsteer_server.engines.base import EngineInfo, ScoreJob, ScoreOutput
-from logsteer_server.residents import Resident, WorkClock
-from logsteer_server.scoring.sums import exp_mean
+from logsteer_server.residents import Resident, WorkClock, collect
+from logsteer_server.scoring.sums import exp_mean, sum_usage
 from logsteer_server.scoring.targets import LogprobPlan, plan_targets
 from logsteer_server.scoring.texts import TextWindow, cut_texts
 from logsteer_server.scoring.tokenizer import TextCodec
@@ -123,7 +123,7 @@ class Sweep:
         self._resident = resident
         self._plan = plan
         self._directory = directory
-        self._outputs: list[ScoreOutput | None] = []
+        self._outputs: list[ScoreOutput] = []
         self.clock = WorkClock()
 
     async def run(self) -> list[dict[str, Any]]:
@@ -142,10 +142,8 @@ class Sweep:
                 for setting in self._plan.settings
                 for job in self._plan.jobs
             ]
-            self._outputs = [None] * len(jobs)
-            async for index, output in self._resident.score(jobs, self.clock):
-                self._outputs[index] = output
-        return self._assemble([output for output in self._outputs if output is not None])
+            self._outputs = await collect(self._resident.score(jobs, self.clock))
+        return self._assemble(self._outputs)
 
     def _assemble(self, outputs: Sequence[ScoreOutput]) -> list[dict[str, Any]]:
         size = len(self._plan.jobs)
@@ -192,13 +190,7 @@ class Sweep:
     def count_usage(self) -> dict[str, int]:
         """The fields of `Usage`, once it has run."""
         jobs = self._plan.jobs * len(self._plan.settings)
-        return {
-            "prompt_tokens": sum(len(job.tokens) for job in jobs),
-            "scored_tokens": sum(len(job.targets) for job in jobs),
-            "generated_tokens": 0,
-            "cached_tokens": sum(output.cached_tokens for output in self._outputs if output),
-            "cached_results": self.clock.cached_results,
-        }
+        return sum_usage(jobs, self._outputs) | {"cached_results": self.clock.cached_results}
 
 
 def _average_norm(outputs: Sequence[ScoreOutput]) -> float | None:

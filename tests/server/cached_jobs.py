@@ -11,30 +11,12 @@ from logsteer_server.cache import (
     ResultCache,
     make_key,
 )
-from logsteer_server.engines.base import EngineInfo, ScoreJob, ScoreOutput
+from logsteer_server.engines.base import ScoreJob, ScoreOutput
 from logsteer_server.settings import ModelSettings
+from tests.server import steering_cases
 
 SCOPE = b"s" * 32
-INFO = EngineInfo(
-    engine="vllm",
-    engine_version="1",
-    model_path="here",
-    tokenizer_path="here",
-    weights_digest="sha256:0",
-    dtype="float32",
-    logits_dtype="float32",
-    quantization=None,
-    tensor_parallel=1,
-    pipeline_parallel=1,
-    batch_invariant=False,
-    context_length=128,
-    vocab_size=100,
-    columns=("logprob",),
-    eos_ids=(2,),
-    num_layers=4,
-    hidden_size=24,
-    hooks=("resid_post",),
-)
+INFO = replace(steering_cases.INFO, engine="vllm", batch_invariant=False)
 SETTINGS = ModelSettings(id="a", path="here")
 JOB = ScoreJob(
     np.array([1, 2, 3], dtype=np.int32), np.array([3, 4], dtype=np.int32), ("logprob", "rank")

@@ -1,5 +1,6 @@
 """Vectors from activations, against their definitions and scikit-learn; and their combinations."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from sklearn.decomposition import PCA
 
 from logsteer.errors import APIError
 from logsteer.schemas import TrainMethod, TrainRequest
-from logsteer_server.engines.base import CaptureJob, CaptureOutput, EngineInfo
+from logsteer_server.engines.base import CaptureJob, CaptureOutput
 from logsteer_server.scoring.tokenizer import TextCodec
 from logsteer_server.steering.training import (
     TrainedVectors,
@@ -21,29 +22,11 @@ from logsteer_server.steering.training import (
 )
 from logsteer_server.steering.vectors import LayerVectors
 from tests.conftest import DEMO_MODEL
+from tests.server import steering_cases
 
 WIDTH = 24
 LAYERS = (1, 5)
-INFO = EngineInfo(
-    engine="fake",
-    engine_version="0",
-    model_path="p",
-    tokenizer_path="p",
-    weights_digest="w",
-    dtype="float32",
-    logits_dtype="float32",
-    quantization=None,
-    tensor_parallel=1,
-    pipeline_parallel=1,
-    batch_invariant=True,
-    context_length=16,
-    vocab_size=100,
-    columns=("logprob",),
-    eos_ids=(2,),
-    num_layers=6,
-    hidden_size=WIDTH,
-    hooks=("resid_post",),
-)
+INFO = replace(steering_cases.INFO, context_length=16, num_layers=6)
 
 
 def draw(num_pairs: int = 40, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 WEIGHT_PATTERNS = ("config.json", "*.safetensors", "*.bin", "*.pt", "*.gguf")
 HASHED_WHOLE = 8 * 2**30
@@ -25,6 +26,17 @@ def locate_model(path: str) -> Path | str:
         return Path(snapshot_download(path, local_files_only=True))
     except LocalEntryNotFoundError:
         return Path(snapshot_download(path, ignore_patterns=["*.bin", "*.pth", "original/*"]))
+
+
+def limit_context(path: Path | str, text_config: Any, limit: int | None) -> int:
+    """Tokens that a model reads: what its text config says, or `limit` where that is less.
+
+    Errors: ValueError where neither names a number.
+    """
+    derived = getattr(text_config, "max_position_embeddings", None)
+    if derived is None and limit is None:
+        raise ValueError(f"{path}: its config names no context length; set max_model_len")
+    return int(min(x for x in (derived, limit) if x is not None))
 
 
 def digest_weights(path: Path | str) -> str:

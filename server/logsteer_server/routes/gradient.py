@@ -18,7 +18,7 @@ from logsteer_server.deps import (
     new_id,
     run_within,
 )
-from logsteer_server.engines.base import GradientJob, GradientOutput
+from logsteer_server.engines.base import GradientJob
 from logsteer_server.overrides.resolve import (
     ResolvedOverride,
     check_feature,
@@ -27,8 +27,9 @@ from logsteer_server.overrides.resolve import (
     resolve_override,
 )
 from logsteer_server.overrides.store import OverrideStore
-from logsteer_server.residents import Resident, WorkClock
+from logsteer_server.residents import Resident, WorkClock, collect
 from logsteer_server.scoring.gradients import GradientPlan, assemble_gradients, plan_gradients
+from logsteer_server.scoring.sums import sum_usage
 from logsteer_server.steering.jobs import steer_jobs, write_receipt
 from logsteer_server.steering.resolve import ResolvedSteering, resolve_optional
 from logsteer_server.steering.store import VectorStore
@@ -82,24 +83,16 @@ async def gradient(
 
 async def _differentiate(plan: _Plan, resident: Resident) -> dict[str, Any]:
     clock = WorkClock()
-    outputs: list[GradientOutput | None] = [None] * len(plan.jobs)
-    async for index, output in resident.differentiate(plan.jobs, clock):
-        outputs[index] = output
-    complete = [output for output in outputs if output is not None]
-    results = await asyncio.to_thread(assemble_gradients, plan.gradients, complete)
+    outputs = await collect(resident.differentiate(plan.jobs, clock))
+    results = await asyncio.to_thread(assemble_gradients, plan.gradients, outputs)
     return {
         "id": new_id("gradient"),
         "model": resident.id,
         "results": results,
-        "steering": write_receipt(plan.steering, complete) if plan.steering else None,
+        "steering": write_receipt(plan.steering, outputs) if plan.steering else None,
         "override": plan.override.used if plan.override else None,
         "along": plan.along.used if plan.along else None,
-        "usage": {
-            "prompt_tokens": sum(len(job.tokens) for job in plan.jobs),
-            "scored_tokens": sum(len(job.targets) for job in plan.jobs),
-            "generated_tokens": 0,
-            "cached_tokens": 0,
-        },
+        "usage": sum_usage(plan.jobs, outputs),
         "timing": clock.read(),
         "provenance": resident.provenance().model_dump(),
     }

@@ -18,11 +18,11 @@ from logsteer_server.deps import (
     new_id,
     run_within,
 )
-from logsteer_server.engines.base import ScoreOutput
 from logsteer_server.overrides.resolve import override_jobs, resolve_override
 from logsteer_server.overrides.store import OverrideStore
-from logsteer_server.residents import Resident, Residents, WorkClock
-from logsteer_server.scoring.targets import LogprobPlan, assemble_targets, plan_targets
+from logsteer_server.residents import Resident, Residents, WorkClock, collect
+from logsteer_server.scoring.sums import sum_usage
+from logsteer_server.scoring.targets import assemble_targets, plan_targets
 from logsteer_server.settings import Settings
 from logsteer_server.steering.jobs import steer_jobs, write_receipt
 from logsteer_server.steering.resolve import resolve_optional
@@ -82,27 +82,15 @@ async def _score(
     override = await asyncio.to_thread(resolve_override, body.override, overrides, info)
     plan = await asyncio.to_thread(plan_targets, body, codec, info)
     jobs = override_jobs(steer_jobs(plan.jobs, steering), override)
-    outputs: list[ScoreOutput | None] = [None] * len(jobs)
-    async for index, output in resident.score(jobs, clock, body.cache):
-        outputs[index] = output
-    complete = [output for output in outputs if output is not None]
-    results = await asyncio.to_thread(assemble_targets, plan, complete, codec)
+    outputs = await collect(resident.score(jobs, clock, body.cache))
+    results = await asyncio.to_thread(assemble_targets, plan, outputs, codec)
     return {
         "id": new_id("logprob"),
         "model": resident.id,
         "results": results,
-        "steering": write_receipt(steering, complete) if steering else None,
+        "steering": write_receipt(steering, outputs) if steering else None,
         "override": override.used if override else None,
-        "usage": _sum_usage(plan, complete) | {"cached_results": clock.cached_results},
+        "usage": sum_usage(plan.jobs, outputs) | {"cached_results": clock.cached_results},
         "timing": clock.read(),
         "provenance": resident.provenance().model_dump(),
-    }
-
-
-def _sum_usage(plan: LogprobPlan, outputs: list[ScoreOutput]) -> dict[str, int]:
-    return {
-        "prompt_tokens": sum(len(job.tokens) for job in plan.jobs),
-        "scored_tokens": sum(len(job.targets) for job in plan.jobs),
-        "generated_tokens": 0,
-        "cached_tokens": sum(output.cached_tokens for output in outputs),
     }

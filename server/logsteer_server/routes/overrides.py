@@ -5,7 +5,6 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
-from logsteer.errors import api_error
 from logsteer.schemas import DeletedOverride, OverrideCard, OverrideList
 from logsteer.schemas.steering import VectorName
 from logsteer_server.deps import (
@@ -15,6 +14,7 @@ from logsteer_server.deps import (
     ResidentsDep,
     SettingsDep,
     answer,
+    read_upload,
     run_within,
 )
 from logsteer_server.engines.base import CheckOverrideJob
@@ -81,22 +81,13 @@ async def upload_override(
 
 
 async def _receive(request: Request, incoming: IncomingFile, limit: int) -> None:
-    """Write the body down. Errors: APIError `payload_too_large`, at once where it says its size."""
-    announced = request.headers.get("content-length", "")
-    size = int(announced) if announced.isdecimal() else 0
+    """Write the body down. Errors: those of `read_upload`, and for an empty body."""
     waiting = bytearray()
-    if size <= limit:
-        async for chunk in request.stream():
-            waiting += chunk
-            size = incoming.size + len(waiting)
-            if size > limit:
-                break
-            if len(waiting) >= WRITTEN_AT_ONCE or not chunk:
-                await asyncio.to_thread(incoming.write, bytes(waiting))
-                waiting.clear()
-    if size > limit:
-        detail = f"The file is larger than {limit} bytes: raise max_override_bytes to take it."
-        raise api_error("payload_too_large", detail)
+    async for chunk in read_upload(request, limit, "max_override_bytes"):
+        waiting += chunk
+        if len(waiting) >= WRITTEN_AT_ONCE or not chunk:
+            await asyncio.to_thread(incoming.write, bytes(waiting))
+            waiting.clear()
     if not incoming.size:
         raise invalid_direction("the body is empty; send the file's bytes.")
 

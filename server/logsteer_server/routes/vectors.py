@@ -5,7 +5,6 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
-from logsteer.errors import api_error
 from logsteer.schemas import (
     CombineRequest,
     ContentFormat,
@@ -29,10 +28,11 @@ from logsteer_server.deps import (
     check_count,
     describe_answer,
     new_id,
+    read_upload,
     run_within,
 )
-from logsteer_server.engines.base import CaptureOutput
-from logsteer_server.residents import Resident, WorkClock
+from logsteer_server.residents import Resident, WorkClock, collect
+from logsteer_server.scoring.sums import sum_usage
 from logsteer_server.steering.formats import MEDIA_TYPES, read_file, write_file
 from logsteer_server.steering.store import StoredVectors, VectorStore
 from logsteer_server.steering.training import combine_vectors, plan_captures, train_vectors
@@ -72,12 +72,9 @@ async def _train(
     clock = WorkClock()
     codec, info = resident.require()
     jobs = await asyncio.to_thread(plan_captures, body, codec, info, max_bytes)
-    outputs: list[CaptureOutput | None] = [None] * len(jobs)
-    async for index, output in resident.capture(jobs, clock):
-        outputs[index] = output
+    outputs = await collect(resident.capture(jobs, clock))
     timing = clock.read()
-    complete = [output for output in outputs if output is not None]
-    trained = await asyncio.to_thread(train_vectors, jobs, complete, body.method)
+    trained = await asyncio.to_thread(train_vectors, jobs, outputs, body.method)
     about = VectorAbout(
         source="training",
         model=resident.id,
@@ -92,12 +89,7 @@ async def _train(
         "id": new_id("train"),
         "model": resident.id,
         "vector": card.model_dump(),
-        "usage": {
-            "prompt_tokens": sum(len(job.tokens) for job in jobs),
-            "scored_tokens": 0,
-            "generated_tokens": 0,
-            "cached_tokens": sum(output.cached_tokens for output in complete),
-        },
+        "usage": sum_usage(jobs, outputs),
         "timing": timing,
         "provenance": resident.provenance().model_dump(),
     }
@@ -165,30 +157,13 @@ async def upload_vector(
     format: Annotated[VectorFormat | None, FORMAT_OF_FILE] = None,  # noqa: A002
 ) -> Response:
     """Keep the file's vector under this name, whatever the name stood for before."""
-    data = await _read_file(request, settings.max_vector_bytes)
+    chunks = read_upload(request, settings.max_vector_bytes, "max_vector_bytes")
+    data = b"".join([chunk async for chunk in chunks])
+    if not data:
+        raise invalid_vector("the body is empty; send the file's bytes.")
     work = _keep(name, data, format, store, readers)
     card = await run_within(request, settings.request_timeout_s, work)
     return answer(request, card.model_dump())
-
-
-async def _read_file(request: Request, limit: int) -> bytes:
-    """The body. Errors: APIError `payload_too_large`, before it is read where it says its size."""
-    announced = request.headers.get("content-length", "")
-    size = int(announced) if announced.isdecimal() else 0
-    chunks: list[bytes] = []
-    if size <= limit:
-        size = 0
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > limit:
-                break
-            chunks.append(chunk)
-    if size > limit:
-        detail = f"The file is larger than {limit} bytes: raise max_vector_bytes to take it."
-        raise api_error("payload_too_large", detail)
-    if not size:
-        raise invalid_vector("the body is empty; send the file's bytes.")
-    return b"".join(chunks)
 
 
 async def _keep(

@@ -19,6 +19,7 @@ from logsteer_server.engines.base import (
 )
 from logsteer_server.sampling.completions import check_length, read_prompts
 from logsteer_server.scoring.aggregates import aggregate_columns
+from logsteer_server.scoring.sums import sum_usage
 from logsteer_server.scoring.tokenizer import TextCodec
 
 
@@ -103,12 +104,7 @@ class Diagnosis:
 
     def count_usage(self) -> dict[str, int]:
         """What it adds to the fields of `Usage`."""
-        return {
-            "prompt_tokens": sum(len(job.tokens) for job in self.jobs),
-            "scored_tokens": sum(len(job.targets) for job in self.jobs),
-            "generated_tokens": 0,
-            "cached_tokens": sum(output.cached_tokens for output in self._outputs.values()),
-        }
+        return sum_usage(self.jobs, self._outputs.values())
 
 
 class Continuations:

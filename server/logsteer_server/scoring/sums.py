@@ -2,12 +2,13 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from logsteer_server.engines.base import CaptureJob, GradientJob, JobOutput, ScoreJob
 from logsteer_server.scoring.tokenizer import Offsets
 
 Counts = npt.NDArray[np.int64]
@@ -33,6 +34,18 @@ def count_text(text: str, offsets: Offsets, before: str = "") -> Counts:
         for match in list(re.finditer(r"\S+", text))[first:]:
             per_char[match.start() + 1, 2] = 1
     return np.diff(per_char.cumsum(axis=0)[edges], axis=0)
+
+
+def sum_usage(
+    jobs: Sequence[ScoreJob | GradientJob | CaptureJob], outputs: Iterable[JobOutput]
+) -> dict[str, int]:
+    """The fields of `Usage` for work that generates nothing."""
+    return {
+        "prompt_tokens": sum(len(job.tokens) for job in jobs),
+        "scored_tokens": sum(len(job.targets) for job in jobs if not isinstance(job, CaptureJob)),
+        "generated_tokens": 0,
+        "cached_tokens": sum(output.cached_tokens for output in outputs),
+    }
 
 
 @dataclass(slots=True)

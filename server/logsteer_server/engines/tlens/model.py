@@ -28,6 +28,7 @@ from logsteer_server.engines.tlens.points import (
     find_points,
 )
 from logsteer_server.engines.tlens.shortcut import Shortcut, agree, unwrap
+from logsteer_server.engines.weights import limit_context
 
 HEAD_TOLERANCE = 1e-3
 SHORTCUT_TOLERANCE = 1e-5
@@ -126,7 +127,7 @@ class BridgeModel:
         self.device = self._causal.get_input_embeddings().weight.device
         self.dtype = self._causal.dtype
         text = self._causal.config.get_text_config()
-        self.context_length = _limit_context(path, text, spec.max_model_len)
+        self.context_length = limit_context(path, text, spec.max_model_len)
         self.num_layers = int(bridge.cfg.n_layers)
         self.hidden_size = int(text.hidden_size)
         self.quantization = _name_quantization(self._causal.config)
@@ -261,13 +262,6 @@ class BridgeModel:
         hidden_BTD = self.read(self._probe_tokens(length))
         logits_RV = self.project(hidden_BTD.flatten(0, 1)).float()
         return logits_RV.log_softmax(-1)[:, ::3].sum()
-
-
-def _limit_context(path: Path | str, config: Any, limit: int | None) -> int:
-    derived = getattr(config, "max_position_embeddings", None)
-    if derived is None and limit is None:
-        raise ValueError(f"{path}: its config names no context length; set max_model_len")
-    return int(min(x for x in (derived, limit) if x is not None))
 
 
 def _name_quantization(config: Any) -> str | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from logsteer_server.engines.base import EngineInfo, EngineSpec
-from logsteer_server.engines.weights import digest_weights
+from logsteer_server.engines.weights import digest_weights, limit_context
 from logsteer_server.rows import PUBLIC_COLUMNS
 
 CPU_BLOCK_SIZE = 32
@@ -104,10 +104,7 @@ def context_length(path: Path | str, limit: int | None) -> int:
     from vllm.transformers_utils.config import get_config
 
     config = get_config(str(path), trust_remote_code=False)
-    derived = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if derived is None and limit is None:
-        raise ValueError(f"{path}: its config names no context length; set max_model_len")
-    return int(min(x for x in (derived, limit) if x is not None))
+    return limit_context(path, config.get_text_config(), limit)
 
 
 def describe(

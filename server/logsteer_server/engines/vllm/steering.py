@@ -4,7 +4,7 @@
 * `compilation_config.static_forward_context`, which every forward context carries;
 * `_prepare_inputs(scheduler_output, num_scheduled_tokens)`: after it `query_start_loc.np` says
   where a request's tokens lie in the step, `input_batch.num_computed_tokens_cpu` which they are;
-* `requests[id].sampling_params.extra_args`.
+* `scheduler_output.scheduled_new_reqs` and `.finished_req_ids`, `requests[id].num_prompt_tokens`.
 """
 
 from functools import partial
