@@ -186,7 +186,7 @@ def measure_cost(directory: Path, runs: int) -> dict[str, Any]:
 def compare_tlens(directory: Path, runs: int) -> dict[str, Any]:
     """150 steered tokens from the TransformerLens engine and from its peers, for two models."""
     demo = _run_hooked(DEMO, runs, batches=(1, 8))
-    larger = _run_hooked(make_model(directory), runs, batches=(1,))
+    larger = _run_hooked(make_model(directory), runs, batches=(1, 8))
     return join_results({"demo model": demo, "18 M model": larger}) | {"notes": demo["notes"]}
 
 

@@ -1,10 +1,20 @@
-"""The services that the contract suite runs on: every engine, through HTTP, with one client."""
+"""The services that the contract suite runs on: every engine, through HTTP, with one client.
 
+And TransformerLens in this process, started once for all tests of the engine itself. It is imported
+where it is used: whoever runs a file of requests does not wait for torch.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 import pytest
 
 from logsteer import Client
+from tests.conftest import DEMO_MODEL
 
 REAL = [pytest.param(name, marks=pytest.mark.engine) for name in ("vllm", "tlens")]
+PROMPT = "Once upon a time"
 
 
 @pytest.fixture(params=["fake", *REAL])
@@ -12,3 +22,37 @@ def client(request: pytest.FixtureRequest) -> Client:
     """A client of a server with this engine, whose default model has the demo's tokenizer."""
     found: Client = request.getfixturevalue(f"{request.param}_client")
     return found
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[Any]:
+    """TransformerLens with the demo model in float32."""
+    from tests.contract.tlens_cases import build
+
+    found = build()
+    yield found
+    assert not found.busy
+    found.close()
+
+
+@pytest.fixture(scope="session")
+def reference() -> Any:
+    """The demo model in transformers, float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """The demo model's tokenizer in transformers."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(DEMO_MODEL)
+
+
+@pytest.fixture(scope="session")
+def prompt(tokenizer: Any) -> np.ndarray:
+    """A short prompt's token ids."""
+    return np.array(tokenizer(PROMPT)["input_ids"], dtype=np.int32)

@@ -1,76 +1,44 @@
 """The TransformerLens engine against transformers and against TransformerLens itself."""
 
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Gemma2Config,
-    GPT2Config,
-    OPTConfig,
-)
+from transformers import AutoModelForCausalLM
 
 from logsteer_server.engines.base import (
     CaptureJob,
     CaptureOutput,
-    EngineSpec,
     GenerateJob,
-    GenerateOutput,
     Job,
     JobFailure,
-    JobResult,
-    Policy,
     ScoreJob,
     ScoreOutput,
 )
 from logsteer_server.engines.plan import Positions, Site, SteeringPlan, StreamOp
 from tests.conftest import DEMO_MODEL
+from tests.contract.tlens_cases import (
+    BATCH,
+    GREEDY,
+    LAYER,
+    OTHERS,
+    PER_TOKEN,
+    U,
+    add_plan,
+    build,
+    draw_ids,
+    draw_vector,
+    read_logprobs,
+    run,
+    score,
+    whole,
+)
 
 pytestmark = pytest.mark.engine
-
-PER_TOKEN = 1e-4
-BATCH = 1e-5
-PROMPT = "Once upon a time"
-LAYER = 2
-GREEDY = Policy(temperature=0.0)
-
-
-def build(path: Path = DEMO_MODEL, dtype: str = "float32", **fields: Any) -> Any:
-    from logsteer_server.engines.tlens.engine import TransformerLensEngine
-
-    spec = EngineSpec("demo", "transformer_lens", str(path), dtype=dtype, devices="cpu", **fields)
-    return TransformerLensEngine(spec)
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Any]:
-    found = build()
-    yield found
-    assert not found.busy
-    found.close()
-
-
-@pytest.fixture(scope="module")
-def reference() -> Any:
-    return AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(DEMO_MODEL)
-
-
-@pytest.fixture(scope="module")
-def prompt(tokenizer: Any) -> np.ndarray:
-    return np.array(tokenizer(PROMPT)["input_ids"], dtype=np.int32)
 
 
 @pytest.fixture(scope="module")
@@ -78,56 +46,6 @@ def bridge() -> Any:
     from transformer_lens.model_bridge import TransformerBridge
 
     return TransformerBridge.boot_transformers(str(DEMO_MODEL), device="cpu", dtype=torch.float32)
-
-
-def run_pieces(engine: Any, jobs: dict[int, Job]) -> dict[int, list[JobResult]]:
-    """All results of each job, in order."""
-    engine.add(list(jobs.items()))
-    found: dict[int, list[JobResult]] = {i: [] for i in jobs}
-    while engine.busy:
-        for job_id, result in engine.step():
-            found[job_id].append(result)
-    return found
-
-
-def run(engine: Any, *jobs: Job) -> list[Any]:
-    """The one result of each job."""
-    found = run_pieces(engine, dict(enumerate(jobs)))
-    assert all(len(results) == 1 for results in found.values())
-    return [found[i][0] for i in range(len(jobs))]
-
-
-def score(engine: Any, *jobs: ScoreJob) -> list[np.ndarray]:
-    return [output.columns["logprob"] for output in run(engine, *jobs)]
-
-
-def draw_ids(rng: np.random.Generator, count: int, vocab: int = 1400) -> np.ndarray:
-    return rng.integers(5, vocab, count).astype(np.int32)
-
-
-def whole(ids: np.ndarray, **fields: Any) -> ScoreJob:
-    """The job that scores every token but the first."""
-    return ScoreJob(ids[:-1], ids[1:], **fields)
-
-
-@torch.inference_mode()
-def read_logprobs(model: Any, ids: np.ndarray) -> np.ndarray:
-    """What transformers says about every token but the first."""
-    ids_1T = torch.from_numpy(ids.astype(np.int64))[None]
-    log_p_TV = model(ids_1T).logits[0, :-1].float().log_softmax(-1)
-    return log_p_TV.gather(-1, ids_1T[0, 1:, None])[:, 0].numpy()
-
-
-def draw_vector(width: int = 128, seed: int = 0, norm: float = 5.0) -> np.ndarray:
-    vector = np.random.default_rng(seed).normal(size=width)
-    return (vector * norm / np.linalg.norm(vector)).astype(np.float32)
-
-
-def add_plan(
-    kind: str = "all", scale: float = 1.0, seed: int = 0, slices: Any = (), layer: int = LAYER
-) -> SteeringPlan:
-    site = Site(layer, "resid_post", draw_vector(seed=seed) * np.float32(scale))
-    return SteeringPlan((site,), Positions(kind, slices))
 
 
 def test_the_engine_says_what_it_is(engine: Any) -> None:
@@ -188,152 +106,6 @@ def test_exported_rows_compare_with_themselves(engine: Any, tmp_path: Path) -> N
     assert steered.columns["kl"].max() > 0.1
 
 
-def test_greedy_is_transformers_generate_with_prompts_of_any_length(
-    engine: Any, reference: Any
-) -> None:
-    rng = np.random.default_rng(4)
-    prompts = [draw_ids(rng, n) for n in (1, 60, 7, 33)]
-    outputs = run(engine, *(GenerateJob(ids, 30, policy=GREEDY, top=2) for ids in prompts))
-    for ids, output in zip(prompts, outputs, strict=True):
-        ids_1T = torch.from_numpy(ids.astype(np.int64))[None]
-        expected = reference.generate(
-            ids_1T, attention_mask=torch.ones_like(ids_1T), max_new_tokens=30, do_sample=False
-        )
-        assert output.token_ids.tolist() == expected[0, len(ids) :].tolist()
-        assert (output.top_ids[:, 0] == output.token_ids).all()
-        assert output.top_logprobs[:, 0] == pytest.approx(output.logprobs, abs=BATCH)
-        scored = read_logprobs(reference, np.concatenate([ids, output.token_ids]))
-        assert output.logprobs == pytest.approx(scored[-len(output.token_ids) :], abs=PER_TOKEN)
-
-
-def test_a_seed_decides_whatever_else_is_in_the_batch(engine: Any, prompt: np.ndarray) -> None:
-    jobs = [
-        GenerateJob(prompt[: 2 + i % 3], 40, seed=i, policy=Policy(1.0, 200, 0.95, 0.01), top=i % 3)
-        for i in range(9)
-    ]
-    together = run(engine, *jobs)
-    assert len({tuple(output.token_ids.tolist()) for output in together}) == 9
-    for job, output in zip(jobs, together, strict=True):
-        alone = run(engine, job)[0]
-        assert alone.token_ids.tolist() == output.token_ids.tolist()
-        assert alone.text == output.text
-        assert alone.logprobs == pytest.approx(output.logprobs, abs=BATCH)
-    unseeded = run(engine, *[GenerateJob(prompt, 40)] * 2)
-    assert unseeded[0].text != unseeded[1].text
-
-
-KINDS = ["all", "prompt", "completion", "predicting", "last_prompt", "slices"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_scoring_a_steered_sample_gives_what_it_was_sampled_with(
-    engine: Any, prompt: np.ndarray, kind: str
-) -> None:
-    plan = add_plan(kind, slices=((1, 3), (8, 12)) if kind == "slices" else ())
-    jobs = [GenerateJob(prompt[-n:], 30, seed=n, plan=plan) for n in (5, 2, 4)]
-    samples = run(engine, *jobs)
-    scorings = [
-        ScoreJob(np.concatenate([j.tokens, s.token_ids])[:-1], s.token_ids, plan=plan)
-        for j, s in zip(jobs, samples, strict=True)
-    ]
-    scored = run(engine, *scorings)
-    bare = score(engine, *(ScoreJob(job.tokens, job.targets) for job in scorings))
-    for job, sample, output, plain in zip(jobs, samples, scored, bare, strict=True):
-        assert output.columns["logprob"] == pytest.approx(sample.logprobs, abs=PER_TOKEN)
-        assert np.abs(plain - sample.logprobs).max() > 10 * PER_TOKEN
-        read = len(job.tokens) + len(sample.token_ids) - 1
-        count = plan.positions.count(read, len(job.tokens))
-        for trace in (sample.trace, output.trace):
-            assert trace.tokens == trace.sites["2"][0] == count
-        assert sample.trace.sites["2"][1] == pytest.approx(output.trace.sites["2"][1], rel=1e-4)
-
-
-def test_half_a_batch_steered_leaves_the_other_half_alone(engine: Any, prompt: np.ndarray) -> None:
-    plans = [None, add_plan(), None, add_plan("completion", seed=1), add_plan(layer=0, seed=2)]
-    generate = [GenerateJob(prompt[: 3 + i], 30, seed=i, plan=p) for i, p in enumerate(plans)]
-    together = run(engine, *generate)
-    for job, output in zip(generate, together, strict=True):
-        alone = run(engine, job)[0]
-        assert alone.token_ids.tolist() == output.token_ids.tolist()
-        assert alone.logprobs == pytest.approx(output.logprobs, abs=BATCH)
-        assert (output.trace is None) == (job.plan is None)
-    rng = np.random.default_rng(5)
-    scorings = [whole(draw_ids(rng, 20 + 9 * i), plan=plan) for i, plan in enumerate(plans)]
-    for job, values in zip(scorings, score(engine, *scorings), strict=True):
-        assert values == pytest.approx(score(engine, job)[0], abs=BATCH)
-        unsteered = score(engine, whole(np.append(job.tokens, job.targets[-1])))[0]
-        assert (np.abs(values - unsteered).max() < BATCH) == (job.plan is None)
-
-
-U = draw_vector(norm=1.0)
-UNIT = torch.from_numpy(U)
-
-
-def turn(x: Tensor, degrees: float) -> Tensor:
-    """x turned toward U in their plane, its norm kept."""
-    norm = x.norm(dim=-1, keepdim=True)
-    across = x - (x @ UNIT)[..., None] * UNIT
-    side = across / across.norm(dim=-1, keepdim=True)
-    angle = torch.arccos((x @ UNIT)[..., None] / norm) - np.deg2rad(degrees)
-    angle = angle.clamp(min=0.0)
-    return norm * (angle.cos() * UNIT + angle.sin() * side)
-
-
-def along(x: Tensor) -> Tensor:
-    return (x @ UNIT)[..., None]
-
-
-OPS: dict[str, tuple[np.ndarray | None, tuple[StreamOp, ...], Callable[[Tensor], Tensor]]] = {
-    "add": (4 * U, (), lambda x: x + 4 * UNIT),
-    "ablate": (None, (StreamOp(U),), lambda x: x - along(x) * UNIT),
-    "project": (None, (StreamOp(U, base=3.0),), lambda x: x + (3 - along(x)) * UNIT),
-    "clamp": (
-        None,
-        (StreamOp(U, per_component=1.0, low=-0.5, high=0.25),),
-        lambda x: x + (along(x).clamp(-0.5, 0.25) - along(x)) * UNIT,
-    ),
-    "replace": (
-        None, (StreamOp(U, base=6.0, keep=0.0),), lambda x: (6 * UNIT).expand_as(x),
-    ),
-    "rotate": (None, (StreamOp(U, degrees=25.0),), lambda x: turn(x, 25.0)),
-    "residual norm": (
-        None,
-        (StreamOp(U, per_norm=0.4, per_component=1.0),),
-        lambda x: x + 0.4 * x.norm(dim=-1, keepdim=True) * UNIT,
-    ),
-    "add, then ablate": (
-        draw_vector(seed=9), (StreamOp(U),),
-        lambda x: (y := x + torch.from_numpy(draw_vector(seed=9))) - along(y) * UNIT,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_every_operation_is_a_plain_hook_in_transformers(
-    engine: Any, reference: Any, name: str
-) -> None:
-    offset, ops, change = OPS[name]
-    ids = draw_ids(np.random.default_rng(6), 50)
-    changes: list[Tensor] = []
-
-    def hook(module: Any, inputs: Any, output: Any) -> Any:
-        x = output[0] if isinstance(output, tuple) else output
-        changed = change(x)
-        # The engine does not read the last token, which nothing follows.
-        changes.append(((changed - x).norm(dim=-1) / x.norm(dim=-1))[0, :-1].mean())
-        return (changed, *output[1:]) if isinstance(output, tuple) else changed
-
-    handle = reference.model.layers[LAYER].register_forward_hook(hook)
-    expected = read_logprobs(reference, ids)
-    handle.remove()
-    job = whole(ids, plan=SteeringPlan((Site(LAYER, "resid_post", offset, ops),)))
-    output = run(engine, job)[0]
-    assert output.columns["logprob"] == pytest.approx(expected, abs=PER_TOKEN)
-    assert np.abs(expected - read_logprobs(reference, ids)).max() > 0.01
-    assert output.trace.tokens == 49
-    assert output.trace.sites["2"] == (49, pytest.approx(float(changes[0]), rel=1e-4))
-
-
 @pytest.mark.parametrize("whole_width", [True, False], ids=["whole", "last axis"])
 def test_every_hook_is_transformerlenss_own(engine: Any, bridge: Any, whole_width: bool) -> None:
     from logsteer_server.engines.tlens.points import SHORT_NAMES
@@ -384,146 +156,6 @@ def test_captures_are_transformerlenss_cache(engine: Any, bridge: Any) -> None:
             assert output.activations_LD[row] == pytest.approx(expected.numpy(), abs=PER_TOKEN)
 
 
-def test_bfloat16_offsets_are_added_as_a_plain_hook_adds_them() -> None:
-    from transformer_lens.model_bridge import TransformerBridge
-
-    engine = build(dtype="bfloat16")
-    assert (engine.info.dtype, engine.info.logits_dtype) == ("bfloat16", "bfloat16")
-    bridge = TransformerBridge.boot_transformers(
-        str(DEMO_MODEL), device="cpu", dtype=torch.bfloat16
-    )
-    ids = draw_ids(np.random.default_rng(9), 20)
-    vector = torch.from_numpy(draw_vector()).bfloat16()
-    hooks = [(f"blocks.{LAYER}.hook_resid_post", lambda x, hook: x + vector)]
-    ids_1T = torch.from_numpy(ids[:-1].astype(np.int64))[None]
-    with torch.inference_mode(), bridge.hooks(fwd_hooks=hooks):
-        log_p_TV = bridge(ids_1T)[0].float().log_softmax(-1)
-    expected = log_p_TV.gather(-1, torch.from_numpy(ids[1:].astype(np.int64))[:, None])[:, 0]
-    values = score(engine, whole(ids, plan=add_plan()))[0]
-    assert values == pytest.approx(expected.numpy(), abs=BATCH)
-
-
-def test_stop_strings_and_streams(engine: Any, prompt: np.ndarray) -> None:
-    plain = GenerateJob(prompt, 40, policy=GREEDY)
-    output = run(engine, plain)[0]
-    assert output.finish_reason == "length"
-    stop = output.text[21:25]
-    for stream in (False, True):
-        job = GenerateJob(prompt, 40, policy=GREEDY, stop=(stop, "never"), stream=stream)
-        pieces = run_pieces(engine, {0: job, 1: plain})[0]
-        text = "".join(piece.text for piece in pieces if isinstance(piece, GenerateOutput))
-        assert text == output.text[: output.text.index(stop)]
-        ids = [i for p in pieces if isinstance(p, GenerateOutput) for i in p.token_ids.tolist()]
-        assert ids == output.token_ids[: len(ids)].tolist()
-        assert len(ids) < 40
-        reasons = [p.finish_reason for p in pieces if isinstance(p, GenerateOutput)]
-        assert reasons == [None] * (len(ids) - 1 if stream else 0) + ["stop"]
-
-
-def test_the_text_is_what_the_tokens_say(tokenizer: Any) -> None:
-    from logsteer_server.engines.tlens.text import GrowingText
-
-    backend = tokenizer.backend_tokenizer
-    said = " naïve 😀 — ok\n  日本語, then… again 👩‍🚀!"
-    before = tokenizer("Once")["input_ids"]
-    ids = backend.encode("Once" + said, add_special_tokens=False).ids[len(before) - 1 :]
-    assert len(ids) > len(said)  # else no character takes several tokens
-    text = GrowingText(backend, before, (), include_stop=False)
-    pieces = []
-    for token in ids:
-        assert not text.add(token)
-        pieces.append(text.take(False))
-    assert not text.end()
-    assert "".join(pieces) + text.take(True) == said
-    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
-    cut = GrowingText(backend, before, ("語, t", "zzz"), include_stop=False)
-    taken = [token for token in ids if not cut.add(token)]
-    assert cut.take(True).startswith(" naïve 😀 — ok\n  日本")
-    assert len(taken) < len(ids)
-
-
-def test_spaces_between_words_are_kept_where_a_text_may_not_begin_with_one() -> None:
-    from logsteer_server.engines.tlens.text import GrowingText
-
-    pieces = ["<unk>", "▁a", "▁b", "c", "<0xC3>", "<0xA9>"]
-    model = models.WordLevel({piece: i for i, piece in enumerate(pieces)}, "<unk>")
-    sentencepiece = Tokenizer(model)
-    sentencepiece.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    assert sentencepiece.decode([1, 2]) == "a b"
-    text = GrowingText(sentencepiece, [1], (), include_stop=False)
-    taken = []
-    for token in (2, 3, 1, 4, 5, 2, 4):
-        text.add(token)
-        taken.append(text.take(False))
-    assert taken == [" b", "c", " a", "", "é", " b", ""]
-    text.end()
-    assert text.take(True) == "\N{REPLACEMENT CHARACTER}"  # a character that nothing completed
-
-
-def test_the_end_of_sequence_ends_unless_ignored(engine: Any, tokenizer: Any) -> None:
-    turns = [{"role": "user", "content": "What is the capital of France?"}]
-    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
-    ends, goes_on = run(
-        engine,
-        GenerateJob(ids, 60, policy=GREEDY),
-        GenerateJob(ids, 60, policy=GREEDY, ignore_eos=True),
-    )
-    assert ends.finish_reason == "stop"
-    assert ends.token_ids[-1] == tokenizer.eos_token_id
-    assert "Paris" in ends.text
-    assert "</s>" not in ends.text
-    assert goes_on.finish_reason == "length"
-    assert len(goes_on.token_ids) == 60
-    assert goes_on.text.startswith(ends.text)
-
-
-def test_cancelled_jobs_go_at_once_and_leave_the_others_as_they_are(
-    engine: Any, prompt: np.ndarray
-) -> None:
-    plans = [None, add_plan()]
-    jobs = {i: GenerateJob(prompt[: 2 + i], 40, seed=i, plan=plans[i % 2]) for i in range(4)}
-    alone = {i: run(engine, job)[0] for i, job in jobs.items()}
-    engine.add(list(jobs.items()))
-    found: dict[int, JobResult] = {}
-    for _ in range(10):
-        found |= dict(engine.step())
-    engine.cancel([0, 3, 77])
-    engine.add([(9, GenerateJob(prompt, 40, seed=9)), (10, whole(prompt))])
-    engine.cancel([9, 10])
-    while engine.busy:
-        found |= dict(engine.step())
-    assert found.keys() == {1, 2}
-    for i, output in found.items():
-        assert isinstance(output, GenerateOutput)
-        assert output.token_ids.tolist() == alone[i].token_ids.tolist()
-        assert output.logprobs == pytest.approx(alone[i].logprobs, abs=BATCH)
-        assert (output.trace and output.trace.tokens) == (alone[i].trace and alone[i].trace.tokens)
-    engine.add([(5, jobs[1])])
-    engine.step()
-    engine.cancel([5])
-    assert not engine.busy
-    assert engine.step() == []
-
-
-def test_nobody_waits_for_a_long_continuation(engine: Any, prompt: np.ndarray) -> None:
-    engine.add([(0, GenerateJob(prompt, 500, ignore_eos=True))])
-    for _ in range(5):
-        assert engine.step() == []
-    engine.add([(1, GenerateJob(prompt, 3, ignore_eos=True)), (2, whole(prompt))])
-    engine.add([(3, CaptureJob(prompt, (0,)))])
-    found = {i for _ in range(10) for i, _ in engine.step()}
-    assert found == {1, 2, 3}
-    engine.cancel([0])
-
-
 def test_small_bounds_only_make_more_batches(engine: Any) -> None:
     small = build(engine_args={"max_batch_tokens": 64, "max_batch_rows": 3})
     rng = np.random.default_rng(10)
@@ -571,18 +203,6 @@ def test_a_job_that_does_not_fit_fails_alone(engine: Any, prompt: np.ndarray) ->
         assert hint in failure.detail, name
 
 
-def test_steering_that_overflows_fails_alone(engine: Any, prompt: np.ndarray) -> None:
-    huge = np.full(128, 3e38, np.float32)
-    sites = tuple(Site(layer, "resid_post", huge) for layer in (1, 2))
-    broken = GenerateJob(prompt, 20, seed=1, plan=SteeringPlan(sites, Positions("completion")))
-    fine = GenerateJob(prompt, 20, seed=2)
-    failure, output = run(engine, broken, fine)
-    assert isinstance(failure, JobFailure)
-    assert failure.code == "invalid_vector"
-    assert "smaller scale" in failure.detail
-    assert output.token_ids.tolist() == run(engine, fine)[0].token_ids.tolist()
-
-
 def test_running_out_of_memory_costs_one_batch(
     engine: Any, prompt: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -617,24 +237,6 @@ def test_what_cannot_be_served_is_refused(fields: dict[str, Any], hint: str) -> 
         build(**fields)
 
 
-SMALL = {
-    "vocab_size": 1436, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
-OTHERS = {
-    # Learned positions; a cap on logits and a sliding window; a body that is called by its part.
-    "gpt2": GPT2Config(
-        vocab_size=1436, n_embd=64, n_layer=3, n_head=4, n_positions=256, initializer_range=0.2,
-        bos_token_id=1, eos_token_id=2,
-    ),
-    "gemma2": Gemma2Config(
-        **SMALL, intermediate_size=96, num_key_value_heads=2, head_dim=16, sliding_window=8,
-        final_logit_softcapping=5.0, query_pre_attn_scalar=16, initializer_range=0.3,
-    ),
-    "opt": OPTConfig(**SMALL, ffn_dim=96, word_embed_proj_dim=64, init_std=0.2),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_architectures_are_transformers_too(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -661,3 +263,41 @@ def test_other_architectures_are_transformers_too(name: str, tmp_path: Path) -> 
                 logits_TV = model(torch.from_numpy(both.astype(np.int64))[None]).logits[0]
             best = logits_TV[len(job.tokens) - 1 : -1].argmax(-1)
             assert output.token_ids.tolist() == best.tolist()
+
+
+@pytest.fixture
+def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one with each fused attention."""
+    calls: list[int] = []
+    fused = torch.nn.functional.scaled_dot_product_attention
+
+    def count(*args: Any, **options: Any) -> Tensor:
+        calls.append(1)
+        return fused(*args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", count)
+    return calls
+
+
+def test_attention_is_fused_where_nothing_looks_inside(engine: Any, fused_calls: list[int]) -> None:
+    ids = draw_ids(np.random.default_rng(12), 20)
+    score(engine, whole(ids), whole(ids, plan=add_plan()))
+    assert len(fused_calls) == engine.info.num_layers
+    inside = SteeringPlan((Site(LAYER, "attn_out", draw_vector()),))
+    score(engine, whole(ids, plan=inside))
+    assert len(fused_calls) == engine.info.num_layers
+
+
+def test_attention_is_not_fused_where_that_would_change_scores(
+    fused_calls: list[int], tmp_path: Path
+) -> None:
+    half = build(dtype="bfloat16")
+    model = AutoModelForCausalLM.from_config(OTHERS["gemma2"])
+    model.save_pretrained(tmp_path)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / file, tmp_path)
+    capped = build(tmp_path)
+    fused_calls.clear()
+    for engine in (half, capped):
+        score(engine, whole(draw_ids(np.random.default_rng(13), 20)))
+    assert not fused_calls

@@ -35,6 +35,7 @@ class Shortcut:
 
     A block with a hook inside is the bridge's own. One that is hooked only where the residual
     stream enters or leaves it is transformers' block between two hook points.
+    `plain`: whether every block is transformers' own now.
     Errors: ValueError where the body has no list of the bridge's blocks.
     """
 
@@ -57,9 +58,11 @@ class Shortcut:
             _Shell(block, plain) if type(block).forward is BlockBridge.forward else block
             for block, plain in zip(blocks, self._plain, strict=True)
         ]
+        self.plain = True
 
     def bridge(self, points: Sequence[Point]) -> None:
         """Make hooks on these points act, and leave every other block plain."""
+        self.plain = self.is_plain(points)
         layers = list(self._plain)
         for point in sorted(points, key=lambda point: not point.is_edge):
             stack = self._shells if point.is_edge else self._bridged

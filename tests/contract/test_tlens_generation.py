@@ -1,0 +1,178 @@
+"""Continuations on the TransformerLens engine: tokens, their text, where they end, who waits."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models
+
+from logsteer_server.engines.base import CaptureJob, GenerateJob, GenerateOutput, JobResult, Policy
+from tests.contract.tlens_cases import (
+    BATCH,
+    GREEDY,
+    PER_TOKEN,
+    add_plan,
+    draw_ids,
+    read_logprobs,
+    run,
+    run_pieces,
+    whole,
+)
+
+pytestmark = pytest.mark.engine
+
+
+def test_greedy_is_transformers_generate_with_prompts_of_any_length(
+    engine: Any, reference: Any
+) -> None:
+    rng = np.random.default_rng(4)
+    prompts = [draw_ids(rng, n) for n in (1, 60, 7, 33)]
+    outputs = run(engine, *(GenerateJob(ids, 30, policy=GREEDY, top=2) for ids in prompts))
+    for ids, output in zip(prompts, outputs, strict=True):
+        ids_1T = torch.from_numpy(ids.astype(np.int64))[None]
+        expected = reference.generate(
+            ids_1T, attention_mask=torch.ones_like(ids_1T), max_new_tokens=30, do_sample=False
+        )
+        assert output.token_ids.tolist() == expected[0, len(ids) :].tolist()
+        assert (output.top_ids[:, 0] == output.token_ids).all()
+        assert output.top_logprobs[:, 0] == pytest.approx(output.logprobs, abs=BATCH)
+        scored = read_logprobs(reference, np.concatenate([ids, output.token_ids]))
+        assert output.logprobs == pytest.approx(scored[-len(output.token_ids) :], abs=PER_TOKEN)
+
+
+def test_a_seed_decides_whatever_else_is_in_the_batch(engine: Any, prompt: np.ndarray) -> None:
+    jobs = [
+        GenerateJob(prompt[: 2 + i % 3], 40, seed=i, policy=Policy(1.0, 200, 0.95, 0.01), top=i % 3)
+        for i in range(9)
+    ]
+    together = run(engine, *jobs)
+    assert len({tuple(output.token_ids.tolist()) for output in together}) == 9
+    for job, output in zip(jobs, together, strict=True):
+        alone = run(engine, job)[0]
+        assert alone.token_ids.tolist() == output.token_ids.tolist()
+        assert alone.text == output.text
+        assert alone.logprobs == pytest.approx(output.logprobs, abs=BATCH)
+    unseeded = run(engine, *[GenerateJob(prompt, 40)] * 2)
+    assert unseeded[0].text != unseeded[1].text
+
+
+def test_stop_strings_and_streams(engine: Any, prompt: np.ndarray) -> None:
+    plain = GenerateJob(prompt, 40, policy=GREEDY)
+    output = run(engine, plain)[0]
+    assert output.finish_reason == "length"
+    stop = output.text[21:25]
+    for stream in (False, True):
+        job = GenerateJob(prompt, 40, policy=GREEDY, stop=(stop, "never"), stream=stream)
+        pieces = run_pieces(engine, {0: job, 1: plain})[0]
+        text = "".join(piece.text for piece in pieces if isinstance(piece, GenerateOutput))
+        assert text == output.text[: output.text.index(stop)]
+        ids = [i for p in pieces if isinstance(p, GenerateOutput) for i in p.token_ids.tolist()]
+        assert ids == output.token_ids[: len(ids)].tolist()
+        assert len(ids) < 40
+        reasons = [p.finish_reason for p in pieces if isinstance(p, GenerateOutput)]
+        assert reasons == [None] * (len(ids) - 1 if stream else 0) + ["stop"]
+
+
+def test_the_text_is_what_the_tokens_say(tokenizer: Any) -> None:
+    from logsteer_server.engines.tlens.text import GrowingText
+
+    backend = tokenizer.backend_tokenizer
+    said = " naïve 😀 — ok\n  日本語, then… again 👩‍🚀!"
+    before = tokenizer("Once")["input_ids"]
+    ids = backend.encode("Once" + said, add_special_tokens=False).ids[len(before) - 1 :]
+    assert len(ids) > len(said)  # else no character takes several tokens
+    text = GrowingText(backend, before, (), include_stop=False)
+    pieces = []
+    for token in ids:
+        assert not text.add(token)
+        pieces.append(text.take(False))
+    assert not text.end()
+    assert "".join(pieces) + text.take(True) == said
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+    cut = GrowingText(backend, before, ("語, t", "zzz"), include_stop=False)
+    taken = [token for token in ids if not cut.add(token)]
+    assert cut.take(True).startswith(" naïve 😀 — ok\n  日本")
+    assert len(taken) < len(ids)
+
+
+def test_spaces_between_words_are_kept_where_a_text_may_not_begin_with_one() -> None:
+    from logsteer_server.engines.tlens.text import GrowingText
+
+    pieces = ["<unk>", "▁a", "▁b", "c", "<0xC3>", "<0xA9>"]
+    model = models.WordLevel({piece: i for i, piece in enumerate(pieces)}, "<unk>")
+    sentencepiece = Tokenizer(model)
+    sentencepiece.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    assert sentencepiece.decode([1, 2]) == "a b"
+    text = GrowingText(sentencepiece, [1], (), include_stop=False)
+    taken = []
+    for token in (2, 3, 1, 4, 5, 2, 4):
+        text.add(token)
+        taken.append(text.take(False))
+    assert taken == [" b", "c", " a", "", "é", " b", ""]
+    text.end()
+    assert text.take(True) == "\N{REPLACEMENT CHARACTER}"  # a character that nothing completed
+
+
+def test_the_end_of_sequence_ends_unless_ignored(engine: Any, tokenizer: Any) -> None:
+    turns = [{"role": "user", "content": "What is the capital of France?"}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+    ends, goes_on = run(
+        engine,
+        GenerateJob(ids, 60, policy=GREEDY),
+        GenerateJob(ids, 60, policy=GREEDY, ignore_eos=True),
+    )
+    assert ends.finish_reason == "stop"
+    assert ends.token_ids[-1] == tokenizer.eos_token_id
+    assert "Paris" in ends.text
+    assert "</s>" not in ends.text
+    assert goes_on.finish_reason == "length"
+    assert len(goes_on.token_ids) == 60
+    assert goes_on.text.startswith(ends.text)
+
+
+def test_cancelled_jobs_go_at_once_and_leave_the_others_as_they_are(
+    engine: Any, prompt: np.ndarray
+) -> None:
+    plans = [None, add_plan()]
+    jobs = {i: GenerateJob(prompt[: 2 + i], 40, seed=i, plan=plans[i % 2]) for i in range(4)}
+    alone = {i: run(engine, job)[0] for i, job in jobs.items()}
+    engine.add(list(jobs.items()))
+    found: dict[int, JobResult] = {}
+    for _ in range(10):
+        found |= dict(engine.step())
+    engine.cancel([0, 3, 77])
+    engine.add([(9, GenerateJob(prompt, 40, seed=9)), (10, whole(prompt))])
+    engine.cancel([9, 10])
+    while engine.busy:
+        found |= dict(engine.step())
+    assert found.keys() == {1, 2}
+    for i, output in found.items():
+        assert isinstance(output, GenerateOutput)
+        assert output.token_ids.tolist() == alone[i].token_ids.tolist()
+        assert output.logprobs == pytest.approx(alone[i].logprobs, abs=BATCH)
+        assert (output.trace and output.trace.tokens) == (alone[i].trace and alone[i].trace.tokens)
+    engine.add([(5, jobs[1])])
+    engine.step()
+    engine.cancel([5])
+    assert not engine.busy
+    assert engine.step() == []
+
+
+def test_nobody_waits_for_a_long_continuation(engine: Any, prompt: np.ndarray) -> None:
+    engine.add([(0, GenerateJob(prompt, 500, ignore_eos=True))])
+    for _ in range(5):
+        assert engine.step() == []
+    engine.add([(1, GenerateJob(prompt, 3, ignore_eos=True)), (2, whole(prompt))])
+    engine.add([(3, CaptureJob(prompt, (0,)))])
+    found = {i for _ in range(10) for i, _ in engine.step()}
+    assert found == {1, 2, 3}
+    engine.cancel([0])

@@ -1,0 +1,170 @@
+"""Steering on the TransformerLens engine: the same as a plain hook, and in nobody else's answer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from logsteer_server.engines.base import GenerateJob, JobFailure, ScoreJob
+from logsteer_server.engines.plan import Positions, Site, SteeringPlan, StreamOp
+from tests.conftest import DEMO_MODEL
+from tests.contract.tlens_cases import (
+    BATCH,
+    LAYER,
+    PER_TOKEN,
+    U,
+    add_plan,
+    build,
+    draw_ids,
+    draw_vector,
+    read_logprobs,
+    run,
+    score,
+    whole,
+)
+
+pytestmark = pytest.mark.engine
+
+KINDS = ["all", "prompt", "completion", "predicting", "last_prompt", "slices"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scoring_a_steered_sample_gives_what_it_was_sampled_with(
+    engine: Any, prompt: np.ndarray, kind: str
+) -> None:
+    plan = add_plan(kind, slices=((1, 3), (8, 12)) if kind == "slices" else ())
+    jobs = [GenerateJob(prompt[-n:], 30, seed=n, plan=plan) for n in (5, 2, 4)]
+    samples = run(engine, *jobs)
+    scorings = [
+        ScoreJob(np.concatenate([j.tokens, s.token_ids])[:-1], s.token_ids, plan=plan)
+        for j, s in zip(jobs, samples, strict=True)
+    ]
+    scored = run(engine, *scorings)
+    bare = score(engine, *(ScoreJob(job.tokens, job.targets) for job in scorings))
+    for job, sample, output, plain in zip(jobs, samples, scored, bare, strict=True):
+        assert output.columns["logprob"] == pytest.approx(sample.logprobs, abs=PER_TOKEN)
+        assert np.abs(plain - sample.logprobs).max() > 10 * PER_TOKEN
+        read = len(job.tokens) + len(sample.token_ids) - 1
+        count = plan.positions.count(read, len(job.tokens))
+        for trace in (sample.trace, output.trace):
+            assert trace.tokens == trace.sites["2"][0] == count
+        assert sample.trace.sites["2"][1] == pytest.approx(output.trace.sites["2"][1], rel=1e-4)
+
+
+def test_half_a_batch_steered_leaves_the_other_half_alone(engine: Any, prompt: np.ndarray) -> None:
+    plans = [None, add_plan(), None, add_plan("completion", seed=1), add_plan(layer=0, seed=2)]
+    generate = [GenerateJob(prompt[: 3 + i], 30, seed=i, plan=p) for i, p in enumerate(plans)]
+    together = run(engine, *generate)
+    for job, output in zip(generate, together, strict=True):
+        alone = run(engine, job)[0]
+        assert alone.token_ids.tolist() == output.token_ids.tolist()
+        assert alone.logprobs == pytest.approx(output.logprobs, abs=BATCH)
+        assert (output.trace is None) == (job.plan is None)
+    rng = np.random.default_rng(5)
+    scorings = [whole(draw_ids(rng, 20 + 9 * i), plan=plan) for i, plan in enumerate(plans)]
+    for job, values in zip(scorings, score(engine, *scorings), strict=True):
+        assert values == pytest.approx(score(engine, job)[0], abs=BATCH)
+        unsteered = score(engine, whole(np.append(job.tokens, job.targets[-1])))[0]
+        assert (np.abs(values - unsteered).max() < BATCH) == (job.plan is None)
+
+
+UNIT = torch.from_numpy(U)
+
+
+def turn(x: Tensor, degrees: float) -> Tensor:
+    """x turned toward U in their plane, its norm kept."""
+    norm = x.norm(dim=-1, keepdim=True)
+    across = x - (x @ UNIT)[..., None] * UNIT
+    side = across / across.norm(dim=-1, keepdim=True)
+    angle = torch.arccos((x @ UNIT)[..., None] / norm) - np.deg2rad(degrees)
+    angle = angle.clamp(min=0.0)
+    return norm * (angle.cos() * UNIT + angle.sin() * side)
+
+
+def along(x: Tensor) -> Tensor:
+    return (x @ UNIT)[..., None]
+
+
+OPS: dict[str, tuple[np.ndarray | None, tuple[StreamOp, ...], Callable[[Tensor], Tensor]]] = {
+    "add": (4 * U, (), lambda x: x + 4 * UNIT),
+    "ablate": (None, (StreamOp(U),), lambda x: x - along(x) * UNIT),
+    "project": (None, (StreamOp(U, base=3.0),), lambda x: x + (3 - along(x)) * UNIT),
+    "clamp": (
+        None,
+        (StreamOp(U, per_component=1.0, low=-0.5, high=0.25),),
+        lambda x: x + (along(x).clamp(-0.5, 0.25) - along(x)) * UNIT,
+    ),
+    "replace": (
+        None, (StreamOp(U, base=6.0, keep=0.0),), lambda x: (6 * UNIT).expand_as(x),
+    ),
+    "rotate": (None, (StreamOp(U, degrees=25.0),), lambda x: turn(x, 25.0)),
+    "residual norm": (
+        None,
+        (StreamOp(U, per_norm=0.4, per_component=1.0),),
+        lambda x: x + 0.4 * x.norm(dim=-1, keepdim=True) * UNIT,
+    ),
+    "add, then ablate": (
+        draw_vector(seed=9), (StreamOp(U),),
+        lambda x: (y := x + torch.from_numpy(draw_vector(seed=9))) - along(y) * UNIT,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_operation_is_a_plain_hook_in_transformers(
+    engine: Any, reference: Any, name: str
+) -> None:
+    offset, ops, change = OPS[name]
+    ids = draw_ids(np.random.default_rng(6), 50)
+    changes: list[Tensor] = []
+
+    def hook(module: Any, inputs: Any, output: Any) -> Any:
+        x = output[0] if isinstance(output, tuple) else output
+        changed = change(x)
+        # The engine does not read the last token, which nothing follows.
+        changes.append(((changed - x).norm(dim=-1) / x.norm(dim=-1))[0, :-1].mean())
+        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+    handle = reference.model.layers[LAYER].register_forward_hook(hook)
+    expected = read_logprobs(reference, ids)
+    handle.remove()
+    job = whole(ids, plan=SteeringPlan((Site(LAYER, "resid_post", offset, ops),)))
+    output = run(engine, job)[0]
+    assert output.columns["logprob"] == pytest.approx(expected, abs=PER_TOKEN)
+    assert np.abs(expected - read_logprobs(reference, ids)).max() > 0.01
+    assert output.trace.tokens == 49
+    assert output.trace.sites["2"] == (49, pytest.approx(float(changes[0]), rel=1e-4))
+
+
+def test_bfloat16_offsets_are_added_as_a_plain_hook_adds_them() -> None:
+    from transformer_lens.model_bridge import TransformerBridge
+
+    engine = build(dtype="bfloat16")
+    assert (engine.info.dtype, engine.info.logits_dtype) == ("bfloat16", "bfloat16")
+    bridge = TransformerBridge.boot_transformers(
+        str(DEMO_MODEL), device="cpu", dtype=torch.bfloat16
+    )
+    ids = draw_ids(np.random.default_rng(9), 20)
+    vector = torch.from_numpy(draw_vector()).bfloat16()
+    hooks = [(f"blocks.{LAYER}.hook_resid_post", lambda x, hook: x + vector)]
+    ids_1T = torch.from_numpy(ids[:-1].astype(np.int64))[None]
+    with torch.inference_mode(), bridge.hooks(fwd_hooks=hooks):
+        log_p_TV = bridge(ids_1T)[0].float().log_softmax(-1)
+    expected = log_p_TV.gather(-1, torch.from_numpy(ids[1:].astype(np.int64))[:, None])[:, 0]
+    values = score(engine, whole(ids, plan=add_plan()))[0]
+    assert values == pytest.approx(expected.numpy(), abs=BATCH)
+
+
+def test_steering_that_overflows_fails_alone(engine: Any, prompt: np.ndarray) -> None:
+    huge = np.full(128, 3e38, np.float32)
+    sites = tuple(Site(layer, "resid_post", huge) for layer in (1, 2))
+    broken = GenerateJob(prompt, 20, seed=1, plan=SteeringPlan(sites, Positions("completion")))
+    fine = GenerateJob(prompt, 20, seed=2)
+    failure, output = run(engine, broken, fine)
+    assert isinstance(failure, JobFailure)
+    assert failure.code == "invalid_vector"
+    assert "smaller scale" in failure.detail
+    assert output.token_ids.tolist() == run(engine, fine)[0].token_ids.tolist()
