@@ -7,6 +7,8 @@ from typing import Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 
+from logsteer.schemas import UsedAdapter
+
 Ids: TypeAlias = list[int]
 T = TypeVar("T")
 S = TypeVar("S")
@@ -34,6 +36,7 @@ class Scores(BaseModel):
     """The answer of `/logprob`."""
 
     results: list[Item]
+    adapter: UsedAdapter | None = None
 
 
 class Tokens(BaseModel):

@@ -6,7 +6,9 @@ request id, before anything is sent.
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
+
+from pydantic import BaseModel
 
 from logsteer._call import LAST_EVENT, Call, Download, as_list, checked, fields_of, to_json
 from logsteer._options import (
@@ -44,6 +46,7 @@ from logsteer.schemas import (
     LogprobItem,
     LogprobRequest,
     ModelCard,
+    ModelChanges,
     ModelList,
     PerplexityAnswer,
     PerplexityRequest,
@@ -90,6 +93,13 @@ _STEER_EVENTS: Mapping[str, type[SteerEvent]] = {
     "piece": SteerPiece,
     LAST_EVENT: SteerAnswer,
 }
+
+
+MAX_CHANGES_QUERY = 6000
+"""Bytes of a query that `steering`, `override` and `adapter` may fill.
+
+RFC 9110 wants 8000 of an address to be taken everywhere; httpx builds none beyond 65536.
+"""
 
 
 def models() -> Call[ModelList]:
@@ -159,10 +169,38 @@ def perplexity_stream(
     source: AsyncSource, options: WindowOptions, default_model: str | None
 ) -> Call[PerplexityEvent]:
     """The call that sends a text while it is read and is answered window by window."""
-    query = checked(PerplexityStreamQuery, fields_of(options, default_model))
+    changes = _write_changes(options)
+    if not _fits_query(changes):
+        raise InvalidRequestError(
+            "invalid_request",
+            f"steering takes {len(urlencode(changes))} bytes of a query, which has room for "
+            f"{MAX_CHANGES_QUERY}: keep its vectors by vectors.put and name them, or send the text "
+            "by perplexity_events",
+            param="steering",
+        )
+    query = checked(PerplexityStreamQuery, fields_of(options, default_model, **changes))
     given = query.model_dump(mode="json", exclude_unset=True, exclude_none=True)
-    params = {name: str(value) for name, value in given.items()}
+    params = {name: changes.get(name, str(value)) for name, value in given.items()}
     return Call("POST", "/perplexity/stream", upload=Upload(source), params=params, events=_EVENTS)
+
+
+def fits_query(options: WindowOptions) -> bool:
+    """Whether `perplexity_stream` has room for these options; not where they hold long vectors."""
+    return _fits_query(_write_changes(options))
+
+
+def _fits_query(changes: Mapping[str, str]) -> bool:
+    return len(urlencode(changes)) <= MAX_CHANGES_QUERY
+
+
+def _write_changes(options: WindowOptions) -> dict[str, str]:
+    """What the options change of the model, as the texts of a query: objects are JSON there."""
+    fields = {name: value for name, value in options.items() if name in ModelChanges.model_fields}
+    return {
+        name: to_json(value).decode() if isinstance(value, BaseModel) else value
+        for name, value in checked(ModelChanges, fields)
+        if value is not None
+    }
 
 
 def tokenize(

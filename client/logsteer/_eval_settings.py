@@ -8,7 +8,7 @@ from logsteer._options import SteeringLike
 from logsteer._steering_arguments import load_steering
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
-from logsteer.schemas import ModelCard, Steering
+from logsteer.schemas import ModelCard, Steering, UsedAdapter
 
 DEFAULT_BATCH_SIZE = 1024
 
@@ -57,3 +57,20 @@ def read_steering(client: Client, given: SteeringLike | str | Path) -> dict[str,
         if vector.name is not None:
             vector.sha256, vector.name = client.vectors.get(vector.name).sha256, None
     return steering.model_dump(mode="json", exclude_none=True)
+
+
+def find_adapter(client: Client, name: str) -> UsedAdapter:
+    """The adapter that a name stands for now. Errors: LogsteerError for an unknown one."""
+    card = client.adapters.get(name)
+    return UsedAdapter(name=card.name, sha256=card.sha256)
+
+
+def check_adapter(asked: UsedAdapter | None, used: UsedAdapter | None) -> None:
+    """Errors: LogsteerError for an answer under another adapter than the one asked for."""
+    # Requests name an adapter, and a name may be given another content while a run lasts.
+    if asked is not None and (used is None or used.sha256 != asked.sha256):
+        found = "none" if used is None else f"one of content {used.sha256[:12]}"
+        raise LogsteerError(
+            f"adapter {asked.name} was {asked.sha256[:12]} when the run began, and an answer was "
+            f"computed under {found}: keep the name as it is, and begin again"
+        )

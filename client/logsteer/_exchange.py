@@ -149,7 +149,12 @@ def exchange(call: Call[A], terms: Terms) -> Steps[A]:
 def _attempt(
     call: Call[A], terms: Terms, request_id: str
 ) -> Generator[Step[A], Any, httpx.Response | ServerSentEvent]:
-    response: httpx.Response = yield Send(_build(call, terms, request_id), bool(call.events))
+    try:
+        response: httpx.Response = yield Send(_build(call, terms, request_id), bool(call.events))
+    finally:
+        # An error keeps its request, and with it what was being sent.
+        if call.upload is not None:
+            call.upload.close()
     kind = _media_type(response)
     answers = response.is_success or response.status_code in call.answer_statuses
     if not answers or kind == "application/problem+json":

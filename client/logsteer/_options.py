@@ -30,6 +30,19 @@ OverrideLike: TypeAlias = ParameterOverride | Mapping[str, Any]
 """An override, or its fields `name` and `eta`."""
 
 
+class ParameterOptions(TypedDict, total=False):
+    """Other parameters, for one request alone."""
+
+    override: OverrideLike | None
+    adapter: str | None
+
+
+class ChangeOptions(ParameterOptions, total=False):
+    """Other parameters and other activations, for one request alone."""
+
+    steering: SteeringLike | None
+
+
 class ModelOptions(TypedDict, total=False):
     """Options of every request about a model."""
 
@@ -45,7 +58,7 @@ class PairOptions(ModelOptions, total=False):
     boundary: Boundary
 
 
-class LogprobOptions(PairOptions, total=False):
+class LogprobOptions(PairOptions, ChangeOptions, total=False):
     """Options of `logprob` and `score`."""
 
     columns: Sequence[Column]
@@ -54,11 +67,9 @@ class LogprobOptions(PairOptions, total=False):
     space: SpacePolicy
     top: int
     per_token: bool
-    steering: SteeringLike | None
-    override: OverrideLike | None
 
 
-class WindowOptions(ModelOptions, total=False):
+class WindowOptions(ModelOptions, ChangeOptions, total=False):
     """Options of `perplexity_stream`."""
 
     protocol: Protocol
@@ -72,8 +83,6 @@ class PerplexityOptions(WindowOptions, total=False):
     windows: bool
     tokens: bool
     reference: str | None
-    steering: SteeringLike | None
-    override: OverrideLike | None
 
 
 class DiagnosticsOptions(LogprobOptions, total=False):
@@ -99,26 +108,24 @@ class PromptOptions(TypedDict, total=False):
     stop: Sequence[str]
     include_stop: bool
     ignore_eos: bool
-    override: OverrideLike | None
 
 
-class SteerOptions(PromptOptions, total=False):
+class SteerOptions(PromptOptions, ParameterOptions, total=False):
     """Options of `steer` and `steer_events`."""
 
     baseline: bool
 
 
-class GenerateOptions(PromptOptions, total=False):
+class GenerateOptions(PromptOptions, ChangeOptions, total=False):
     """Options of `generate` and `generate_events`."""
 
-    steering: SteeringLike | None
     diagnostics: bool
     columns: Sequence[Column]
     precision: Precision
     window: int
 
 
-class SweepOptions(TypedDict, total=False):
+class SweepOptions(ParameterOptions, total=False):
     """Options of `sweep`: what is scored, and sets of layers."""
 
     model: str | None
@@ -136,15 +143,13 @@ class TokenOptions(TypedDict, total=False):
     bos: BosPolicy
 
 
-class GradientOptions(TypedDict, total=False):
+class GradientOptions(ChangeOptions, total=False):
     """Options of `gradient`."""
 
     model: str | None
     bos: BosPolicy
     on_overflow: OverflowPolicy
     boundary: Boundary
-    steering: SteeringLike | None
-    override: OverrideLike | None
 
 
 class TrainOptions(TokenOptions, total=False):

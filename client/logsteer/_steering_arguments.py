@@ -1,4 +1,7 @@
-"""The options of the command line that say how a model is steered, read into a steering object."""
+"""The options of the command line that change a model for one request.
+
+Those about steering are read into a steering object.
+"""
 
 import argparse
 import json
@@ -17,7 +20,7 @@ _DEPENDENT = ("op", "unit", "clamp", "positions")
 
 
 def add_steering_options(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
-    """Give a command the options that `read_steering` reads."""
+    """Give a command the options that `read_steering` reads, and `--adapter`."""
     group = parser.add_argument_group("steering")
     either = group.add_mutually_exclusive_group(required=required)
     either.add_argument(
@@ -40,6 +43,9 @@ def add_steering_options(parser: argparse.ArgumentParser, *, required: bool = Fa
         metavar="WHICH",
         help=f"{', '.join(get_args(PositionName))}, or slices as in 0:5,8:10; default all",
     )
+    parser.add_argument_group("parameters").add_argument(
+        "--adapter", metavar="NAME", help="a kept LoRA adapter, added to the model's parameters"
+    )
     parser.set_defaults(refuse=parser.error)
 
 
@@ -60,6 +66,13 @@ def read_steering(arguments: argparse.Namespace) -> dict[str, Any] | None:
         common["params"] = arguments.clamp
     steering: dict[str, Any] = {"vectors": [vector | common for vector in arguments.vectors]}
     return {**steering, **given(arguments, "positions")}
+
+
+def read_changes(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options `steering` and `adapter`, those that were given; it fails as `read_steering`."""
+    steering = read_steering(arguments)
+    changes = {} if steering is None else {"steering": steering}
+    return {**changes, **given(arguments, "adapter")}
 
 
 def load_steering(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
 def _steer(client: Client, arguments: argparse.Namespace) -> None:
     steering = read_steering(arguments)
     assert steering is not None, "the parser requires it"
-    options: Any = given(arguments, *_SAMPLING, "baseline")
+    options: Any = given(arguments, *_SAMPLING, "baseline", "adapter")
     prompt: str | None = arguments.prompt
     if arguments.chat:
         options = {**options, "messages": [{"role": "user", "content": prompt}]}
@@ -108,10 +108,10 @@ def _steer(client: Client, arguments: argparse.Namespace) -> None:
     (result,) = answer.results
     if alone:
         note = _tables.sum_up_completion(result.completions[0])
-        show(arguments, answer, Text(note, "dim"), *_tables.draw_receipt(answer.steering))
+        show(arguments, answer, Text(note, "dim"), *_tables.draw_changes(answer))
     else:
         table = _tables.draw_completions(result)
-        show(arguments, answer, table, *_tables.draw_receipt(answer.steering))
+        show(arguments, answer, table, *_tables.draw_changes(answer))
 
 
 def _stream_one(
@@ -164,7 +164,7 @@ def _sweep(client: Client, arguments: argparse.Namespace) -> None:
         arguments.refuse("give --item, --items or --text: something to score at each scale")
     if arguments.plot:
         check_plot_path(arguments.plot)
-    options: Any = dict(given(arguments, "layers", "boundary", "bos"))
+    options: Any = dict(given(arguments, "layers", "boundary", "bos", "adapter"))
     if items:
         options["items"] = items
     if names:
@@ -175,11 +175,11 @@ def _sweep(client: Client, arguments: argparse.Namespace) -> None:
         labels = label_sweep(answer, items, texts)
     except ValueError as wrong:
         raise AnswerError(f"{wrong}: a fault of the server", request_id=answer.id) from wrong
-    notes = []
+    notes = list(_tables.draw_changes(answer))
     if arguments.plot:
         title = f"{_name_steering(steering)} on {answer.model}"
         plot_sweep(answer, arguments.plot, items=items, texts=texts, title=title)
-        notes.append(f"plot: {arguments.plot}")
+        notes.append(Text(f"plot: {arguments.plot}"))
     show(arguments, answer, _tables.draw_sweep(answer, labels), *notes)
 
 

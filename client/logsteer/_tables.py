@@ -13,6 +13,7 @@ from rich.text import Text
 
 from logsteer._labels import SweepLabels, label_layers
 from logsteer.schemas import (
+    AdapterCard,
     Completion,
     ItemScore,
     ModelList,
@@ -23,6 +24,8 @@ from logsteer.schemas import (
     SweepPoint,
     TargetScore,
     TopAlternatives,
+    UsedChanges,
+    UsedParameters,
     VectorCard,
 )
 from logsteer.schemas.logprob import ScoredTarget
@@ -105,6 +108,16 @@ def draw_vectors(cards: Sequence[VectorCard]) -> Table:
     return table
 
 
+def draw_adapters(cards: Sequence[AdapterCard]) -> Table:
+    """A row per adapter."""
+    table = _table("name", "model", ">rank", ">alpha", "modules", "created", "sha256")
+    for card in cards:
+        sizes = [str(card.rank), _number(card.alpha)]
+        cells = [card.name, card.model, *sizes, ", ".join(card.modules), card.created, card.sha256]
+        table.add_row(*map(Text, cells))
+    return table
+
+
 def draw_layers(card: VectorCard) -> Table:
     """A row per layer of a vector, with its quality where it was trained."""
     quality = card.about.quality or {}
@@ -148,7 +161,15 @@ def sum_up_completion(completion: Completion) -> str:
     )
 
 
-def draw_receipt(receipt: SteeringReceipt) -> Iterator[Table | Text]:
+def draw_changes(answer: UsedParameters) -> Iterator[Table | Text]:
+    """What an answer was computed under, where that is not the model as it is."""
+    if answer.adapter is not None:
+        yield Text(f"under adapter {answer.adapter.name} ({answer.adapter.sha256[:12]})")
+    if isinstance(answer, UsedChanges) and answer.steering is not None:
+        yield from _draw_receipt(answer.steering)
+
+
+def _draw_receipt(receipt: SteeringReceipt) -> Iterator[Table | Text]:
     """What was applied, and what it did at each layer."""
     used = ", ".join(
         f"{vector.name or 'a vector'} x {vector.scale:g} ({vector.sha256[:12]})"

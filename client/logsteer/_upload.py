@@ -2,7 +2,9 @@
 
 import asyncio
 import io
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+import uuid
+from collections.abc import AsyncIterable, AsyncIterator, Generator, Iterable, Iterator, Mapping
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import IO, Any, TypeAlias
@@ -11,6 +13,34 @@ Source: TypeAlias = str | PathLike[str] | IO[bytes] | IO[str] | Iterable[bytes] 
 AsyncSource: TypeAlias = Source | AsyncIterable[bytes] | AsyncIterable[str]
 
 _CHUNK = 64 * 1024
+
+
+class Form:
+    """The body of a form of files (multipart/form-data), anew each time it is iterated over.
+
+    `files` is part -> path. Raises OSError for a file that cannot be read.
+    """
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        for path in files.values():
+            _check_path(path)
+        self._files = dict(files)
+        self._boundary = uuid.uuid4().hex
+
+    @property
+    def content_type(self) -> str:
+        """The media type of the body, with the boundary between its parts."""
+        return f"multipart/form-data; boundary={self._boundary}"
+
+    def __iter__(self) -> Iterator[bytes]:
+        for part, path in self._files.items():
+            head = f'form-data; name="{part}"; filename="{path.name}"'
+            yield f"--{self._boundary}\r\nContent-Disposition: {head}\r\n".encode()
+            yield b"Content-Type: application/octet-stream\r\n\r\n"
+            with path.open("rb") as file:
+                yield from _read(file)
+            yield b"\r\n"
+        yield f"--{self._boundary}--\r\n".encode()
 
 
 class Upload:
@@ -23,10 +53,9 @@ class Upload:
     def __init__(self, source: AsyncSource) -> None:
         self._start: int | None = None
         self._started = False
+        self._running: Generator[bytes, None, None] | None = None
         if isinstance(source, str | PathLike):
-            # A wrong path is told at once, not after a connection was made.
-            with Path(source).open("rb"):
-                pass
+            _check_path(Path(source))
         elif isinstance(source, bytes | bytearray):
             raise TypeError("source is bytes: give a path, a file, or an iterable such as [data]")
         elif _is_file(source):
@@ -52,9 +81,20 @@ class Upload:
         """
         if not isinstance(self._source, str | PathLike | Iterable):
             raise TypeError("an asynchronous source needs AsyncClient")
-        return self._chunks()
+        return self._start_chunks()
 
-    def _chunks(self) -> Iterator[bytes]:
+    def close(self) -> None:
+        """Nothing; files that the last chunks were read from are closed, unless they were given."""
+        # A thread may still read for a task that was cancelled; it lets go of its file by itself.
+        with suppress(ValueError):
+            if self._running is not None:
+                self._running.close()
+
+    def _start_chunks(self) -> Iterator[bytes]:
+        self._running = self._chunks()
+        return self._running
+
+    def _chunks(self) -> Generator[bytes, None, None]:
         again, self._started = self._started, True
         if isinstance(self._source, str | PathLike):
             with Path(self._source).open("rb") as file:
@@ -63,6 +103,9 @@ class Upload:
             if again:
                 self._source.seek(self._start)
             yield from _read(self._source)
+        elif isinstance(self._source, Form):
+            # Not by map, which would not close the file that is open when this is closed.
+            yield from self._source
         else:
             yield from map(_encode, self._source)
 
@@ -72,13 +115,19 @@ class Upload:
             self._started = True
             async for chunk in self._source:
                 yield _encode(chunk)
-        elif isinstance(self._source, str | PathLike) or _is_file(self._source):
-            chunks = self._chunks()
+        elif isinstance(self._source, str | PathLike | Form) or _is_file(self._source):
+            chunks = self._start_chunks()
             while (block := await asyncio.to_thread(next, chunks, None)) is not None:
                 yield block
         else:
-            for block in self._chunks():
+            for block in self._start_chunks():
                 yield block
+
+
+def _check_path(path: Path) -> None:
+    # A wrong path is told at once, not after a connection was made.
+    with path.open("rb"):
+        pass
 
 
 def _is_file(source: object) -> bool:

@@ -9,6 +9,7 @@ import httpx
 from pydantic import BaseModel
 
 from logsteer import _calls
+from logsteer._adapters import AsyncAdapters
 from logsteer._call import Call, as_list
 from logsteer._calls import GenerateEvent, PerplexityEvent, SteerEvent
 from logsteer._exchange import Encoding, exchange
@@ -101,6 +102,11 @@ class AsyncClient:
     def overrides(self) -> AsyncOverrides:
         """As `Client.overrides`."""
         return AsyncOverrides(self._answer, self._model)
+
+    @property
+    def adapters(self) -> AsyncAdapters:
+        """As `Client.adapters`."""
+        return AsyncAdapters(self._answer, self._model)
 
     async def aclose(self) -> None:
         """Nothing; the connections are closed."""

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -12,16 +12,18 @@ import httpx
 
 import logsteer
 from logsteer import _tables
-from logsteer._options import SteeringLike, WindowOptions
+from logsteer._adapter_commands import add_adapter_commands
+from logsteer._calls import fits_query
+from logsteer._options import WindowOptions
 from logsteer._pairs import pair_items, pair_scores
 from logsteer._progress import ScoringProgress
-from logsteer._steering_arguments import add_steering_options, read_steering
+from logsteer._steering_arguments import add_steering_options, read_changes
 from logsteer._steering_commands import add_steer, add_sweep
 from logsteer._terminal import Command, decode_text, given, show
 from logsteer._vector_commands import add_vector_commands
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
-from logsteer.schemas import LogprobAnswer, PerplexityAnswer
+from logsteer.schemas import PerplexityAnswer
 
 EXAMPLES = """examples:
   logsteer models
@@ -91,6 +93,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add_steer(add("steer", help="continue a prompt under steering, as it is generated"))
     add_sweep(add("sweep", help="what steering does to targets and texts, scale by scale"))
     add_vector_commands(add("vectors", help="keep, make and fetch steering vectors"), common)
+    add_adapter_commands(add("adapters", help="keep LoRA adapters"), common)
     return parser
 
 
@@ -142,17 +145,12 @@ def _show_models(client: Client, arguments: argparse.Namespace) -> None:
 
 
 def _show_scores(client: Client, arguments: argparse.Namespace) -> None:
-    options: Any = dict(given(arguments, "boundary", "space", "top"))
-    if steering := read_steering(arguments):
-        options["steering"] = steering
+    own = given(arguments, "boundary", "space", "top")
+    options: Any = {**own, **read_changes(arguments)}
     items = pair_items([arguments.context], arguments.targets)
     answer = client.logprob(items, **options)
     result = pair_scores(answer, 1, len(arguments.targets))[0]
-    show(arguments, answer, *_tables.draw_scores(result), *_draw_receipt(answer))
-
-
-def _draw_receipt(answer: LogprobAnswer | PerplexityAnswer) -> Iterable[Any]:
-    return () if answer.steering is None else _tables.draw_receipt(answer.steering)
+    show(arguments, answer, *_tables.draw_scores(result), *_tables.draw_changes(answer))
 
 
 def _show_tokens(client: Client, arguments: argparse.Namespace) -> None:
@@ -161,26 +159,24 @@ def _show_tokens(client: Client, arguments: argparse.Namespace) -> None:
 
 
 def _show_perplexity(client: Client, arguments: argparse.Namespace) -> None:
-    options: Any = given(arguments, "protocol", "context_length", "stride", "bos")
-    steering = read_steering(arguments)
+    own = given(arguments, "protocol", "context_length", "stride", "bos")
+    options: Any = {**own, **read_changes(arguments)}
     if arguments.file == "-":
-        answer = _score_file(client, sys.stdin.buffer, options, steering)
+        answer = _score_file(client, sys.stdin.buffer, options)
     else:
         with Path(arguments.file).open("rb") as file:
-            answer = _score_file(client, file, options, steering)
-    show(arguments, answer, _tables.draw_perplexity(answer), *_draw_receipt(answer))
+            answer = _score_file(client, file, options)
+    show(arguments, answer, _tables.draw_perplexity(answer), *_tables.draw_changes(answer))
 
 
-def _score_file(
-    client: Client, file: BinaryIO, options: WindowOptions, steering: SteeringLike | None
-) -> PerplexityAnswer:
+def _score_file(client: Client, file: BinaryIO, options: WindowOptions) -> PerplexityAnswer:
     with ScoringProgress(file) as progress:
-        if steering is None:
+        if fits_query(options):
             events = client.perplexity_stream(progress.source, **options)
         else:
-            # A text that is sent while it is read leaves no room for a steering object.
+            # Vectors by value may be too long for a query; a body takes them beside a whole text.
             text = decode_text(progress.source.read(), getattr(file, "name", "the text"))
-            events = client.perplexity_events(text, steering=steering, **options)
+            events = client.perplexity_events(text, **options)
         with closing(events):
             for event in events:
                 if isinstance(event, PerplexityAnswer):

@@ -13,6 +13,7 @@ import httpx
 from pydantic import BaseModel
 
 from logsteer import _calls
+from logsteer._adapters import Adapters
 from logsteer._call import Call, as_list
 from logsteer._calls import GenerateEvent, PerplexityEvent, SteerEvent
 from logsteer._exchange import Encoding, exchange
@@ -114,6 +115,11 @@ class Client:
     def overrides(self) -> Overrides:
         """The directions of the parameters that the server keeps."""
         return Overrides(self._answer, self._model)
+
+    @property
+    def adapters(self) -> Adapters:
+        """The LoRA adapters that the server keeps."""
+        return Adapters(self._answer, self._model)
 
     def close(self) -> None:
         """Nothing; the connections are closed."""

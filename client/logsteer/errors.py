@@ -24,11 +24,13 @@ KINDS: Mapping[ProblemCode, Kind] = {
     "boundary_empty": Kind(422, False, "Target left without a token"),
     "unsupported_by_engine": Kind(422, False, "Unsupported by this engine"),
     "invalid_vector": Kind(422, False, "Invalid vector"),
+    "invalid_adapter": Kind(422, False, "Invalid adapter"),
     "unauthorized": Kind(401, False, "Unauthorized"),
     "not_found": Kind(404, False, "Not found"),
     "unknown_model": Kind(404, False, "Unknown model"),
     "unknown_vector": Kind(404, False, "Unknown vector"),
     "unknown_override": Kind(404, False, "Unknown override"),
+    "unknown_adapter": Kind(404, False, "Unknown adapter"),
     "method_not_allowed": Kind(405, False, "Method not allowed"),
     "payload_too_large": Kind(413, False, "Payload too large"),
     "overloaded": Kind(429, True, "Overloaded"),
@@ -130,6 +132,7 @@ class InvalidRequestError(APIError):
             "boundary_empty",
             "unsupported_by_engine",
             "invalid_vector",
+            "invalid_adapter",
             "method_not_allowed",
         }
     )
@@ -144,9 +147,11 @@ class AuthenticationError(APIError):
 
 
 class NotFoundError(APIError):
-    """The server has no such model, vector, override or path."""
+    """The server has no such model, vector, override, adapter or path."""
 
-    codes = frozenset({"not_found", "unknown_model", "unknown_vector", "unknown_override"})
+    codes = frozenset(
+        {"not_found", "unknown_model", "unknown_vector", "unknown_override", "unknown_adapter"}
+    )
     statuses = frozenset({404})
 
 

@@ -33,7 +33,14 @@ from logsteer._batches import (
 )
 from logsteer._call import Call
 from logsteer._chat import render_chat
-from logsteer._eval_settings import find_card, read_batch_size, read_max_length, read_steering
+from logsteer._eval_settings import (
+    check_adapter,
+    find_adapter,
+    find_card,
+    read_batch_size,
+    read_max_length,
+    read_steering,
+)
 from logsteer._options import SteeringLike
 from logsteer.client import Client
 from logsteer.errors import AnswerError, InvalidRequestError, LogsteerError
@@ -67,8 +74,10 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
     the harness passes where nothing is asked for, leave it to the adapter. `prefix_token_id` stands
     before text without context: BOS unless given, else EOS. `steering` is a steering object, its
     JSON, or a file of that; every request is steered by it, a target's context being its prompt.
-    Vectors that it names are those that had the names when this object was made. The harness'
-    `--use_cache` tells answers apart by request alone: give each steering a cache of its own.
+    Vectors that it names are those that had the names when this object was made. `adapter` names a
+    kept LoRA adapter, which is added to the model's parameters; a run ends if the name is given
+    another content. The harness' `--use_cache` tells answers apart by request alone: give each
+    steering and each adapter a cache of its own.
     """
 
     def __init__(
@@ -86,6 +95,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         max_batch_size: int | None = None,
         device: str | None = None,
         steering: SteeringLike | str | Path | None = None,
+        adapter: str | None = None,
     ) -> None:
         super().__init__()
         if max_batch_size is not None or device is not None:
@@ -96,6 +106,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         self._batch_size = read_batch_size(batch_size)
         self._max_length = read_max_length(max_length, self._card)
         self._steering = None if steering is None else read_steering(self._client, steering)
+        self._adapter = None if adapter is None else find_adapter(self._client, adapter)
         self._bos = _BOS_POLICIES[add_bos_token]
         self._max_gen_toks = max_gen_toks
         self._prefix_token_id = prefix_token_id
@@ -125,8 +136,12 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
     def get_model_info(self) -> dict[str, Any]:
         """What computed the numbers, for the harness's record of the run."""
         provenance = self._card.provenance
-        steering = {} if self._steering is None else {"steering": self._steering}
-        return {"model_provenance": provenance.model_dump() if provenance else None, **steering}
+        changes: dict[str, Any] = {}
+        if self._steering is not None:
+            changes["steering"] = self._steering
+        if self._adapter is not None:
+            changes["adapter"] = self._adapter.model_dump()
+        return {"model_provenance": provenance.model_dump() if provenance else None, **changes}
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The model's chat template, for the harness's record of the run."""
@@ -242,6 +257,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
             body["stop"] = stop
         body |= {"prompt": [ids[-room:] for ids in prompts], "max_tokens": setting["max_gen_toks"]}
         answer = self._post("/v1/completions", body, CompletionAnswer)
+        check_adapter(self._adapter, answer.adapter)
         texts = {choice.index: choice.text for choice in answer.choices}
         if texts.keys() != set(range(len(prompts))):
             raise AnswerError(f"asked for {len(prompts)} completions, got numbers {sorted(texts)}")
@@ -320,6 +336,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         for batch in make_batches(self._fit(request) for request in requests):
             fields = {"items": batch.items, "columns": ["logprob", "rank"], "per_token": False}
             answer = self._post("/logprob", fields, Scores)
+            check_adapter(self._adapter, answer.adapter)
             targets = [target for item in answer.results for target in item.targets]
             for places, target in zip(batch.places, targets, strict=True):
                 logprob = target.logprob
@@ -355,8 +372,11 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
 
     def _post(self, path: str, fields: Mapping[str, Any], schema: type[A]) -> A:
         fields = {"model": self._card.id, **fields}
-        if self._steering is not None and path != "/tokenize":
-            fields["steering"] = self._steering
+        if path != "/tokenize":
+            if self._steering is not None:
+                fields["steering"] = self._steering
+            if self._adapter is not None:
+                fields["adapter"] = self._adapter.name
         body = json.dumps(fields, separators=(",", ":")).encode()
         answer: A = self._client._answer(Call("POST", path, schema, body))
         return answer

@@ -20,10 +20,11 @@ from logsteer_server import __version__
 from logsteer_server.cache import ResultCache
 from logsteer_server.deps import check_key
 from logsteer_server.encoding import JSON, encode_json
+from logsteer_server.filestore import ADAPTERS, OVERRIDES, FileStore
 from logsteer_server.metrics import Metrics, RequestMetrics
-from logsteer_server.overrides.store import OverrideStore
 from logsteer_server.residents import Residents
 from logsteer_server.routes import (
+    adapters,
     generation,
     gradient,
     logprob,
@@ -55,7 +56,12 @@ def create_app(settings: Settings) -> FastAPI:
         results = ResultCache.open(settings)
         app.state.metrics.live.read_cache_bytes = lambda: results.num_bytes
         app.state.file_readers = asyncio.Semaphore(MAX_FILE_READERS)
-        app.state.overrides = await asyncio.to_thread(OverrideStore.open, settings)
+        app.state.overrides = await asyncio.to_thread(
+            FileStore, OVERRIDES, settings.override_path, settings.override_store_bytes
+        )
+        app.state.adapters = await asyncio.to_thread(
+            FileStore, ADAPTERS, settings.adapter_path, settings.adapter_store_bytes
+        )
         app.state.vectors = await asyncio.to_thread(VectorStore.open, settings)
         residents = Residents(settings, results, app.state.metrics)
         app.state.residents = residents
@@ -77,7 +83,8 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.settings = settings
     app.state.metrics = Metrics()
     for module in (
-        logprob, perplexity, generation, sweep, gradient, vectors, overrides, tokens, openai,
+        logprob, perplexity, generation, sweep, gradient, vectors, overrides, adapters, tokens,
+        openai,
     ):  # fmt: skip
         app.include_router(module.router, dependencies=[Depends(check_key)])
     app.include_router(operations.router)

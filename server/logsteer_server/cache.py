@@ -31,7 +31,7 @@ from logsteer_server.settings import ModelSettings, Settings
 
 log = logging.getLogger(__name__)
 
-VERSION = "logsteer-results-2"
+VERSION = "logsteer-results-3"
 """Part of every key: another number makes all older results unreachable."""
 
 ENTRY_BYTES = 360
@@ -67,7 +67,8 @@ def make_key(scope: bytes, job: ScoreJob) -> bytes | None:
     if job.export is not None or job.reference is not None:
         return None
     moved = job.override and (job.override.direction.sha256, job.override.eta)
-    columns = repr((job.columns, astuple(job.policy), job.double, moved)).encode()
+    added = job.adapter and job.adapter.sha256
+    columns = repr((job.columns, astuple(job.policy), job.double, moved, added)).encode()
     sizes = (len(job.tokens), len(job.targets), len(columns), job.top, job.alternatives)
     # What bends the model for this job. A test fails for a field of ScoreJob unknown to the key.
     bent = b"" if job.plan is None else job.plan.digest(job.prompt_len)

@@ -14,9 +14,10 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
 from logsteer.errors import api_error
-from logsteer.schemas import Answer
+from logsteer.schemas import AdapterCard, Answer, OverrideCard
+from logsteer_server.changes import Stores
 from logsteer_server.encoding import choose_encoding, encode
-from logsteer_server.overrides.store import OverrideStore
+from logsteer_server.filestore import FileStore
 from logsteer_server.residents import Residents
 from logsteer_server.settings import Settings
 from logsteer_server.steering.store import VectorStore
@@ -79,16 +80,27 @@ def get_residents(request: Request) -> Residents:
     return residents
 
 
-def get_store(request: Request) -> VectorStore:
+def get_vectors(request: Request) -> VectorStore:
     """The steering vectors that are kept."""
-    store: VectorStore = request.app.state.vectors
-    return store
+    vectors: VectorStore = request.app.state.vectors
+    return vectors
 
 
-def get_overrides(request: Request) -> OverrideStore:
+def get_overrides(request: Request) -> FileStore[OverrideCard]:
     """The overrides that are kept."""
-    overrides: OverrideStore = request.app.state.overrides
+    overrides: FileStore[OverrideCard] = request.app.state.overrides
     return overrides
+
+
+def get_adapters(request: Request) -> FileStore[AdapterCard]:
+    """The adapters that are kept."""
+    adapters: FileStore[AdapterCard] = request.app.state.adapters
+    return adapters
+
+
+def get_stores(request: Request) -> Stores:
+    """Where the names in a request are looked up."""
+    return Stores(get_vectors(request), get_overrides(request), get_adapters(request))
 
 
 def get_file_readers(request: Request) -> asyncio.Semaphore:
@@ -111,8 +123,10 @@ def check_key(request: Request, settings: Annotated[Settings, Depends(get_settin
 
 SettingsDep = Annotated[Settings, Depends(get_settings)]
 ResidentsDep = Annotated[Residents, Depends(get_residents)]
-StoreDep = Annotated[VectorStore, Depends(get_store)]
-OverridesDep = Annotated[OverrideStore, Depends(get_overrides)]
+VectorsDep = Annotated[VectorStore, Depends(get_vectors)]
+OverridesDep = Annotated[FileStore[OverrideCard], Depends(get_overrides)]
+AdaptersDep = Annotated[FileStore[AdapterCard], Depends(get_adapters)]
+StoresDep = Annotated[Stores, Depends(get_stores)]
 FileReadersDep = Annotated[asyncio.Semaphore, Depends(get_file_readers)]
 
 
@@ -195,12 +209,14 @@ def describe_answer(model: type[Answer]) -> dict[int | str, dict[str, Any]]:
 
 
 __all__ = [
+    "AdaptersDep",
     "FileReadersDep",
     "LimitedRoute",
     "OverridesDep",
     "ResidentsDep",
     "SettingsDep",
-    "StoreDep",
+    "StoresDep",
+    "VectorsDep",
     "answer",
     "check_count",
     "check_key",

@@ -1,6 +1,6 @@
-"""The override store: directions as files, by content, and names that point to them.
+"""Stores of uploaded safetensors files, by content, and of names that point to them.
 
-    contents/<sha256>.safetensors   a direction as it was uploaded
+    contents/<sha256>.safetensors   a file
     names/<name>.json               its card
     incoming/                       uploads that are not complete
 
@@ -18,24 +18,48 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import mkstemp
-from typing import IO
+from typing import IO, Generic, Protocol, TypeVar
 
 from pydantic import ValidationError
 
 from logsteer.errors import APIError, api_error
-from logsteer.schemas import OverrideCard
-from logsteer_server.engines.base import Direction
-from logsteer_server.settings import ConfigurationError, Settings
+from logsteer.schemas import AdapterCard, OverrideCard
+from logsteer.schemas.problem import ProblemCode
+from logsteer_server.settings import ConfigurationError
 
 MAX_NAMES = 1000
 
+C = TypeVar("C", bound=OverrideCard | AdapterCard)
+
 
 @dataclass(frozen=True, slots=True)
-class StoredOverride:
-    """A kept direction, by the name that it was found under."""
+class StoredFile:
+    """A kept file, by the name that it was found under."""
 
     name: str
-    direction: Direction
+    path: str
+    sha256: str
+
+
+class FileSource(Protocol):
+    """Where files are kept."""
+
+    def find(self, name: str) -> StoredFile:
+        """The file of a name. Errors: APIError, for a name that nothing has."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kind(Generic[C]):
+    """What a store keeps: its noun, the card of one, the error for a name that nothing has."""
+
+    noun: str
+    card: type[C]
+    unknown: ProblemCode
+
+
+OVERRIDES = Kind("override", OverrideCard, "unknown_override")
+ADAPTERS = Kind("adapter", AdapterCard, "unknown_adapter")
 
 
 class IncomingFile:
@@ -71,14 +95,15 @@ class IncomingFile:
             self._file.close()
 
 
-class OverrideStore:
-    """Kept directions in a directory, made when the first one comes; threads may share it.
+class FileStore(Generic[C]):
+    """Kept files of a kind in a directory, made when the first one comes; threads may share it.
 
-    Its methods block: call them in a thread. Errors of all of them: APIError `unknown_override`,
+    Its methods block: call them in a thread. Errors of all of them: APIError `unknown` of the kind,
     and `internal` where the disk fails.
     """
 
-    def __init__(self, directory: Path, max_bytes: int) -> None:
+    def __init__(self, kind: Kind[C], directory: Path, max_bytes: int) -> None:
+        self._kind = kind
         self.directory = directory
         self.max_bytes = max_bytes
         self._contents, self._names = directory / "contents", directory / "names"
@@ -89,13 +114,8 @@ class OverrideStore:
                 self._drop_left_overs()
             except OSError as error:
                 raise ConfigurationError(
-                    f"override_directory: {directory} cannot be used ({error}); name another one"
+                    f"{kind.noun}_directory: {directory} cannot be used ({error}); name another one"
                 ) from error
-
-    @classmethod
-    def open(cls, settings: Settings) -> "OverrideStore":
-        """The store of these settings. Errors: ConfigurationError."""
-        return cls(settings.override_path, settings.override_store_bytes)
 
     def _drop_left_overs(self) -> None:
         """Take away the uploads of servers that were killed: nobody holds a lock on them."""
@@ -125,7 +145,7 @@ class OverrideStore:
                 directory.mkdir(parents=True, exist_ok=True)
             return IncomingFile(self._incoming)
 
-    def keep(self, incoming: IncomingFile, card: OverrideCard) -> None:
+    def keep(self, incoming: IncomingFile, card: C) -> None:
         """Point the card's name to an upload that is finished, whatever it pointed to before.
 
         Errors: APIError `payload_too_large` where the store is full.
@@ -140,7 +160,7 @@ class OverrideStore:
             if before is not None:
                 self._drop_unnamed(before.sha256)
 
-    def _write_card(self, card: OverrideCard) -> None:
+    def _write_card(self, card: C) -> None:
         handle, name = mkstemp(dir=self._names, suffix=".new")
         with os.fdopen(handle, "wb") as file:
             file.write(card.model_dump_json().encode())
@@ -149,7 +169,7 @@ class OverrideStore:
         Path(name).replace(self._names / f"{card.name}.json")
         _sync(self._names)
 
-    def _check_room(self, card: OverrideCard, before: OverrideCard | None, content: Path) -> None:
+    def _check_room(self, card: C, before: C | None, content: Path) -> None:
         cards = self._read_all()
         freed = 0
         if before is not None and sum(c.sha256 == before.sha256 for c in cards) == 1:
@@ -158,12 +178,12 @@ class OverrideStore:
         total = self._count_bytes() + added - freed
         if total > self.max_bytes:
             detail = (
-                f"The override store would hold {total} bytes, at most {self.max_bytes} are kept: "
-                "delete overrides, or raise override_store_bytes."
+                f"The {self._kind.noun} store would hold {total} bytes, at most {self.max_bytes} "
+                f"are kept: delete {self._kind.noun}s, or raise {self._kind.noun}_store_bytes."
             )
             raise api_error("payload_too_large", detail)
         if before is None and len(cards) >= MAX_NAMES:
-            detail = f"There are {MAX_NAMES} overrides, which is the limit: delete some."
+            detail = f"There are {MAX_NAMES} {self._kind.noun}s, which is the limit: delete some."
             raise api_error("payload_too_large", detail)
 
     def _find_content(self, sha256: str) -> Path:
@@ -176,19 +196,21 @@ class OverrideStore:
         if all(card.sha256 != sha256 for card in self._read_all()):
             self._find_content(sha256).unlink(missing_ok=True)
 
-    def _read(self, path: Path) -> OverrideCard | None:
+    def _read(self, path: Path) -> C | None:
         try:
-            return OverrideCard.model_validate_json(path.read_bytes())
+            card: C = self._kind.card.model_validate_json(path.read_bytes())  # type: ignore[assignment]
+            return card
         except FileNotFoundError:
             return None
         except ValidationError as error:
-            raise OSError(f"{path} is damaged; remove it and upload the override again") from error
+            detail = f"{path} is damaged; remove it and upload the {self._kind.noun} again"
+            raise OSError(detail) from error
 
-    def _read_all(self) -> list[OverrideCard]:
+    def _read_all(self) -> list[C]:
         found = [self._read(path) for path in self._names.glob("*.json")]
         return sorted((card for card in found if card), key=lambda card: card.name)
 
-    def describe(self, name: str) -> OverrideCard:
+    def describe(self, name: str) -> C:
         """The card of a name."""
         with _report_faults(self.directory):
             card = self._read(self._names / f"{name}.json")
@@ -196,19 +218,20 @@ class OverrideStore:
                 raise self._refuse_name(name)
         return card
 
-    def find(self, name: str) -> StoredOverride:
-        """The direction of a name."""
+    def find(self, name: str) -> StoredFile:
+        """The file of a name."""
         card = self.describe(name)
         path = self._find_content(card.sha256).resolve()
-        return StoredOverride(name, Direction(str(path), card.sha256))
+        return StoredFile(name, str(path), card.sha256)
 
     def _refuse_name(self, name: str) -> APIError:
         names = [card.name for card in self._read_all()]
         known = ", ".join(names[:20]) + (", and more" if len(names) > 20 else "")
         there = f"these are there: {known}." if names else "none is there yet; PUT one."
-        return api_error("unknown_override", f"No override is named {name!r}; {there}")
+        detail = f"No {self._kind.noun} is named {name!r}; {there}"
+        return api_error(self._kind.unknown, detail)
 
-    def list_all(self) -> tuple[list[OverrideCard], int]:
+    def list_all(self) -> tuple[list[C], int]:
         """Every name's card, by name, and the bytes of all contents."""
         with _report_faults(self.directory):
             return self._read_all(), self._count_bytes()
@@ -233,7 +256,7 @@ def _report_faults(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        detail = f"The override store {directory} cannot be used ({error}). Make room on its disk."
+        detail = f"The store {directory} cannot be used ({error}). Make room on its disk."
         raise api_error("internal", detail) from error
 
 

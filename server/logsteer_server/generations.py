@@ -4,12 +4,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from logsteer.schemas import GenerateRequest, PromptRequest, SteerRequest
-from logsteer_server.overrides.resolve import (
-    OverrideSource,
-    ResolvedOverride,
-    override_jobs,
-    resolve_override,
-)
+from logsteer_server.changes import Changes, Stores
 from logsteer_server.residents import Resident, WorkClock
 from logsteer_server.sampling.continuations import (
     Continuations,
@@ -17,8 +12,6 @@ from logsteer_server.sampling.continuations import (
     plan_continuations,
     plan_diagnosis,
 )
-from logsteer_server.steering.jobs import steer_jobs, write_receipt
-from logsteer_server.steering.resolve import ResolvedSteering, VectorSource, resolve_optional
 
 
 class Generation:
@@ -29,42 +22,33 @@ class Generation:
         answer_id: str,
         resident: Resident,
         continuations: Continuations,
-        steering: ResolvedSteering | None,
-        override: ResolvedOverride | None,
+        changes: Changes,
         diagnosed: GenerateRequest | None,
     ) -> None:
         self.id = answer_id
         self._resident = resident
         self._continuations = continuations
-        self._steering = steering
-        self._override = override
+        self._changes = changes
         self._diagnosed = diagnosed
         self._diagnosis: Diagnosis | None = None
         self._clock = WorkClock()
 
     @classmethod
     def plan(
-        cls,
-        answer_id: str,
-        body: PromptRequest,
-        resident: Resident,
-        source: VectorSource,
-        overrides: OverrideSource,
+        cls, answer_id: str, body: PromptRequest, resident: Resident, stores: Stores
     ) -> "Generation":
         """The generation that a request asks for.
 
-        Errors: those of `plan_continuations`, `resolve_steering`, `resolve_override` and
-        `steer_jobs`.
+        Errors: those of `plan_continuations`, `Changes.resolve` and `Changes.apply`.
         """
         codec, info = resident.require()
-        wanted = body.steering if isinstance(body, SteerRequest | GenerateRequest) else None
-        steering = resolve_optional(wanted, source, info)
-        override = resolve_override(body.override, overrides, info)
-        plain = override_jobs(plan_continuations(body, codec, info), override)
-        baseline = plain if isinstance(body, SteerRequest) and body.baseline else []
-        continuations = Continuations(steer_jobs(plain, steering), baseline, body.n)
+        changes = Changes.resolve(body, stores, info)
+        plain = plan_continuations(body, codec, info)
+        has_baseline = isinstance(body, SteerRequest) and body.baseline
+        baseline = changes.unsteered.apply(plain) if has_baseline else []
+        continuations = Continuations(changes.apply(plain), baseline, body.n)
         diagnosed = body if isinstance(body, GenerateRequest) and body.diagnostics else None
-        return cls(answer_id, resident, continuations, steering, override, diagnosed)
+        return cls(answer_id, resident, continuations, changes, diagnosed)
 
     async def run(self) -> AsyncIterator[dict[str, Any]]:
         """Each piece as it comes, as a `SteerPiece`; then the diagnostics are made."""
@@ -79,20 +63,17 @@ class Generation:
 
     def head(self) -> dict[str, Any]:
         """What stands in front of an answer, and in the event that opens a stream."""
-        provenance = self._resident.provenance().model_dump()
+        precision = self._diagnosed.precision if self._diagnosed else "float32"
+        provenance = self._resident.provenance(precision=precision).model_dump()
         return {"id": self.id, "model": self._resident.id, "provenance": provenance}
 
     def report(self) -> dict[str, Any]:
         """The whole answer, as `SteerAnswer` or `GenerateAnswer`."""
         codec, _ = self._resident.require()
-        receipt = None
-        if self._steering is not None:
-            receipt = write_receipt(self._steering, self._continuations.steered_ends)
         return {
             **self.head(),
             "results": self._continuations.write(codec, self._diagnosis),
-            "steering": receipt,
-            "override": self._override.used if self._override else None,
+            **self._changes.report(self._continuations.steered_ends),
             "usage": self._continuations.count_usage(self._diagnosis),
             "timing": self._clock.read(),
         }

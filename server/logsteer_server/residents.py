@@ -10,11 +10,13 @@ from dataclasses import replace
 from typing import TypeVar
 
 from logsteer.errors import api_error
-from logsteer.schemas import ModelCard, Provenance
+from logsteer.schemas import ModelCard, Precision, Provenance
 from logsteer_server.cache import Computed, ResultCache, digest_scope
 from logsteer_server.engines.base import (
     CaptureJob,
     CaptureOutput,
+    CheckAdapterJob,
+    CheckJob,
     CheckOverrideJob,
     CheckOverrideOutput,
     EngineInfo,
@@ -221,10 +223,14 @@ class Resident:
 
     async def check_override(self, job: CheckOverrideJob) -> CheckOverrideOutput:
         """How much of the model a direction moves. Errors: APIError where it does not fit."""
-        async for end in self.handle.run([job]):
-            assert isinstance(end.output, CheckOverrideOutput)
-            return end.output
-        raise AssertionError("a job gives a result or raises")
+        (output,) = [end.output async for end in self.handle.run([job])]
+        assert isinstance(output, CheckOverrideOutput)
+        return output
+
+    async def check_adapter(self, job: CheckAdapterJob) -> None:
+        """Errors: APIError where the adapter does not fit the model."""
+        async for _ in self.handle.run([job]):
+            pass
 
     async def _run(
         self, jobs: Sequence[Job], clock: WorkClock
@@ -240,7 +246,7 @@ class Resident:
         self._tokens_per_s = 0.8 * self._tokens_per_s + 0.2 * speed if self._tokens_per_s else speed
 
     def _count(self, job: Job, output: JobOutput) -> None:
-        if not is_last(output) or isinstance(job, CheckOverrideJob):
+        if not is_last(output) or isinstance(job, CheckJob):
             return
         self._counters.prompt_tokens.inc(len(job.tokens))
         self._counters.prefix_cached_tokens.inc(output.cached_tokens)
@@ -272,7 +278,9 @@ class Resident:
             card.provenance = self.provenance()
         return card
 
-    def provenance(self, protocol: str | None = None) -> Provenance:
+    def provenance(
+        self, protocol: str | None = None, precision: Precision = "float32"
+    ) -> Provenance:
         """What computes this model's numbers."""
         codec, info = self.require() if self.is_ready else (self._codec, self.handle.info)
         assert codec is not None and info is not None
@@ -283,6 +291,8 @@ class Resident:
             weights_digest=info.weights_digest,
             dtype=info.dtype,
             logits_dtype=info.logits_dtype,
+            precision=precision,
+            tf32=info.tf32,
             quantization=info.quantization,
             tensor_parallel=info.tensor_parallel,
             pipeline_parallel=info.pipeline_parallel,

@@ -24,7 +24,13 @@ class ModelSettings(BaseModel):
     id: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$")
     engine: EngineKind = "vllm"
     path: str = Field(min_length=1, description="Directory of a checkpoint, or its id on the hub.")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field(
+        "auto", description="What the model runs in; float64 takes engine transformer_lens."
+    )
+    logits_dtype: Literal["auto", "float32"] = Field(
+        "auto", description="What the head is computed in; auto: as the model."
+    )
+    tf32: bool = Field(False, description="Let a GPU compute float32 products in TF32.")
     devices: Literal["auto", "cpu"] | list[int] = "auto"
     tensor_parallel: int = Field(1, ge=1)
     pipeline_parallel: int = Field(1, ge=1)
@@ -44,7 +50,19 @@ class ModelSettings(BaseModel):
     steering_depth: int = Field(
         2, ge=1, le=64, description="Operations other than add that a plan may have at one layer."
     )
+    adapter_slots: int = Field(
+        0, ge=0, description="Different LoRA adapters that vLLM runs at once; 0: no adapters."
+    )
+    adapter_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = Field(
+        16, description="The largest rank of an adapter in vLLM; memory is set aside for it."
+    )
     engine_args: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _dtype_fits_the_engine(self) -> "ModelSettings":
+        if self.dtype == "float64" and self.engine == "vllm":
+            raise ValueError("dtype float64 takes engine transformer_lens; vllm has float32")
+        return self
 
     def to_spec(self, directory: Path) -> EngineSpec:
         """What the engine gets; a relative path that exists under `directory` is meant there."""
@@ -100,6 +118,11 @@ class Settings(BaseSettings):
     )
     override_store_bytes: int = Field(2**36, ge=2**10, description="Bytes of all overrides kept.")
     max_override_bytes: int = Field(2**33, ge=2**10, description="Bytes of one override's file.")
+    adapter_directory: Path | None = Field(
+        None, description="Of uploaded LoRA adapters; null: adapters beside vector_file."
+    )
+    adapter_store_bytes: int = Field(2**36, ge=2**10, description="Bytes of all adapters kept.")
+    max_adapter_bytes: int = Field(2**33, ge=2**10, description="Bytes of one adapter's files.")
     max_gradient_numbers: int = Field(
         2**22, ge=1, description="Numbers that the gradients of one request may come to."
     )
@@ -147,6 +170,13 @@ class Settings(BaseSettings):
         if self.override_directory is not None:
             return self.directory / self.override_directory.expanduser()
         return self.vector_path.parent / "overrides"
+
+    @property
+    def adapter_path(self) -> Path:
+        """Where the adapters are kept."""
+        if self.adapter_directory is not None:
+            return self.directory / self.adapter_directory.expanduser()
+        return self.vector_path.parent / "adapters"
 
     @model_validator(mode="after")
     def _has_models(self) -> "Settings":

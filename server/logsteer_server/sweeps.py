@@ -13,6 +13,7 @@ import numpy as np
 from logsteer.errors import api_error
 from logsteer.schemas import LogprobRequest, Steering, SweepRequest
 from logsteer.schemas.perplexity import WindowOptions
+from logsteer_server.changes import Changes, Stores
 from logsteer_server.comparison import export_rows
 from logsteer_server.engines.base import EngineInfo, ScoreJob, ScoreOutput
 from logsteer_server.residents import Resident, WorkClock, collect
@@ -20,8 +21,7 @@ from logsteer_server.scoring.sums import exp_mean, sum_usage
 from logsteer_server.scoring.targets import LogprobPlan, plan_targets
 from logsteer_server.scoring.texts import TextWindow, cut_texts
 from logsteer_server.scoring.tokenizer import TextCodec
-from logsteer_server.steering.jobs import check_reach
-from logsteer_server.steering.resolve import ResolvedSteering, VectorSource, resolve_steering
+from logsteer_server.steering.resolve import resolve_steering
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Setting:
 
     layers: list[int] | None
     scale: float
-    steering: ResolvedSteering | None
+    changes: Changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +51,23 @@ class SweepPlan:
 
 
 def plan_sweep(
-    request: SweepRequest, source: VectorSource, codec: TextCodec, info: EngineInfo
+    request: SweepRequest, stores: Stores, codec: TextCodec, info: EngineInfo
 ) -> SweepPlan:
     """The settings of a sweep, the unsteered one first, and what is scored at each.
 
-    Errors: those of `plan_targets`, `cut_texts`, `resolve_steering` and `check_reach`.
+    Errors: those of `plan_targets`, `cut_texts`, `Changes.resolve` and `check_reach`.
     """
-    settings = [Setting(None, 0.0, None)]
+    unsteered = Changes.resolve(request, stores, info)
+    settings = [Setting(None, 0.0, unsteered)]
     layer_sets: list[list[int] | None] = [*request.layers] if request.layers else [None]
     for layers in layer_sets:
         for scale in request.scales:
-            steering = None
+            changes = unsteered
             if scale:
                 scaled = _scale(request.steering, scale, layers)
-                steering = resolve_steering(scaled, source, info)
-            settings.append(Setting(layers, scale, steering))
+                steering = resolve_steering(scaled, stores.vectors, info)
+                changes = replace(unsteered, steering=steering)
+            settings.append(Setting(layers, scale, changes))
     targets = None
     next_jobs = []
     if request.items:
@@ -84,9 +86,8 @@ def plan_sweep(
         ]
     windows, _ = cut_texts(request.texts, WindowOptions(bos=request.bos), codec, info)
     plan = SweepPlan(settings, targets, next_jobs, windows, len(request.texts))
-    steered = [setting.steering for setting in settings if setting.steering]
-    if steered:
-        check_reach(steered[0], plan.jobs)
+    steered = next((s for s in settings if s.changes.steering), settings[0])
+    steered.changes.check_reach(plan.jobs)
     return plan
 
 
@@ -126,19 +127,22 @@ class Sweep:
         self._outputs: list[ScoreOutput] = []
         self.clock = WorkClock()
 
+    @property
+    def changes(self) -> Changes:
+        """What the unsteered point is under."""
+        return self._plan.settings[0].changes
+
     async def run(self) -> list[dict[str, Any]]:
         """Every setting as a `SweepPoint`, the unsteered one first."""
         next_jobs = self._plan.next_jobs
-        async with export_rows(self._resident, next_jobs, self._directory) as files:
+        unsteered = self.changes.apply(next_jobs)
+        async with export_rows(self._resident, unsteered, self._directory) as files:
             compared = {
                 id(job): replace(job, reference=file, columns=("logprob", "kl"))
                 for job, file in zip(next_jobs, files, strict=True)
             }
             jobs = [
-                replace(
-                    compared.get(id(job), job),
-                    plan=setting.steering.plan if setting.steering else None,
-                )
+                setting.changes.change(compared.get(id(job), job))
                 for setting in self._plan.settings
                 for job in self._plan.jobs
             ]

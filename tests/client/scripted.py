@@ -17,8 +17,11 @@ class Caller:
     def __init__(self, asynchronous: bool) -> None:
         self.asynchronous = asynchronous
 
-    def __call__(self, handler: Handler, use: Callable[[Any], Any], **settings: Any) -> Any:
-        transport = httpx.MockTransport(handler)
+    def __call__(
+        self, server: Handler | httpx.BaseTransport, use: Callable[[Any], Any], **settings: Any
+    ) -> Any:
+        in_memory = isinstance(server, httpx.BaseTransport)
+        transport: Any = server if in_memory else httpx.MockTransport(server)
         if not self.asynchronous:
             with Client(transport=transport, **settings) as client:
                 result = use(client)

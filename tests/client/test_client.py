@@ -21,8 +21,11 @@ from logsteer import _options as options
 from logsteer.schemas import (
     DiagnosticsRequest,
     GenerateRequest,
+    GradientRequest,
     LogprobItem,
     LogprobRequest,
+    ModelChanges,
+    ParameterChanges,
     PerplexityRequest,
     PerplexityStreamQuery,
     SteerRequest,
@@ -247,6 +250,9 @@ def test_broken_messagepack_is_no_answer(call: Caller) -> None:
         (options.SweepOptions, SweepRequest, {"steering", "scales"}),
         (options.DiagnosticsOptions, DiagnosticsRequest, {"items"}),
         (options.GenerateOptions, GenerateRequest, {"prompts", "stream"}),
+        (options.GradientOptions, GradientRequest, {"items", "wrt"}),
+        (options.ChangeOptions, ModelChanges, set()),
+        (options.ParameterOptions, ParameterChanges, set()),
     ],
 )
 def test_options_are_the_fields_of_the_request(keys: Any, schema: Any, apart: set[str]) -> None:

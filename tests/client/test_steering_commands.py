@@ -112,9 +112,12 @@ def test_the_four_commands_read_steering_alike(
     file.write_text(json.dumps(steering))
     for command, server in commands:
         assert run(server, *command, *argv) == 0
-        assert sent(server)["steering"] == steering
         assert run(server, *command, "--steering", str(file)) == 0
-        assert json.loads(server.bodies[1])["steering"] == steering
+        if command[0] == "perplexity":  # the body is the text
+            found = [json.loads(request.url.params["steering"]) for request in server.requests]
+        else:
+            found = [json.loads(body)["steering"] for body in server.bodies]
+        assert found == [steering, steering]
 
 
 @pytest.mark.parametrize(
@@ -165,8 +168,9 @@ def test_a_file_that_steers_nothing_is_told(
     path = tmp_path / "steering.json"
     path.write_bytes(content)
     server = stream()
-    assert run(server, "steer", "a", "--steering", str(path)) == 1
-    assert reason in capsys.readouterr().err
+    for command in (["steer", "a"], ["score", "a", "b"], ["perplexity", __file__]):
+        assert run(server, *command, "--steering", str(path)) == 1
+        assert reason in capsys.readouterr().err
     assert server.requests == []
 
 
@@ -267,17 +271,35 @@ def test_scores_and_perplexities_show_the_receipt(capsys: Output, tmp_path: Path
     assert run(server, "perplexity", str(path), "--vector", "mood", *argv) == 0
     out = capsys.readouterr().out
     assert "1.6487 ± 0.2" in out and "steered 5 tokens by mood x 2" in out
+    assert server.requests[0].url.path == "/perplexity/stream"
+    assert server.bodies == ["söme text".encode()]
+    assert dict(server.requests[0].url.params) == {
+        "protocol": "sliding",
+        "stride": "4",
+        "bos": "never",
+        "steering": '{"vectors":[{"name":"mood"}]}',
+    }
+
+
+def test_a_long_steering_object_goes_into_a_body(capsys: Output, tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_text("söme text")
+    steering = {"vectors": [{"data": {"2": [0.5] * 20_000}}]}
+    file = tmp_path / "steering.json"
+    file.write_text(json.dumps(steering))
+    server = Script(perplexity_stream())
+    argv = ["--steering", str(file), "--stride", "4", "--adapter", "lora"]
+    assert run(server, "perplexity", str(path), *argv) == 0
     assert server.requests[0].url.path == "/perplexity"
     assert sent(server) == {
         "texts": ["söme text"],
-        "protocol": "sliding",
         "stride": 4,
-        "bos": "never",
-        "steering": {"vectors": [{"name": "mood"}]},
+        "steering": steering,
+        "adapter": "lora",
         "stream": True,
     }
     path.write_bytes(b"\xff\xfe")
-    assert run(server, "perplexity", str(path), "--vector", "mood") == 1
+    assert run(server, "perplexity", str(path), *argv) == 1
     assert "is not UTF-8" in capsys.readouterr().err
 
 

@@ -15,12 +15,19 @@ from logsteer import (
     AnswerError,
     AsyncClient,
     Client,
+    InvalidRequestError,
     OverloadedError,
     RequestTimeoutError,
     TransportError,
     UnavailableError,
 )
-from logsteer.schemas import PerplexityAnswer, WindowEvent
+from logsteer.schemas import (
+    ParameterOverride,
+    PerplexityAnswer,
+    PerplexityStreamQuery,
+    Steering,
+    WindowEvent,
+)
 from logsteer.schemas.perplexity import StreamStart
 
 from .documents import PERPLEXITY, PERPLEXITY_EVENTS, START, events, window
@@ -140,6 +147,69 @@ def test_a_path_is_sent_with_its_options(call: Caller, tmp_path: Path) -> None:
     assert server.bodies[0] == path.read_bytes()
 
 
+MOOD: dict[str, Any] = {"vectors": [{"name": "mood", "scale": 2, "layers": [1]}]}
+STEP = {"name": "step", "eta": -0.5}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"steering": MOOD, "override": STEP, "adapter": "lora"},
+        {
+            "steering": Steering.model_validate(MOOD),
+            "override": ParameterOverride.model_validate(STEP),
+            "adapter": "lora",
+        },
+    ],
+    ids=["fields", "objects"],
+)
+def test_what_changes_the_model_is_json_in_the_query(
+    call: Caller, pauses: list[float], changes: dict[str, Any]
+) -> None:
+    server = Script(problem("model_loading", 503, retryable=True), event_stream(PERPLEXITY_EVENTS))
+    options = {**changes, "cache": False}
+    call(server, lambda client: client.perplexity_stream(["a"], **options), model="demo")
+    for request in server.requests:
+        params = dict(request.url.params)
+        # As for a body: what was given, and no more.
+        assert json.loads(params["steering"]) == MOOD
+        assert json.loads(params["override"]) == STEP
+        query = PerplexityStreamQuery.model_validate(params)
+        assert query.steering == Steering.model_validate(MOOD)
+        assert query.override == ParameterOverride.model_validate(STEP)
+        assert (query.adapter, query.model, query.cache) == ("lora", "demo", False)
+    assert server.bodies == [b"a", b"a"]
+
+
+def test_what_is_none_is_not_in_the_query(call: Caller) -> None:
+    server = Script(event_stream(PERPLEXITY_EVENTS))
+    options: Any = {"steering": None, "override": None, "adapter": None}
+    call(server, lambda client: client.perplexity_stream(["a"], **options))
+    assert not server.requests[0].url.params
+
+
+def long_steering(numbers: int) -> dict[str, Any]:
+    return {"vectors": [{"data": {"1": [0.5] * numbers}}]}
+
+
+def test_wrong_changes_are_told_before_anything_is_sent(call: Caller) -> None:
+    server = Script(event_stream(PERPLEXITY_EVENTS))
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"steering": {}}, "steering.vectors"),
+        ({"override": {"name": "step"}}, "override.eta"),
+        ({"adapter": "no name"}, "adapter"),
+        ({"steering": long_steering(20_000)}, "steering"),
+    ]
+    for options, param in wrong:
+        with pytest.raises(InvalidRequestError) as caught:
+            call(server, lambda client, o=options: client.perplexity_stream(["a"], **o))
+        assert caught.value.param == param
+    assert "keep its vectors" in caught.value.detail
+    assert server.requests == []
+    call(server, lambda client: client.perplexity_stream(["a"], steering=long_steering(500)))
+    assert json.loads(server.requests[0].url.params["steering"]) == long_steering(500)
+
+
 def generated() -> Iterator[str]:
     yield from ("a", "é", "b")
 
@@ -250,6 +320,30 @@ def test_an_asynchronous_source_goes_with_the_asynchronous_client() -> None:
         stream: Any = client.perplexity_stream(source())  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="AsyncClient"):
             next(stream)
+
+
+def test_a_path_is_closed_though_the_error_holds_the_request(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(b"x" * 1_000_000)
+    opened: list[Any] = []
+    plain = Path.open
+    monkeypatch.setattr(
+        Path, "open", lambda *a, **more: opened.append(plain(*a, **more)) or opened[-1]
+    )
+
+    class Breaking(httpx.BaseTransport):
+        def handle_request(self, request: httpx.Request) -> httpx.Response:
+            next(iter(request.stream))  # type: ignore[arg-type]
+            raise httpx.WriteError("reset")
+
+    with Client(transport=Breaking(), max_retries=0) as client:
+        stream = client.perplexity_stream(path)
+        with pytest.raises(TransportError) as caught:
+            next(stream)
+    assert caught.value.__cause__ is not None
+    assert len(opened) == 2 and opened[1].closed
 
 
 def test_a_wrong_source_is_told_before_anything_is_sent(call: Caller, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from logsteer_server.embedded import LocalModel
 from logsteer_server.engines.base import Policy
 from tests.conftest import DEMO_MODEL
 from tests.contract.directions import load_model, save_model
-from tests.contract.test_tlens import OTHERS, draw_ids
+from tests.contract.tlens_cases import OTHERS, draw_ids
 
 pytestmark = pytest.mark.engine
 

@@ -27,7 +27,7 @@ from tests.contract.directions import (
     save_model,
     write_direction,
 )
-from tests.contract.test_tlens import LAYER, OTHERS, build, draw_ids, draw_vector, run
+from tests.contract.tlens_cases import LAYER, OTHERS, build, draw_ids, draw_vector, run
 
 pytestmark = pytest.mark.engine
 

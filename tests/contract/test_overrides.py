@@ -33,7 +33,7 @@ from tests.contract.directions import (
     write_direction,
 )
 from tests.contract.test_gradient import derive_along
-from tests.contract.test_tlens import OTHERS, add_plan, build, draw_ids, draw_vector, run, whole
+from tests.contract.tlens_cases import OTHERS, add_plan, build, draw_ids, draw_vector, run, whole
 
 pytestmark = pytest.mark.engine
 

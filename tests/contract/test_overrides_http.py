@@ -16,6 +16,7 @@ from torch import Tensor
 from logsteer import APIError, AsyncClient, Client
 from logsteer.errors import NotFoundError
 from tests.conftest import DEMO_MODEL, ServerFactory, fake_model, tlens_model
+from tests.contract.agreement import check_agreement, check_sweep
 from tests.contract.directions import (
     draw_direction,
     load_model,
@@ -23,7 +24,7 @@ from tests.contract.directions import (
     read_logprobs,
 )
 from tests.contract.test_gradient import autograd_reference, relative, sum_products
-from tests.contract.test_tlens import draw_ids, draw_vector
+from tests.contract.tlens_cases import draw_ids, draw_vector
 
 pytestmark = pytest.mark.engine
 
@@ -98,6 +99,13 @@ def test_scores_under_an_override_are_those_of_the_changed_model(
     ids = np.array(client.tokenize(text).results[0].token_ids, np.int32)
     assert under.total.sum_logprob == pytest.approx(read_logprobs(moved, ids).sum(), abs=1e-3)
     assert client.logprob([ITEM]).override is None
+
+
+def test_every_endpoint_takes_an_override(client: Client) -> None:
+    check_agreement(client, override=OVERRIDE)
+    check_sweep(
+        client, {"vectors": [{"data": {"2": draw_vector(norm=3.0).tolist()}}]}, override=OVERRIDE
+    )
 
 
 def test_generation_under_an_override_scores_as_it_was_sampled(client: Client) -> None:

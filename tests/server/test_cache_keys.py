@@ -11,7 +11,7 @@ from logsteer_server.cache import (
     pack_output,
     unpack_output,
 )
-from logsteer_server.engines.base import Direction, Override, Policy, ScoreJob, ScoreOutput
+from logsteer_server.engines.base import Adapter, Direction, Override, Policy, ScoreJob, ScoreOutput
 from logsteer_server.engines.plan import Positions, Site, SteeringPlan, SteeringTrace
 from tests.server.cached_jobs import INFO, JOB, SCOPE, SETTINGS, same_bits
 
@@ -31,6 +31,7 @@ VARIED_JOBS = {
     "policy": replace(JOB, policy=Policy(temperature=0.5)),
     "double": replace(JOB, double=True),
     "override": replace(JOB, override=Override(Direction("file", "a" * 64), 1e-3)),
+    "adapter": replace(JOB, adapter=Adapter("file", "a" * 64)),
 }
 UNCACHED = {"export": "file", "reference": "file"}
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from safetensors.numpy import save
 
 from logsteer.errors import APIError, NotFoundError, PayloadTooLargeError
 from logsteer.schemas import OverrideCard, ParameterOverride
-from logsteer_server.engines.base import EngineInfo, Override, ScoreJob
-from logsteer_server.overrides.content import PIECE, read_content
-from logsteer_server.overrides.resolve import override_jobs, resolve_override
-from logsteer_server.overrides.store import OverrideStore
+from logsteer_server.changes import Changes
+from logsteer_server.engines.base import Direction, EngineInfo, Override, ScoreJob
+from logsteer_server.filestore import OVERRIDES, FileStore
+from logsteer_server.overrides.content import read_direction
+from logsteer_server.overrides.resolve import resolve_override
 from logsteer_server.settings import ConfigurationError, ModelSettings, Settings
+from logsteer_server.tensorfile import PIECE, TensorFileError, read_content
 from tests.server.steering_cases import INFO
 
 MIB = 2**20
@@ -31,7 +34,7 @@ def make(seed: int, count: int = 100) -> bytes:
     return save({"weight": numbers, "bias": numbers[:3]})
 
 
-def put(store: OverrideStore, name: str, data: bytes) -> OverrideCard:
+def put(store: FileStore[OverrideCard], name: str, data: bytes) -> OverrideCard:
     incoming = store.receive()
     try:
         incoming.write(data[:7])
@@ -46,22 +49,22 @@ def put(store: OverrideStore, name: str, data: bytes) -> OverrideCard:
     return card
 
 
-def files(store: OverrideStore) -> list[str]:
+def files(store: FileStore[OverrideCard]) -> list[str]:
     found = [path for path in store.directory.rglob("*") if path.is_file() and path.name != "lock"]
     return sorted(str(path.relative_to(store.directory)) for path in found)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> OverrideStore:
-    return OverrideStore(tmp_path / "overrides", MIB)
+def store(tmp_path: Path) -> FileStore[OverrideCard]:
+    return FileStore(OVERRIDES, tmp_path / "overrides", MIB)
 
 
-def test_what_is_put_comes_back_after_a_restart(store: OverrideStore) -> None:
+def test_what_is_put_comes_back_after_a_restart(store: FileStore[OverrideCard]) -> None:
     assert not store.directory.exists()
     card = put(store, "step", make(1))
     assert card.sha256 == hashlib.sha256(make(1)).hexdigest()
-    again = OverrideStore(store.directory, MIB)
-    found = again.find("step").direction
+    again = FileStore(OVERRIDES, store.directory, MIB)
+    found = again.find("step")
     assert found.sha256 == card.sha256
     assert Path(found.path).is_absolute()
     assert Path(found.path).read_bytes() == make(1)
@@ -69,13 +72,13 @@ def test_what_is_put_comes_back_after_a_restart(store: OverrideStore) -> None:
     assert again.list_all() == ([card], len(make(1)))
 
 
-def test_a_content_goes_with_its_last_name(store: OverrideStore) -> None:
+def test_a_content_goes_with_its_last_name(store: FileStore[OverrideCard]) -> None:
     first, second = put(store, "a", make(1)), put(store, "b", make(1))
     assert first.sha256 == second.sha256
     assert len(files(store)) == 3
     assert store.list_all()[1] == len(make(1))
     other = put(store, "a", make(2))
-    assert store.find("b").direction.sha256 == first.sha256
+    assert store.find("b").sha256 == first.sha256
     assert store.delete("b") == first.sha256
     assert files(store) == [f"contents/{other.sha256}.safetensors", "names/a.json"]
     third = put(store, "a", make(3))
@@ -92,7 +95,7 @@ def test_a_content_goes_with_its_last_name(store: OverrideStore) -> None:
 
 def test_a_full_store_takes_what_replaces_and_nothing_more(tmp_path: Path) -> None:
     size = len(make(1))
-    store = OverrideStore(tmp_path, 2 * size)
+    store = FileStore(OVERRIDES, tmp_path, 2 * size)
     put(store, "a", make(1))
     put(store, "b", make(2))
     put(store, "b", make(3))
@@ -106,16 +109,16 @@ def test_a_full_store_takes_what_replaces_and_nothing_more(tmp_path: Path) -> No
 
 def test_a_directory_that_cannot_serve_is_a_fault_of_the_configuration(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    store = OverrideStore(tmp_path / "file" / "below", MIB)
+    store = FileStore(OVERRIDES, tmp_path / "file" / "below", MIB)
     with pytest.raises(APIError, match="cannot be used") as caught:
         store.receive()
     assert caught.value.code == "internal"
     (tmp_path / "incoming" / "x.part").mkdir(parents=True)
     with pytest.raises(ConfigurationError, match="override_directory"):
-        OverrideStore(tmp_path, MIB)
+        FileStore(OVERRIDES, tmp_path, MIB)
 
 
-def test_a_damaged_card_is_told(store: OverrideStore) -> None:
+def test_a_damaged_card_is_told(store: FileStore[OverrideCard]) -> None:
     put(store, "a", make(1))
     (store.directory / "names" / "a.json").write_text("{")
     with pytest.raises(APIError, match=r"a\.json is damaged"):
@@ -126,8 +129,8 @@ WRITER = """
 import sys
 from pathlib import Path
 from tests.server.test_override_store import make, put
-from logsteer_server.overrides.store import OverrideStore
-store = OverrideStore(Path(sys.argv[1]), 2**30)
+from logsteer_server.filestore import OVERRIDES, FileStore
+store = FileStore(OVERRIDES, Path(sys.argv[1]), 2**30)
 print("ready", flush=True)
 for number in range(100_000):
     put(store, "a", make(number % 2, 20_000))
@@ -143,23 +146,23 @@ def test_a_killed_server_leaves_a_whole_content(tmp_path: Path, seed: int) -> No
     )  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
-    busy = OverrideStore(tmp_path, MIB)
+    busy = FileStore(OVERRIDES, tmp_path, MIB)
     time.sleep(0.15 + 0.013 * seed)
     process.kill()
     process.wait()
     process.stdout.close()
-    store = OverrideStore(tmp_path, MIB)
-    found = store.find("a").direction
+    store = FileStore(OVERRIDES, tmp_path, MIB)
+    found = store.find("a")
     assert hashlib.sha256(Path(found.path).read_bytes()).hexdigest() == found.sha256
     assert not list((tmp_path / "incoming").iterdir())
     put(store, "a", make(9))
     assert busy.find("a") == store.find("a")
 
 
-def test_uploads_at_work_are_no_left_overs(store: OverrideStore) -> None:
+def test_uploads_at_work_are_no_left_overs(store: FileStore[OverrideCard]) -> None:
     incoming = store.receive()
     incoming.write(make(1))
-    OverrideStore(store.directory, MIB)
+    FileStore(OVERRIDES, store.directory, MIB)
     assert incoming.path.exists()
     incoming.discard()
     assert files(store) == []
@@ -201,7 +204,7 @@ def with_bfloat16(file: Path, bits: list[int]) -> Path:
 
 def test_bfloat16_is_read(file: Path) -> None:
     assert read_content(with_bfloat16(file, [0x3F80, 0xC000])).norm == pytest.approx(5**0.5)
-    with pytest.raises(APIError, match="NaN or infinite"):
+    with pytest.raises(TensorFileError, match="NaN or infinite"):
         read_content(with_bfloat16(file, [0x3F80, 0x7F80]))
 
 
@@ -228,23 +231,21 @@ def test_a_file_that_is_no_direction_is_refused(name: str, file: Path) -> None:
     data, reason = BAD[name]
     file.write_bytes(data)
     with pytest.raises(APIError, match=reason) as caught:
-        read_content(file)
+        read_direction(file)
     assert caught.value.code == "invalid_vector"
 
 
-def test_an_override_is_resolved_and_told(store: OverrideStore) -> None:
-    from dataclasses import replace
-
+def test_an_override_is_resolved_and_told(store: FileStore[OverrideCard]) -> None:
     card = put(store, "step", make(1))
     info: EngineInfo = replace(INFO, features=("override",))
     given = ParameterOverride(name="step", eta=-1e-3)
     found = resolve_override(given, store, info)
     assert found is not None
     assert found.used == {"name": "step", "sha256": card.sha256, "eta": -1e-3}
-    assert found.override == Override(store.find("step").direction, -1e-3)
+    assert found.override == Override(Direction(store.find("step").path, card.sha256), -1e-3)
     job = ScoreJob(np.array([1], np.int32), np.array([2], np.int32))
-    assert override_jobs([job], found) == [replace(job, override=found.override)]
-    assert override_jobs([job], None)[0] is job
+    assert Changes(override=found).apply([job]) == [replace(job, override=found.override)]
+    assert Changes().apply([job])[0] is job
     assert resolve_override(None, store, INFO) is None
     with pytest.raises(APIError, match="transformer_lens") as caught:
         resolve_override(given, store, INFO)

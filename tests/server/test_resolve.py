@@ -9,9 +9,9 @@ from pydantic import ValidationError
 
 from logsteer.errors import APIError
 from logsteer.schemas import Steering
+from logsteer_server.changes import Changes
 from logsteer_server.engines.base import GenerateJob, ScoreJob
 from logsteer_server.engines.plan import Positions, SteeringPlan
-from logsteer_server.steering.jobs import steer_jobs
 from logsteer_server.steering.resolve import ResolvedSteering, resolve_steering
 from tests.server.steering_cases import INFO, NoVectors
 
@@ -124,10 +124,11 @@ def test_the_digest_knows_all_that_makes_a_difference() -> None:
 
 def test_a_plan_that_reaches_no_token_is_an_error() -> None:
     steering = resolve({}, positions="completion")
+    changes = Changes(steering)
     one_token = ScoreJob(IDS, IDS[-1:])
     with pytest.raises(APIError, match="reaches no token"):
-        steer_jobs([one_token], steering)
+        changes.apply([one_token])
     with pytest.raises(APIError, match="reaches no token"):
-        steer_jobs([GenerateJob(IDS, 1)], steering)
+        changes.apply([GenerateJob(IDS, 1)])
     longer = ScoreJob(IDS, IDS[-2:])
-    assert [job.plan for job in steer_jobs([one_token, longer], steering)] == [steering.plan] * 2
+    assert [job.plan for job in changes.apply([one_token, longer])] == [steering.plan] * 2

@@ -43,3 +43,11 @@ def test_no_slot_ever_serves_two_keys(keys: list[int]) -> None:
             content[slot] = key
         assert content[slot] == key
         held.append((slot, key))
+
+
+def test_a_slot_that_could_not_be_filled_is_forgotten() -> None:
+    pool = SlotPool(1)
+    assert pool.take(b"a") == (1, True)
+    pool.forget(1)
+    assert pool.take(b"a") == (1, True)
+    assert pool.take(b"b") is None

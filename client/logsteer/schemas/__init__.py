@@ -4,6 +4,13 @@ The server validates with these, the client parses with them, and `openapi.json`
 from them: they are the only place where the contract is written down.
 """
 
+from logsteer.schemas.adapters import AdapterCard, AdapterList, DeletedAdapter, UsedAdapter
+from logsteer.schemas.changes import (
+    ModelChanges,
+    ParameterChanges,
+    UsedChanges,
+    UsedParameters,
+)
 from logsteer.schemas.common import (
     ALL_COLUMNS,
     Aggregate,
@@ -119,6 +126,8 @@ from logsteer.schemas.vectors import (
 
 __all__ = [
     "ALL_COLUMNS",
+    "AdapterCard",
+    "AdapterList",
     "Aggregate",
     "Answer",
     "BosPolicy",
@@ -130,6 +139,7 @@ __all__ = [
     "Completion",
     "ContentFormat",
     "ContrastPair",
+    "DeletedAdapter",
     "DeletedOverride",
     "DeletedVector",
     "DetokenizeAnswer",
@@ -152,11 +162,13 @@ __all__ = [
     "LogprobRequest",
     "Message",
     "ModelCard",
+    "ModelChanges",
     "ModelList",
     "ModelState",
     "OverflowPolicy",
     "OverrideCard",
     "OverrideList",
+    "ParameterChanges",
     "ParameterOverride",
     "PerplexityAnswer",
     "PerplexityRequest",
@@ -206,7 +218,10 @@ __all__ = [
     "TrainRead",
     "TrainRequest",
     "Usage",
+    "UsedAdapter",
+    "UsedChanges",
     "UsedOverride",
+    "UsedParameters",
     "UsedVector",
     "VectorAbout",
     "VectorCard",

@@ -152,6 +152,12 @@ class Provenance(Reply):
     weights_digest: str
     dtype: str
     logits_dtype: str
+    precision: Precision = Field(
+        default="float32", description="What softmax and columns were computed in."
+    )
+    tf32: bool = Field(
+        default=False, description="Whether float32 products may have been computed in TF32."
+    )
     quantization: str | None
     tensor_parallel: int
     pipeline_parallel: int

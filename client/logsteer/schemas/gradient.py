@@ -4,15 +4,14 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from logsteer.schemas.changes import ModelChanges, UsedChanges
 from logsteer.schemas.common import Answer, BosPolicy, Float, OverflowPolicy, Reply, Request
 from logsteer.schemas.logprob import Boundary, BoundaryFinding, LogprobItem
-from logsteer.schemas.overrides import ParameterOverride, UsedOverride
+from logsteer.schemas.overrides import UsedOverride
 from logsteer.schemas.steering import (
     HookName,
     PositionName,
     SlicePositions,
-    Steering,
-    SteeringReceipt,
     VectorName,
 )
 
@@ -44,10 +43,10 @@ class GradientVariable(Request):
         return self
 
 
-class GradientRequest(Request):
+class GradientRequest(ModelChanges):
     """Targets whose summed log-probability is derived, one by one.
 
-    `steering` and `override` say for which model: derivatives are taken there.
+    `steering`, `override` and `adapter` say for which model: derivatives are taken there.
     """
 
     model: str | None = None
@@ -56,8 +55,6 @@ class GradientRequest(Request):
     bos: BosPolicy = "auto"
     on_overflow: OverflowPolicy = "error"
     boundary: Boundary = "joint"
-    steering: Steering | None = None
-    override: ParameterOverride | None = None
 
 
 class TargetGradient(Reply):
@@ -90,10 +87,8 @@ class ItemGradients(Reply):
     targets: list[TargetGradient]
 
 
-class GradientAnswer(Answer):
+class GradientAnswer(Answer, UsedChanges):
     """One result per item, in the order given; `along` is the direction, where there is one."""
 
     results: list[ItemGradients]
-    steering: SteeringReceipt | None = None
-    override: UsedOverride | None = None
     along: UsedOverride | None = None

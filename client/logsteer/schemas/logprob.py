@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from logsteer.schemas.changes import ModelChanges, UsedChanges
 from logsteer.schemas.common import (
     ALL_COLUMNS,
     Aggregate,
@@ -18,8 +19,6 @@ from logsteer.schemas.common import (
     TopAlternatives,
     Window,
 )
-from logsteer.schemas.overrides import ParameterOverride, UsedOverride
-from logsteer.schemas.steering import Steering, SteeringReceipt
 
 Boundary = Literal["joint", "separate"]
 BoundaryFinding = Literal["exact", "merged"]
@@ -57,7 +56,7 @@ class LogprobItem(Request):
                 )
 
 
-class LogprobRequest(RowOptions):
+class LogprobRequest(RowOptions, ModelChanges):
     """Targets to score, and how text is cut into tokens."""
 
     items: list[LogprobItem] = Field(min_length=1)
@@ -76,10 +75,6 @@ class LogprobRequest(RowOptions):
     per_token: bool = Field(
         default=True, description="False leaves out the arrays, keeps the sums."
     )
-    steering: Steering | None = Field(
-        default=None, description="Score the model steered; the context is the prompt."
-    )
-    override: ParameterOverride | None = None
 
     @model_validator(mode="after")
     def _ids_have_no_spaces(self) -> "LogprobRequest":
@@ -178,9 +173,7 @@ class ItemScore(Reply):
     )
 
 
-class LogprobAnswer(Answer):
+class LogprobAnswer(Answer, UsedChanges):
     """One result per item, in the order given."""
 
     results: list[ItemScore]
-    steering: SteeringReceipt | None = None
-    override: UsedOverride | None = None

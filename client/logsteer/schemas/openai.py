@@ -6,10 +6,10 @@ fields that would change the answer and are not supported are named and refused.
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
+from logsteer.schemas.changes import ModelChanges, UsedChanges
 from logsteer.schemas.common import Float, Message, Reply, TokenId
-from logsteer.schemas.steering import Steering, SteeringReceipt
 
 FinishReason = Literal["stop", "length"]
 REFUSED = ("suffix", "logit_bias", "tools", "response_format", "presence_penalty",
@@ -17,8 +17,8 @@ REFUSED = ("suffix", "logit_bias", "tools", "response_format", "presence_penalty
 NEUTRAL: tuple[object, ...] = (None, {}, [], 0, 0.0, {"type": "text"})
 
 
-class SamplingRequest(BaseModel):
-    """Fields that completions and chat completions share."""
+class SamplingRequest(ModelChanges):
+    """Fields that completions and chat completions share; what changes the model is logsteer's."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -32,9 +32,6 @@ class SamplingRequest(BaseModel):
     stop: str | list[str] | None = None
     ignore_eos: bool = Field(default=False, description="Go on after the end of sequence.")
     stream: bool = False
-    steering: Steering | None = Field(
-        default=None, description="logsteer's steering object; an extra field of these endpoints."
-    )
 
     @model_validator(mode="after")
     def _refuse_what_would_change_the_answer(self) -> "SamplingRequest":
@@ -104,7 +101,7 @@ class OpenAIUsage(Reply):
     total_tokens: int
 
 
-class CompletionAnswer(Reply):
+class CompletionAnswer(UsedChanges):
     """The answer of `/v1/completions`, or one piece of its stream."""
 
     id: str
@@ -113,7 +110,6 @@ class CompletionAnswer(Reply):
     model: str
     choices: list[CompletionChoice]
     usage: OpenAIUsage | None = None
-    steering: SteeringReceipt | None = None
 
 
 class ChatChoice(Reply):
@@ -126,7 +122,7 @@ class ChatChoice(Reply):
     finish_reason: FinishReason | None
 
 
-class ChatCompletionAnswer(Reply):
+class ChatCompletionAnswer(UsedChanges):
     """The answer of `/v1/chat/completions`, or one piece of its stream."""
 
     id: str
@@ -135,7 +131,6 @@ class ChatCompletionAnswer(Reply):
     model: str
     choices: list[ChatChoice]
     usage: OpenAIUsage | None = None
-    steering: SteeringReceipt | None = None
 
 
 class TokenizerInfo(Reply):

@@ -2,11 +2,12 @@
 
 from typing import Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, Json, model_validator
 
+from logsteer.schemas.changes import ModelChanges, UsedChanges
 from logsteer.schemas.common import Answer, Float, Provenance, Reply, RequestOptions, Usage
-from logsteer.schemas.overrides import ParameterOverride, UsedOverride
-from logsteer.schemas.steering import Steering, SteeringReceipt
+from logsteer.schemas.overrides import ParameterOverride
+from logsteer.schemas.steering import Steering, VectorName
 
 Protocol = Literal["sliding", "rolling", "disjoint", "llamacpp"]
 
@@ -36,7 +37,7 @@ class WindowOptions(RequestOptions):
         return self
 
 
-class PerplexityRequest(WindowOptions):
+class PerplexityRequest(WindowOptions, ModelChanges):
     """Texts to score."""
 
     texts: list[str] = Field(min_length=1)
@@ -44,17 +45,12 @@ class PerplexityRequest(WindowOptions):
     tokens: bool = Field(default=False, description="List the log-probability of every token.")
     reference: str | None = Field(
         default=None,
-        description="A second resident model with the same vocabulary to compare with.",
+        description="A second resident model with the same vocabulary to compare with, as it is: "
+        "unsteered, with its own parameters.",
     )
     stream: bool = Field(
         default=False, description="Answer with server-sent events, one per window."
     )
-    steering: Steering | None = Field(
-        default=None,
-        description="Score the model steered; tokens of a window in front of its first scored one "
-        "are the prompt. A reference stays unsteered.",
-    )
-    override: ParameterOverride | None = None
 
     @model_validator(mode="after")
     def _texts_have_content(self) -> "PerplexityRequest":
@@ -68,6 +64,10 @@ class PerplexityStreamQuery(WindowOptions):
     """Query parameters of `POST /perplexity/stream`; the body is the text, in UTF-8."""
 
     model_config = ConfigDict(strict=False)
+
+    steering: Json[Steering] | None = Field(default=None, description="As JSON.")
+    override: Json[ParameterOverride] | None = Field(default=None, description="As JSON.")
+    adapter: VectorName | None = None
 
 
 class Divergence(Reply):
@@ -128,14 +128,12 @@ class TextResult(TextScore):
     tokens: TokenScores | None = None
 
 
-class PerplexityAnswer(Answer):
+class PerplexityAnswer(Answer, UsedChanges):
     """One result per text, in the order given, and the total."""
 
     results: list[TextResult]
     total: TextScore
     divergence: Divergence | None = None
-    steering: SteeringReceipt | None = None
-    override: UsedOverride | None = None
 
 
 class WindowEvent(Reply):

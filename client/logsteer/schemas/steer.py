@@ -4,6 +4,12 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
+from logsteer.schemas.changes import (
+    ModelChanges,
+    ParameterChanges,
+    UsedChanges,
+    UsedParameters,
+)
 from logsteer.schemas.common import (
     ALL_COLUMNS,
     Aggregate,
@@ -15,19 +21,17 @@ from logsteer.schemas.common import (
     Precision,
     Provenance,
     Reply,
-    Request,
     TokenId,
     Window,
 )
 from logsteer.schemas.logprob import Boundary, LogprobItem
 from logsteer.schemas.openai import FinishReason
-from logsteer.schemas.overrides import ParameterOverride, UsedOverride
 from logsteer.schemas.steering import Finite, Steering, SteeringReceipt
 
 MAX_SWEEP = 256
 
 
-class PromptRequest(Request):
+class PromptRequest(ModelChanges):
     """Prompts to continue, and how; one of `prompts`, `prompt_ids` and `messages`."""
 
     model: str | None = None
@@ -57,7 +61,6 @@ class PromptRequest(Request):
         default=False, description="Keep the stop string that ended a completion in its text."
     )
     ignore_eos: bool = Field(default=False, description="Go on after the end of sequence.")
-    override: ParameterOverride | None = None
     stream: bool = Field(default=False, description="Answer with server-sent events.")
 
     @model_validator(mode="after")
@@ -82,7 +85,6 @@ class SteerRequest(PromptRequest):
 class GenerateRequest(PromptRequest):
     """Prompts to continue, with what the sampling policy saw at every step where asked for."""
 
-    steering: Steering | None = None
     diagnostics: bool = Field(
         default=False, description="Add columns and aggregates, under the request's own policy."
     )
@@ -129,20 +131,17 @@ class PromptCompletions(Reply):
     )
 
 
-class SteerAnswer(Answer):
+class SteerAnswer(Answer, UsedChanges):
     """One result per prompt, in the order given."""
 
     results: list[PromptCompletions]
     steering: SteeringReceipt
-    override: UsedOverride | None = None
 
 
-class GenerateAnswer(Answer):
+class GenerateAnswer(Answer, UsedChanges):
     """One result per prompt, in the order given."""
 
     results: list[PromptCompletions]
-    steering: SteeringReceipt | None = None
-    override: UsedOverride | None = None
 
 
 class SteerStart(Reply):
@@ -165,7 +164,7 @@ class SteerPiece(Reply):
     finish_reason: FinishReason | None
 
 
-class SweepRequest(Request):
+class SweepRequest(ParameterChanges):
     """Targets and texts to score at every scale, with every set of layers."""
 
     model: str | None = None
@@ -230,7 +229,7 @@ class SweepPoint(Reply):
     )
 
 
-class SweepAnswer(Answer):
+class SweepAnswer(Answer, UsedParameters):
     """The unsteered values, and a point for each set of layers and scale, in the order given."""
 
     unsteered: SweepPoint

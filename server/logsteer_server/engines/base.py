@@ -26,6 +26,8 @@ class EngineSpec:
     engine: str
     path: str
     dtype: str = "auto"
+    logits_dtype: str = "auto"
+    tf32: bool = False
     devices: str | tuple[int, ...] = "auto"
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
@@ -36,6 +38,8 @@ class EngineSpec:
     chunk_bytes: int = 64 * 2**20
     steering_slots: int = 64
     steering_depth: int = 2
+    adapter_slots: int = 0
+    adapter_rank: int = 16
     engine_args: dict[str, Any] = field(default_factory=dict)
 
 
@@ -64,10 +68,12 @@ class EngineInfo:
     """Activations of a layer that can be steered and captured; empty where none can."""
     features: tuple[str, ...] = ()
     """Of FEATURES, what it can do beside scoring, generating, steering and capturing."""
+    tf32: bool = False
+    """Whether float32 products may be computed in TF32."""
 
 
-FEATURES = ("override", "gradient")
-"""Jobs with an `Override` or `CheckOverrideJob`; `GradientJob`."""
+FEATURES = ("override", "gradient", "adapter")
+"""Jobs with an `Override` or `CheckOverrideJob`; `GradientJob`; with an `Adapter`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,20 @@ class Override:
 
     direction: Direction
     eta: float
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter: the safetensors file with this SHA-256.
+
+    Its metadata has the configuration that PEFT writes beside weights, as JSON, under CONFIG_KEY.
+    """
+
+    path: str
+    sha256: str
+
+
+CONFIG_KEY = "adapter_config"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +133,7 @@ class ScoreJob:
     With `plan` the activations are steered; the prompt ends where the scored tokens begin.
 
     `policy` is what the policy columns refer to. With `double` the columns are computed in float64.
-    With `override` the parameters are others.
+    With `override` or `adapter` the parameters are others.
     """
 
     tokens: Ids
@@ -127,6 +147,7 @@ class ScoreJob:
     policy: Policy = Policy()
     double: bool = False
     override: Override | None = None
+    adapter: Adapter | None = None
 
     @property
     def prompt_len(self) -> int:
@@ -166,6 +187,7 @@ class GenerateJob:
     stream: bool = False
     plan: SteeringPlan | None = None
     override: Override | None = None
+    adapter: Adapter | None = None
 
     @property
     def prompt_len(self) -> int:
@@ -219,8 +241,8 @@ class GradientJob:
 
     By the activations at `sites`, (layer, hook) each, after the tokens at `positions`; or, with
     `along`, along that direction of the parameters. Both where the model is steered by `plan` and
-    has the parameters of `override`; an activation is what leaves its site, steering included.
-    Activations of more than `max_width` numbers are refused.
+    has the parameters of `override` and `adapter`; an activation is what leaves its site, steering
+    included. Activations of more than `max_width` numbers are refused.
     """
 
     tokens: Ids
@@ -230,6 +252,7 @@ class GradientJob:
     along: Direction | None = None
     plan: SteeringPlan | None = None
     override: Override | None = None
+    adapter: Adapter | None = None
     max_width: int | None = None
 
     @property
@@ -270,6 +293,20 @@ class CheckOverrideOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckAdapterJob:
+    """An adapter that is to be loaded, to see whether it fits the model."""
+
+    adapter: Adapter
+
+
+@dataclass(frozen=True, slots=True)
+class CheckAdapterOutput:
+    """The adapter fits."""
+
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class JobFailure:
     """Why a job has no output: `code` is a problem code, `detail` says what to do."""
 
@@ -279,38 +316,51 @@ class JobFailure:
 
 CommonJob = ScoreJob | GenerateJob | CaptureJob
 """What every engine does, unless it needs a feature."""
-Job = CommonJob | GradientJob | CheckOverrideJob
+CheckJob = CheckOverrideJob | CheckAdapterJob
+"""What reads no tokens."""
+Job = CommonJob | GradientJob | CheckJob
 
 
 def count_positions(job: Job) -> int:
     """Positions of the context that a job may come to use."""
-    if isinstance(job, CheckOverrideJob):
+    if isinstance(job, CheckJob):
         return 0
     return len(job.tokens) + (job.max_tokens if isinstance(job, GenerateJob) else 0)
 
 
-JobOutput = ScoreOutput | GenerateOutput | CaptureOutput | GradientOutput | CheckOverrideOutput
+CheckOutput = CheckOverrideOutput | CheckAdapterOutput
+JobOutput = ScoreOutput | GenerateOutput | CaptureOutput | GradientOutput | CheckOutput
 JobResult = JobOutput | JobFailure
 
 
 def refuse_feature(job: Job, features: Sequence[str], engine: str) -> JobFailure | None:
     """The failure of a job that needs a feature which an engine does not have."""
-    wanted = None
-    if isinstance(job, GradientJob):
-        wanted = "gradient"
-    elif isinstance(job, CheckOverrideJob) or (
-        not isinstance(job, CaptureJob) and job.override is not None
-    ):
-        wanted = "override"
-    if wanted is None or wanted in features:
-        return None
-    return JobFailure("unsupported_by_engine", explain_missing(wanted, engine))
+    for feature in _find_needed(job):
+        if feature not in features:
+            return JobFailure("unsupported_by_engine", explain_missing(feature, engine))
+    return None
+
+
+def _find_needed(job: Job) -> list[str]:
+    if isinstance(job, CheckOverrideJob):
+        return ["override"]
+    if isinstance(job, CheckAdapterJob):
+        return ["adapter"]
+    needed = ["gradient"] if isinstance(job, GradientJob) else []
+    if not isinstance(job, CaptureJob):
+        needed += ["override"] if job.override else []
+        needed += ["adapter"] if job.adapter else []
+    return needed
 
 
 def explain_missing(feature: str, engine: str) -> str:
     """What to say where an engine lacks a feature."""
-    name = {"override": "parameter overrides", "gradient": "gradients"}[feature]
-    return f"the engine {engine} has no {name}; serve the model with engine transformer_lens"
+    if feature == "adapter" and engine == "vllm":
+        return "this model takes no adapters; configure it with adapter_slots above 0"
+    name = {"override": "parameter overrides", "gradient": "gradients", "adapter": "adapters"}
+    return (
+        f"the engine {engine} has no {name[feature]}; serve the model with engine transformer_lens"
+    )
 
 
 def is_last(result: JobResult) -> bool:

@@ -11,7 +11,7 @@ from logsteer.schemas import Column
 from logsteer_server.engines.base import (
     CaptureJob,
     CaptureOutput,
-    CheckOverrideJob,
+    CheckJob,
     EngineInfo,
     EngineSpec,
     GenerateJob,
@@ -142,7 +142,7 @@ class FakeEngine:
     def _answer_all(self, job: Job) -> list[JobResult]:
         if failure := refuse_feature(job, self._info.features, "fake"):
             return [failure]
-        assert not isinstance(job, GradientJob | CheckOverrideJob)
+        assert not isinstance(job, GradientJob | CheckJob)
         if isinstance(job, GenerateJob):
             return fake_generation(job)
         return [self._answer(job)]

@@ -1,30 +1,12 @@
 """A request's override as what engines carry out."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
-from logsteer.errors import api_error
 from logsteer.schemas import ParameterOverride
-from logsteer_server.engines.base import (
-    EngineInfo,
-    GenerateJob,
-    GradientJob,
-    Override,
-    ScoreJob,
-    explain_missing,
-)
-from logsteer_server.overrides.store import StoredOverride
-
-J = TypeVar("J", ScoreJob, GenerateJob, GradientJob)
-
-
-class OverrideSource(Protocol):
-    """Where directions are kept. Errors: APIError `unknown_override`."""
-
-    def find(self, name: str) -> StoredOverride:
-        """The direction of a name."""
-        ...
+from logsteer_server.engines.base import Direction, EngineInfo, Override
+from logsteer_server.features import check_feature
+from logsteer_server.filestore import FileSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +18,7 @@ class ResolvedOverride:
 
 
 def resolve_override(
-    given: ParameterOverride | None, source: OverrideSource, info: EngineInfo
+    given: ParameterOverride | None, source: FileSource, info: EngineInfo
 ) -> ResolvedOverride | None:
     """What a request's override means for a model; None for a request without one.
 
@@ -48,26 +30,12 @@ def resolve_override(
     return _resolve(given.name, given.eta, source)
 
 
-def resolve_direction(name: str | None, source: OverrideSource) -> ResolvedOverride | None:
+def resolve_direction(name: str | None, source: FileSource) -> ResolvedOverride | None:
     """The direction of that name, at eta 0; None for None. Errors: APIError `unknown_override`."""
     return None if name is None else _resolve(name, 0.0, source)
 
 
-def _resolve(name: str, eta: float, source: OverrideSource) -> ResolvedOverride:
-    direction = source.find(name).direction
-    used = {"name": name, "sha256": direction.sha256, "eta": eta}
-    return ResolvedOverride(Override(direction, eta), used)
-
-
-def check_feature(feature: str, info: EngineInfo, param: str | None) -> None:
-    """Errors: APIError `unsupported_by_engine` where the model's engine lacks a feature."""
-    if feature not in info.features:
-        detail = explain_missing(feature, info.engine)
-        raise api_error("unsupported_by_engine", f"{detail[0].upper()}{detail[1:]}.", param=param)
-
-
-def override_jobs(jobs: Sequence[J], resolved: ResolvedOverride | None) -> list[J]:
-    """The jobs under an override, or as they are under none."""
-    if resolved is None:
-        return list(jobs)
-    return [replace(job, override=resolved.override) for job in jobs]
+def _resolve(name: str, eta: float, source: FileSource) -> ResolvedOverride:
+    found = source.find(name)
+    used = {"name": name, "sha256": found.sha256, "eta": eta}
+    return ResolvedOverride(Override(Direction(found.path, found.sha256), eta), used)

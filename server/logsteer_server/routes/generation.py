@@ -14,12 +14,12 @@ from logsteer.schemas import (
     SteerAnswer,
     SteerRequest,
 )
+from logsteer_server.changes import Stores
 from logsteer_server.deps import (
     LimitedRoute,
-    OverridesDep,
     ResidentsDep,
     SettingsDep,
-    StoreDep,
+    StoresDep,
     answer,
     check_count,
     describe_answer,
@@ -29,10 +29,8 @@ from logsteer_server.deps import (
 )
 from logsteer_server.encoding import encode_event
 from logsteer_server.generations import Generation
-from logsteer_server.overrides.store import OverrideStore
 from logsteer_server.residents import Residents
 from logsteer_server.settings import Settings
-from logsteer_server.steering.store import VectorStore
 
 router = APIRouter(route_class=LimitedRoute, tags=["generation"])
 
@@ -43,11 +41,10 @@ async def steer(
     request: Request,
     residents: ResidentsDep,
     settings: SettingsDep,
-    store: StoreDep,
-    overrides: OverridesDep,
+    stores: StoresDep,
 ) -> Response:
     """Continuations of prompts under steering, with a receipt of what was done."""
-    return await _answer("steer", body, request, residents, settings, store, overrides)
+    return await _answer("steer", body, request, residents, settings, stores)
 
 
 @router.post("/generate", responses=describe_answer(GenerateAnswer))
@@ -56,11 +53,10 @@ async def generate(
     request: Request,
     residents: ResidentsDep,
     settings: SettingsDep,
-    store: StoreDep,
-    overrides: OverridesDep,
+    stores: StoresDep,
 ) -> Response:
     """Continuations of prompts, with what the sampling policy saw where asked for."""
-    return await _answer("generate", body, request, residents, settings, store, overrides)
+    return await _answer("generate", body, request, residents, settings, stores)
 
 
 async def _answer(
@@ -69,15 +65,12 @@ async def _answer(
     request: Request,
     residents: Residents,
     settings: Settings,
-    store: VectorStore,
-    overrides: OverrideStore,
+    stores: Stores,
 ) -> Response:
     given = body.prompts or body.prompt_ids or [body.messages]
     check_count("prompts x n", len(given) * body.n, settings.max_items)
     resident = residents.find(body.model)
-    generation = await asyncio.to_thread(
-        Generation.plan, new_id(kind), body, resident, store, overrides
-    )
+    generation = await asyncio.to_thread(Generation.plan, new_id(kind), body, resident, stores)
     if body.stream:
         return stream_events(_stream(generation))
     work = _finish(generation)

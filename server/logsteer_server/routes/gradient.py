@@ -6,12 +6,12 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from logsteer.schemas import GradientAnswer, GradientRequest
+from logsteer_server.changes import Changes, Stores
 from logsteer_server.deps import (
     LimitedRoute,
-    OverridesDep,
     ResidentsDep,
     SettingsDep,
-    StoreDep,
+    StoresDep,
     answer,
     check_count,
     describe_answer,
@@ -19,20 +19,11 @@ from logsteer_server.deps import (
     run_within,
 )
 from logsteer_server.engines.base import GradientJob
-from logsteer_server.overrides.resolve import (
-    ResolvedOverride,
-    check_feature,
-    override_jobs,
-    resolve_direction,
-    resolve_override,
-)
-from logsteer_server.overrides.store import OverrideStore
+from logsteer_server.features import check_feature
+from logsteer_server.overrides.resolve import resolve_direction
 from logsteer_server.residents import Resident, WorkClock, collect
 from logsteer_server.scoring.gradients import GradientPlan, assemble_gradients, plan_gradients
 from logsteer_server.scoring.sums import sum_usage
-from logsteer_server.steering.jobs import steer_jobs, write_receipt
-from logsteer_server.steering.resolve import ResolvedSteering, resolve_optional
-from logsteer_server.steering.store import VectorStore
 
 router = APIRouter(route_class=LimitedRoute, tags=["gradients"])
 
@@ -41,22 +32,15 @@ class _Plan:
     """Everything that one request asks for, resolved."""
 
     def __init__(
-        self,
-        body: GradientRequest,
-        resident: Resident,
-        vectors: VectorStore,
-        overrides: OverrideStore,
-        max_numbers: int,
+        self, body: GradientRequest, resident: Resident, stores: Stores, max_numbers: int
     ) -> None:
         codec, info = resident.require()
         check_feature("gradient", info, None)
-        self.steering: ResolvedSteering | None = resolve_optional(body.steering, vectors, info)
-        self.override: ResolvedOverride | None = resolve_override(body.override, overrides, info)
-        along = resolve_direction(body.wrt.override, overrides)
+        self.changes: Changes = Changes.resolve(body, stores, info)
+        along = resolve_direction(body.wrt.override, stores.overrides)
         direction = along.override.direction if along else None
         self.gradients: GradientPlan = plan_gradients(body, direction, codec, info, max_numbers)
-        steered = steer_jobs(self.gradients.jobs, self.steering)
-        self.jobs: list[GradientJob] = override_jobs(steered, self.override)
+        self.jobs: list[GradientJob] = self.changes.apply(self.gradients.jobs)
         self.along = along
 
 
@@ -66,17 +50,15 @@ async def gradient(
     request: Request,
     residents: ResidentsDep,
     settings: SettingsDep,
-    store: StoreDep,
-    overrides: OverridesDep,
+    stores: StoresDep,
 ) -> Response:
     """Derivatives of every target's log-probability, by activations or along an override."""
     check_count("items", len(body.items), settings.max_items)
     targets = sum(len(item.targets or item.target_ids or ()) for item in body.items)
     check_count("items[].targets", targets, settings.max_targets)
     resident = residents.find(body.model)
-    plan = await asyncio.to_thread(
-        _Plan, body, resident, store, overrides, settings.max_gradient_numbers
-    )
+    limit = settings.max_gradient_numbers
+    plan = await asyncio.to_thread(_Plan, body, resident, stores, limit)
     work = _differentiate(plan, resident)
     return answer(request, await run_within(request, settings.request_timeout_s, work))
 
@@ -89,8 +71,7 @@ async def _differentiate(plan: _Plan, resident: Resident) -> dict[str, Any]:
         "id": new_id("gradient"),
         "model": resident.id,
         "results": results,
-        "steering": write_receipt(plan.steering, outputs) if plan.steering else None,
-        "override": plan.override.used if plan.override else None,
+        **plan.changes.report(outputs),
         "along": plan.along.used if plan.along else None,
         "usage": sum_usage(plan.jobs, outputs),
         "timing": clock.read(),

@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -15,11 +16,12 @@ from logsteer.schemas.openai import (
     CompletionRequest,
     TokenizerInfo,
 )
+from logsteer_server.changes import Changes
 from logsteer_server.deps import (
     LimitedRoute,
     ResidentsDep,
     SettingsDep,
-    StoreDep,
+    StoresDep,
     answer,
     check_count,
     new_id,
@@ -39,8 +41,6 @@ from logsteer_server.sampling.completions import (
     render_chat_logprobs,
 )
 from logsteer_server.scoring.tokenizer import TextCodec
-from logsteer_server.steering.jobs import check_reach, write_receipt
-from logsteer_server.steering.resolve import ResolvedSteering, resolve_optional
 
 router = APIRouter(route_class=LimitedRoute, tags=["openai"])
 
@@ -78,14 +78,14 @@ async def completions(
     request: Request,
     residents: ResidentsDep,
     settings: SettingsDep,
-    store: StoreDep,
+    stores: StoresDep,
 ) -> Response:
     """Continuations of prompts; `echo` with `logprobs` scores the prompts as well."""
     resident = residents.find(body.model)
     codec, info = resident.require()
-    steering = await asyncio.to_thread(resolve_optional, body.steering, store, info)
+    changes = await asyncio.to_thread(Changes.resolve, body, stores, info)
     prompts = await asyncio.to_thread(plan_completions, body, codec, info)
-    prompts = _steer_prompts(prompts, steering)
+    prompts = _change_prompts(prompts, changes)
     check_count("prompt", len(prompts) * body.n, settings.max_items)
     head = _start("cmpl", "text_completion", resident)
     if body.stream and not body.echo:
@@ -101,8 +101,8 @@ async def completions(
                 "finish_reason": output.finish_reason,
             }
 
-        return stream_events(_stream(resident, prompts, head, render, steering))
-    work = _complete(resident, codec, body, prompts, head, steering)
+        return stream_events(_stream(resident, prompts, head, render, changes))
+    work = _complete(resident, codec, body, prompts, head, changes)
     return answer(request, await run_within(request, settings.request_timeout_s, work))
 
 
@@ -112,7 +112,7 @@ async def _complete(
     body: CompletionRequest,
     prompts: list[Prompt],
     head: dict[str, Any],
-    steering: ResolvedSteering | None,
+    changes: Changes,
 ) -> dict[str, Any]:
     echoes = await _score_echoes(resident, prompts)
     samples = await _generate(resident, prompts)
@@ -142,16 +142,26 @@ async def _complete(
             )
     ends: list[ScoreOutput | GenerateOutput] = [*echoes.values()]
     ends += [output for outputs in samples.values() for output in outputs]
-    receipt = {"steering": write_receipt(steering, ends)} if steering else {}
-    return {**head, "choices": choices, "usage": _usage(prompts, generated), **receipt}
+    used = _report(changes, ends)
+    return {**head, "choices": choices, "usage": _usage(prompts, generated), **used}
 
 
-def _steer_prompts(prompts: list[Prompt], steering: ResolvedSteering | None) -> list[Prompt]:
-    """The prompts with all their jobs steered. Errors: as `check_reach`."""
-    if steering is None:
-        return prompts
-    check_reach(steering, [job for prompt in prompts for job in prompt.all_jobs])
-    return [prompt.steered(steering.plan) for prompt in prompts]
+def _change_prompts(prompts: list[Prompt], changes: Changes) -> list[Prompt]:
+    """The prompts on the changed model. Errors: as `Changes.check_reach`."""
+    changes.check_reach([job for prompt in prompts for job in prompt.all_jobs])
+    return [
+        replace(
+            prompt,
+            echo_job=changes.change(prompt.echo_job) if prompt.echo_job else None,
+            jobs=[changes.change(job) for job in prompt.jobs],
+        )
+        for prompt in prompts
+    ]
+
+
+def _report(changes: Changes, ends: Sequence[ScoreOutput | GenerateOutput]) -> dict[str, Any]:
+    """The fields of `UsedChanges` that have a value: clients of this interface know none."""
+    return {name: used for name, used in changes.report(ends).items() if used is not None}
 
 
 async def _score_echoes(resident: Resident, prompts: list[Prompt]) -> dict[int, ScoreOutput]:
@@ -183,14 +193,14 @@ async def chat_completions(
     request: Request,
     residents: ResidentsDep,
     settings: SettingsDep,
-    store: StoreDep,
+    stores: StoresDep,
 ) -> Response:
     """The assistant's next turn in a conversation."""
     resident = residents.find(body.model)
     codec, info = resident.require()
-    steering = await asyncio.to_thread(resolve_optional, body.steering, store, info)
+    changes = await asyncio.to_thread(Changes.resolve, body, stores, info)
     plain = await asyncio.to_thread(plan_chat, body, codec, info)
-    (prompt,) = _steer_prompts([plain], steering)
+    (prompt,) = _change_prompts([plain], changes)
     head = _start(
         "chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion", resident
     )
@@ -208,13 +218,13 @@ async def chat_completions(
         }
 
     if body.stream:
-        return stream_events(_stream(resident, [prompt], head, render, steering))
+        return stream_events(_stream(resident, [prompt], head, render, changes))
     work = _generate(resident, [prompt])
     samples = (await run_within(request, settings.request_timeout_s, work))[0]
     choices = [render(index, output, True) for index, output in enumerate(samples)]
     usage = _usage([prompt], sum(len(output.token_ids) for output in samples))
-    receipt = {"steering": write_receipt(steering, samples)} if steering else {}
-    return answer(request, {**head, "choices": choices, "usage": usage, **receipt})
+    used = _report(changes, samples)
+    return answer(request, {**head, "choices": choices, "usage": usage, **used})
 
 
 def _start(kind: str, name: str, resident: Resident) -> dict[str, Any]:
@@ -235,7 +245,7 @@ async def _stream(
     prompts: list[Prompt],
     head: dict[str, Any],
     render: RenderChoice,
-    steering: ResolvedSteering | None,
+    changes: Changes,
 ) -> AsyncIterator[bytes]:
     jobs = [job for prompt in prompts for job in prompt.jobs]
     started: set[int] = set()
@@ -243,9 +253,8 @@ async def _stream(
         async for index, output in resident.generate(jobs, WorkClock()):
             choice = render(index, output, index not in started)
             started.add(index)
-            last = steering is not None and is_last(output)
-            receipt = {"steering": write_receipt(steering, [output])} if steering and last else {}
-            yield encode_data({**head, "choices": [choice], **receipt})
+            used = _report(changes, [output]) if is_last(output) else {}
+            yield encode_data({**head, "choices": [choice], **used})
     except APIError as error:
         yield encode_data(describe_error(error))
     yield DONE

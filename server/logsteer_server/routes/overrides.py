@@ -18,9 +18,9 @@ from logsteer_server.deps import (
     run_within,
 )
 from logsteer_server.engines.base import CheckOverrideJob
-from logsteer_server.overrides.content import invalid_direction, read_content
-from logsteer_server.overrides.resolve import check_feature
-from logsteer_server.overrides.store import IncomingFile, OverrideStore, stamp
+from logsteer_server.features import check_feature
+from logsteer_server.filestore import FileStore, IncomingFile, stamp
+from logsteer_server.overrides.content import invalid_direction, read_direction
 from logsteer_server.residents import Resident
 
 router = APIRouter(route_class=LimitedRoute, tags=["overrides"])
@@ -89,19 +89,19 @@ async def _receive(request: Request, incoming: IncomingFile, limit: int) -> None
             await asyncio.to_thread(incoming.write, bytes(waiting))
             waiting.clear()
     if not incoming.size:
-        raise invalid_direction("the body is empty; send the file's bytes.")
+        raise invalid_direction("the body is empty; send the file's bytes")
 
 
 async def _keep(
     name: str,
     incoming: IncomingFile,
     resident: Resident,
-    store: OverrideStore,
+    store: FileStore[OverrideCard],
     readers: asyncio.Semaphore,
 ) -> OverrideCard:
     async with readers:
         sha256 = await asyncio.to_thread(incoming.finish)
-        content = await asyncio.to_thread(read_content, incoming.path)
+        content = await asyncio.to_thread(read_direction, incoming.path)
     fit = await resident.check_override(CheckOverrideJob(content.shapes))
     card = OverrideCard(
         name=name,

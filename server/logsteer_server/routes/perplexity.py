@@ -9,14 +9,19 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 
 from logsteer.errors import APIError, api_error
-from logsteer.schemas import PerplexityAnswer, PerplexityRequest, PerplexityStreamQuery
+from logsteer.schemas import (
+    ModelChanges,
+    PerplexityAnswer,
+    PerplexityRequest,
+    PerplexityStreamQuery,
+)
+from logsteer_server.changes import Changes
 from logsteer_server.comparison import Comparison
 from logsteer_server.deps import (
     LimitedRoute,
-    OverridesDep,
     ResidentsDep,
     SettingsDep,
-    StoreDep,
+    StoresDep,
     answer,
     check_count,
     describe_answer,
@@ -25,8 +30,6 @@ from logsteer_server.deps import (
     stream_events,
 )
 from logsteer_server.encoding import encode_event
-from logsteer_server.engines.base import ScoreOutput
-from logsteer_server.overrides.resolve import ResolvedOverride, override_jobs, resolve_override
 from logsteer_server.residents import Resident, WorkClock
 from logsteer_server.scoring.texts import (
     StreamedText,
@@ -36,8 +39,6 @@ from logsteer_server.scoring.texts import (
     sum_tallies,
     summarize_progress,
 )
-from logsteer_server.steering.jobs import steer_jobs, write_receipt
-from logsteer_server.steering.resolve import ResolvedSteering, resolve_optional
 
 router = APIRouter(route_class=LimitedRoute, tags=["scoring"])
 
@@ -50,15 +51,13 @@ class Run:
         resident: Resident,
         protocol: str,
         num_texts: int,
+        changes: Changes,
         comparison: Comparison | None = None,
         cache: bool = True,
-        steering: ResolvedSteering | None = None,
-        override: ResolvedOverride | None = None,
     ) -> None:
         self.resident = resident
-        self._override = override
-        self._steering = steering
-        self._outputs: list[ScoreOutput] = []
+        self._changes = changes
+        self._report = changes.start_report()
         self._cache = cache
         self._comparison = comparison
         self.protocol = protocol
@@ -78,15 +77,15 @@ class Run:
         self, windows: Sequence[TextWindow], keep: bool = False, keep_tokens: bool = False
     ) -> AsyncIterator[dict[str, Any]]:
         """The entry of each window, as `WindowScore`, as it is scored."""
-        plain = [window.job for window in windows]
-        jobs = override_jobs(steer_jobs(plain, self._steering), self._override)
+        jobs = [self._changes.change(window.job) for window in windows]
+        if not self.windows_done:
+            self._changes.check_reach(jobs)
         if self._comparison is not None:
             outputs = self._comparison.score(jobs, self._clock)
         else:
             outputs = self.resident.score(jobs, self._clock, self._cache)
         async for index, output in outputs:
-            if self._steering is not None:
-                self._outputs.append(replace(output, columns={}))
+            self._report.add(output)
             window = windows[index]
             score = self.scores[window.text]
             entry = score.add(window, output, keep_tokens)
@@ -130,8 +129,7 @@ class Run:
             "usage": self._usage | {"cached_results": self._clock.cached_results},
             "timing": self._clock.read(),
             "provenance": self.resident.provenance(self.protocol).model_dump(),
-            "steering": write_receipt(self._steering, self._outputs) if self._steering else None,
-            "override": self._override.used if self._override else None,
+            **self._report.write(),
             "divergence": self._comparison.summarize() if self._comparison else None,
         }
 
@@ -142,8 +140,7 @@ async def perplexity(
     request: Request,
     residents: ResidentsDep,
     settings: SettingsDep,
-    store: StoreDep,
-    overrides: OverridesDep,
+    stores: StoresDep,
 ) -> Response:
     """Log-likelihood and perplexity of whole texts, window by window."""
     check_count("texts", len(body.texts), settings.max_items)
@@ -157,9 +154,8 @@ async def perplexity(
             settings.scratch_directory,
         )
     codec, info = resident.require()
-    steering = await asyncio.to_thread(resolve_optional, body.steering, store, info)
-    override = await asyncio.to_thread(resolve_override, body.override, overrides, info)
-    run = Run(resident, body.protocol, len(body.texts), comparison, body.cache, steering, override)
+    changes = await asyncio.to_thread(Changes.resolve, body, stores, info)
+    run = Run(resident, body.protocol, len(body.texts), changes, comparison, body.cache)
     if comparison is not None:
         info = replace(info, context_length=comparison.context_length)
     windows, lengths = await asyncio.to_thread(cut_texts, body.texts, body, codec, info)
@@ -203,14 +199,18 @@ async def perplexity_stream(
     request: Request,
     residents: ResidentsDep,
     settings: SettingsDep,
+    stores: StoresDep,
 ) -> Response:
     """Perplexity of the text in the body, of any length; answers with server-sent events.
 
     The body is read as fast as it is scored. Events follow once it has been read: windows that are
     still at work then, and the result.
     """
-    run = Run(residents.find(query.model), query.protocol, 1, cache=query.cache)
-    codec, info = run.resident.require()
+    resident = residents.find(query.model)
+    codec, info = resident.require()
+    given = ModelChanges(steering=query.steering, override=query.override, adapter=query.adapter)
+    changes = await asyncio.to_thread(Changes.resolve, given, stores, info)
+    run = Run(resident, query.protocol, 1, changes, cache=query.cache)
     text = StreamedText(query, codec, info)
     waiting: list[TextWindow] = []
     async for piece in _read_text(request, settings.max_stream_bytes):

@@ -10,7 +10,7 @@ from logsteer_server.deps import (
     LimitedRoute,
     ResidentsDep,
     SettingsDep,
-    StoreDep,
+    StoresDep,
     answer,
     check_count,
     describe_answer,
@@ -29,7 +29,7 @@ async def sweep(
     request: Request,
     residents: ResidentsDep,
     settings: SettingsDep,
-    store: StoreDep,
+    stores: StoresDep,
 ) -> Response:
     """How targets and texts change with the scale of a steering object, and with its layers."""
     points = 1 + len(body.scales) * len(body.layers or [None])
@@ -37,7 +37,7 @@ async def sweep(
     check_count("scales x layers x (items and texts)", count, settings.max_items)
     resident = residents.find(body.model)
     codec, info = resident.require()
-    plan = await asyncio.to_thread(plan_sweep, body, store, codec, info)
+    plan = await asyncio.to_thread(plan_sweep, body, stores, codec, info)
     work = Sweep(resident, plan, settings.max_reference_bytes, settings.scratch_directory)
     document = await run_within(request, settings.request_timeout_s, _run(resident, work))
     return answer(request, document)
@@ -50,6 +50,7 @@ async def _run(resident: Resident, sweep: Sweep) -> dict[str, Any]:
         "model": resident.id,
         "unsteered": unsteered,
         "points": points,
+        **sweep.changes.report([]),
         "usage": sweep.count_usage(),
         "timing": sweep.clock.read(),
         "provenance": resident.provenance().model_dump(),

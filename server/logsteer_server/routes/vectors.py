@@ -23,7 +23,7 @@ from logsteer_server.deps import (
     LimitedRoute,
     ResidentsDep,
     SettingsDep,
-    StoreDep,
+    VectorsDep,
     answer,
     check_count,
     describe_answer,
@@ -44,7 +44,7 @@ FORMAT_OF_FILE = Query(description="null: what the file looks like.")
 
 
 @router.get("/vectors", responses={200: {"model": VectorList}})
-async def list_vectors(request: Request, store: StoreDep) -> Response:
+async def list_vectors(request: Request, store: VectorsDep) -> Response:
     """The card of every kept vector, by name."""
     cards, total = await asyncio.to_thread(store.list_all)
     vectors = [card.model_dump() for card in cards]
@@ -57,7 +57,7 @@ async def train_vector(
     request: Request,
     residents: ResidentsDep,
     settings: SettingsDep,
-    store: StoreDep,
+    store: VectorsDep,
 ) -> Response:
     """A vector from the activations of contrasting texts, kept under the name given."""
     check_count("pairs", 2 * len(body.pairs), settings.max_items)
@@ -96,7 +96,7 @@ async def _train(
 
 
 @router.get("/vectors/{name}", responses={200: {"model": VectorCard}})
-async def show_vector(name: VectorName, request: Request, store: StoreDep) -> Response:
+async def show_vector(name: VectorName, request: Request, store: VectorsDep) -> Response:
     """The card of one kept vector."""
     return answer(request, (await asyncio.to_thread(store.describe, name)).model_dump())
 
@@ -117,7 +117,7 @@ async def show_vector(name: VectorName, request: Request, store: StoreDep) -> Re
 async def download_vector(
     name: VectorName,
     request: Request,
-    store: StoreDep,
+    store: VectorsDep,
     format: Annotated[ContentFormat, Query()] = "safetensors",  # noqa: A002
 ) -> Response:
     """The vector as a file: safetensors, or a GGUF control vector for llama.cpp and repeng."""
@@ -152,7 +152,7 @@ async def upload_vector(
     name: VectorName,
     request: Request,
     settings: SettingsDep,
-    store: StoreDep,
+    store: VectorsDep,
     readers: FileReadersDep,
     format: Annotated[VectorFormat | None, FORMAT_OF_FILE] = None,  # noqa: A002
 ) -> Response:
@@ -180,7 +180,7 @@ async def _keep(
 
 
 @router.delete("/vectors/{name}", responses={200: {"model": DeletedVector}})
-async def delete_vector(name: VectorName, request: Request, store: StoreDep) -> Response:
+async def delete_vector(name: VectorName, request: Request, store: VectorsDep) -> Response:
     """The name is gone, and the content too where it had no other."""
     sha256 = await asyncio.to_thread(store.delete, name)
     return answer(request, {"name": name, "sha256": sha256})
@@ -188,7 +188,7 @@ async def delete_vector(name: VectorName, request: Request, store: StoreDep) -> 
 
 @router.post("/vectors/{name}/combine", responses={200: {"model": VectorCard}})
 async def combine_vector(
-    name: VectorName, body: CombineRequest, request: Request, store: StoreDep
+    name: VectorName, body: CombineRequest, request: Request, store: VectorsDep
 ) -> Response:
     """A weighted sum of kept vectors, kept under this name."""
     return answer(request, (await asyncio.to_thread(_combine, name, body, store)).model_dump())

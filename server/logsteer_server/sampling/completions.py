@@ -6,7 +6,7 @@ nothing is generated.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,6 @@ from logsteer_server.engines.base import (
     ScoreJob,
     ScoreOutput,
 )
-from logsteer_server.engines.plan import SteeringPlan
 from logsteer_server.scoring.tokenizer import TextCodec
 
 
@@ -44,11 +43,6 @@ class Prompt:
     def all_jobs(self) -> list[ScoreJob | GenerateJob]:
         """What is scored and what is generated."""
         return [*([self.echo_job] if self.echo_job else []), *self.jobs]
-
-    def steered(self, plan: SteeringPlan) -> "Prompt":
-        """The same prompt, with the model steered."""
-        echo_job = replace(self.echo_job, plan=plan) if self.echo_job else None
-        return replace(self, echo_job=echo_job, jobs=[replace(job, plan=plan) for job in self.jobs])
 
 
 def plan_completions(

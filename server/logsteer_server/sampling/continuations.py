@@ -175,6 +175,7 @@ def plan_diagnosis(request: GenerateRequest, continuations: Continuations) -> Di
                 tuple(dict.fromkeys(["logprob", *request.columns])),
                 plan=entry.job.plan,
                 override=entry.job.override,
+                adapter=entry.job.adapter,
                 policy=entry.job.policy,
                 double=request.precision == "float64",
             )

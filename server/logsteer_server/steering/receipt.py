@@ -1,8 +1,7 @@
-"""Steered jobs, and the proof of what was done to them."""
+"""The proof that steering was applied; and the refusal of steering that would reach nothing."""
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from logsteer.errors import api_error
 from logsteer_server.engines.base import (
@@ -15,19 +14,8 @@ from logsteer_server.engines.base import (
 )
 from logsteer_server.steering.resolve import ResolvedSteering
 
-J = TypeVar("J", ScoreJob, GenerateJob, GradientJob)
+ChangedOutput = ScoreOutput | GenerateOutput | GradientOutput
 AnyJob = ScoreJob | GenerateJob | GradientJob
-
-
-def steer_jobs(jobs: Sequence[J], steering: ResolvedSteering | None) -> list[J]:
-    """The jobs under a steering object, or as they are under none.
-
-    Errors: APIError `invalid_request` where no token of any job would be steered.
-    """
-    if steering is None:
-        return list(jobs)
-    check_reach(steering, jobs)
-    return [replace(job, plan=steering.plan) for job in jobs]
 
 
 def check_reach(steering: ResolvedSteering, jobs: Sequence[AnyJob]) -> None:
@@ -48,25 +36,40 @@ def _count_read(job: AnyJob) -> int:
     return len(job.tokens) + (job.max_tokens - 1 if isinstance(job, GenerateJob) else 0)
 
 
-def write_receipt(
-    steering: ResolvedSteering,
-    outputs: Sequence[ScoreOutput | GenerateOutput | GradientOutput],
-) -> dict[str, Any]:
-    """The fields of `SteeringReceipt` for the (last) outputs of a request's steered jobs.
+class Receipt:
+    """What was measured while a request's jobs ran, summed up."""
 
-    Errors: APIError `internal` where vectors were to be added and no activation changed.
-    """
-    found = [output.trace for output in outputs if output.trace is not None]
-    layers: dict[str, dict[str, Any]] = {}
-    for site in steering.plan.sites:
-        measured = [trace.sites.get(site.name, (0, 0.0)) for trace in found]
-        tokens = sum(count for count, _ in measured)
-        total = sum(count * mean for count, mean in measured)
-        layers[site.name] = {"tokens": tokens, "relative_norm": total / tokens if tokens else None}
-    steered = sum(trace.tokens for trace in found)
-    adds = any(site.offset is not None and site.offset.any() for site in steering.plan.sites)
-    changed = any(layer["tokens"] for layer in layers.values())
-    if adds and not changed and not any(output.cached_tokens for output in outputs):
-        detail = "The engine did not apply the steering; report this model and engine as a bug."
-        raise api_error("internal", detail)
-    return {"tokens_steered": steered, "layers": layers, "vectors": steering.vectors}
+    def __init__(self, steering: ResolvedSteering) -> None:
+        self._steering = steering
+        self._steered = 0
+        # By site: tokens, and the sum of their relative changes.
+        self._sites = {site.name: (0, 0.0) for site in steering.plan.sites}
+        self._had_cached = False
+
+    def add(self, output: ChangedOutput) -> None:
+        """Count the (last) output of a job in."""
+        self._had_cached = self._had_cached or bool(output.cached_tokens)
+        if output.trace is None:
+            return
+        self._steered += output.trace.tokens
+        for name, (count, mean) in output.trace.sites.items():
+            tokens, total = self._sites[name]
+            self._sites[name] = (tokens + count, total + count * mean)
+
+    def write(self) -> dict[str, Any]:
+        """The fields of `SteeringReceipt`.
+
+        Errors: APIError `internal` where vectors were to be added and no activation changed.
+        """
+        sites = self._steering.plan.sites
+        adds = any(site.offset is not None and site.offset.any() for site in sites)
+        changed = any(tokens for tokens, _ in self._sites.values())
+        if adds and not changed and not self._had_cached:
+            detail = "The engine did not apply the steering; report this model and engine as a bug."
+            raise api_error("internal", detail)
+        layers = {
+            name: {"tokens": tokens, "relative_norm": total / tokens if tokens else None}
+            for name, (tokens, total) in self._sites.items()
+        }
+        vectors = self._steering.vectors
+        return {"tokens_steered": self._steered, "layers": layers, "vectors": vectors}

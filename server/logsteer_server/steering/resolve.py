@@ -59,13 +59,6 @@ def resolve_steering(
     return ResolvedSteering(SteeringPlan(tuple(finished), _place(steering)), used)
 
 
-def resolve_optional(
-    steering: Steering | None, source: VectorSource, info: EngineInfo
-) -> ResolvedSteering | None:
-    """As `resolve_steering`; None for a request that is not steered."""
-    return None if steering is None else resolve_steering(steering, source, info)
-
-
 def _place(steering: Steering) -> Positions:
     if isinstance(steering.positions, str):
         return Positions(steering.positions)

@@ -16,6 +16,9 @@ import torch
 from logsteer_server.engines.base import (
     FEATURES,
     CaptureJob,
+    CheckAdapterJob,
+    CheckAdapterOutput,
+    CheckJob,
     CheckOverrideJob,
     EngineInfo,
     EngineSpec,
@@ -31,7 +34,7 @@ from logsteer_server.engines.base import (
 from logsteer_server.engines.tlens.batch import Batch, Continuation
 from logsteer_server.engines.tlens.gradient import Differentiating, differentiate_batch
 from logsteer_server.engines.tlens.model import BridgeModel
-from logsteer_server.engines.tlens.parameters import Directions, InvalidDirectionError
+from logsteer_server.engines.tlens.parameters import Directions, Moves, UnfitParametersError
 from logsteer_server.engines.tlens.points import Point, UnknownPointError
 from logsteer_server.engines.tlens.reading import Capturing, Scoring, capture_batch, score_batch
 from logsteer_server.engines.tlens.steering import InvalidPlanError, SteeredRow, place_sites
@@ -154,7 +157,7 @@ class TransformerLensEngine:
             if failure is None:
                 try:
                     self._admit(job_id, job)
-                except (UnknownPointError, InvalidDirectionError) as error:
+                except (UnknownPointError, UnfitParametersError) as error:
                     failure = JobFailure(error.code, error.detail)
                 except InvalidPlanError as error:
                     failure = JobFailure("invalid_vector", str(error))
@@ -162,7 +165,7 @@ class TransformerLensEngine:
                 self._known.append((job_id, failure))
 
     def _check(self, job: Job) -> JobFailure | None:
-        if isinstance(job, CheckOverrideJob):
+        if isinstance(job, CheckJob):
             return None
         limit = self._info.context_length
         if count_positions(job) > limit:
@@ -184,6 +187,10 @@ class TransformerLensEngine:
         if isinstance(job, CheckOverrideJob):
             self._known.append((job_id, self._model.parameters.check(job.shapes)))
             return
+        if isinstance(job, CheckAdapterJob):
+            self._directions.read_adapter(job.adapter)
+            self._known.append((job_id, CheckAdapterOutput()))
+            return
         if isinstance(job, CaptureJob):
             found = tuple(points.find(layer, job.hook) for layer in job.layers)
             if len({point.width for point in found}) > 1:
@@ -195,7 +202,7 @@ class TransformerLensEngine:
         if job.plan is not None:
             steered = SteeredRow(job.plan, place_sites(job.plan, points), job.prompt_len)
         wanted = self._find_sites(job) if isinstance(job, GradientJob) else ()
-        if job.override is not None or (isinstance(job, GradientJob) and job.along):
+        if Moves.of(job) != Moves() or (isinstance(job, GradientJob) and job.along):
             hooked = [site.point for site in steered.sites] if steered else []
             self._model.check_override([*hooked, *wanted])
         if isinstance(job, ScoreJob):
@@ -204,7 +211,7 @@ class TransformerLensEngine:
             self._deriving.arrived.append(Differentiating(job_id, job, steered, wanted))
         else:
             row = Continuation.start(job_id, job, steered, self._model)
-            waiting = self._starting if job.override is None else self._starting_shifted
+            waiting = self._starting if Moves.of(job) == Moves() else self._starting_shifted
             waiting.arrived.append(row)
 
     def _find_sites(self, job: GradientJob) -> tuple[Point, ...]:
@@ -258,7 +265,7 @@ class TransformerLensEngine:
         """Run the next batch of jobs that wait."""
         bounds, room = self._bounds, self._bounds.max_batch_rows
         if waiting is self._scoring:
-            batch = waiting.take(bounds, _override_of, room)
+            batch = waiting.take(bounds, _moves_of, room)
             return self._guard(batch, lambda: self._score(batch))
         if waiting is self._capturing:
             batch = waiting.take(bounds, _capture_group, room)
@@ -268,13 +275,13 @@ class TransformerLensEngine:
             tokens = max(1, bounds.max_batch_tokens // GRADIENT_SHARE)
             batch = waiting.take(replace(bounds, max_batch_tokens=tokens), _gradient_group, room)
             return self._guard(batch, lambda: self._derive(batch))
-        batch = waiting.take(bounds, _override_of, room)
+        batch = waiting.take(bounds, _moves_of, room)
         return self._guard(batch, lambda: self._start(batch))
 
     def _score(self, batch: Sequence[Ready]) -> Results:
         scorings = [job for job in batch if isinstance(job, Scoring)]
         return self._model.parameters.under(
-            self._directions.shift(scorings[0].job.override),
+            self._directions.shift(Moves.of(scorings[0].job)),
             lambda: score_batch(self._model, scorings, self._chunk_bytes),
         )
 
@@ -282,12 +289,12 @@ class TransformerLensEngine:
         entries = [job for job in batch if isinstance(job, Differentiating)]
         first = entries[0].job
         direction = self._directions.load(first.along) if first.along else {}
-        parameters = self._directions.shift(first.override)
+        parameters = self._directions.shift(Moves.of(first))
         return differentiate_batch(self._model, entries, parameters, direction, self._chunk_bytes)
 
     def _start(self, batch: Sequence[Ready]) -> Results:
         rows = [job for job in batch if isinstance(job, Continuation)]
-        started = Batch(self._model, rows, self._directions.shift(rows[0].job.override))
+        started = Batch(self._model, rows, self._directions.shift(Moves.of(rows[0].job)))
         self._turns.append(started)
         return self._advance(started)
 
@@ -301,11 +308,11 @@ class TransformerLensEngine:
 
     def _guard(self, batch: Sequence[Ready], run: Callable[[], Results]) -> Results:
         """What `run` gives; a failure for each of the batch's jobs where memory runs out or their
-        override cannot be used.
+        parameters cannot be used.
         """
         try:
             return run()
-        except InvalidDirectionError as error:
+        except UnfitParametersError as error:
             failure = JobFailure(error.code, error.detail)
             return [(job.job_id, failure) for job in batch]
         except (MemoryError, RuntimeError) as error:
@@ -326,8 +333,8 @@ class TransformerLensEngine:
         del self._model
 
 
-def _override_of(ready: Ready) -> object:
-    return None if isinstance(ready, Capturing) else ready.job.override
+def _moves_of(ready: Ready) -> object:
+    return Moves.of(ready.job)
 
 
 def _gradient_group(ready: Ready) -> object:
@@ -367,4 +374,5 @@ def _describe(spec: EngineSpec, path: str, model: BridgeModel, digest: str) -> E
         hidden_size=model.hidden_size,
         hooks=model.points.names,
         features=FEATURES,
+        tf32=spec.tf32 and model.device.type == "cuda",
     )

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from logsteer_server.engines.base import GradientJob, GradientOutput, JobFailure, JobResult
 from logsteer_server.engines.tlens.model import BridgeModel
+from logsteer_server.engines.tlens.parameters import Moves
 from logsteer_server.engines.tlens.points import HookFunction, Point
 from logsteer_server.engines.tlens.reading import pad_right
 from logsteer_server.engines.tlens.steering import Span, SteeredRow, Steering
@@ -38,7 +39,7 @@ class Differentiating:
     @property
     def group(self) -> tuple[Any, ...]:
         """Jobs of one group are derived together."""
-        return self.job.override, self.job.along, tuple(point.key for point in self.points)
+        return Moves.of(self.job), self.job.along, tuple(point.key for point in self.points)
 
 
 @dataclass(slots=True)

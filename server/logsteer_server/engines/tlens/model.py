@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging as transformers_logging
 
 from logsteer_server.engines.base import EngineSpec
-from logsteer_server.engines.tlens.parameters import InvalidDirectionError, Parameters
+from logsteer_server.engines.tlens.parameters import Parameters, UnfitParametersError
 from logsteer_server.engines.tlens.points import (
     HOOK_LEVEL,
     HookFunction,
@@ -30,6 +30,7 @@ from logsteer_server.engines.tlens.points import (
 from logsteer_server.engines.tlens.shortcut import Shortcut, agree, unwrap
 from logsteer_server.engines.weights import limit_context
 
+PROBE_LENGTH = 32
 HEAD_TOLERANCE = 1e-3
 SHORTCUT_TOLERANCE = 1e-5
 """How much the model's parts may differ from the whole, per unit of the largest number."""
@@ -95,6 +96,20 @@ class _GivenBody(nn.Module):
         return self._output_class(last_hidden_state=self.hidden_1RD)
 
 
+class _WideLinear(nn.Module):
+    """A linear layer whose product is computed in float32, whatever it is kept in."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self._linear = linear
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The product, float32; the weight is widened for as long as it takes."""
+        weight, bias = self._linear.weight, self._linear.bias
+        wide_bias = None if bias is None else bias.float()
+        return nn.functional.linear(hidden.float(), weight.float(), wide_bias)
+
+
 class BridgeModel:
     """A causal model, loaded. Errors: ValueError where it cannot be served.
 
@@ -105,6 +120,7 @@ class BridgeModel:
         from transformer_lens.model_bridge import TransformerBridge
 
         transformers_logging.disable_progress_bar()
+        torch.set_float32_matmul_precision("high" if spec.tf32 else "highest")
         config = AutoConfig.from_pretrained(path)
         placement = place(spec)
         options: dict[str, Any] = (
@@ -123,6 +139,7 @@ class BridgeModel:
         body_takes = inspect.signature(type(self._body).forward).parameters
         self._takes_positions = "position_ids" in body_takes
         self._shortcut: Shortcut | None = None
+        self._fuses = False
         self._refuse_recurrence(path)
         self.device = self._causal.get_input_embeddings().weight.device
         self.dtype = self._causal.dtype
@@ -134,9 +151,13 @@ class BridgeModel:
         self.tokenizer = bridge.tokenizer.backend_tokenizer
         self.eos_ids = _find_eos(self._causal, bridge.tokenizer)
         self._given_body, self._head = self._take_head_off()
-        self.vocab_size, self.logits_dtype = self._compare_head(path)
+        self.vocab_size = self._compare_head(path)
+        if spec.logits_dtype != "auto":
+            self._widen_head(path)
+        self.logits_dtype = str(self._project_probe().dtype).removeprefix("torch.")
         self.points: PointMap = find_points(bridge.hook_dict, self.num_layers, self._probe)
         self._shortcut = self._find_shortcut(list(bridge.blocks))
+        self._fuses = self._shortcut is not None and self._check_fused()
         self.parameters = Parameters(self._causal)
 
     def _refuse_recurrence(self, path: Path | str) -> None:
@@ -169,9 +190,19 @@ class BridgeModel:
             options["attention_mask"] = mask_BT.to(self.device)
         if positions_BT is not None and self._takes_positions:
             options["position_ids"] = positions_BT.to(self.device)
-        body = self._shortcut.body if self._shortcut else self._body
+        body = self._body
+        if self._shortcut:
+            body = self._shortcut.body
+            # Fused attention has no forward derivative, and the bridge's blocks have none of it.
+            fused = self._fuses and self._shortcut.plain and torch.is_inference_mode_enabled()
+            self._choose_attention("sdpa" if fused else "eager")
         hidden_BTD: Tensor = body(input_ids=tokens_BT.to(self.device), **options).last_hidden_state
         return hidden_BTD
+
+    def _choose_attention(self, name: str) -> None:
+        """Which of transformers' functions attention is computed by."""
+        if self._causal.config._attn_implementation != name:
+            self._causal.config._attn_implementation = name
 
     @contextmanager
     def hooked(self, hooks: Sequence[tuple[Point, HookFunction]]) -> Iterator[None]:
@@ -187,17 +218,17 @@ class BridgeModel:
                 point.hook.remove_hooks("fwd", level=HOOK_LEVEL)
 
     def check_override(self, points: Sequence[Point]) -> None:
-        """Errors: InvalidDirectionError where other parameters would not act everywhere.
+        """Errors: UnfitParametersError where other parameters would not act everywhere.
 
         That is where hooks on these points need blocks that hold parts of them a second time.
         """
         if self.parameters.are_shared or (self._shortcut and self._shortcut.is_plain(points)):
             return
-        raise InvalidDirectionError(
+        raise UnfitParametersError(
             "unsupported_by_engine",
             "TransformerLens keeps copies of this model's attention weights for the activations "
-            "inside its blocks, which an override would not reach; use resid_pre and resid_post "
-            "together with an override",
+            "inside its blocks, which an override or adapter would not reach; use resid_pre and "
+            "resid_post together with these",
         )
 
     def project(self, hidden_RD: Tensor) -> Tensor:
@@ -243,19 +274,52 @@ class BridgeModel:
                     return None
         return self._shortcut
 
+    @torch.inference_mode()
+    def _check_fused(self) -> bool:
+        """Whether attention can be computed in one operation, without its pattern in memory."""
+        config = self._causal.config.get_text_config()
+        # Transformers' function leaves a cap on scores out, which shows only where they are large.
+        if not self._causal._supports_sdpa or getattr(config, "attn_logit_softcapping", None):
+            return False
+        tokens_BT = self._probe_tokens(PROBE_LENGTH)
+        mask_BT = torch.ones_like(tokens_BT)
+        mask_BT[1, : PROBE_LENGTH // 2] = 0  # padding in front, as where continuations start
+        found = []
+        for self._fuses in (False, True):
+            whole_BTD, padded_BTD = self.read(tokens_BT), self.read(tokens_BT, mask_BT)
+            found.append(torch.cat([whole_BTD.flatten(0, 1), padded_BTD[mask_BT.bool()]]))
+        # In half precision they differ by rounding, and a hook in a block must change just that.
+        return agree(found[0], found[1], SHORTCUT_TOLERANCE)
+
     def _probe_tokens(self, length: int) -> Tensor:
         return (torch.arange(2 * length, device=self.device) % 7 + 1).view(2, length)
 
+    def _widen_head(self, path: Path | str) -> None:
+        """Have logits computed in float32. Errors: ValueError where the head is no linear layer."""
+        heads = {
+            name: module
+            for name, module in self._head.named_children()
+            if isinstance(module, nn.Linear) and module.out_features == self.vocab_size
+        }
+        if len(heads) != 1:
+            raise ValueError(f"{path}: its head is no linear layer; leave logits_dtype out")
+        for name, linear in heads.items():
+            self._head._modules[name] = _WideLinear(linear)
+
     @torch.inference_mode()
-    def _compare_head(self, path: Path | str) -> tuple[int, str]:
-        """The number and dtype of logits. Errors: ValueError where body and head do not add up."""
+    def _project_probe(self) -> Tensor:
+        return self.project(self.read(self._probe_tokens(2)).flatten(0, 1))
+
+    @torch.inference_mode()
+    def _compare_head(self, path: Path | str) -> int:
+        """The number of logits. Errors: ValueError where body and head do not add up."""
         tokens_BT = self._probe_tokens(4)
         whole_BTV = self._causal(input_ids=tokens_BT, use_cache=False).logits
         hidden_BTD = self.read(tokens_BT)
         logits_RV = self.project(hidden_BTD.flatten(0, 1))
         if not agree(logits_RV, whole_BTV.flatten(0, 1), HEAD_TOLERANCE):
             raise ValueError(f"{path}: its head cannot be applied to single rows; use vllm")
-        return logits_RV.shape[-1], str(logits_RV.dtype).removeprefix("torch.")
+        return logits_RV.shape[-1]
 
     def _probe(self, length: int) -> Tensor:
         """A number that depends on every activation of two short sequences."""

@@ -6,16 +6,28 @@ their places for one call and takes them out again.
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from logsteer_server.engines.base import CheckOverrideOutput, Direction, Override
+from logsteer_server.engines.base import (
+    Adapter,
+    CaptureJob,
+    CheckJob,
+    CheckOverrideOutput,
+    Direction,
+    Job,
+    Override,
+)
+from logsteer_server.engines.tlens.adapters import read_updates
 from logsteer_server.engines.tlens.shortcut import unwrap
+from logsteer_server.lora import AdapterLayoutError
 
 T = TypeVar("T")
 
@@ -25,8 +37,8 @@ PIECE = 2**22
 """Numbers that are computed together in float64."""
 
 
-class InvalidDirectionError(Exception):
-    """The direction cannot be used with the model: `code` and `detail` of the job's failure."""
+class UnfitParametersError(Exception):
+    """A direction or adapter cannot be used with the model: code and detail of the failure."""
 
     def __init__(self, code: str, detail: str) -> None:
         super().__init__(detail)
@@ -70,7 +82,7 @@ class Parameters:
         return found
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> CheckOverrideOutput:
-        """How much a direction of these shapes moves. Errors: InvalidDirectionError."""
+        """How much a direction of these shapes moves. Errors: UnfitParametersError."""
         unknown = [name for name in shapes if name not in self.by_name]
         if unknown:
             raise _invalid(
@@ -91,11 +103,19 @@ class Parameters:
         total = {id(tensor): tensor.numel() for tensor in self.by_name.values()}
         return CheckOverrideOutput(sum(total[i] for i in first), sum(total.values()))
 
-    def shift(self, direction: Mapping[str, Tensor], eta: float) -> dict[str, Tensor]:
-        """theta + eta v of each parameter that v has, rounded once to the parameter's dtype."""
+    def shift(
+        self, direction: Mapping[str, Tensor], eta: float, moved: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """theta + eta v of each parameter that v has, rounded once to the parameter's dtype.
+
+        `moved` are parameters that take theta's place, and stay in the result.
+        """
         # Outside of inference mode, because a gradient may be taken under them later.
         with torch.inference_mode(False), torch.no_grad():
-            return {name: _shift(self.by_name[name], v, eta) for name, v in direction.items()}
+            return dict(moved) | {
+                name: _shift(moved.get(name, self.by_name[name]), v, eta)
+                for name, v in direction.items()
+            }
 
 
 def _shift(parameter: Tensor, v: Tensor, eta: float) -> Tensor:
@@ -106,6 +126,21 @@ def _shift(parameter: Tensor, v: Tensor, eta: float) -> Tensor:
         part = slice(start, start + PIECE)
         moved_N[part] = theta_N[part].double() + eta * v_N[part].to(theta_N.device).double()
     return moved
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """What moves the parameters of a job: what an adapter adds, then what an override does."""
+
+    override: Override | None = None
+    adapter: Adapter | None = None
+
+    @classmethod
+    def of(cls, job: Job) -> "Moves":
+        """Those of a job."""
+        if isinstance(job, CaptureJob | CheckJob):
+            return cls()
+        return cls(job.override, job.adapter)
 
 
 class Directions:
@@ -119,10 +154,10 @@ class Directions:
         self._parameters = parameters
         self._max_bytes = max_bytes
         self._kept: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
-        self._shifted: tuple[Override, dict[str, Tensor]] | None = None
+        self._shifted: tuple[Moves, dict[str, Tensor]] | None = None
 
     def load(self, direction: Direction) -> dict[str, Tensor]:
-        """The tensors of a direction. Errors: InvalidDirectionError."""
+        """The tensors of a direction. Errors: UnfitParametersError."""
         found = self._kept.pop(direction.sha256, None)
         if found is None:
             found = self._read(direction)
@@ -131,14 +166,19 @@ class Directions:
             self._kept.popitem(last=False)
         return found
 
-    def shift(self, override: Override | None) -> dict[str, Tensor]:
-        """theta + eta v by name; nothing without an override. Errors: InvalidDirectionError."""
-        if override is None:
+    def shift(self, moves: Moves) -> dict[str, Tensor]:
+        """What is moved of theta, by name; nothing without moves. Errors: UnfitParametersError."""
+        if moves == Moves():
             return {}
-        if self._shifted is None or self._shifted[0] != override:
+        if self._shifted is None or self._shifted[0] != moves:
             self._shifted = None  # before the next one takes its place, not after
-            direction = self.load(override.direction)
-            self._shifted = (override, self._parameters.shift(direction, override.eta))
+            found: dict[str, Tensor] = {}
+            if moves.adapter is not None:
+                found = self._parameters.shift(self.read_adapter(moves.adapter), 1.0, found)
+            if moves.override is not None:
+                direction = self.load(moves.override.direction)
+                found = self._parameters.shift(direction, moves.override.eta, found)
+            self._shifted = (moves, found)
         return self._shifted[1]
 
     def rest(self) -> None:
@@ -149,22 +189,36 @@ class Directions:
             self._kept.clear()
 
     def _read(self, direction: Direction) -> dict[str, Tensor]:
-        path = Path(direction.path)
-        try:
-            with path.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != direction.sha256:
-                    raise InvalidDirectionError(
-                        "internal", f"{path} is damaged; DELETE the override and upload it again"
-                    )
-            with safe_open(path, "pt") as tensors:
-                shapes = {n: tuple(tensors.get_slice(n).get_shape()) for n in tensors.keys()}  # noqa: SIM118
-                self._parameters.check(shapes)
-                return {name: tensors.get_tensor(name) for name in shapes}
-        except FileNotFoundError as error:
-            detail = "the override was deleted while the request waited; upload it again"
-            raise InvalidDirectionError("unknown_override", detail) from error
-        except (OSError, SafetensorError) as error:
-            raise InvalidDirectionError("internal", f"{path} cannot be read: {error}") from error
+        with _open_kept(direction.path, direction.sha256, "override") as tensors:
+            shapes = {n: tuple(tensors.get_slice(n).get_shape()) for n in tensors.keys()}  # noqa: SIM118
+            self._parameters.check(shapes)
+            return {name: tensors.get_tensor(name) for name in shapes}
+
+    def read_adapter(self, adapter: Adapter) -> dict[str, Tensor]:
+        """What the adapter adds to parameters, by name. Errors: UnfitParametersError."""
+        with _open_kept(adapter.path, adapter.sha256, "adapter") as tensors:
+            try:
+                return read_updates(tensors, self._parameters.by_name)
+            except AdapterLayoutError as error:
+                detail = f"the adapter does not fit the model: {error}"
+                raise UnfitParametersError("invalid_adapter", detail) from error
+
+
+@contextmanager
+def _open_kept(path: str, sha256: str, noun: str) -> Iterator[Any]:
+    """A kept safetensors file, opened. Errors: UnfitParametersError."""
+    try:
+        with Path(path).open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+                detail = f"{path} is damaged; DELETE the {noun} and upload it again"
+                raise UnfitParametersError("internal", detail)
+        with safe_open(path, "pt") as tensors:
+            yield tensors
+    except FileNotFoundError as error:
+        detail = f"the {noun} was deleted while the request waited; upload it again"
+        raise UnfitParametersError(f"unknown_{noun}", detail) from error
+    except (OSError, SafetensorError) as error:
+        raise UnfitParametersError("internal", f"{path} cannot be read: {error}") from error
 
 
 def _count_bytes(tensors: Mapping[str, Tensor]) -> int:
@@ -176,5 +230,5 @@ def _list(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
-def _invalid(detail: str) -> InvalidDirectionError:
-    return InvalidDirectionError("invalid_vector", f"The direction does not fit: {detail}.")
+def _invalid(detail: str) -> UnfitParametersError:
+    return UnfitParametersError("invalid_vector", f"The direction does not fit: {detail}.")

@@ -19,6 +19,7 @@ def set_environment(spec: EngineSpec) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+    os.environ["VLLM_FLOAT32_MATMUL_PRECISION"] = "high" if spec.tf32 else "highest"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -68,6 +69,16 @@ def engine_args(spec: EngineSpec, path: Path | str, on_cpu: bool, limit: int) ->
             "logsteer": {"chunk_bytes": spec.chunk_bytes, "steering": asdict(steering_size(spec))}
         },
     }
+    if spec.logits_dtype != "auto":
+        args["hf_overrides"] = {"head_dtype": spec.logits_dtype}
+    if spec.adapter_slots:
+        args["enable_lora"] = True
+        # Those on the device and those in memory are the same, so that none is read twice.
+        # Without an adapter a token has index -1, which vLLM's operations for CPUs take for the
+        # last slot (vllm-project/vllm#48421): one more that stays empty, and so adds nothing.
+        slots = spec.adapter_slots + on_cpu
+        args["max_loras"] = args["max_cpu_loras"] = slots
+        args["max_lora_rank"] = spec.adapter_rank
     ranks = spec.tensor_parallel * spec.pipeline_parallel
     args["distributed_executor_backend"] = "uni" if ranks == 1 else "mp"
     if on_cpu:
@@ -115,6 +126,9 @@ def describe(
     import vllm.envs
 
     model = config.model_config
+    logits_dtype = str(model.head_dtype or model.dtype).removeprefix("torch.")
+    if spec.logits_dtype not in ("auto", logits_dtype):
+        raise ValueError(f"logits_dtype: vLLM computes logits in {logits_dtype} here; leave it out")
     return EngineInfo(
         engine="vllm",
         engine_version=str(vllm.__version__),
@@ -122,7 +136,7 @@ def describe(
         tokenizer_path=str(model.tokenizer),
         weights_digest=digest_weights(path),
         dtype=str(model.dtype).removeprefix("torch."),
-        logits_dtype=str(model.head_dtype or model.dtype).removeprefix("torch."),
+        logits_dtype=logits_dtype,
         quantization=model.quantization,
         tensor_parallel=spec.tensor_parallel,
         pipeline_parallel=spec.pipeline_parallel,
@@ -134,6 +148,8 @@ def describe(
         num_layers=int(model.hf_text_config.num_hidden_layers),
         hidden_size=int(model.get_hidden_size()),
         hooks=("resid_post",) if steerable_layers else (),
+        features=("adapter",) if spec.adapter_slots else (),
+        tf32=spec.tf32 and config.device_config.device_type == "cuda",
     )
 
 

@@ -12,8 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from logsteer_server.engines.base import (
+    Adapter,
     CaptureJob,
     CaptureOutput,
+    CheckAdapterJob,
+    CheckAdapterOutput,
     CheckOverrideJob,
     CommonJob,
     EngineInfo,
@@ -46,11 +49,12 @@ from logsteer_server.rows import Reading, unpack
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A job that vLLM works on, and the slot that it holds."""
+    """A job that vLLM works on, and what it holds: a slot, an adapter."""
 
     job_id: int
     job: CommonJob
     lease: Lease
+    adapter: Any
 
 
 class VllmEngine:
@@ -66,6 +70,7 @@ class VllmEngine:
         from vllm.v1.engine.llm_engine import LLMEngine
         from vllm.v1.executor import Executor
 
+        from logsteer_server.engines.vllm.adapters import AdapterShelf
         from logsteer_server.engines.vllm.generation import Generation
 
         on_cpu = current_platform.is_cpu()
@@ -82,11 +87,12 @@ class VllmEngine:
         self._depth = spec.steering_depth
         self._generation = Generation(vllm)
         self._allotment = Allotment(call_workers, steering_size(spec))
+        self._shelf = AdapterShelf(self._core, spec.adapter_slots, spec.adapter_rank)
         self._running: dict[str, _Running] = {}
         self._request_ids: dict[int, str] = {}
-        self._waiting: dict[int, CommonJob] = {}
+        self._waiting: dict[int, CommonJob | CheckAdapterJob] = {}
         self._serial = itertools.count()
-        self._failures: list[tuple[int, JobResult]] = []
+        self._known: list[tuple[int, JobResult]] = []
         self._params = SamplingParams(
             temperature=0.0, max_tokens=1, detokenize=False, skip_reading_prefix_cache=False
         )
@@ -99,21 +105,23 @@ class VllmEngine:
     @property
     def busy(self) -> bool:
         """Whether a job is unfinished."""
-        return bool(self._running or self._waiting or self._failures)
+        return bool(self._running or self._waiting or self._known)
 
     def add(self, jobs: Sequence[tuple[int, Job]]) -> None:
-        """Hand jobs to vLLM's scheduler; steered ones when a slot is free for their plan."""
+        """Hand jobs to vLLM's scheduler; those that need a plan's or an adapter's slot in turn."""
         for job_id, job in jobs:
             failure = refuse_feature(job, self._info.features, "vllm")
             if failure or isinstance(job, GradientJob | CheckOverrideJob):
                 assert failure is not None
-                self._failures.append((job_id, failure))
+                self._known.append((job_id, failure))
+            elif isinstance(job, CheckAdapterJob):
+                self._waiting[job_id] = job
             elif failure := self._check(job):
-                self._failures.append((job_id, failure))
-            elif self._needs_slot(job):
+                self._known.append((job_id, failure))
+            elif self._needs_slot(job) or _adapter_of(job):
                 self._waiting[job_id] = job
             else:
-                self._submit(job_id, job, Lease())
+                self._submit(job_id, job, Lease(), None)
         self._admit()
 
     def _check(self, job: CommonJob) -> JobFailure | None:
@@ -141,28 +149,50 @@ class VllmEngine:
     def _admit(self) -> None:
         """Submit the jobs that wait for a slot, in order, as far as there are any free."""
         for job_id, job in list(self._waiting.items()):
-            lease = self._allotment.lease(job)
-            if lease is None:
+            wanted = _adapter_of(job)
+            adapter = self._shelf.take(wanted) if wanted else None
+            if wanted and adapter is None:
                 return
+            if isinstance(adapter, JobFailure):
+                self._known.append((job_id, adapter))
+            elif isinstance(job, CheckAdapterJob):
+                self._give_back(Lease(), adapter)
+                self._known.append((job_id, CheckAdapterOutput()))
+            else:
+                lease = self._allotment.lease(job)
+                if lease is None:
+                    self._give_back(Lease(), adapter)
+                    return
+                self._submit(job_id, job, lease, adapter)
             del self._waiting[job_id]
-            self._submit(job_id, job, lease)
 
-    def _submit(self, job_id: int, job: CommonJob, lease: Lease, use_cache: bool = True) -> None:
+    def _give_back(self, lease: Lease, adapter: Any) -> None:
+        self._allotment.give_back(lease)
+        if adapter is not None:
+            self._shelf.release(adapter)
+
+    def _submit(
+        self, job_id: int, job: CommonJob, lease: Lease, adapter: Any, use_cache: bool = True
+    ) -> None:
         try:
             if isinstance(job, GenerateJob):
                 name = str(next(self._serial))
-                request_id = self._generation.add(name, job, lease.extra_args)
+                request_id = self._generation.add(name, job, lease.extra_args, adapter)
             else:
-                request_id = self._schedule(job, lease.extra_args, use_cache)
+                request_id = self._schedule(job, lease.extra_args, adapter, use_cache)
         except ValueError as error:  # vLLM's own limits on sampling parameters
-            self._allotment.give_back(lease)
-            self._failures.append((job_id, JobFailure("invalid_request", str(error))))
+            self._give_back(lease, adapter)
+            self._known.append((job_id, JobFailure("invalid_request", str(error))))
             return
-        self._running[request_id] = _Running(job_id, job, lease)
+        self._running[request_id] = _Running(job_id, job, lease, adapter)
         self._request_ids[job_id] = request_id
 
     def _schedule(
-        self, job: ScoreJob | CaptureJob, extra_args: dict[str, Any], use_cache: bool
+        self,
+        job: ScoreJob | CaptureJob,
+        extra_args: dict[str, Any],
+        adapter: Any,
+        use_cache: bool,
     ) -> str:
         """Hand a job that generates nothing to vLLM's scheduler; the id of its request."""
         from vllm.v1.request import Request
@@ -184,6 +214,7 @@ class VllmEngine:
                 params,
                 None,
                 cache_salt=cache_salt,
+                lora_request=adapter,
                 block_hasher=hasher,
             )
         )
@@ -192,7 +223,7 @@ class VllmEngine:
     def _forget(self, request_id: str) -> _Running:
         running = self._running.pop(request_id)
         del self._request_ids[running.job_id]
-        self._allotment.give_back(running.lease)
+        self._give_back(running.lease, running.adapter)
         return running
 
     def cancel(self, job_ids: Sequence[int]) -> None:
@@ -210,7 +241,7 @@ class VllmEngine:
 
     def step(self) -> list[tuple[int, JobResult]]:
         """Run one step of vLLM and give the results that it had."""
-        results, self._failures = self._failures, []
+        results, self._known = self._known, []
         if not self._running:
             return results
         outputs, executed = self._core.step_fn()
@@ -247,7 +278,7 @@ class VllmEngine:
         if values.numel() == 0:
             # The prefix cache reached beyond the first wanted row, so that row was not computed.
             del self._running[request_id]
-            self._submit(running.job_id, job, running.lease, use_cache=False)
+            self._submit(running.job_id, job, running.lease, running.adapter, use_cache=False)
             return {}
         rows = unpack(values.numpy().reshape(-1, reading.width), reading)
         cached = output.prefill_stats.num_cached_tokens if output.prefill_stats else 0
@@ -271,3 +302,8 @@ class VllmEngine:
     def close(self) -> None:
         """Stop vLLM and its worker processes."""
         self._core.shutdown()
+        self._shelf.close()
+
+
+def _adapter_of(job: CommonJob | CheckAdapterJob) -> Adapter | None:
+    return None if isinstance(job, CaptureJob) else job.adapter

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -45,7 +46,13 @@ class Generation:
         self._running: dict[str, _Sample] = {}
         self._request_ids: dict[str, str] = {}
 
-    def add(self, name: str, job: GenerateJob, extra_args: dict[str, Any]) -> str:
+    def add(
+        self,
+        name: str,
+        job: GenerateJob,
+        extra_args: dict[str, Any],
+        adapter: LoRARequest | None,
+    ) -> str:
         """Hand a job to vLLM; the id that vLLM gives to the request of this name.
 
         Errors: ValueError for what vLLM does not sample with.
@@ -67,7 +74,7 @@ class Generation:
         prompt: dict[str, Any] = {"prompt_token_ids": job.tokens.tolist()}
         if job.plan is not None:
             prompt["cache_salt"] = job.plan.digest(job.prompt_len).hex()
-        request_id: str = self._vllm.add_request(name, prompt, params)
+        request_id: str = self._vllm.add_request(name, prompt, params, lora_request=adapter)
         self._running[request_id] = _Sample(name, job)
         self._request_ids[name] = request_id
         return request_id

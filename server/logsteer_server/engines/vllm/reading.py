@@ -5,7 +5,8 @@
 * `requests[id].num_computed_tokens`, `.prompt_token_ids`, `.sampling_params.extra_args`;
 * `input_batch.req_id_to_index`, `query_start_loc.np`: where a request's tokens lie in the step;
 * `input_batch.generators`, `discard_request_mask`: seeds, and requests in the middle of prefill;
-* `ModelRunnerOutput.prompt_token_id_logprobs_dict`: the way back to the request's output.
+* `ModelRunnerOutput.prompt_token_id_logprobs_dict`: the way back to the request's output;
+* `load_lora_model(model, vllm_config, device)`, and `embedding_modules` of the model's modules.
 """
 
 from dataclasses import dataclass
@@ -109,6 +110,16 @@ class ScoringRunner(GPUModelRunner):  # type: ignore[misc]
         self.chunk_bytes = chunk_bytes
         self.partial_rows = {}
         self.finished_rows = {}
+
+    def load_lora_model(self, model: Any, vllm_config: Any, device: torch.device) -> Any:
+        """The model with vLLM's LoRA layers, but none around embeddings and head.
+
+        A head with one takes the rows that are sampled from and no others.
+        """
+        for module in model.modules():
+            if hasattr(module, "embedding_modules"):
+                module.embedding_modules = {}
+        return super().load_lora_model(model, vllm_config, device)
 
     def _get_prompt_logprobs_dict(
         self, hidden_states: Tensor, num_scheduled_tokens: dict[str, int]

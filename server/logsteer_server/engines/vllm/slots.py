@@ -1,4 +1,4 @@
-"""Places of the steering tables, given to plans and captures while their requests run."""
+"""Places that running requests share by what they need there: plans, captures, adapters."""
 
 from collections import OrderedDict
 
@@ -31,6 +31,11 @@ class SlotPool:
         self._slots[key] = slot
         self._users[slot] = 1
         return slot, True
+
+    def forget(self, slot: int) -> None:
+        """Take back a slot that was just taken and could not be filled."""
+        del self._slots[self._keys.pop(slot)]
+        self.release(slot)
 
     def release(self, slot: int) -> None:
         """One user fewer."""

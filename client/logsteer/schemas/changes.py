@@ -1,0 +1,39 @@
+"""What a request changes of the model that answers it, and what an answer says of that."""
+
+from pydantic import Field
+
+from logsteer.schemas.adapters import UsedAdapter
+from logsteer.schemas.common import Reply, Request
+from logsteer.schemas.overrides import ParameterOverride, UsedOverride
+from logsteer.schemas.steering import Steering, SteeringReceipt, VectorName
+
+
+class ParameterChanges(Request):
+    """Other parameters, for one request alone."""
+
+    override: ParameterOverride | None = None
+    adapter: VectorName | None = Field(
+        default=None, description="Name of a kept LoRA adapter that is added to the parameters."
+    )
+
+
+class ModelChanges(ParameterChanges):
+    """Other parameters and other activations, for one request alone."""
+
+    steering: Steering | None = Field(
+        default=None,
+        description="Steer the model. Tokens in front of the first scored one are the prompt.",
+    )
+
+
+class UsedParameters(Reply):
+    """The parameters that an answer was computed under, where they are not the model's own."""
+
+    override: UsedOverride | None = None
+    adapter: UsedAdapter | None = None
+
+
+class UsedChanges(UsedParameters):
+    """What an answer was computed under."""
+
+    steering: SteeringReceipt | None = None

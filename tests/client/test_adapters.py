@@ -1,0 +1,387 @@
+"""`client.adapters`, `logsteer adapters` and `--adapter`: what is sent, and what comes back."""
+
+import inspect
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from email import message_from_bytes
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from logsteer import InvalidRequestError, NotFoundError, OverloadedError, TransportError
+from logsteer._adapters import Adapters, AsyncAdapters
+from logsteer.cli import main
+from logsteer.schemas import UsedAdapter
+
+from .documents import (
+    ANSWER,
+    PERPLEXITY,
+    START,
+    SWEEP,
+    events,
+    logprob_answer,
+    steer_answer,
+    steering_receipt,
+    target,
+)
+from .scripted import Caller, Script, event_stream, problem
+
+CARD: dict[str, Any] = {
+    "name": "lora",
+    "sha256": "ab" * 32,
+    "model": "demo",
+    "weights_digest": "w",
+    "rank": 8,
+    "alpha": 16.0,
+    "modules": ["[red]q_proj", "v_proj"],
+    "tensors": 4,
+    "norm": 1.5,
+    "bytes": 400,
+    "created": "2026-01-02T03:04:05.678Z",
+}
+LIST = {"adapters": [CARD], "bytes": 400, "max_bytes": 1000}
+GONE = {"name": "lora", "sha256": "ab" * 32}
+USED = {"adapter": {"name": "lora", "sha256": "ab" * 32}}
+MOOD: dict[str, Any] = {"vectors": [{"name": "mood"}]}
+CONFIG = b'{"r": 8}\n'
+WEIGHTS = bytes(range(256)) * 4000
+BUSY = problem("overloaded", 429, retryable=True)
+
+
+def answer(document: Any) -> Script:
+    return Script(httpx.Response(200, json=document))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """What PEFT writes, as far as the client looks at it."""
+    (tmp_path / "adapter_config.json").write_bytes(CONFIG)
+    (tmp_path / "adapter_model.safetensors").write_bytes(WEIGHTS)
+    (tmp_path / "README.md").write_text("not sent")
+    return tmp_path
+
+
+def parts_of(request: httpx.Request, body: bytes) -> dict[str, tuple[str | None, bytes]]:
+    """The parts of a form: name -> the file's name, its bytes."""
+    head = f"Content-Type: {request.headers['Content-Type']}\r\n\r\n".encode()
+    form = message_from_bytes(head + body)
+    assert form.get_content_type() == "multipart/form-data"
+    parts: Any = form.get_payload()
+    return {
+        part.get_param("name", header="Content-Disposition"): (
+            part.get_filename(),
+            part.get_payload(decode=True),
+        )
+        for part in parts
+    }
+
+
+WHOLE = {
+    "config": ("adapter_config.json", CONFIG),
+    "weights": ("adapter_model.safetensors", WEIGHTS),
+}
+
+
+def test_cards(call: Caller) -> None:
+    server = answer(LIST)
+    found = call(server, lambda client: client.adapters.list())
+    assert ([card.rank for card in found.adapters], found.max_bytes) == ([8], 1000)
+    assert (server.requests[0].method, server.requests[0].url.path) == ("GET", "/adapters")
+    server = answer(CARD)
+    assert call(server, lambda client: client.adapters.get("lora")).modules[1] == "v_proj"
+    assert server.requests[0].url.path == "/adapters/lora"
+    with pytest.raises(NotFoundError) as caught:
+        server = Script(problem("unknown_adapter", 404))
+        call(server, lambda client: client.adapters.get("../x"))
+    assert caught.value.code == "unknown_adapter"
+    assert server.requests[0].url.raw_path == b"/adapters/..%2Fx"
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_directory_is_put_as_a_form(
+    call: Caller, directory: Path, kind: Callable[[Path], Any]
+) -> None:
+    server = answer(CARD)
+    card = call(server, lambda client: client.adapters.put("lora", kind(directory)))
+    assert card.sha256 == "ab" * 32
+    (request,) = server.requests
+    assert (request.method, request.url.path) == ("PUT", "/adapters/lora")
+    assert not request.url.params
+    assert parts_of(request, server.bodies[0]) == WHOLE
+
+
+def test_the_model_is_the_clients_own_or_the_given(call: Caller, directory: Path) -> None:
+    server = answer(CARD)
+    call(server, lambda client: client.adapters.put("lora", directory), model="mine")
+    call(server, lambda client: client.adapters.put("lora", directory, "other"), model="mine")
+    assert [dict(r.url.params) for r in server.requests] == [{"model": "mine"}, {"model": "other"}]
+
+
+def test_whole_files_are_sent_again_after_a_refusal(
+    call: Caller, pauses: list[float], directory: Path
+) -> None:
+    server = Script(BUSY, httpx.Response(200, json=CARD))
+    call(server, lambda client: client.adapters.put("lora", directory))
+    assert len(server.requests) == 2
+    for request, body in zip(server.requests, server.bodies, strict=True):
+        assert parts_of(request, body) == WHOLE
+
+
+class Breaking(httpx.BaseTransport, httpx.AsyncBaseTransport):
+    """Breaks the first connection in the middle of the body; takes the chunks of the second.
+
+    `tell` says how far the file was read when it broke.
+    """
+
+    def __init__(self, tell: Callable[[], int]) -> None:
+        self.tell = tell
+        self.position = 0
+        self.chunks: list[bytes] = []
+        self.request: httpx.Request | None = None
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        stream: Iterator[bytes] = iter(request.stream)  # type: ignore[arg-type]
+        if self.request is None:
+            self.request = request
+            while len(next(stream)) < 10_000:
+                pass
+            self.position = self.tell()
+            raise httpx.WriteError("reset")
+        self.request, self.chunks = request, list(stream)
+        return httpx.Response(200, json=CARD)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        stream: AsyncIterator[bytes] = aiter(request.stream)  # type: ignore[arg-type]
+        if self.request is None:
+            self.request = request
+            while len(await anext(stream)) < 10_000:
+                pass
+            self.position = self.tell()
+            raise httpx.WriteError("reset")
+        self.request, self.chunks = request, [chunk async for chunk in stream]
+        return httpx.Response(200, json=CARD)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int]]:
+    """Every file that is opened by its path, and the thread that does."""
+    files: list[tuple[Any, int]] = []
+    plain = Path.open
+
+    def record(path: Path, *arguments: Any, **more: Any) -> Any:
+        files.append((plain(path, *arguments, **more), threading.get_ident()))
+        return files[-1][0]
+
+    monkeypatch.setattr(Path, "open", record)
+    return files
+
+
+def test_a_break_in_the_middle_is_followed_by_whole_files(
+    call: Caller, pauses: list[float], directory: Path, opened: list[tuple[Any, int]]
+) -> None:
+    transport = Breaking(lambda: opened[-1][0].tell())
+    call(transport, lambda client: client.adapters.put("lora", directory))
+    assert transport.request is not None and len(pauses) == 1
+    assert parts_of(transport.request, b"".join(transport.chunks)) == WHOLE
+    # Files are read while they are sent, a piece at a time.
+    assert transport.position == 64 * 1024
+    assert max(map(len, transport.chunks)) == 64 * 1024
+
+
+def test_files_are_closed_whatever_comes(
+    call: Caller, directory: Path, opened: list[tuple[Any, int]]
+) -> None:
+    broken = Breaking(lambda: 0)
+    with pytest.raises(TransportError, match="reset") as caught:
+        call(broken, lambda client: client.adapters.put("lora", directory), max_retries=0)
+    # The error holds the request, and with it what was being sent.
+    assert isinstance(caught.value.__cause__, httpx.WriteError)
+    assert len(opened) == 4 and all(file.closed for file, _ in opened)
+    opened.clear()
+    with pytest.raises(OverloadedError):
+        call(Script(BUSY), lambda client: client.adapters.put("lora", directory), max_retries=0)
+    assert len(opened) == 4 and all(file.closed for file, _ in opened)
+
+
+def test_an_event_loop_does_not_wait_for_files(
+    call: Caller, directory: Path, opened: list[tuple[Any, int]]
+) -> None:
+    call(answer(CARD), lambda client: client.adapters.put("lora", directory))
+    own = threading.get_ident()
+    assert [thread == own for _, thread in opened[-2:]] == [not call.asynchronous] * 2
+
+
+@pytest.mark.parametrize(
+    ("missing", "named"),
+    [
+        (["adapter_config.json"], r"has no adapter_config\.json: "),
+        (["adapter_model.safetensors"], r"has no adapter_model\.safetensors: "),
+        (
+            ["adapter_config.json", "adapter_model.safetensors"],
+            r"has no adapter_config\.json and no adapter_model\.safetensors: ",
+        ),
+    ],
+)
+def test_a_missing_file_is_told_before_anything_is_sent(
+    call: Caller, directory: Path, missing: list[str], named: str
+) -> None:
+    for name in missing:
+        (directory / name).unlink()
+    server = answer(CARD)
+    with pytest.raises(InvalidRequestError, match=named) as caught:
+        call(server, lambda client: client.adapters.put("lora", directory))
+    assert str(directory) in caught.value.detail
+    assert "PEFT's save_pretrained" in caught.value.detail
+    assert (caught.value.param, caught.value.request_id) == ("directory", None)
+    assert server.requests == []
+
+
+def test_a_file_in_place_of_a_directory_has_no_files(call: Caller, directory: Path) -> None:
+    file = directory / "adapter_config.json"
+    with pytest.raises(InvalidRequestError, match="no adapter_config"):
+        call(answer(CARD), lambda client: client.adapters.put("lora", file))
+
+
+def test_an_adapter_is_deleted_once(call: Caller, pauses: list[float], directory: Path) -> None:
+    server = answer(GONE)
+    assert call(server, lambda client: client.adapters.delete("lora")).sha256 == "ab" * 32
+    assert (server.requests[0].method, server.requests[0].url.path) == ("DELETE", "/adapters/lora")
+    server = Script(httpx.ReadError("broken"))
+    with pytest.raises(TransportError, match="broken"):
+        call(server, lambda client: client.adapters.delete("lora"))
+    assert len(server.requests) == 1
+    for use in (
+        lambda client: client.adapters.delete(""),
+        lambda client: client.adapters.put("", directory),
+    ):
+        with pytest.raises(InvalidRequestError, match="name is empty"):
+            call(server, use)
+    assert len(server.requests) == 1
+
+
+def test_the_two_have_the_same_methods_and_options() -> None:
+    def methods(kind: type) -> dict[str, list[inspect.Parameter]]:
+        public = {n: m for n, m in vars(kind).items() if not n.startswith("_")}
+        return {n: list(inspect.signature(m).parameters.values()) for n, m in public.items()}
+
+    assert methods(Adapters) == methods(AsyncAdapters)
+    assert methods(Adapters).keys() == {"list", "get", "put", "delete"}
+
+
+ITEMS = [{"context": "a", "targets": ["b"]}]
+SCORES = logprob_answer([target("b", -1.0)])
+GRADIENTS = {**ANSWER, "results": []}
+REQUESTS: dict[str, tuple[Callable[..., Any], Any]] = {
+    "logprob": (lambda client, **more: client.logprob(ITEMS, **more), SCORES),
+    "diagnostics": (lambda client, **more: client.diagnostics(ITEMS, **more), SCORES),
+    "perplexity": (lambda client, **more: client.perplexity("a", **more), PERPLEXITY),
+    "generate": (lambda client, **more: client.generate("a", **more), steer_answer()),
+    "steer": (lambda client, **more: client.steer("a", MOOD, **more), steer_answer()),
+    "sweep": (lambda client, **more: client.sweep(MOOD, [1], texts=["t"], **more), SWEEP),
+    "gradient": (lambda client, **more: client.gradient(ITEMS, {"layers": [1]}, **more), GRADIENTS),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_every_request_about_a_model_takes_parameters(call: Caller, name: str) -> None:
+    use, document = REQUESTS[name]
+    server = answer(document | USED)
+    override = {"name": "step", "eta": 0.5}
+    found = call(server, lambda client: use(client, adapter="lora", override=override))
+    assert found.adapter == UsedAdapter(name="lora", sha256="ab" * 32)
+    body = json.loads(server.bodies[0])
+    assert (body["adapter"], body["override"]) == ("lora", override)
+    with pytest.raises(InvalidRequestError) as caught:
+        call(server, lambda client: use(client, adapter="no name"))
+    assert caught.value.param == "adapter"
+    assert len(server.requests) == 1
+
+
+Output = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("COLUMNS", "200")
+    return lambda server, *argv: main(argv, transport=httpx.MockTransport(server))
+
+
+def test_the_commands_about_adapters(capsys: Output, run: Any, directory: Path) -> None:
+    assert run(answer(LIST), "adapters", "list") == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if "lora" in line)
+    cells = ["lora", "demo", "8", "16", "[red]q_proj,", "v_proj", CARD["created"], "ab" * 32]
+    assert row.split() == cells
+    server = answer(CARD)
+    assert run(server, "adapters", "put", "lora", str(directory), "--model", "demo") == 0
+    assert "ab" * 32 in capsys.readouterr().out
+    assert server.requests[0].url.path == "/adapters/lora"
+    assert dict(server.requests[0].url.params) == {"model": "demo"}
+    assert parts_of(server.requests[0], server.bodies[0]) == WHOLE
+    assert run(answer(GONE), "adapters", "delete", "lora") == 0
+    assert capsys.readouterr().out.split() == ["deleted", "lora,", "ab" * 32]
+    assert run(answer(LIST), "adapters", "list", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == LIST
+
+
+def test_a_directory_of_something_else_is_told(capsys: Output, run: Any, tmp_path: Path) -> None:
+    assert run(answer(CARD), "adapters", "put", "lora", str(tmp_path)) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and "has no adapter_config.json" in err and str(tmp_path) in err
+
+
+@pytest.mark.parametrize("argv", [[], ["put", "lora"], ["delete"], ["get", "lora"]])
+def test_wrong_usage_is_2(run: Any, capsys: Output, argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(answer(LIST), "adapters", *argv)
+    assert caught.value.code == 2
+
+
+def test_scores_under_an_adapter_say_so(capsys: Output, run: Any) -> None:
+    server = answer(SCORES | USED)
+    assert run(server, "score", "a", "b", "--adapter", "lora") == 0
+    assert json.loads(server.bodies[0]) == {"items": ITEMS, "adapter": "lora"}
+    out = capsys.readouterr().out
+    assert "under adapter lora (abababababab)" in out and "steered" not in out
+    server = answer(SCORES | USED | {"steering": steering_receipt()})
+    assert run(server, "score", "a", "b", "--adapter", "lora", "--vector", "mood") == 0
+    assert json.loads(server.bodies[0]) == {"items": ITEMS, "adapter": "lora", "steering": MOOD}
+    out = capsys.readouterr().out
+    assert "under adapter lora" in out and "steered 5 tokens" in out
+    assert run(answer(SCORES), "score", "a", "b") == 0
+    assert "adapter" not in capsys.readouterr().out
+
+
+def test_perplexity_under_an_adapter_is_streamed(capsys: Output, run: Any, tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_text("some text")
+    result = events(("start", START), ("result", PERPLEXITY | USED))
+    server = Script(event_stream(result))
+    assert run(server, "perplexity", str(path), "--adapter", "lora") == 0
+    assert server.requests[0].url.path == "/perplexity/stream"
+    assert dict(server.requests[0].url.params) == {"adapter": "lora"}
+    assert "under adapter lora (abababababab)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("count", ["1", "2"])
+def test_steering_under_an_adapter_says_so(capsys: Output, run: Any, count: str) -> None:
+    result = events(("start", START), ("result", steer_answer(int(count)) | USED))
+    server = Script(event_stream(result))
+    argv = ["--vector", "mood", "--adapter", "lora", "--n", count]
+    assert run(server, "steer", "a", *argv) == 0
+    body = json.loads(server.bodies[0])
+    assert (body["adapter"], body["steering"]) == ("lora", MOOD)
+    out = capsys.readouterr().out
+    assert out.index("under adapter lora") < out.index("steered 5 tokens")
+    with pytest.raises(SystemExit):
+        run(server, "steer", "a", "--adapter", "lora")
+
+
+def test_a_sweep_under_an_adapter_says_so(capsys: Output, run: Any) -> None:
+    server = answer(SWEEP | USED)
+    argv = ["--vector", "mood", "--scales=1", "--item", "a", "b", "c", "--text", __file__]
+    assert run(server, "sweep", *argv, "--adapter", "lora") == 0
+    assert json.loads(server.bodies[0])["adapter"] == "lora"
+    assert "under adapter lora (abababababab)" in capsys.readouterr().out
