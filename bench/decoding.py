@@ -148,7 +148,14 @@ class Ours:
         def run() -> list[list[int]]:
             plans = [resolve_steering(given, self._shelf, info).plan for given in steering]
             jobs = [
-                GenerateJob(prompt, GENERATED, GREEDY, ignore_eos=True, plan=plan_of(index, plans))
+                GenerateJob(
+                    prompt,
+                    GENERATED,
+                    GREEDY,
+                    ignore_eos=True,
+                    logprobs=work.logprobs,
+                    plan=plan_of(index, plans),
+                )
                 for index, prompt in enumerate(prompts)
             ]
             return generate(self._engine, jobs)

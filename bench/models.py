@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,6 +39,24 @@ def make_model(directory: Path, *, vocab: int = 26_552, hidden: int = 384, layer
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(DEMO / name, path / name)
     return path
+
+
+def make_adapter(path: Path, directory: Path, seed: int, rank: int = 8) -> Path:
+    """A LoRA adapter of a checkpoint's attention, of random small numbers, as PEFT saves one."""
+    torch.manual_seed(seed)
+    modules = ("q_proj", "k_proj", "v_proj", "o_proj")
+    tensors = {}
+    for name, weight in load_file(path / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if module.endswith(modules):
+            key = f"base_model.model.{module}"
+            tensors[f"{key}.lora_A.weight"] = 0.01 * torch.randn(rank, weight.shape[1])
+            tensors[f"{key}.lora_B.weight"] = 0.01 * torch.randn(weight.shape[0], rank)
+    directory.mkdir()
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": list(modules)}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
 
 
 def read_vocab(path: Path) -> int:

@@ -22,6 +22,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 import harness
+import sampling
 import scoring
 import steering
 
@@ -37,6 +38,8 @@ BENCHMARKS: dict[str, Callable[[Path, int], dict[str, Any]]] = {
     "steered_decoding": steering.compare_decoding,
     "steering_cost": steering.measure_cost,
     "steering_tlens": steering.compare_tlens,
+    "diagnostics": sampling.compare_diagnostics,
+    "adapters": sampling.compare_adapters,
 }
 
 

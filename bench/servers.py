@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import yaml
@@ -55,15 +56,21 @@ def _wait(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
 
 
 def run_logsteer(
-    models: dict[str, Path], directory: Path
+    models: dict[str, Path], directory: Path, engine: str = "vllm", **settings: Any
 ) -> contextlib.AbstractContextManager[str]:
-    """logsteer's own server with these models by id, eager, in float32, without a result cache."""
+    """logsteer's own server with these models by id, in float32, without a result cache.
+
+    `settings` are those of each model; on vLLM they run eagerly.
+    """
+    if engine == "vllm":
+        settings = {"memory": "1GiB", "compile": False} | settings
     entries = [
-        {"id": name, "path": str(path), "dtype": "float32", "memory": "1GiB", "compile": False}
+        {"id": name, "path": str(path), "dtype": "float32", "engine": engine} | settings
         for name, path in models.items()
     ]
     config = directory / "models.yaml"
-    config.write_text(yaml.safe_dump({"models": entries, "cache_bytes": 0}))
+    stores = {"vector_file": str(directory / "vectors.sqlite")}
+    config.write_text(yaml.safe_dump({"models": entries, "cache_bytes": 0} | stores))
     port = find_port()
     command = [
         sys.executable,

@@ -126,7 +126,8 @@ def compare_decoding(directory: Path, runs: int) -> dict[str, Any]:
 
 def _compare_mode(directory: Path, path: Path, mode: str, runs: int) -> dict[str, Any]:
     plain, all_, half = "unsteered, 64 slots", "steered", "half steered"
-    without, stock, bare = "unsteered, 0 slots", "stock vLLM", "stock vLLM, no log-probabilities"
+    without, stock = "unsteered, 0 slots", "stock vLLM"
+    ours_bare, bare = (f"{name}, no log-probabilities" for name in (plain, stock))
     with (
         start_decoder(directory, path, "ours", mode, SLOTS) as ours,
         start_decoder(directory, path, "ours", mode) as ours_without,
@@ -138,6 +139,7 @@ def _compare_mode(directory: Path, path: Path, mode: str, runs: int) -> dict[str
                 all_: (ours, {"plans": 1}),
                 half: (ours, {"plans": 1, "every": 2}),
                 without: (ours_without, {}),
+                ours_bare: (ours, {"logprobs": False}),
                 stock: (vllm, {}),
                 bare: (vllm, {"logprobs": False}),
             },
@@ -145,9 +147,9 @@ def _compare_mode(directory: Path, path: Path, mode: str, runs: int) -> dict[str
         )
     seconds = {name: way.seconds for name, way in found.items()}
     result = summarize(seconds, SEQUENCES * GENERATED, "tokens")
-    pairs = [(all_, plain), (half, plain), (plain, without), (plain, stock), (plain, bare)]
+    pairs = [(all_, plain), (half, plain), (plain, without), (plain, stock), (ours_bare, bare)]
     result["ratios"] = {f"{a} / {b}": compare(seconds[a], seconds[b]) for a, b in pairs}
-    expected = dict.fromkeys((without, stock, bare), found[plain].digests)
+    expected = dict.fromkeys((without, ours_bare, stock, bare), found[plain].digests)
     expected[half] = [
         found[plain if index % 2 else all_].digests[index] for index in range(SEQUENCES)
     ]

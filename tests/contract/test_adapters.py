@@ -208,26 +208,23 @@ def test_a_model_without_slots_says_what_to_set(
 
 
 def test_an_adapter_and_an_override_add_up(
-    client: Client, directories: list[Path], tmp_path: Path
+    tlens_client: Client, directories: list[Path], tmp_path: Path
 ) -> None:
-    if client.model("demo").engine == "vllm":
-        pytest.skip("vLLM has no overrides")
-    direction = {
-        "model.norm.weight": load_model(DEMO_MODEL).model.norm.weight.clone(),
-        "model.layers.0.self_attn.q_proj.weight": load_model(DEMO_MODEL)
-        .model.layers[0]
-        .self_attn.q_proj.weight.clone(),
-    }
-    save_file(direction, tmp_path / "v.safetensors")
-    client.overrides.put("v", tmp_path / "v.safetensors")
-    model = merge_adapter(load_model(DEMO_MODEL), directories[0])
+    model = load_model(DEMO_MODEL)
     parameters = dict(model.named_parameters())
+    moved = ("model.norm.weight", "model.layers.0.self_attn.q_proj.weight")
+    direction = {name: parameters[name].clone() for name in moved}
+    save_file(direction, tmp_path / "v.safetensors")
+    tlens_client.overrides.put("v", tmp_path / "v.safetensors")
+    tlens_client.adapters.put("a0", directories[0])
+    merge_adapter(model, directories[0])
     for name, v in direction.items():
         parameters[name] += 0.1 * v
     wanted = read_logprobs(model, IDS)[len(CONTEXT) - 1 :]
-    found = score(client, adapter="a0", override={"name": "v", "eta": 0.1})
+    found = score(tlens_client, adapter="a0", override={"name": "v", "eta": 0.1})
     assert found == pytest.approx(wanted, abs=PER_TOKEN)
-    client.overrides.delete("v")
+    tlens_client.overrides.delete("v")
+    tlens_client.adapters.delete("a0")
 
 
 def test_the_configuration_is_kept_with_the_weights(

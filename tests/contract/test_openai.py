@@ -204,3 +204,17 @@ class TestOnVllm:
         logprobs = httpx.post(url, json=request, timeout=60).json()["choices"][0]["logprobs"]
         assert all(-50 < value <= 0 for value in logprobs["token_logprobs"])
         assert all(sum(map(math.exp, top.values())) <= 1.0001 for top in logprobs["top_logprobs"])
+
+
+def test_log_probabilities_that_nobody_wants_change_nothing(client: Client, model: str) -> None:
+    url = f"{client.base_url}/v1/completions"
+    body = {
+        "model": model, "prompt": PROMPT, "max_tokens": 12, "n": 3, "seed": 4, "temperature": 0.9,
+    }  # fmt: skip
+    wanted, without = (
+        httpx.post(url, json=body | more, timeout=60).json()["choices"]
+        for more in ({"logprobs": 0}, {})
+    )
+    assert [choice["text"] for choice in wanted] == [choice["text"] for choice in without]
+    assert all(choice["logprobs"]["tokens"] for choice in wanted)
+    assert all(choice["logprobs"] is None for choice in without)

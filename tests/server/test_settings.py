@@ -48,6 +48,7 @@ def test_a_relative_path_is_meant_beside_the_file_where_it_exists(tmp_path: Path
         ("models:\n  - {id: a, path: x}\n  - {id: a, path: y}\n", "must differ"),
         ("models:\n  - {id: 'a b', path: x}\n", "pattern"),
         (MINIMAL + "port: 99999\n", "65535"),
+        ("models:\n  - {id: a, path: x, dtype: float64}\n", "transformer_lens"),
     ],
 )
 def test_errors_say_what_is_wrong(tmp_path: Path, text: str, hint: str) -> None:

@@ -54,7 +54,9 @@ class PromptRequest(ModelChanges):
         ge=0,
         lt=2**62,
         description="Seed of the first completion; each further one, of this prompt and the next "
-        "ones, has the next number, so that all draws are independent. Null: the server draws one.",
+        "ones, has the next number, so that all draws are independent. Null: the server draws one. "
+        "A seed gives the same tokens whatever else is in the batch, in float32; in half precision "
+        "a near tie may fall otherwise, unless provenance says batch_invariant.",
     )
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=64)
     include_stop: bool = Field(

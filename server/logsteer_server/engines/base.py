@@ -173,7 +173,7 @@ class GenerateJob:
     The same seed gives the same tokens whatever else is in the batch; None draws a seed. Generation
     ends at a token that ends the sequence, or where the text contains a string of `stop`, which is
     left out unless `include_stop`; with `ignore_eos` only at the latter. With `stream` the output
-    comes in pieces.
+    comes in pieces. Without `logprobs` an engine may leave log-probabilities and alternatives out.
     """
 
     tokens: Ids
@@ -184,6 +184,7 @@ class GenerateJob:
     include_stop: bool = False
     ignore_eos: bool = False
     top: int = 0
+    logprobs: bool = True
     stream: bool = False
     plan: SteeringPlan | None = None
     override: Override | None = None

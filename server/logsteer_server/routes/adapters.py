@@ -2,10 +2,10 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
-from starlette.datastructures import UploadFile
+from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 
 from logsteer.errors import api_error
@@ -103,7 +103,7 @@ async def upload_adapter(
     return answer(request, card.model_dump())
 
 
-async def _read_form(request: Request, limit: int) -> Any:
+async def _read_form(request: Request, limit: int) -> FormData:
     """The form in the body. Errors: APIError, for one that is too large or no form."""
     try:
         return await _LimitedForm(request, limit).form(max_files=len(PARTS), max_fields=0)

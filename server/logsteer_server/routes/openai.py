@@ -126,17 +126,18 @@ async def _complete(
             outputs = [read_next(echo, codec, top)]
         for output in outputs:
             generated += 0 if output is None else len(output.token_ids)
-            columns = None if output is None else read_generated(output)
-            if body.echo and body.logprobs is not None:
-                own = read_echo(prompt, echo, top)
-                columns = own if columns is None else own + columns
+            columns = None
+            if body.logprobs is not None:
+                columns = None if output is None else read_generated(output)
+                if body.echo:
+                    own = read_echo(prompt, echo, top)
+                    columns = own if columns is None else own + columns
             text = (prompt.text if body.echo else "") + (output.text if output else "")
-            with_logprobs = columns is not None and body.logprobs is not None
             choices.append(
                 {
                     "index": len(choices),
                     "text": text,
-                    "logprobs": columns.render(codec, 0) if columns and with_logprobs else None,
+                    "logprobs": columns.render(codec, 0) if columns else None,
                     "finish_reason": output.finish_reason if output else "length",
                 }
             )

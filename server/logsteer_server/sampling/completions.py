@@ -61,7 +61,7 @@ def plan_completions(
         generates = request.max_tokens > 0 and not reads_next
         check_length(ids, request.max_tokens if generates else 0, info)
         jobs = (
-            _plan_samples(request, ids, request.max_tokens, request.logprobs or 0)
+            _plan_samples(request, ids, request.max_tokens, request.logprobs)
             if generates
             else []
         )
@@ -76,9 +76,8 @@ def plan_chat(request: ChatCompletionRequest, codec: TextCodec, info: EngineInfo
     asked = request.max_completion_tokens or request.max_tokens
     max_tokens = asked or max(1, info.context_length - len(ids))
     check_length(ids, max_tokens, info)
-    return Prompt(
-        text, ids, None, False, _plan_samples(request, ids, max_tokens, request.top_logprobs)
-    )
+    top = request.top_logprobs if request.logprobs else None
+    return Prompt(text, ids, None, False, _plan_samples(request, ids, max_tokens, top))
 
 
 def read_prompts(
@@ -128,8 +127,9 @@ def _plan_echo(ids: list[int], top: int, reads_next: bool) -> ScoreJob | None:
 
 
 def _plan_samples(
-    request: SamplingRequest, ids: list[int], max_tokens: int, top: int
+    request: SamplingRequest, ids: list[int], max_tokens: int, top: int | None
 ) -> list[GenerateJob]:
+    """The jobs of one prompt's samples; without log-probabilities where `top` is None."""
     return [
         GenerateJob(
             np.array(ids, dtype=np.int32),
@@ -138,7 +138,8 @@ def _plan_samples(
             seed=None if request.seed is None else request.seed + index,
             stop=request.stop_strings,
             ignore_eos=request.ignore_eos,
-            top=top,
+            top=top or 0,
+            logprobs=top is not None,
             stream=request.stream,
         )
         for index in range(request.n)

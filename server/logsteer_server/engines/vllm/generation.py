@@ -67,7 +67,7 @@ class Generation:
             stop=list(job.stop),
             include_stop_str_in_output=job.include_stop,
             ignore_eos=job.ignore_eos,
-            logprobs=job.top,
+            logprobs=job.top if job.logprobs else None,
             output_kind=RequestOutputKind.DELTA if job.stream else RequestOutputKind.FINAL_ONLY,
             extra_args=extra_args,
         )
