@@ -12,12 +12,20 @@ ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "demo" / "model"
 
 
-def make_model(directory: Path, *, vocab: int = 26_552, hidden: int = 384, layers: int = 4) -> Path:
+def make_model(
+    directory: Path,
+    *,
+    vocab: int = 26_552,
+    hidden: int = 384,
+    layers: int = 4,
+    sharpness: float = 1.0,
+) -> Path:
     """A checkpoint with random weights of a fixed seed; by default 18 million of them.
 
-    Its vocabulary is larger than its tokenizer's, so it is measured with token ids.
+    Its vocabulary is larger than its tokenizer's, so it is measured with token ids. `sharpness`
+    multiplies its logits: 10 makes their distributions about as peaked as a trained model's.
     """
-    path = directory / f"llama-{vocab}-{hidden}-{layers}"
+    path = directory / f"llama-{vocab}-{hidden}-{layers}-{sharpness:g}"
     if path.is_dir():
         return path
     torch.manual_seed(0)
@@ -35,7 +43,9 @@ def make_model(directory: Path, *, vocab: int = 26_552, hidden: int = 384, layer
         bos_token_id=1,
         eos_token_id=2,
     )
-    LlamaForCausalLM(config).save_pretrained(path)
+    model = LlamaForCausalLM(config)
+    torch.nn.init.constant_(model.model.norm.weight, sharpness)
+    model.save_pretrained(path)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(DEMO / name, path / name)
     return path

@@ -21,7 +21,7 @@ def compare_diagnostics(directory: Path, runs: int) -> dict[str, Any]:
     """32 sampled continuations of 64 tokens on each engine, by what is told of them."""
     found = {}
     for engine in ("vllm", "transformer_lens"):
-        path = make_model(directory)
+        path = make_model(directory, sharpness=10.0)
         with (
             run_logsteer({"model": path}, directory, engine=engine) as url,
             Client(url, timeout=600) as client,

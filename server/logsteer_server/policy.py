@@ -17,6 +17,9 @@ from logsteer_server.engines.base import Policy
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them leaves nothing but the largest logit."""
 
+HEAD = 512
+"""Most probable tokens that are looked at before all of them are put in order."""
+
 
 @dataclass(frozen=True)
 class ShapedRows:
@@ -78,28 +81,75 @@ def shape_rows(logits_RV: Tensor, policies: Sequence[Policy]) -> ShapedRows:
     return ShapedRows(logits_RV, head_mass_R)
 
 
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """What each of R rows is cut at."""
+
+    min_p_R1: Tensor
+    top_k_R1: Tensor
+    top_p_R1: Tensor
+
+    @classmethod
+    def of(cls, policies: Sequence[Policy], like: Tensor) -> "_Limits":
+        """The limits of policies over a vocabulary; those that cut nothing are out of reach."""
+        device = like.device
+        min_p = torch.tensor([p.min_p for p in policies], device=device, dtype=like.dtype)
+        top_k = torch.tensor([p.top_k or like.shape[-1] for p in policies], device=device)
+        # A sum of rounded numbers may reach 1 too early; without a cut, nothing does.
+        top_p = [p.top_p if p.top_p < 1 else 2.0 for p in policies]
+        top_p_R = torch.tensor(top_p, device=device, dtype=torch.float64)
+        return cls(min_p[:, None], top_k[:, None], top_p_R[:, None])
+
+    def pick(self, rows: Tensor) -> "_Limits":
+        """The limits of these rows."""
+        return _Limits(self.min_p_R1[rows], self.top_k_R1[rows], self.top_p_R1[rows])
+
+    def cut(self, sorted_RN: Tensor, rest_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of the N most probable tokens are kept, and the mass `top_p` leaves of 1 [R].
+
+        `rest_R` is the mass of all other tokens; it counts where neither `min_p` nor `top_k` cuts
+        among the N, and is assumed to survive both then.
+        """
+        kept_RN = sorted_RN >= self.min_p_R1 * sorted_RN[:, :1]
+        kept_RN &= torch.arange(sorted_RN.shape[-1], device=sorted_RN.device) < self.top_k_R1
+        total_R = (sorted_RN * kept_RN).sum(-1) + torch.where(kept_RN[:, -1], rest_R, 0.0)
+        mass_RN = (sorted_RN * kept_RN / total_R[:, None]).double()
+        kept_RN &= mass_RN.cumsum(-1) - mass_RN < self.top_p_R1
+        return kept_RN, (mass_RN * kept_RN).sum(-1).clamp(max=1.0).to(sorted_RN)
+
+
 def _find_kept(logits_RV: Tensor, policies: Sequence[Policy]) -> tuple[Tensor, Tensor]:
-    """Which tokens the cuts leave [R, V], and the mass that the last of them leaves of 1 [R]."""
-    device, size = logits_RV.device, logits_RV.shape[-1]
-    min_p_R1 = torch.tensor([p.min_p for p in policies], device=device, dtype=logits_RV.dtype)[
-        :, None
-    ]
-    top_k_R1 = torch.tensor([p.top_k or size for p in policies], device=device)[:, None]
-    # A sum of rounded numbers may reach 1 too early; without a cut, nothing does.
-    limits = [p.top_p if p.top_p < 1 else 2.0 for p in policies]
-    top_p_R1 = torch.tensor(limits, device=device, dtype=torch.float64)[:, None]
-    sorted_RV, order_RV = logits_RV.softmax(-1).sort(dim=-1, descending=True, stable=True)
-    kept_RV = sorted_RV >= min_p_R1 * sorted_RV[:, :1]
-    kept_RV &= torch.arange(size, device=device) < top_k_R1
-    sorted_RV = _renormalize(sorted_RV * kept_RV)
-    mass_before_RV = sorted_RV.double().cumsum(-1) - sorted_RV.double()
-    kept_RV &= mass_before_RV < top_p_R1
-    head_mass_R = (sorted_RV * kept_RV).double().sum(-1).clamp(max=1.0).to(logits_RV)
-    return torch.zeros_like(kept_RV).scatter(-1, order_RV, kept_RV), head_mass_R
+    """Which tokens the cuts leave [R, V], and the mass that the last of them leaves of 1 [R].
+
+    Of most rows the HEAD most probable tokens decide it, and finding these costs less than putting
+    all in order.
+    """
+    p_RV = logits_RV.softmax(-1)
+    limits = _Limits.of(policies, logits_RV)
+    size = p_RV.shape[-1]
+    if size <= HEAD:
+        return _cut_in_order(p_RV, limits)
+    head_RH = p_RV.topk(HEAD).values
+    kept_RH, mass_R = limits.cut(head_RH, p_RV.sum(-1) - head_RH.sum(-1))
+    last_R1 = kept_RH.sum(-1, keepdim=True) - 1
+    least_R1 = head_RH.gather(-1, last_R1)
+    kept_RV = p_RV >= least_R1
+    # Not decided: where a cut lies beyond the head, or between tokens that are equally probable.
+    next_R1 = head_RH.gather(-1, (last_R1 + 1).clamp(max=HEAD - 1))
+    survives_R1 = (head_RH[:, -1:] >= limits.min_p_R1 * head_RH[:, :1]) & (limits.top_k_R1 > HEAD)
+    is_cut_R1 = (limits.min_p_R1 > 0) | (limits.top_k_R1 < size)
+    is_open_R1 = (next_R1 == least_R1) | (survives_R1 & is_cut_R1)
+    rows = is_open_R1.squeeze(-1).nonzero().squeeze(-1)
+    if len(rows):
+        kept_RV[rows], mass_R[rows] = _cut_in_order(p_RV[rows], limits.pick(rows))
+    return kept_RV, mass_R
 
 
-def _renormalize(p_RV: Tensor) -> Tensor:
-    return p_RV / p_RV.sum(-1, keepdim=True)
+def _cut_in_order(p_RV: Tensor, limits: _Limits) -> tuple[Tensor, Tensor]:
+    """As `_find_kept`, for any row: all tokens are put in order."""
+    sorted_RV, order_RV = p_RV.sort(dim=-1, descending=True, stable=True)
+    kept_RV, mass_R = limits.cut(sorted_RV, torch.zeros_like(sorted_RV[:, 0]))
+    return torch.zeros_like(kept_RV).scatter(-1, order_RV, kept_RV), mass_R
 
 
 def draw_rows(q_RV: Tensor, uniform_R: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,10 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from logsteer_server import policy as policy_module
 from logsteer_server.engines.base import Policy
 from logsteer_server.policy import draw_rows, shape_rows
 
-LOGITS = st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=12)
+NUMBERS = st.floats(-8, 8, width=32) | st.sampled_from([-1.0, 0.0, 1.0])
+LOGITS = st.lists(NUMBERS, min_size=2, max_size=12)
 POLICIES = st.builds(
     Policy,
     temperature=st.sampled_from([0.3, 1.0, 1.7]),
@@ -50,17 +53,32 @@ def is_close_call(logits: list[float], policy: Policy) -> bool:
     return bool((abs(masses - policy.top_p) < 1e-5).any()) and policy.top_p < 1
 
 
-@given(st.lists(st.tuples(LOGITS, POLICIES), min_size=1, max_size=5))
+@given(st.lists(st.tuples(LOGITS, POLICIES), min_size=1, max_size=5), st.sampled_from([1, 4, 512]))
 def test_the_policy_is_its_definition_whatever_the_other_rows(
-    rows: list[tuple[list[float], Policy]],
+    rows: list[tuple[list[float], Policy]], head: int
 ) -> None:
     size = max(len(logits) for logits, _ in rows)
     logits_RV = torch.tensor([z + [-math.inf] * (size - len(z)) for z, _ in rows])
-    q_RV = shape_rows(logits_RV, [policy for _, policy in rows]).q_RV
+    with mock.patch.object(policy_module, "HEAD", head):
+        q_RV = shape_rows(logits_RV, [policy for _, policy in rows]).q_RV
     assert q_RV.dtype == torch.float32
     for q_V, (logits, policy) in zip(q_RV.tolist(), rows, strict=True):
         if not is_close_call(logits, policy):
             assert q_V[: len(logits)] == pytest.approx(define(logits, policy), abs=1e-5)
+
+
+def test_a_likely_head_is_cut_as_the_whole_is() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits_RV = 4 * torch.randn(24, 5000, generator=generator)
+    logits_RV[:4] = logits_RV[:4].round()  # many are equally probable
+    cuts = [{"top_p": 0.9}, {"top_p": 0.9999}, {"top_k": 40}, {"top_k": 900}, {"min_p": 0.05},
+            {"min_p": 1e-7, "top_p": 0.99}, {"top_k": 60, "top_p": 0.8}, {}]  # fmt: skip
+    policies = [Policy(**cut) for cut in cuts] * 3
+    found = shape_rows(logits_RV, policies)
+    with mock.patch.object(policy_module, "HEAD", 5000):
+        wanted = shape_rows(logits_RV, policies)
+    assert torch.equal(found.q_RV > 0, wanted.q_RV > 0)
+    assert (found.head_mass_R - wanted.head_mass_R).abs().max() < 1e-6
 
 
 def test_greedy_is_certain_and_the_first_of_equals() -> None:

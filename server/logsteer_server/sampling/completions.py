@@ -61,9 +61,7 @@ def plan_completions(
         generates = request.max_tokens > 0 and not reads_next
         check_length(ids, request.max_tokens if generates else 0, info)
         jobs = (
-            _plan_samples(request, ids, request.max_tokens, request.logprobs)
-            if generates
-            else []
+            _plan_samples(request, ids, request.max_tokens, request.logprobs) if generates else []
         )
         prompts.append(Prompt(text, ids, echo_job, reads_next, jobs))
     return prompts
