@@ -53,6 +53,12 @@ class Positions:
         steered_T = (positions_T >= first) & (positions_T < (end if last is None else last))
         return steered_T & self.contain(positions_T) if self.slices else steered_T
 
+    def holds(self, position: int, prompt_len: int) -> bool:
+        """Whether one token is steered."""
+        first, last = self.bounds(prompt_len)
+        inside = first <= position and (last is None or position < last)
+        return inside and (not self.slices or any(s <= position < e for s, e in self.slices))
+
     def count(self, num_tokens: int, prompt_len: int) -> int:
         """How many of a sequence's tokens are steered."""
         return int(self.mask(0, num_tokens, prompt_len).sum())

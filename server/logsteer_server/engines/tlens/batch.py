@@ -16,7 +16,7 @@ from logsteer_server.engines.base import GenerateJob, GenerateOutput, JobFailure
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.steering import Span, SteeredRow, Steering
 from logsteer_server.engines.tlens.text import GrowingText
-from logsteer_server.policy import draw_rows, shape_rows
+from logsteer_server.policy import draw_rows, is_greedy, shape_rows
 from logsteer_server.rows import Reading, Rows, read_rows
 
 
@@ -170,9 +170,12 @@ class Batch:
 
     def _sample(self, logits_BV: Tensor, top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Each row's next token, whether its logits were finite, and the token's reading."""
-        q_BV = shape_rows(logits_BV, [row.job.policy for row in self.rows]).q_RV
-        uniform_B = torch.tensor([row.draw() for row in self.rows], dtype=torch.float64)
-        ids_B = draw_rows(q_BV, uniform_B)
+        policies = [row.job.policy for row in self.rows]
+        if all(map(is_greedy, policies)):
+            ids_B = logits_BV.argmax(-1)
+        else:
+            uniform_B = torch.tensor([row.draw() for row in self.rows], dtype=torch.float64)
+            ids_B = draw_rows(shape_rows(logits_BV, policies).q_RV, uniform_B)
         rows = Rows(logits_BV, ids_B)
         values_BW = read_rows(rows, Reading(("logprob",), top))
         finite_B = values_BW[:, 0].isfinite()

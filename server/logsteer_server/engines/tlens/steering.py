@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from logsteer_server.engines.plan import Site, SteeringPlan, SteeringTrace
 from logsteer_server.engines.tlens.points import HookFunction, Point, PointMap
@@ -129,8 +130,10 @@ class _Group:
         packed = [pack_ops(p.site.ops, self._depth, self._width) for p in sites.values()]
         self._directions_SKW = torch.stack([directions for directions, _ in packed])
         self._numbers_SKP = torch.stack([numbers for _, numbers in packed])
-        # By slot: tokens, and the sum of their relative changes.
-        self._measured_S2 = torch.zeros((len(sites), 2), dtype=torch.float64)
+        # By slot: tokens of one pass, of all passes, and the sum of their relative changes.
+        self._aimed_S = torch.zeros(len(sites), dtype=torch.int64)
+        self._counts_S = torch.zeros_like(self._aimed_S)
+        self._ratios_S = torch.zeros(len(sites), dtype=torch.float64)
         self._tokens: _Tokens | None = None
         self._source: _Tokens | None = None
 
@@ -141,6 +144,7 @@ class _Group:
             slot_N = self._slot_B[tokens.row_N]
             own = slot_N >= 0
             self._tokens = _Tokens(tokens.index_N[own], slot_N[own])
+            self._aimed_S = slot_N[own].bincount(minlength=len(self._names))
 
     def steer(self, activation: Tensor, hook: object) -> Tensor | None:  # noqa: ARG002
         """The activation with this forward pass's tokens changed: TransformerLens's hook."""
@@ -164,8 +168,8 @@ class _Group:
         assert self._tokens is not None
         if self._tokens.index_N.device != activation.device:
             self._tokens = self._tokens.to(activation.device)
-        if self._measured_S2.device != activation.device:
-            self._measured_S2 = self._measured_S2.to(activation.device)
+        if self._ratios_S.device != activation.device:
+            self._ratios_S = self._ratios_S.to(activation.device)
             self._directions_SKW = self._directions_SKW.to(activation.device)
             self._numbers_SKP = self._numbers_SKP.to(activation.device)
         if self._offsets_SW is not None:
@@ -181,22 +185,23 @@ class _Group:
         return (stream_MW + change_MW).to(x_NGW.dtype).view(x_NGW.shape)
 
     def _measure(self, before_NGW: Tensor, after_NGW: Tensor, slot_N: Tensor) -> None:
-        change_N = (after_NGW - before_NGW).flatten(1).norm(dim=-1)
-        norm_N = before_NGW.flatten(1).norm(dim=-1)
+        change_N = vector_norm(after_NGW - before_NGW, dim=(1, 2))
+        norm_N = vector_norm(before_NGW, dim=(1, 2))
         # Nothing is relative to an activation of 0.
-        ratio_N = torch.where(norm_N > 0, change_N / norm_N, 0.0).double()
-        counted_N2 = torch.stack([torch.ones_like(ratio_N), ratio_N], dim=-1)
-        self._measured_S2.index_add_(0, slot_N, counted_N2)
+        ratio_N = (change_N / norm_N).masked_fill(norm_N == 0, 0.0)
+        self._ratios_S.index_add_(0, slot_N, ratio_N.double())
+        self._counts_S += self._aimed_S
 
     def collect(self, rows: Sequence[SteeredRow | None]) -> None:
         """Add what was measured to the rows' own counts, and start anew."""
-        measured = self._measured_S2.tolist()
+        measured = zip(self._counts_S.tolist(), self._ratios_S.tolist(), strict=True)
         for (index, name), (count, total) in zip(self._names.items(), measured, strict=True):
             row = rows[index]
             assert row is not None
             before_count, before_total = row.counts.get(name, (0, 0.0))
-            row.counts[name] = (before_count + round(count), before_total + total)
-        self._measured_S2.zero_()
+            row.counts[name] = (before_count + count, before_total + total)
+        self._counts_S.zero_()
+        self._ratios_S.zero_()
 
 
 class Steering:
@@ -227,11 +232,16 @@ class Steering:
         index: list[int] = []
         row_of: list[int] = []
         for b, (row, span) in enumerate(zip(self._rows, spans, strict=True)):
-            if row is not None:
-                mask = row.plan.positions.mask(span.begin, span.end, row.prompt_len)
-                found = (np.nonzero(mask)[0] + b * num_columns + span.first).tolist()
-                index += found
-                row_of += [b] * len(found)
+            if row is None:
+                continue
+            positions, start = row.plan.positions, b * num_columns + span.first
+            if span.end - span.begin == 1:  # the newest token of a continuation
+                found = [start] if positions.holds(span.begin, row.prompt_len) else []
+            else:
+                mask = positions.mask(span.begin, span.end, row.prompt_len)
+                found = (np.nonzero(mask)[0] + start).tolist()
+            index += found
+            row_of += [b] * len(found)
         # While a batch decodes, the steered tokens lie in the same places step after step.
         if (index, row_of) != self._last:
             self._last = (index, row_of)
