@@ -72,10 +72,6 @@ class Changes:
             adapter=self.adapter.adapter if self.adapter else None,
         )
 
-    def start_report(self) -> "Report":
-        """What an answer will say of the changes."""
-        return Report(self)
-
     def report(self, outputs: Sequence[ChangedOutput]) -> dict[str, Any]:
         """The fields of `UsedChanges`, for the (last) outputs of the changed jobs."""
         report = Report(self)

@@ -15,7 +15,7 @@ from logsteer.schemas import (
     PerplexityRequest,
     PerplexityStreamQuery,
 )
-from logsteer_server.changes import Changes
+from logsteer_server.changes import Changes, Report
 from logsteer_server.comparison import Comparison
 from logsteer_server.deps import (
     LimitedRoute,
@@ -57,7 +57,7 @@ class Run:
     ) -> None:
         self.resident = resident
         self._changes = changes
-        self._report = changes.start_report()
+        self._report = Report(changes)
         self._cache = cache
         self._comparison = comparison
         self.protocol = protocol

@@ -45,12 +45,14 @@ async def sweep(
 
 async def _run(resident: Resident, sweep: Sweep) -> dict[str, Any]:
     unsteered, *points = await sweep.run()
+    used = sweep.changes.report([])
     return {
         "id": new_id("sweep"),
         "model": resident.id,
         "unsteered": unsteered,
         "points": points,
-        **sweep.changes.report([]),
+        "override": used["override"],
+        "adapter": used["adapter"],
         "usage": sweep.count_usage(),
         "timing": sweep.clock.read(),
         "provenance": resident.provenance().model_dump(),
