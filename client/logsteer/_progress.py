@@ -5,36 +5,24 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
 from logsteer.schemas import WindowEvent
 from logsteer.schemas.perplexity import StreamStart
 
 
-class ScoringProgress:
-    """Two bars, drawn only where stderr is a terminal; `source` is the file, counted as it is read.
+class _Bars:
+    """Bars on stderr for as long as the context lasts, drawn only on a terminal where wanted."""
 
-    The file is not closed.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, *columns: ProgressColumn, wanted: bool = True) -> None:
         console = Console(stderr=True)
         self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[note]}"),
+            *columns,
             TimeElapsedColumn(),
             console=console,
-            disable=not console.is_terminal,
+            disable=not (wanted and console.is_terminal),
             transient=True,
         )
-        size = _size(file)
-        self._sent = self._progress.add_task("sending", total=size, note="")
-        self._scored = self._progress.add_task("scoring", total=None, note="", start=False)
-        # rich counts a file whose size it knows; a pipe's bar only shows that something moves.
-        self.source: BinaryIO = file
-        if size is not None:
-            self.source = self._progress.wrap_file(file, total=size, task_id=self._sent)
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -47,6 +35,25 @@ class ScoringProgress:
         trace: TracebackType | None,
     ) -> None:
         self._progress.stop()
+
+
+class ScoringProgress(_Bars):
+    """Two bars, drawn only where stderr is a terminal; `source` is the file, counted as it is read.
+
+    The file is not closed.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(
+            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}")
+        )
+        size = _size(file)
+        self._sent = self._progress.add_task("sending", total=size, note="")
+        self._scored = self._progress.add_task("scoring", total=None, note="", start=False)
+        # rich counts a file whose size it knows; a pipe's bar only shows that something moves.
+        self.source: BinaryIO = file
+        if size is not None:
+            self.source = self._progress.wrap_file(file, total=size, task_id=self._sent)
 
     def show(self, event: StreamStart | WindowEvent) -> None:
         """Nothing; the bars say what the event says."""
@@ -63,33 +70,13 @@ class ScoringProgress:
         )
 
 
-class SamplingProgress:
+class SamplingProgress(_Bars):
     """A bar of prompts done, drawn only where it is wanted and stderr is a terminal."""
 
     def __init__(self, total: int, wanted: bool) -> None:
-        console = Console(stderr=True)
-        self._progress = Progress(
-            TextColumn("sampling"),
-            BarColumn(),
-            TextColumn("{task.completed:.0f}/{task.total:.0f} prompts"),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not (wanted and console.is_terminal),
-            transient=True,
-        )
+        count = TextColumn("{task.completed:.0f}/{task.total:.0f} prompts")
+        super().__init__(TextColumn("sampling"), BarColumn(), count, wanted=wanted)
         self._task = self._progress.add_task("sampling", total=total)
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._progress.stop()
 
     def advance(self, count: int) -> None:
         """Nothing; so many more prompts are done."""

@@ -63,7 +63,7 @@ class Changes:
 
     def change(self, job: J) -> J:
         """The job on the changed model."""
-        if self == Changes():
+        if self == UNCHANGED:
             return job
         return replace(
             job,
@@ -78,6 +78,10 @@ class Changes:
         for output in outputs:
             report.add(output)
         return report.write()
+
+
+UNCHANGED = Changes()
+"""The model as it is."""
 
 
 class Report:

@@ -138,6 +138,11 @@ class FileStore(Generic[C]):
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
+    @property
+    def noun(self) -> str:
+        """What it keeps."""
+        return self._kind.noun
+
     def receive(self) -> IncomingFile:
         """A file for an upload."""
         with _report_faults(self.directory):
@@ -178,12 +183,12 @@ class FileStore(Generic[C]):
         total = self._count_bytes() + added - freed
         if total > self.max_bytes:
             detail = (
-                f"The {self._kind.noun} store would hold {total} bytes, at most {self.max_bytes} "
-                f"are kept: delete {self._kind.noun}s, or raise {self._kind.noun}_store_bytes."
+                f"The {self.noun} store would hold {total} bytes, at most {self.max_bytes} "
+                f"are kept: delete {self.noun}s, or raise {self.noun}_store_bytes."
             )
             raise api_error("payload_too_large", detail)
         if before is None and len(cards) >= MAX_NAMES:
-            detail = f"There are {MAX_NAMES} {self._kind.noun}s, which is the limit: delete some."
+            detail = f"There are {MAX_NAMES} {self.noun}s, which is the limit: delete some."
             raise api_error("payload_too_large", detail)
 
     def _find_content(self, sha256: str) -> Path:
@@ -203,7 +208,7 @@ class FileStore(Generic[C]):
         except FileNotFoundError:
             return None
         except ValidationError as error:
-            detail = f"{path} is damaged; remove it and upload the {self._kind.noun} again"
+            detail = f"{path} is damaged; remove it and upload the {self.noun} again"
             raise OSError(detail) from error
 
     def _read_all(self) -> list[C]:
@@ -228,7 +233,7 @@ class FileStore(Generic[C]):
         names = [card.name for card in self._read_all()]
         known = ", ".join(names[:20]) + (", and more" if len(names) > 20 else "")
         there = f"these are there: {known}." if names else "none is there yet; PUT one."
-        detail = f"No {self._kind.noun} is named {name!r}; {there}"
+        detail = f"No {self.noun} is named {name!r}; {there}"
         return api_error(self._kind.unknown, detail)
 
     def list_all(self) -> tuple[list[C], int]:

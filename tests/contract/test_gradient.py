@@ -33,13 +33,6 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Any]:
-    found = build()
-    yield found
-    found.close()
-
-
-@pytest.fixture(scope="module")
 def fine_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """GPT-2's architecture: transformers computes parts of the others in float32 always."""
     return save_model(OTHERS["gpt2"], tmp_path_factory.mktemp("fine"))

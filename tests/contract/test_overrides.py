@@ -1,7 +1,6 @@
 """Parameter overrides against transformers with parameters changed by hand."""
 
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +40,6 @@ PER_TOKEN = 1e-4
 BATCH = 1e-5
 ETA = 0.05
 """Moves each tensor by 5 percent of its length: log-probabilities change by nats."""
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Any]:
-    found = build()
-    yield found
-    assert not found.busy
-    found.close()
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from logsteer_server.engines.base import (
 )
 from logsteer_server.engines.plan import Positions, Site, SteeringPlan, StreamOp
 from tests.conftest import DEMO_MODEL
+from tests.contract.directions import read_logprobs
 from tests.contract.tlens_cases import (
     BATCH,
     GREEDY,
@@ -32,7 +33,6 @@ from tests.contract.tlens_cases import (
     build,
     draw_ids,
     draw_vector,
-    read_logprobs,
     run,
     score,
     whole,

@@ -8,13 +8,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 
 from logsteer_server.engines.base import CaptureJob, GenerateJob, GenerateOutput, JobResult, Policy
+from tests.contract.directions import read_logprobs
 from tests.contract.tlens_cases import (
     BATCH,
     GREEDY,
     PER_TOKEN,
     add_plan,
     draw_ids,
-    read_logprobs,
     run,
     run_pieces,
     whole,

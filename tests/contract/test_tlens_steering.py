@@ -11,6 +11,7 @@ from torch import Tensor
 from logsteer_server.engines.base import GenerateJob, JobFailure, ScoreJob
 from logsteer_server.engines.plan import Positions, Site, SteeringPlan, StreamOp
 from tests.conftest import DEMO_MODEL
+from tests.contract.directions import read_logprobs
 from tests.contract.tlens_cases import (
     BATCH,
     LAYER,
@@ -20,7 +21,6 @@ from tests.contract.tlens_cases import (
     build,
     draw_ids,
     draw_vector,
-    read_logprobs,
     run,
     score,
     whole,

@@ -55,13 +55,6 @@ def whole(ids: np.ndarray, **fields: Any) -> ScoreJob:
 
 
 @torch.inference_mode()
-def read_logprobs(model: Any, ids: np.ndarray) -> np.ndarray:
-    """What transformers says about every token but the first."""
-    ids_1T = torch.from_numpy(ids.astype(np.int64))[None]
-    log_p_TV = model(ids_1T).logits[0, :-1].float().log_softmax(-1)
-    return log_p_TV.gather(-1, ids_1T[0, 1:, None])[:, 0].numpy()
-
-
 def draw_vector(width: int = 128, seed: int = 0, norm: float = 5.0) -> np.ndarray:
     vector = np.random.default_rng(seed).normal(size=width)
     return (vector * norm / np.linalg.norm(vector)).astype(np.float32)

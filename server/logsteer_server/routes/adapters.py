@@ -26,6 +26,7 @@ from logsteer_server.engines.base import Adapter, CheckAdapterJob
 from logsteer_server.features import check_feature
 from logsteer_server.filestore import FileStore, IncomingFile, stamp
 from logsteer_server.residents import Resident
+from logsteer_server.routes.kept import answer_card, answer_cards, answer_deleted
 
 router = APIRouter(route_class=LimitedRoute, tags=["adapters"])
 
@@ -36,15 +37,13 @@ PARTS = ("config", "weights")
 @router.get("/adapters", responses={200: {"model": AdapterList}})
 async def list_adapters(request: Request, store: AdaptersDep) -> Response:
     """The card of every kept adapter, by name."""
-    cards, total = await asyncio.to_thread(store.list_all)
-    adapters = [card.model_dump() for card in cards]
-    return answer(request, {"adapters": adapters, "bytes": total, "max_bytes": store.max_bytes})
+    return await answer_cards(request, store)
 
 
 @router.get("/adapters/{name}", responses={200: {"model": AdapterCard}})
 async def show_adapter(name: VectorName, request: Request, store: AdaptersDep) -> Response:
     """The card of one kept adapter."""
-    return answer(request, (await asyncio.to_thread(store.describe, name)).model_dump())
+    return await answer_card(request, store, name)
 
 
 @router.put(
@@ -160,5 +159,4 @@ async def delete_adapter(name: VectorName, request: Request, store: AdaptersDep)
 
     An engine that has it loaded forgets it when it needs its place for another.
     """
-    sha256 = await asyncio.to_thread(store.delete, name)
-    return answer(request, {"name": name, "sha256": sha256})
+    return await answer_deleted(request, store, name)

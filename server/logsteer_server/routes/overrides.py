@@ -22,6 +22,7 @@ from logsteer_server.features import check_feature
 from logsteer_server.filestore import FileStore, IncomingFile, stamp
 from logsteer_server.overrides.content import invalid_direction, read_direction
 from logsteer_server.residents import Resident
+from logsteer_server.routes.kept import answer_card, answer_cards, answer_deleted
 
 router = APIRouter(route_class=LimitedRoute, tags=["overrides"])
 
@@ -32,15 +33,13 @@ WRITTEN_AT_ONCE = 2**22
 @router.get("/overrides", responses={200: {"model": OverrideList}})
 async def list_overrides(request: Request, store: OverridesDep) -> Response:
     """The card of every kept override, by name."""
-    cards, total = await asyncio.to_thread(store.list_all)
-    overrides = [card.model_dump() for card in cards]
-    return answer(request, {"overrides": overrides, "bytes": total, "max_bytes": store.max_bytes})
+    return await answer_cards(request, store)
 
 
 @router.get("/overrides/{name}", responses={200: {"model": OverrideCard}})
 async def show_override(name: VectorName, request: Request, store: OverridesDep) -> Response:
     """The card of one kept override."""
-    return answer(request, (await asyncio.to_thread(store.describe, name)).model_dump())
+    return await answer_card(request, store, name)
 
 
 @router.put(
@@ -122,5 +121,4 @@ async def _keep(
 @router.delete("/overrides/{name}", responses={200: {"model": DeletedOverride}})
 async def delete_override(name: VectorName, request: Request, store: OverridesDep) -> Response:
     """The name is gone, and the content too where it had no other."""
-    sha256 = await asyncio.to_thread(store.delete, name)
-    return answer(request, {"name": name, "sha256": sha256})
+    return await answer_deleted(request, store, name)
