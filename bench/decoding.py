@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from logsteer.schemas import Steering
-from logsteer_server.engines.base import (
+from logsteer_server.contract.jobs import (
     Engine,
     EngineInfo,
     EngineSpec,
@@ -23,12 +23,12 @@ from logsteer_server.engines.base import (
     GenerateOutput,
     Policy,
 )
-from logsteer_server.engines.plan import SteeringPlan
+from logsteer_server.contract.plan import SteeringPlan
 from logsteer_server.engines.vllm.config import context_length, engine_args, set_environment
 from logsteer_server.engines.vllm.engine import VllmEngine
-from logsteer_server.steering.resolve import resolve_steering
-from logsteer_server.steering.store import StoredVectors
-from logsteer_server.steering.vectors import LayerVectors
+from logsteer_server.interventions.steering import resolve_steering
+from logsteer_server.stores.layer_vectors import LayerVectors
+from logsteer_server.stores.vectors import StoredVectors
 
 SEQUENCES, PROMPT, GENERATED = 32, 16, 64
 """A prompt is shorter than a block of the cache, so no batch finds those of another there."""

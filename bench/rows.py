@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from logsteer_server.rows import Reading, read_hidden
+from logsteer_server.numerics.rows import Reading, read_hidden
 
 MIB = 2**20
 

@@ -12,10 +12,10 @@ import uvicorn
 
 from logsteer_server import __version__
 from logsteer_server.app import create_app
-from logsteer_server.cachefile import check_cache_file
-from logsteer_server.residents import Residents
+from logsteer_server.models.cachefile import check_cache_file
+from logsteer_server.models.resident import Residents
 from logsteer_server.settings import ConfigurationError, Settings, load_settings
-from logsteer_server.steering.store import check_vector_file
+from logsteer_server.stores.vectors import check_vector_file
 
 PROGRESS_EVERY_S = 5.0
 

@@ -17,12 +17,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import Problem
 from logsteer_server import __version__
-from logsteer_server.cache import ResultCache
-from logsteer_server.deps import check_key
-from logsteer_server.encoding import JSON, encode_json
-from logsteer_server.filestore import ADAPTERS, OVERRIDES, FileStore
+from logsteer_server.http.dependencies import check_key
+from logsteer_server.http.encoding import JSON, encode_json
 from logsteer_server.metrics import Metrics, RequestMetrics
-from logsteer_server.residents import Residents
+from logsteer_server.models.cache import ResultCache
+from logsteer_server.models.resident import Residents
 from logsteer_server.routes import (
     adapters,
     generation,
@@ -37,7 +36,8 @@ from logsteer_server.routes import (
     vectors,
 )
 from logsteer_server.settings import Settings
-from logsteer_server.steering.store import VectorStore
+from logsteer_server.stores.files import ADAPTERS, OVERRIDES, FileStore
+from logsteer_server.stores.vectors import VectorStore
 
 log = logging.getLogger(__name__)
 

@@ -32,13 +32,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from logsteer_server.engines.base import EngineSpec, GenerateJob, GenerateOutput, Policy
+from logsteer_server.contract.jobs import EngineSpec, GenerateJob, GenerateOutput, Policy
 from logsteer_server.engines.tlens.batch import Batch, Continuation
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.reading import pad_right
 from logsteer_server.engines.weights import locate_model
-from logsteer_server.policy import is_greedy, shape_rows
-from logsteer_server.rows import NEUTRAL
+from logsteer_server.numerics.rows import NEUTRAL
+from logsteer_server.numerics.sampling import is_greedy, shape_rows
 
 Ids = Sequence[int] | np.ndarray
 Parameters = Mapping[str, Tensor]

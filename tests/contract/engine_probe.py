@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from logsteer_server.engines.base import (
+from logsteer_server.contract.jobs import (
     CaptureJob,
     CaptureOutput,
     EngineSpec,
@@ -22,7 +22,7 @@ from logsteer_server.engines.base import (
     ScoreJob,
     ScoreOutput,
 )
-from logsteer_server.engines.plan import Positions, Site, SteeringPlan, StreamOp
+from logsteer_server.contract.plan import Positions, Site, SteeringPlan, StreamOp
 from logsteer_server.engines.vllm.engine import VllmEngine
 
 GREEDY = Policy(temperature=0.0)

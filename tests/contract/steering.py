@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from logsteer_server.engines.plan import Positions
+from logsteer_server.contract.plan import Positions
 
 WIDTH = 128
 LAYER = 2

@@ -9,7 +9,7 @@ import torch
 
 from logsteer import APIError, Client
 from logsteer.schemas import ALL_COLUMNS
-from logsteer_server.engines.base import Policy
+from logsteer_server.contract.jobs import Policy
 from tests.conftest import DEMO_MODEL
 from tests.contract.steering import DATA, HookedReference
 from tests.server.test_rows import reference_columns

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from logsteer_server.contract.jobs import Policy
 from logsteer_server.embedded import LocalModel
-from logsteer_server.engines.base import Policy
 from tests.conftest import DEMO_MODEL
 from tests.contract.directions import load_model, save_model
 from tests.contract.tlens_cases import OTHERS, draw_ids

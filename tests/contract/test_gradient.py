@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from logsteer_server.engines.base import (
+from logsteer_server.contract.jobs import (
     Direction,
     GradientJob,
     GradientOutput,
     JobFailure,
     ScoreJob,
 )
-from logsteer_server.engines.plan import Positions, Site, SteeringPlan, StreamOp
+from logsteer_server.contract.plan import Positions, Site, SteeringPlan, StreamOp
 from tests.conftest import DEMO_MODEL
 from tests.contract.directions import (
     at,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from logsteer_server.engines.base import (
+from logsteer_server.contract.jobs import (
     CheckOverrideJob,
     CheckOverrideOutput,
     Direction,
@@ -18,7 +18,7 @@ from logsteer_server.engines.base import (
     Policy,
     ScoreJob,
 )
-from logsteer_server.engines.plan import Site, SteeringPlan
+from logsteer_server.contract.plan import Site, SteeringPlan
 from tests.conftest import DEMO_MODEL
 from tests.contract.directions import (
     at,

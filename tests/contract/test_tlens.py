@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from logsteer_server.engines.base import (
+from logsteer_server.contract.jobs import (
     CaptureJob,
     CaptureOutput,
     GenerateJob,
@@ -19,7 +19,7 @@ from logsteer_server.engines.base import (
     ScoreJob,
     ScoreOutput,
 )
-from logsteer_server.engines.plan import Positions, Site, SteeringPlan, StreamOp
+from logsteer_server.contract.plan import Positions, Site, SteeringPlan, StreamOp
 from tests.conftest import DEMO_MODEL
 from tests.contract.directions import read_logprobs
 from tests.contract.tlens_cases import (

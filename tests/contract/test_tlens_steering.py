@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from logsteer_server.engines.base import GenerateJob, JobFailure, ScoreJob
-from logsteer_server.engines.plan import Positions, Site, SteeringPlan, StreamOp
+from logsteer_server.contract.jobs import GenerateJob, JobFailure, ScoreJob
+from logsteer_server.contract.plan import Positions, Site, SteeringPlan, StreamOp
 from tests.conftest import DEMO_MODEL
 from tests.contract.directions import read_logprobs
 from tests.contract.tlens_cases import (

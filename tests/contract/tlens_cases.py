@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from transformers import Gemma2Config, GPT2Config, OPTConfig
 
-from logsteer_server.engines.base import EngineSpec, Job, JobResult, Policy, ScoreJob
-from logsteer_server.engines.plan import Positions, Site, SteeringPlan
+from logsteer_server.contract.jobs import EngineSpec, Job, JobResult, Policy, ScoreJob
+from logsteer_server.contract.plan import Positions, Site, SteeringPlan
 from tests.conftest import DEMO_MODEL
 
 PER_TOKEN = 1e-4

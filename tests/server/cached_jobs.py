@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from logsteer_server.cache import (
+from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
+from logsteer_server.models.cache import (
     Findings,
     ResultCache,
     make_key,
 )
-from logsteer_server.engines.base import ScoreJob, ScoreOutput
 from logsteer_server.settings import ModelSettings
 from tests.server import steering_cases
 

@@ -1,8 +1,8 @@
 """A small model's description and a source without vectors, for tests of steering."""
 
 from logsteer.errors import api_error
-from logsteer_server.engines.base import EngineInfo
-from logsteer_server.steering.store import StoredVectors
+from logsteer_server.contract.jobs import EngineInfo
+from logsteer_server.stores.vectors import StoredVectors
 
 INFO = EngineInfo(
     engine="fake",

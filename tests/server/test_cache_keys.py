@@ -5,14 +5,21 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from logsteer_server.cache import (
+from logsteer_server.contract.jobs import (
+    Adapter,
+    Direction,
+    Override,
+    Policy,
+    ScoreJob,
+    ScoreOutput,
+)
+from logsteer_server.contract.plan import Positions, Site, SteeringPlan, SteeringTrace
+from logsteer_server.models.cache import (
     digest_scope,
     make_key,
     pack_output,
     unpack_output,
 )
-from logsteer_server.engines.base import Adapter, Direction, Override, Policy, ScoreJob, ScoreOutput
-from logsteer_server.engines.plan import Positions, Site, SteeringPlan, SteeringTrace
 from tests.server.cached_jobs import INFO, JOB, SCOPE, SETTINGS, same_bits
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from logsteer_server.__main__ import main
-from logsteer_server.cache import (
+from logsteer_server.models.cache import (
     ENTRY_BYTES,
     ResultCache,
     pack_output,
 )
-from logsteer_server.cachefile import CacheFile
+from logsteer_server.models.cachefile import CacheFile
 from logsteer_server.settings import ConfigurationError
 from tests.server.cached_jobs import JOB, fill, find, job_of, known, output_of, same_bits
 

@@ -1,6 +1,8 @@
 """The architecture: which module may import which. An arrow that runs back up fails here."""
 
 import ast
+import graphlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,55 +14,43 @@ from tests.conftest import ROOT
 SERVER = ROOT / "server" / "logsteer_server"
 CLIENT = ROOT / "client" / "logsteer"
 
-LAYERS = [
-    {"__main__", "openapi"},
-    {"app"},
-    {"routes"},
-    {"deps"},
-    {"sweeps", "generations"},
-    {"comparison", "changes"},
-    {"residents"},
-    {"cache"},
-    {"cachefile", "metrics"},
-    {"sampling", "steering", "overrides", "adapters"},
-    {"features", "filestore", "tensorfile"},
-    {"scoring", "encoding", "settings"},
-    {"engines.supervisor"},
-    {"engines.process", "engines.queue", "embedded"},
-    {"engines.vllm", "engines.tlens", "engines.fake"},
-    {"rows"},
-    {"engines.weights", "policy", "interventions", "lora"},
-    {"engines.base", ""},
-    {"engines.plan"},
-]
+
+def read_layers() -> list[set[str]]:
+    """The numbered list of CONTRIBUTING.md: each line begins with the parts of one layer."""
+    section = (ROOT / "CONTRIBUTING.md").read_text().split("## Layout")[1].split("\n## ")[0]
+    lines = re.findall(r"^\d+\. ((?:`\w+`,? ?)+):", section, re.MULTILINE)
+    return [set(re.findall(r"`(\w+)`", line)) for line in lines]
+
+
+LAYERS = read_layers()
 """From the top down: a module imports from layers below its own, and from its own package."""
 
+ENTRIES = LAYERS[0]
+"""What a user or a tool starts; these import one another, without a circle."""
+
 ONLY_IN = {
-    "fastapi": {"app", "deps", "routes"},
+    "fastapi": {"app", "http", "routes"},
     "uvicorn": {"__main__"},
-    "torch": {
-        "embedded", "interventions", "policy", "rows", "engines.tlens", "engines.vllm",
-        "steering.pt_file",
-    },
+    "torch": {"embedded", "numerics", "engines.tlens", "engines.vllm", "stores.pt_file"},
     "vllm": {"engines.vllm"},
     "transformer_lens": {"engines.tlens"},
-    "transformers": {"scoring", "engines.tlens"},
+    "transformers": {"text", "engines.tlens"},
     "yaml": {"settings"},
-    "scipy": {"steering.training"},
-    "sklearn": {"steering.training"},
-    "numpy": {
-        "cache", "comparison", "embedded", "encoding", "rows", "sampling", "scoring", "steering",
-        "sweeps", "tensorfile",
-        "engines.base", "engines.fake", "engines.plan", "engines.tlens", "engines.vllm",
-    },
-}  # fmt: skip
+    "scipy": {"tasks.training"},
+    "sklearn": {"tasks.training"},
+}
 """Packages with a narrow home."""
 
 
 def part_of(module: str) -> str:
     """The entry of LAYERS that a module of the server belongs to."""
+    return module.split(".")[0]
+
+
+def home_of(module: str) -> set[str]:
+    """The names under which ONLY_IN may list a module."""
     parts = module.split(".")
-    return ".".join(parts[:2]) if parts[0] == "engines" else parts[0]
+    return {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
 
 
 def server_modules() -> list[Path]:
@@ -80,33 +70,63 @@ def imports_of(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute"
             found.add(node.module or "")
-            if node.module in {"logsteer_server", "logsteer_server.routes"}:
+            if (node.module or "").startswith("logsteer_server"):
                 found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found
+
+
+def project_imports(path: Path) -> set[str]:
+    """The modules of the server that a module imports, each as a name of `server_modules`."""
+    known = set(map(name_of, server_modules()))
+    found = {m.removeprefix("logsteer_server.") for m in imports_of(path) if "logsteer_server" in m}
+    return {m for m in found if m in known}
+
+
+def test_every_part_has_a_layer() -> None:
+    assert 0 < len(LAYERS) <= 8
+    parts = {part_of(name) for name in map(name_of, server_modules()) if name}
+    listed = [part for layer in LAYERS for part in layer]
+    assert sorted(listed) == sorted(parts)
 
 
 @pytest.mark.parametrize("path", server_modules(), ids=name_of)
 def test_arrows_point_down(path: Path) -> None:
     depth = {part: level for level, parts in enumerate(LAYERS) for part in parts}
     own = part_of(name_of(path))
-    if own == "engines" and path.name == "__init__.py":
-        return
-    for module in imports_of(path):
-        if not module.startswith("logsteer_server."):
-            continue
-        other = part_of(module.removeprefix("logsteer_server."))
-        if other in {own, "__version__"}:
+    for module in project_imports(path):
+        other = part_of(module)
+        if other == own or not module or {own, other} <= ENTRIES:
             continue
         assert depth[other] > depth[own], f"{own} imports {other}, which stands above or beside it"
 
 
+def test_there_is_no_circle() -> None:
+    arrows = {name_of(path): project_imports(path) - {name_of(path)} for path in server_modules()}
+    sorter = graphlib.TopologicalSorter(arrows)
+    sorter.prepare()  # raises CycleError, which names the modules
+
+
+def test_the_contract_imports_nothing_of_the_project() -> None:
+    for path in (SERVER / "contract").glob("*.py"):
+        roots = {module.split(".")[0] for module in imports_of(path)}
+        assert "logsteer" not in roots, path
+        assert all(part_of(m) == "contract" for m in project_imports(path)), path
+
+
+@pytest.mark.parametrize("engine", ["vllm", "tlens"])
+def test_an_engine_knows_no_other(engine: str) -> None:
+    for path in (SERVER / "engines" / engine).glob("*.py"):
+        for module in project_imports(path):
+            assert not module.startswith("engines.") or module.startswith(
+                (f"engines.{engine}", "engines.weights")
+            ), f"{path} imports {module}"
+
+
 @pytest.mark.parametrize("path", server_modules(), ids=name_of)
 def test_packages_stay_in_their_home(path: Path) -> None:
-    own = part_of(name_of(path))
     for module in imports_of(path):
         home = ONLY_IN.get(module.split(".")[0])
-        allowed = home is None or {own, name_of(path)} & home
-        assert allowed, f"{own} imports {module}; only {home} may"
+        assert home is None or home_of(name_of(path)) & home, f"{path}: only {home} has {module}"
 
 
 def test_the_client_never_imports_the_server() -> None:
@@ -132,7 +152,7 @@ def test_files_and_functions_are_of_readable_size() -> None:
 def test_the_http_process_loads_neither_torch_nor_vllm() -> None:
     code = (
         "import sys; from logsteer_server.app import create_app;"
-        "from logsteer_server.scoring.tokenizer import TextCodec;"
+        "from logsteer_server.text.tokenizer import TextCodec;"
         f"TextCodec.load({str(ROOT / 'demo' / 'model')!r});"
         "sys.exit(bool({'torch', 'vllm', 'scipy', 'sklearn'} & set(sys.modules)))"
     )

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from logsteer.schemas import Steering
-from logsteer_server.engines.plan import StreamOp
-from logsteer_server.interventions import change_stream, pack_ops
-from logsteer_server.steering.resolve import resolve_steering
+from logsteer_server.contract.plan import StreamOp
+from logsteer_server.interventions.steering import resolve_steering
+from logsteer_server.numerics.residual_ops import change_stream, pack_ops
 from tests.server.steering_cases import INFO, NoVectors
 
 WIDTH = INFO.hidden_size

@@ -11,7 +11,7 @@ SCRIPT = """
 import json
 import numpy as np
 import torch
-from logsteer_server.engines.plan import Site, StreamOp
+from logsteer_server.contract.plan import Site, StreamOp
 from logsteer_server.engines.vllm import kernel
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.tables import SteeringTables, Step

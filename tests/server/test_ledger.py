@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logsteer_server.engines.plan import Positions
+from logsteer_server.contract.plan import Positions
 from logsteer_server.engines.vllm.ledger import Ledger
 
 KINDS = st.sampled_from(

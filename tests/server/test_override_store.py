@@ -17,13 +17,13 @@ from safetensors.numpy import save
 
 from logsteer.errors import APIError, NotFoundError, PayloadTooLargeError
 from logsteer.schemas import OverrideCard, ParameterOverride
-from logsteer_server.changes import Changes
-from logsteer_server.engines.base import Direction, EngineInfo, Override, ScoreJob
-from logsteer_server.filestore import OVERRIDES, FileStore
-from logsteer_server.overrides.content import read_direction
-from logsteer_server.overrides.resolve import resolve_override
+from logsteer_server.contract.jobs import Direction, EngineInfo, Override, ScoreJob
+from logsteer_server.interventions.changes import Changes
+from logsteer_server.interventions.overrides import resolve_override
 from logsteer_server.settings import ConfigurationError, ModelSettings, Settings
-from logsteer_server.tensorfile import PIECE, TensorFileError, read_content
+from logsteer_server.stores.files import OVERRIDES, FileStore
+from logsteer_server.stores.overrides import read_direction
+from logsteer_server.stores.tensorfile import PIECE, TensorFileError, read_content
 from tests.server.steering_cases import INFO
 
 MIB = 2**20
@@ -129,7 +129,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from tests.server.test_override_store import make, put
-from logsteer_server.filestore import OVERRIDES, FileStore
+from logsteer_server.stores.files import OVERRIDES, FileStore
 store = FileStore(OVERRIDES, Path(sys.argv[1]), 2**30)
 print("ready", flush=True)
 for number in range(100_000):

@@ -9,10 +9,10 @@ from pydantic import ValidationError
 
 from logsteer.errors import APIError
 from logsteer.schemas import Steering
-from logsteer_server.changes import Changes
-from logsteer_server.engines.base import GenerateJob, ScoreJob
-from logsteer_server.engines.plan import Positions, SteeringPlan
-from logsteer_server.steering.resolve import ResolvedSteering, resolve_steering
+from logsteer_server.contract.jobs import GenerateJob, ScoreJob
+from logsteer_server.contract.plan import Positions, SteeringPlan
+from logsteer_server.interventions.changes import Changes
+from logsteer_server.interventions.steering import ResolvedSteering, resolve_steering
 from tests.server.steering_cases import INFO, NoVectors
 
 ONES = [1.0] * INFO.hidden_size

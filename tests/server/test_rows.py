@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logsteer_server.engines.base import Policy
-from logsteer_server.rows import (
+from logsteer_server.contract.jobs import Policy
+from logsteer_server.numerics.rows import (
     COLUMNS,
     NEUTRAL,
     PUBLIC_COLUMNS,

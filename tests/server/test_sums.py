@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logsteer_server.scoring.incremental import IncrementalEncoder
-from logsteer_server.scoring.sums import Tally, count_text, log_sum_exp
-from logsteer_server.scoring.tokenizer import TextCodec
+from logsteer_server.text.incremental import IncrementalEncoder
+from logsteer_server.text.sums import Tally, count_text, log_sum_exp
+from logsteer_server.text.tokenizer import TextCodec
 from tests.conftest import DEMO_MODEL, STORIES_MODEL, needs_shared
 
 logprob_arrays = st.lists(st.floats(-30, 0, width=32), min_size=1, max_size=40).map(

@@ -16,8 +16,8 @@ import pytest
 from logsteer.errors import APIError, NotFoundError, PayloadTooLargeError
 from logsteer.schemas import VectorAbout
 from logsteer_server.settings import ConfigurationError, ModelSettings, Settings
-from logsteer_server.steering.store import VectorStore, check_vector_file
-from logsteer_server.steering.vectors import LayerVectors, parse_content
+from logsteer_server.stores.layer_vectors import LayerVectors, parse_content
+from logsteer_server.stores.vectors import VectorStore, check_vector_file
 
 ABOUT = VectorAbout(source="upload", format="safetensors")
 MIB = 2**20
@@ -179,7 +179,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from tests.server.test_vector_store import ABOUT, MIB, list_changes, make_large
-from logsteer_server.steering.store import VectorStore
+from logsteer_server.stores.vectors import VectorStore
 
 store = VectorStore(Path(sys.argv[1]), 64 * MIB)
 for name, seed in list_changes(int(sys.argv[2])):

@@ -11,16 +11,16 @@ from sklearn.decomposition import PCA
 
 from logsteer.errors import APIError
 from logsteer.schemas import TrainMethod, TrainRequest
-from logsteer_server.engines.base import CaptureJob, CaptureOutput
-from logsteer_server.scoring.tokenizer import TextCodec
-from logsteer_server.steering.training import (
+from logsteer_server.contract.jobs import CaptureJob, CaptureOutput
+from logsteer_server.stores.layer_vectors import LayerVectors
+from logsteer_server.tasks.training import (
     TrainedVectors,
     combine_vectors,
     find_principal_direction,
     plan_captures,
     train_vectors,
 )
-from logsteer_server.steering.vectors import LayerVectors
+from logsteer_server.text.tokenizer import TextCodec
 from tests.conftest import DEMO_MODEL
 from tests.server import steering_cases
 

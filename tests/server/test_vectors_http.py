@@ -18,11 +18,11 @@ from logsteer import Client
 from logsteer.errors import APIError, NotFoundError
 from logsteer.schemas import TrainAnswer, VectorCard
 from logsteer_server.app import create_app
-from logsteer_server.engines.base import CaptureJob
+from logsteer_server.contract.jobs import CaptureJob
 from logsteer_server.engines.fake import fake_activations
-from logsteer_server.scoring.tokenizer import TextCodec
 from logsteer_server.settings import ModelSettings, Settings
-from logsteer_server.steering.vectors import LayerVectors, parse_content
+from logsteer_server.stores.layer_vectors import LayerVectors, parse_content
+from logsteer_server.text.tokenizer import TextCodec
 from tests.conftest import DEMO_MODEL, Server, ServerFactory, fake_model
 
 FILES = Path(__file__).parent / "vector_files"

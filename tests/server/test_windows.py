@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from logsteer.errors import APIError
 from logsteer.schemas import Protocol
-from logsteer_server.scoring.windows import Window, make_cutter
+from logsteer_server.text.windows import Window, make_cutter
 
 BOS = 1
 

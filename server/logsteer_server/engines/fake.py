@@ -8,7 +8,7 @@ from typing import get_args
 import numpy as np
 
 from logsteer.schemas import Column
-from logsteer_server.engines.base import (
+from logsteer_server.contract.jobs import (
     CaptureJob,
     CaptureOutput,
     CheckJob,

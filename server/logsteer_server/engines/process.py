@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
 
-from logsteer_server.engines.base import Engine, EngineInfo, EngineSpec, Job, JobResult, is_last
+from logsteer_server.contract.jobs import Engine, EngineInfo, EngineSpec, Job, JobResult, is_last
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from logsteer_server.engines.base import Job, count_positions
+from logsteer_server.contract.jobs import Job, count_positions
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import ModelState
-from logsteer_server.engines.base import (
+from logsteer_server.contract.jobs import (
     EngineInfo,
     EngineSpec,
     Job,

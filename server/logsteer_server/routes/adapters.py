@@ -11,8 +11,8 @@ from starlette.exceptions import HTTPException
 from logsteer.errors import api_error
 from logsteer.schemas import AdapterCard, AdapterList, DeletedAdapter
 from logsteer.schemas.steering import VectorName
-from logsteer_server.adapters.content import join_files, read_adapter
-from logsteer_server.deps import (
+from logsteer_server.contract.jobs import Adapter, CheckAdapterJob
+from logsteer_server.http.dependencies import (
     AdaptersDep,
     FileReadersDep,
     LimitedRoute,
@@ -22,11 +22,11 @@ from logsteer_server.deps import (
     read_upload,
     run_within,
 )
-from logsteer_server.engines.base import Adapter, CheckAdapterJob
-from logsteer_server.features import check_feature
-from logsteer_server.filestore import FileStore, IncomingFile, stamp
-from logsteer_server.residents import Resident
+from logsteer_server.interventions.features import check_feature
+from logsteer_server.models.resident import Resident
 from logsteer_server.routes.kept import answer_card, answer_cards, answer_deleted
+from logsteer_server.stores.adapters import join_files, read_adapter
+from logsteer_server.stores.files import FileStore, IncomingFile, stamp
 
 router = APIRouter(route_class=LimitedRoute, tags=["adapters"])
 

@@ -14,8 +14,7 @@ from logsteer.schemas import (
     SteerAnswer,
     SteerRequest,
 )
-from logsteer_server.changes import Stores
-from logsteer_server.deps import (
+from logsteer_server.http.dependencies import (
     LimitedRoute,
     ResidentsDep,
     SettingsDep,
@@ -27,10 +26,11 @@ from logsteer_server.deps import (
     run_within,
     stream_events,
 )
-from logsteer_server.encoding import encode_event
-from logsteer_server.generations import Generation
-from logsteer_server.residents import Residents
+from logsteer_server.http.encoding import encode_event
+from logsteer_server.interventions.changes import Stores
+from logsteer_server.models.resident import Residents
 from logsteer_server.settings import Settings
+from logsteer_server.tasks.generations import Generation
 
 router = APIRouter(route_class=LimitedRoute, tags=["generation"])
 

@@ -6,8 +6,8 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from logsteer.schemas import GradientAnswer, GradientRequest
-from logsteer_server.changes import Changes, Stores
-from logsteer_server.deps import (
+from logsteer_server.contract.jobs import GradientJob
+from logsteer_server.http.dependencies import (
     LimitedRoute,
     ResidentsDep,
     SettingsDep,
@@ -18,12 +18,12 @@ from logsteer_server.deps import (
     new_id,
     run_within,
 )
-from logsteer_server.engines.base import GradientJob
-from logsteer_server.features import check_feature
-from logsteer_server.overrides.resolve import resolve_direction
-from logsteer_server.residents import Resident, WorkClock, collect
-from logsteer_server.scoring.gradients import GradientPlan, assemble_gradients, plan_gradients
-from logsteer_server.scoring.sums import sum_usage
+from logsteer_server.interventions.changes import Changes, Stores
+from logsteer_server.interventions.features import check_feature
+from logsteer_server.interventions.overrides import resolve_direction
+from logsteer_server.models.resident import Resident, WorkClock, collect
+from logsteer_server.tasks.gradients import GradientPlan, assemble_gradients, plan_gradients
+from logsteer_server.text.sums import sum_usage
 
 router = APIRouter(route_class=LimitedRoute, tags=["gradients"])
 

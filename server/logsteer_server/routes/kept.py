@@ -4,8 +4,8 @@ import asyncio
 
 from fastapi import Request, Response
 
-from logsteer_server.deps import answer
-from logsteer_server.filestore import C, FileStore
+from logsteer_server.http.dependencies import answer
+from logsteer_server.stores.files import C, FileStore
 
 
 async def answer_cards(request: Request, store: FileStore[C]) -> Response:

@@ -6,8 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from logsteer.schemas import DiagnosticsRequest, LogprobAnswer, LogprobRequest
-from logsteer_server.changes import Changes, Stores
-from logsteer_server.deps import (
+from logsteer_server.http.dependencies import (
     LimitedRoute,
     ResidentsDep,
     SettingsDep,
@@ -18,10 +17,11 @@ from logsteer_server.deps import (
     new_id,
     run_within,
 )
-from logsteer_server.residents import Resident, Residents, WorkClock, collect
-from logsteer_server.scoring.sums import sum_usage
-from logsteer_server.scoring.targets import assemble_targets, plan_targets
+from logsteer_server.interventions.changes import Changes, Stores
+from logsteer_server.models.resident import Resident, Residents, WorkClock, collect
 from logsteer_server.settings import Settings
+from logsteer_server.tasks.targets import assemble_targets, plan_targets
+from logsteer_server.text.sums import sum_usage
 
 router = APIRouter(route_class=LimitedRoute, tags=["scoring"])
 

@@ -16,8 +16,8 @@ from logsteer.schemas.openai import (
     CompletionRequest,
     TokenizerInfo,
 )
-from logsteer_server.changes import Changes
-from logsteer_server.deps import (
+from logsteer_server.contract.jobs import GenerateOutput, ScoreOutput, is_last
+from logsteer_server.http.dependencies import (
     LimitedRoute,
     ResidentsDep,
     SettingsDep,
@@ -28,10 +28,10 @@ from logsteer_server.deps import (
     run_within,
     stream_events,
 )
-from logsteer_server.encoding import DONE, encode_data
-from logsteer_server.engines.base import GenerateOutput, ScoreOutput, is_last
-from logsteer_server.residents import Resident, WorkClock
-from logsteer_server.sampling.completions import (
+from logsteer_server.http.encoding import DONE, encode_data
+from logsteer_server.interventions.changes import Changes
+from logsteer_server.models.resident import Resident, WorkClock
+from logsteer_server.tasks.completions import (
     Prompt,
     plan_chat,
     plan_completions,
@@ -40,7 +40,7 @@ from logsteer_server.sampling.completions import (
     read_next,
     render_chat_logprobs,
 )
-from logsteer_server.scoring.tokenizer import TextCodec
+from logsteer_server.text.tokenizer import TextCodec
 
 router = APIRouter(route_class=LimitedRoute, tags=["openai"])
 

@@ -7,9 +7,9 @@ from fastapi.responses import PlainTextResponse
 
 from logsteer.schemas import Health, ModelCard, ModelList, ModelState, Readiness
 from logsteer_server import __version__
-from logsteer_server.deps import ResidentsDep, check_key
+from logsteer_server.http.dependencies import ResidentsDep, check_key
 from logsteer_server.metrics import METRICS_TYPE, Metrics
-from logsteer_server.residents import Resident
+from logsteer_server.models.resident import Resident
 
 router = APIRouter(tags=["operations"])
 

@@ -7,7 +7,8 @@ from fastapi import APIRouter, Query, Request, Response
 
 from logsteer.schemas import DeletedOverride, OverrideCard, OverrideList
 from logsteer.schemas.steering import VectorName
-from logsteer_server.deps import (
+from logsteer_server.contract.jobs import CheckOverrideJob
+from logsteer_server.http.dependencies import (
     FileReadersDep,
     LimitedRoute,
     OverridesDep,
@@ -17,12 +18,11 @@ from logsteer_server.deps import (
     read_upload,
     run_within,
 )
-from logsteer_server.engines.base import CheckOverrideJob
-from logsteer_server.features import check_feature
-from logsteer_server.filestore import FileStore, IncomingFile, stamp
-from logsteer_server.overrides.content import invalid_direction, read_direction
-from logsteer_server.residents import Resident
+from logsteer_server.interventions.features import check_feature
+from logsteer_server.models.resident import Resident
 from logsteer_server.routes.kept import answer_card, answer_cards, answer_deleted
+from logsteer_server.stores.files import FileStore, IncomingFile, stamp
+from logsteer_server.stores.overrides import invalid_direction, read_direction
 
 router = APIRouter(route_class=LimitedRoute, tags=["overrides"])
 

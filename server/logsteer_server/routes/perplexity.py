@@ -15,9 +15,7 @@ from logsteer.schemas import (
     PerplexityRequest,
     PerplexityStreamQuery,
 )
-from logsteer_server.changes import Changes, Report
-from logsteer_server.comparison import Comparison
-from logsteer_server.deps import (
+from logsteer_server.http.dependencies import (
     LimitedRoute,
     ResidentsDep,
     SettingsDep,
@@ -29,9 +27,11 @@ from logsteer_server.deps import (
     run_within,
     stream_events,
 )
-from logsteer_server.encoding import encode_event
-from logsteer_server.residents import Resident, WorkClock
-from logsteer_server.scoring.texts import (
+from logsteer_server.http.encoding import encode_event
+from logsteer_server.interventions.changes import Changes, Report
+from logsteer_server.models.resident import Resident, WorkClock
+from logsteer_server.tasks.comparison import Comparison
+from logsteer_server.tasks.texts import (
     StreamedText,
     TextScores,
     TextWindow,

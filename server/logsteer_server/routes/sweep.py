@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from logsteer.schemas import SweepAnswer, SweepRequest
-from logsteer_server.deps import (
+from logsteer_server.http.dependencies import (
     LimitedRoute,
     ResidentsDep,
     SettingsDep,
@@ -17,8 +17,8 @@ from logsteer_server.deps import (
     new_id,
     run_within,
 )
-from logsteer_server.residents import Resident
-from logsteer_server.sweeps import Sweep, plan_sweep
+from logsteer_server.models.resident import Resident
+from logsteer_server.tasks.sweeps import Sweep, plan_sweep
 
 router = APIRouter(route_class=LimitedRoute, tags=["steering"])
 

@@ -13,8 +13,14 @@ from logsteer.schemas import (
     TokenizeAnswer,
     TokenizeRequest,
 )
-from logsteer_server.deps import LimitedRoute, ResidentsDep, SettingsDep, answer, check_count
-from logsteer_server.scoring.tokenizer import TextCodec
+from logsteer_server.http.dependencies import (
+    LimitedRoute,
+    ResidentsDep,
+    SettingsDep,
+    answer,
+    check_count,
+)
+from logsteer_server.text.tokenizer import TextCodec
 
 router = APIRouter(route_class=LimitedRoute, tags=["tokens"])
 

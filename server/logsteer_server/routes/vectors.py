@@ -18,7 +18,7 @@ from logsteer.schemas import (
     VectorPart,
 )
 from logsteer.schemas.steering import VectorName
-from logsteer_server.deps import (
+from logsteer_server.http.dependencies import (
     FileReadersDep,
     LimitedRoute,
     ResidentsDep,
@@ -31,12 +31,12 @@ from logsteer_server.deps import (
     read_upload,
     run_within,
 )
-from logsteer_server.residents import Resident, WorkClock, collect
-from logsteer_server.scoring.sums import sum_usage
-from logsteer_server.steering.formats import MEDIA_TYPES, read_file, write_file
-from logsteer_server.steering.store import StoredVectors, VectorStore
-from logsteer_server.steering.training import combine_vectors, plan_captures, train_vectors
-from logsteer_server.steering.vectors import invalid_vector
+from logsteer_server.models.resident import Resident, WorkClock, collect
+from logsteer_server.stores.formats import MEDIA_TYPES, read_file, write_file
+from logsteer_server.stores.layer_vectors import invalid_vector
+from logsteer_server.stores.vectors import StoredVectors, VectorStore
+from logsteer_server.tasks.training import combine_vectors, plan_captures, train_vectors
+from logsteer_server.text.sums import sum_usage
 
 router = APIRouter(route_class=LimitedRoute, tags=["vectors"])
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from logsteer_server.lora import AdapterConfig, AdapterLayoutError, pair_factors
+from logsteer_server.numerics.lora import AdapterConfig, AdapterLayoutError, pair_factors
 
 
 def read_updates(file: Any, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from logsteer_server.engines.base import GenerateJob, GenerateOutput, JobFailure, JobResult
+from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, JobFailure, JobResult
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.steering import Span, SteeredRow, Steering
 from logsteer_server.engines.tlens.text import GrowingText
-from logsteer_server.policy import draw_rows, is_greedy, shape_rows
-from logsteer_server.rows import Reading, Rows, read_rows
+from logsteer_server.numerics.rows import Reading, Rows, read_rows
+from logsteer_server.numerics.sampling import draw_rows, is_greedy, shape_rows
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from logsteer_server.engines.base import (
+from logsteer_server.contract.jobs import (
     FEATURES,
     CaptureJob,
     CheckAdapterJob,
@@ -39,7 +39,7 @@ from logsteer_server.engines.tlens.points import Point, UnknownPointError
 from logsteer_server.engines.tlens.reading import Capturing, Scoring, capture_batch, score_batch
 from logsteer_server.engines.tlens.steering import InvalidPlanError, SteeredRow, place_sites
 from logsteer_server.engines.weights import digest_weights, locate_model
-from logsteer_server.rows import PUBLIC_COLUMNS
+from logsteer_server.numerics.rows import PUBLIC_COLUMNS
 
 Results = list[tuple[int, JobResult]]
 Ready = Scoring | Capturing | Differentiating | Continuation

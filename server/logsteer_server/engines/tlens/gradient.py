@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from logsteer_server.engines.base import GradientJob, GradientOutput, JobFailure, JobResult
+from logsteer_server.contract.jobs import GradientJob, GradientOutput, JobFailure, JobResult
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.parameters import Moves
 from logsteer_server.engines.tlens.points import HookFunction, Point
 from logsteer_server.engines.tlens.reading import pad_right
 from logsteer_server.engines.tlens.steering import Span, SteeredRow, Steering
-from logsteer_server.rows import split_chunks
+from logsteer_server.numerics.rows import split_chunks
 
 BYTES_PER_LOGIT = 48
 """Peak bytes per logit while a chunk is derived: float64 values, their tangents, temporaries."""

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from logsteer_server.engines.base import (
+from logsteer_server.contract.jobs import (
     Adapter,
     CaptureJob,
     CheckJob,
@@ -27,7 +27,7 @@ from logsteer_server.engines.base import (
 )
 from logsteer_server.engines.tlens.adapters import read_updates
 from logsteer_server.engines.tlens.shortcut import unwrap
-from logsteer_server.lora import AdapterLayoutError
+from logsteer_server.numerics.lora import AdapterLayoutError
 
 T = TypeVar("T")
 

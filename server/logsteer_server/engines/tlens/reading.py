@@ -12,11 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from logsteer_server.engines.base import CaptureJob, CaptureOutput, JobResult, ScoreJob, ScoreOutput
+from logsteer_server.contract.jobs import (
+    CaptureJob,
+    CaptureOutput,
+    JobResult,
+    ScoreJob,
+    ScoreOutput,
+)
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.points import Point
 from logsteer_server.engines.tlens.steering import Span, SteeredRow, Steering
-from logsteer_server.rows import Exchange, Reading, ReferenceFile, read_hidden, unpack
+from logsteer_server.numerics.rows import Exchange, Reading, ReferenceFile, read_hidden, unpack
 
 
 @dataclass(frozen=True, slots=True)

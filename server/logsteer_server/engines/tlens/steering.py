@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from logsteer_server.engines.plan import Site, SteeringPlan, SteeringTrace
+from logsteer_server.contract.plan import Site, SteeringPlan, SteeringTrace
 from logsteer_server.engines.tlens.points import HookFunction, Point, PointMap
-from logsteer_server.interventions import change_stream, pack_ops
+from logsteer_server.numerics.residual_ops import change_stream, pack_ops
 
 
 class InvalidPlanError(Exception):

@@ -12,7 +12,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from vllm.lora.request import LoRARequest
 
-from logsteer_server.engines.base import CONFIG_KEY, Adapter, JobFailure
+from logsteer_server.contract.jobs import CONFIG_KEY, Adapter, JobFailure
 from logsteer_server.engines.vllm.slots import SlotPool
 
 

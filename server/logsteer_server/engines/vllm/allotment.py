@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from logsteer_server.engines.base import CaptureJob, CommonJob
-from logsteer_server.engines.plan import SteeringPlan, SteeringTrace
+from logsteer_server.contract.jobs import CaptureJob, CommonJob
+from logsteer_server.contract.plan import SteeringPlan, SteeringTrace
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.extra_args import describe_capture, describe_steering
 from logsteer_server.engines.vllm.slots import SlotPool

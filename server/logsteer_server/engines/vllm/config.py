@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from logsteer_server.engines.base import EngineInfo, EngineSpec
+from logsteer_server.contract.jobs import EngineInfo, EngineSpec
 from logsteer_server.engines.weights import digest_weights, limit_context
-from logsteer_server.rows import PUBLIC_COLUMNS
+from logsteer_server.numerics.rows import PUBLIC_COLUMNS
 
 CPU_BLOCK_SIZE = 32
 """Tokens per cache block on CPU; vLLM's own default of 128 shares no short context."""

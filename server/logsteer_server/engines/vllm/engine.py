@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
-from logsteer_server.engines.base import (
+from logsteer_server.contract.jobs import (
     Adapter,
     CaptureJob,
     CaptureOutput,
@@ -44,7 +44,7 @@ from logsteer_server.engines.vllm.config import (
 from logsteer_server.engines.vllm.extra_args import describe_rows
 from logsteer_server.engines.vllm.hits import HitLimit
 from logsteer_server.engines.weights import locate_model
-from logsteer_server.rows import Reading, unpack
+from logsteer_server.numerics.rows import Reading, unpack
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from logsteer_server.engines.base import CaptureJob, GenerateJob, ScoreJob
-from logsteer_server.rows import Reading
+from logsteer_server.contract.jobs import CaptureJob, GenerateJob, ScoreJob
+from logsteer_server.numerics.rows import Reading
 
 SCORE = "logsteer_score"
 """Which rows a request wants, and what is read from them."""

@@ -16,7 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from logsteer_server.engines.base import GenerateJob, GenerateOutput
+from logsteer_server.contract.jobs import GenerateJob, GenerateOutput
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from logsteer_server.engines.plan import Positions
+from logsteer_server.contract.plan import Positions
 
 Indices = npt.NDArray[np.int64]
 

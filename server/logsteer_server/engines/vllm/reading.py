@@ -20,7 +20,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from logsteer_server.engines.vllm.extra_args import SCORE
-from logsteer_server.rows import Exchange, Reading, ReferenceFile, read_hidden
+from logsteer_server.numerics.rows import Exchange, Reading, ReferenceFile, read_hidden
 
 
 class PartialRows:

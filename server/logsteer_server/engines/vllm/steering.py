@@ -16,11 +16,12 @@ from torch import nn
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from logsteer_server.engines.plan import Positions
+from logsteer_server.contract.plan import Positions
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.extra_args import CAPTURE, STEER
 from logsteer_server.engines.vllm.ledger import Ledger, SteeredTokens
-from logsteer_server.engines.vllm.tables import TABLES, SteeringTables, Step
+from logsteer_server.engines.vllm.operation import TABLES
+from logsteer_server.engines.vllm.tables import SteeringTables, Step
 
 
 def find_layers(runner: Any) -> list[nn.Module]:

@@ -14,15 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from vllm.forward_context import get_forward_context
-from vllm.utils.torch_utils import direct_register_custom_op
 
-from logsteer_server.engines.plan import Site
+from logsteer_server.contract.plan import Site
 from logsteer_server.engines.vllm.config import SteeringSize
-from logsteer_server.interventions import UNCHANGED, change_stream, pack_ops
-
-TABLES = "logsteer.steering_tables"
-"""Where vLLM's forward context keeps the tables of the model that runs."""
+from logsteer_server.numerics.residual_ops import UNCHANGED, change_stream, pack_ops
 
 
 def _none() -> npt.NDArray[np.int64]:
@@ -215,22 +210,3 @@ def _read_stream(hidden_TD: Tensor, residual_TD: Tensor | None, index_t: Tensor 
         return hidden_TD.float() + residual_TD.float()
     stream_tD = hidden_TD[index_t].float()
     return stream_tD if residual_TD is None else stream_tD + residual_TD[index_t].float()
-
-
-def steer(hidden_TD: Tensor, residual_TD: Tensor | None, layer: int) -> None:
-    """Steer the output of a decoder layer in place, as the tables of the running model say."""
-    tables: SteeringTables = get_forward_context().no_compile_layers[TABLES]
-    if hidden_TD.is_cuda:
-        from logsteer_server.engines.vllm.kernel import launch
-
-        launch(tables, hidden_TD, residual_TD, layer)
-    else:
-        tables.apply(hidden_TD, residual_TD, layer)
-
-
-def _shape_only(hidden_TD: Tensor, residual_TD: Tensor | None, layer: int) -> None:
-    """What the compiler runs in place of `steer`, which has no output."""
-
-
-LIBRARY = torch.library.Library("logsteer", "FRAGMENT")  # type: ignore[no-untyped-call]
-direct_register_custom_op("steer", steer, ["hidden_TD"], _shape_only, LIBRARY)

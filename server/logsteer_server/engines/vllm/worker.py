@@ -7,7 +7,7 @@ import numpy as np
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 
-from logsteer_server.engines.plan import Site
+from logsteer_server.contract.plan import Site
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.reading import ScoringRunner
 from logsteer_server.engines.vllm.steering import SteeringRunner, find_layers

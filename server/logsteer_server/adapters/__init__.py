@@ -1,1 +1,0 @@
-"""LoRA adapters that the server keeps."""

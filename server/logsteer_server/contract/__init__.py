@@ -1,0 +1,1 @@
+"""Jobs, plans and the engine protocol: what the HTTP process and engines agree on."""

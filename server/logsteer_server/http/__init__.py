@@ -1,0 +1,1 @@
+"""HTTP: dependencies of routes, encodings, problems."""

@@ -1,0 +1,1 @@
+"""Names in a request (steering, override, adapter) as what a job carries; receipts."""

@@ -1,0 +1,31 @@
+"""A request's adapter as what engines carry out."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from logsteer_server.contract.jobs import Adapter, EngineInfo
+from logsteer_server.interventions.features import check_feature
+from logsteer_server.stores.files import FileSource
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedAdapter:
+    """An adapter, and what an answer says of it: the fields of `UsedAdapter`."""
+
+    adapter: Adapter
+    used: dict[str, Any]
+
+
+def resolve_adapter(
+    name: str | None, source: FileSource, info: EngineInfo
+) -> ResolvedAdapter | None:
+    """What a request's adapter means for a model; None for a request without one.
+
+    Errors: APIError `unknown_adapter`, `unsupported_by_engine`.
+    """
+    if name is None:
+        return None
+    check_feature("adapter", info, "adapter")
+    found = source.find(name)
+    used = {"name": name, "sha256": found.sha256}
+    return ResolvedAdapter(Adapter(found.path, found.sha256), used)

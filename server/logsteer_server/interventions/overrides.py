@@ -1,0 +1,41 @@
+"""A request's override as what engines carry out."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from logsteer.schemas import ParameterOverride
+from logsteer_server.contract.jobs import Direction, EngineInfo, Override
+from logsteer_server.interventions.features import check_feature
+from logsteer_server.stores.files import FileSource
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedOverride:
+    """An override, and what an answer says of it: the fields of `UsedOverride`."""
+
+    override: Override
+    used: dict[str, Any]
+
+
+def resolve_override(
+    given: ParameterOverride | None, source: FileSource, info: EngineInfo
+) -> ResolvedOverride | None:
+    """What a request's override means for a model; None for a request without one.
+
+    Errors: APIError `unknown_override`, `unsupported_by_engine`.
+    """
+    if given is None:
+        return None
+    check_feature("override", info, "override")
+    return _resolve(given.name, given.eta, source)
+
+
+def resolve_direction(name: str | None, source: FileSource) -> ResolvedOverride | None:
+    """The direction of that name, at eta 0; None for None. Errors: APIError `unknown_override`."""
+    return None if name is None else _resolve(name, 0.0, source)
+
+
+def _resolve(name: str, eta: float, source: FileSource) -> ResolvedOverride:
+    found = source.find(name)
+    used = {"name": name, "sha256": found.sha256, "eta": eta}
+    return ResolvedOverride(Override(Direction(found.path, found.sha256), eta), used)

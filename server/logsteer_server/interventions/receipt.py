@@ -1,0 +1,75 @@
+"""The proof that steering was applied; and the refusal of steering that would reach nothing."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from logsteer.errors import api_error
+from logsteer_server.contract.jobs import (
+    GenerateJob,
+    GenerateOutput,
+    GradientJob,
+    GradientOutput,
+    ScoreJob,
+    ScoreOutput,
+)
+from logsteer_server.interventions.steering import ResolvedSteering
+
+ChangedOutput = ScoreOutput | GenerateOutput | GradientOutput
+AnyJob = ScoreJob | GenerateJob | GradientJob
+
+
+def check_reach(steering: ResolvedSteering, jobs: Sequence[AnyJob]) -> None:
+    """Errors: APIError `invalid_request` where no token of any job would be steered."""
+    where = steering.plan.positions
+    reached = any(where.count(_count_read(job), job.prompt_len) for job in jobs)
+    if jobs and not reached:
+        raise api_error(
+            "invalid_request",
+            f"steering reaches no token: positions {where.kind} selects none of the tokens that "
+            "the model reads here (the last token is only predicted). Choose other positions.",
+            param="steering.positions",
+        )
+
+
+def _count_read(job: AnyJob) -> int:
+    """Tokens that the model reads: the last one that is generated is not among them."""
+    return len(job.tokens) + (job.max_tokens - 1 if isinstance(job, GenerateJob) else 0)
+
+
+class Receipt:
+    """What was measured while a request's jobs ran, summed up."""
+
+    def __init__(self, steering: ResolvedSteering) -> None:
+        self._steering = steering
+        self._steered = 0
+        # By site: tokens, and the sum of their relative changes.
+        self._sites = {site.name: (0, 0.0) for site in steering.plan.sites}
+        self._had_cached = False
+
+    def add(self, output: ChangedOutput) -> None:
+        """Count the (last) output of a job in."""
+        self._had_cached = self._had_cached or bool(output.cached_tokens)
+        if output.trace is None:
+            return
+        self._steered += output.trace.tokens
+        for name, (count, mean) in output.trace.sites.items():
+            tokens, total = self._sites[name]
+            self._sites[name] = (tokens + count, total + count * mean)
+
+    def write(self) -> dict[str, Any]:
+        """The fields of `SteeringReceipt`.
+
+        Errors: APIError `internal` where vectors were to be added and no activation changed.
+        """
+        sites = self._steering.plan.sites
+        adds = any(site.offset is not None and site.offset.any() for site in sites)
+        changed = any(tokens for tokens, _ in self._sites.values())
+        if adds and not changed and not self._had_cached:
+            detail = "The engine did not apply the steering; report this model and engine as a bug."
+            raise api_error("internal", detail)
+        layers = {
+            name: {"tokens": tokens, "relative_norm": total / tokens if tokens else None}
+            for name, (tokens, total) in self._sites.items()
+        }
+        vectors = self._steering.vectors
+        return {"tokens_steered": self._steered, "layers": layers, "vectors": vectors}

@@ -1,0 +1,1 @@
+"""Resident models: state, admission, result cache, provenance."""

@@ -1,0 +1,238 @@
+"""Results of earlier score jobs: the same work is answered again without the engine.
+
+    key     SHA-256 of the scope (what computes) and the job (what is computed)
+    value   the job's columns and alternatives, as raw buffers in MessagePack
+    stores  a dictionary in memory, and where a file is named, SQLite behind it
+
+Each store belongs to one thread, so neither needs a lock, and what one call keeps is found by the
+next: a thread works in the order in which it was asked.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+import struct
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, astuple, dataclass
+from typing import Any
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+from cachetools import LRUCache
+
+from logsteer_server.contract.jobs import EngineInfo, ScoreJob, ScoreOutput
+from logsteer_server.contract.plan import SteeringTrace
+from logsteer_server.models.cachefile import CacheFile
+from logsteer_server.settings import ModelSettings, Settings
+
+log = logging.getLogger(__name__)
+
+VERSION = "logsteer-results-3"
+"""Part of every key: another number makes all older results unreachable."""
+
+ENTRY_BYTES = 360
+"""What an entry takes in memory beyond its value: its key, object headers, places in three dicts.
+
+Measured with tracemalloc at 267 to 360, by how full the dictionaries are.
+"""
+
+MAX_WAITING_WRITES = 64
+"""Batches that may wait for the disk; further ones stay in memory only."""
+
+_HEAD = struct.Struct("<IIII?")
+
+
+def digest_scope(info: EngineInfo, settings: ModelSettings) -> bytes:
+    """What every key of a model begins with: all facts about it that may change its numbers.
+
+    Settings that cannot are named here, so that a new one counts until somebody knows better.
+    """
+    engine = asdict(info)
+    for name in ("tokenizer_path", "columns", "features"):
+        del engine[name]
+    harmless = {"id", "path", "required", "memory", "max_model_len"}
+    facts = [VERSION, engine, settings.model_dump(mode="json", exclude=harmless)]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
+
+
+def make_key(scope: bytes, job: ScoreJob) -> bytes | None:
+    """The key of a job's result; None for a job that also writes or reads a file.
+
+    Lengths stand before what they measure, so two different jobs never give the same bytes.
+    """
+    if job.export is not None or job.reference is not None:
+        return None
+    moved = job.override and (job.override.direction.sha256, job.override.eta)
+    added = job.adapter and job.adapter.sha256
+    columns = repr((job.columns, astuple(job.policy), job.double, moved, added)).encode()
+    sizes = (len(job.tokens), len(job.targets), len(columns), job.top, job.alternatives)
+    # What bends the model for this job. A test fails for a field of ScoreJob unknown to the key.
+    bent = b"" if job.plan is None else job.plan.digest(job.prompt_len)
+    parts = (scope, _HEAD.pack(*sizes), columns, job.tokens.tobytes(), job.targets.tobytes(), bent)
+    return hashlib.sha256(b"".join(parts)).digest()
+
+
+def pack_output(output: ScoreOutput, columns: Iterable[str]) -> bytes:
+    """The trace of an output, then its arrays: dtype, width (0: no table), buffer of each."""
+    arrays: list[npt.NDArray[np.generic]] = [output.columns[name] for name in columns]
+    if output.top_ids is not None and output.top_logprobs is not None:
+        arrays += [output.top_ids, output.top_logprobs]
+    trace = None
+    if output.trace is not None:
+        trace = [output.trace.tokens, {name: list(v) for name, v in output.trace.sites.items()}]
+    fields: list[Any] = [trace]
+    for array in arrays:
+        fields += array.dtype.str, array.shape[1] if array.ndim > 1 else 0, array.tobytes()
+    packed: bytes = msgpack.packb(fields)
+    return packed
+
+
+def unpack_output(value: bytes, columns: Sequence[str]) -> ScoreOutput:
+    """What `pack_output` packed; its arrays are read-only. No token of it was read again."""
+    fields = iter(msgpack.unpackb(value))
+    trace = next(fields)
+    if trace is not None:
+        tokens, sites = trace
+        trace = SteeringTrace(tokens, {name: (n, mean) for name, (n, mean) in sites.items()})
+    arrays = [
+        array.reshape(-1, width) if width else array
+        for dtype, width, data in zip(fields, fields, fields, strict=True)
+        for array in (np.frombuffer(data, dtype),)
+    ]
+    top_ids, top_logprobs = arrays[len(columns) :] or (None, None)
+    own = dict(zip(columns, arrays, strict=False))
+    return ScoreOutput(own, top_ids, top_logprobs, cached_tokens=0, trace=trace)
+
+
+@dataclass(frozen=True, slots=True)
+class MissingJob:
+    """A job to compute, for all `indices` at which the call has it; it is kept under `key`."""
+
+    key: bytes | None
+    indices: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What the cache knows of a call's jobs, by their indices."""
+
+    hits: list[tuple[int, ScoreOutput]]
+    missing: list[MissingJob]
+
+
+Computed = tuple[bytes | None, ScoreJob, ScoreOutput]
+
+
+class ResultCache:
+    """Results by key: at most `max_bytes` in memory, and all that `file` has room for."""
+
+    def __init__(self, max_bytes: int, file: CacheFile | None = None) -> None:
+        self._values: LRUCache[bytes, bytes] = LRUCache(max_bytes, getsizeof=_measure)
+        self._file = file
+        self._memory_thread = ThreadPoolExecutor(1, "result-cache")
+        self._disk_thread = ThreadPoolExecutor(1, "result-cache-disk")
+        self._disk_room = threading.Semaphore(MAX_WAITING_WRITES)
+        self._open = True
+
+    @classmethod
+    def open(cls, settings: Settings) -> "ResultCache":
+        """The cache that the settings describe. Errors: ConfigurationError."""
+        file = None
+        if settings.cache_file is not None:
+            path = settings.directory / settings.cache_file.expanduser()
+            file = CacheFile(path, settings.cache_file_bytes)
+        return cls(settings.cache_bytes, file)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is ever kept."""
+        return self._open and (self._values.maxsize > 0 or self._file is not None)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the results in it take."""
+        return int(self._values.currsize)
+
+    async def find(self, scope: bytes, jobs: Sequence[ScoreJob]) -> Findings:
+        """Outputs of the jobs that are known, and the others, equal ones together."""
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(self._memory_thread, self._find, scope, jobs)
+        keys = [missing.key for missing in found.missing if missing.key is not None]
+        if self._file is None or not keys:
+            return found
+        values = await loop.run_in_executor(self._disk_thread, self._file.read, keys)
+        if not values:
+            return found
+        return await loop.run_in_executor(self._memory_thread, self._add, found, jobs, values)
+
+    def _find(self, scope: bytes, jobs: Sequence[ScoreJob]) -> Findings:
+        values, hits = self._values, []
+        missing: dict[bytes | int, MissingJob] = {}
+        for index, job in enumerate(jobs):
+            key = make_key(scope, job)
+            if key is None:
+                missing[index] = MissingJob(None, [index])
+            elif (value := values.get(key)) is not None:
+                hits.append((index, unpack_output(value, job.columns)))
+            elif key in missing:
+                missing[key].indices.append(index)
+            else:
+                missing[key] = MissingJob(key, [index])
+        return Findings(hits, list(missing.values()))
+
+    def _add(
+        self, found: Findings, jobs: Sequence[ScoreJob], values: dict[bytes, bytes]
+    ) -> Findings:
+        """The findings with those from the disk; they stay in memory from now on."""
+        hits, missing = found.hits, []
+        for entry in found.missing:
+            value = values.get(entry.key) if entry.key is not None else None
+            if entry.key is None or value is None:
+                missing.append(entry)
+                continue
+            self._remember(entry.key, value)
+            hits += [(i, unpack_output(value, jobs[i].columns)) for i in entry.indices]
+        return Findings(hits, missing)
+
+    def _remember(self, key: bytes, value: bytes) -> None:
+        if _measure(value) <= self._values.maxsize:
+            self._values[key] = value
+
+    def keep(self, computed: Sequence[Computed]) -> None:
+        """Keep results; returns at once, and a `find` that begins later finds them."""
+        if self.is_on and computed:
+            self._memory_thread.submit(self._keep, computed).add_done_callback(_report)
+
+    def _keep(self, computed: Sequence[Computed]) -> None:
+        packed = [(k, pack_output(out, job.columns)) for k, job, out in computed if k is not None]
+        for key, value in packed:
+            self._remember(key, value)
+        if self._file is None or not packed:
+            return
+        if not self._disk_room.acquire(blocking=False):
+            log.warning("the disk is behind: %d results are kept in memory only", len(packed))
+            return
+        future = self._disk_thread.submit(self._file.write, packed)
+        future.add_done_callback(lambda _: self._disk_room.release())
+        future.add_done_callback(_report)
+
+    def close(self) -> None:
+        """Write what still waits, and close the file. Blocks."""
+        self._open = False
+        self._memory_thread.shutdown()
+        if self._file is not None:
+            self._disk_thread.submit(self._file.close)
+        self._disk_thread.shutdown()
+
+
+def _measure(value: bytes) -> int:
+    return len(value) + ENTRY_BYTES
+
+
+def _report(future: Future[None]) -> None:
+    if error := future.exception():
+        log.error("results could not be kept", exc_info=error)

@@ -1,0 +1,1 @@
+"""Arithmetic that all engines share: rows, sampling, operations on the residual stream, LoRA."""

@@ -1,0 +1,107 @@
+"""How PEFT lays a LoRA adapter out: its configuration, and the names of its tensors.
+
+An update of a weight W [out, in] is scale * B A with A [r, in] and B [out, r]; its scale is
+alpha / r, or alpha / sqrt(r) where the configuration says `use_rslora`.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from logsteer_server.contract.jobs import CONFIG_KEY
+
+_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
+
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "bias": (None, "none"),
+    "use_dora": (None, False),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "modules_to_save": (None, []),
+    "layer_replication": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "lora_bias": (None, False),
+}
+"""Options of PEFT that would change the model otherwise, and their values that do not."""
+
+
+class AdapterLayoutError(ValueError):
+    """The adapter cannot be used; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """What a LoRA configuration says.
+
+    `by_root`: ranks count by their square roots; `transposed`: the model keeps weights [in, out].
+    """
+
+    rank: int
+    alpha: float
+    by_root: bool
+    transposed: bool
+
+    @classmethod
+    def parse(cls, data: str | bytes) -> "AdapterConfig":
+        """The configuration in PEFT's JSON. Errors: AdapterLayoutError."""
+        try:
+            found: Any = json.loads(data)
+        except ValueError as error:
+            raise AdapterLayoutError(f"its configuration is no JSON: {error}") from error
+        if not isinstance(found, dict) or found.get("peft_type") != "LORA":
+            raise AdapterLayoutError(
+                "its configuration is none of a LoRA; send PEFT's adapter_config.json"
+            )
+        for name, neutral in _NEUTRAL.items():
+            if found.get(name) not in neutral:
+                raise AdapterLayoutError(
+                    f"{name} is {found[name]!r}; only plain LoRA updates of weights are served"
+                )
+        rank, alpha = found.get("r"), found.get("lora_alpha")
+        if not isinstance(rank, int) or rank < 1:
+            raise AdapterLayoutError(f"r is {rank!r}; it must be a whole number from 1 on")
+        if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+            raise AdapterLayoutError(f"lora_alpha is {alpha!r}; it must be a number")
+        by_root, transposed = (bool(found.get(n)) for n in ("use_rslora", "fan_in_fan_out"))
+        return cls(rank, float(alpha), by_root, transposed)
+
+    @classmethod
+    def read(cls, metadata: Mapping[str, str]) -> "AdapterConfig":
+        """The configuration in the metadata of a kept file. Errors: AdapterLayoutError."""
+        return cls.parse(metadata.get(CONFIG_KEY, ""))
+
+    @property
+    def scale(self) -> float:
+        """What the product of an update's factors is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.by_root else self.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """The names of one update's tensors, by the module whose weight it is added to."""
+
+    module: str
+    down: str
+    up: str
+
+
+def pair_factors(names: Iterable[str]) -> list[Factors]:
+    """The updates that tensors of these names make. Errors: AdapterLayoutError."""
+    found: dict[str, dict[str, str]] = {}
+    for name in names:
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise AdapterLayoutError(
+                f"{name} is no factor of a weight's update (lora_A, lora_B); embeddings and "
+                "whole modules are not served"
+            )
+        found.setdefault(match["module"], {})[match["factor"]] = name
+    for module, factors in found.items():
+        if len(factors) < 2:
+            raise AdapterLayoutError(f"{module} has one factor of two (lora_A, lora_B)")
+        if module.rsplit(".", 1)[-1] in ("lm_head", "embed_tokens"):
+            raise AdapterLayoutError(f"{module}: updates of embeddings and head are not served")
+    return [Factors(module, factors["A"], factors["B"]) for module, factors in found.items()]

@@ -1,0 +1,357 @@
+"""Columns read from rows of logits. Every engine reads its rows here, so they agree.
+
+A row is the logits z over the vocabulary that a model puts out after one token; the token that
+follows it in the text is the row's target x. Axis letters: R rows, V vocabulary, K alternatives.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from logsteer_server.contract.jobs import Policy, ScoreJob
+from logsteer_server.numerics.sampling import ShapedRows, shape_rows
+
+NEUTRAL = Policy()
+"""The policy that draws from the model as it is."""
+
+MAX_EXACT_ID = 2**24
+"""Token ids and ranks travel in float32 beside the scores; up to here they are exact."""
+
+
+class Rows:
+    """R rows of logits z with their targets x; what several columns need is computed once.
+
+    Args:
+        logits_RV: logits of any floating dtype, converted to float32 or, with `double`, float64.
+        targets_R: int64, the token that follows each row.
+        reference_RV: float32 log-probabilities of another model at the same rows, for the columns
+            that compare with it.
+        policy: what q is: the distribution that it draws from.
+        eos_ids: tokens that end a sequence.
+
+    """
+
+    def __init__(
+        self,
+        logits_RV: Tensor,
+        targets_R: Tensor,
+        reference_RV: Tensor | None = None,
+        policy: Policy = NEUTRAL,
+        eos_ids: Sequence[int] = (),
+        double: bool = False,
+    ) -> None:
+        self.logits_RV = logits_RV.double() if double else logits_RV.float()
+        self.targets_R = targets_R
+        self._reference_RV = reference_RV
+        self._policy = policy
+        self.eos_ids = eos_ids
+
+    @cached_property
+    def log_probs_RV(self) -> Tensor:
+        """log p of every token, per row; one fused pass, several times as fast as logsumexp."""
+        return self.logits_RV.log_softmax(-1)
+
+    @property
+    def reference_RV(self) -> Tensor:
+        """The other model's log-probabilities. Errors: ValueError where there are none."""
+        if self._reference_RV is None:
+            raise ValueError("this column compares with another model's log-probabilities")
+        return self._reference_RV
+
+    @cached_property
+    def target_logits_R(self) -> Tensor:
+        """The logit of each row's target."""
+        return self.logits_RV.gather(-1, self.targets_R[:, None]).squeeze(-1)
+
+    @cached_property
+    def shaped(self) -> ShapedRows:
+        """What the policy draws from."""
+        return shape_rows(self.logits_RV, [self._policy] * len(self.targets_R))
+
+    @cached_property
+    def sampling_entropy_R(self) -> Tensor:
+        """-sum q log q per row, in nats."""
+        return -torch.xlogy(self.shaped.q_RV, self.shaped.q_RV).sum(-1)
+
+    @cached_property
+    def two_largest_R2(self) -> Tensor:
+        """The two largest q of each row; 0 for the second where there is one token alone."""
+        q_RV = self.shaped.q_RV
+        if q_RV.shape[-1] == 1:
+            return torch.cat([q_RV, torch.zeros_like(q_RV)], dim=-1)
+        return q_RV.topk(2, dim=-1).values
+
+    @cached_property
+    def squared_mass_R(self) -> Tensor:
+        """sum q^2 per row."""
+        return self.shaped.q_RV.square().sum(-1)
+
+
+def logprob(rows: Rows) -> Tensor:
+    """log p(x) per row, in nats, with p = softmax(z)."""
+    return rows.log_probs_RV.gather(-1, rows.targets_R[:, None]).squeeze(-1)
+
+
+def rank(rows: Rows) -> Tensor:
+    """1 + the number of tokens with a strictly larger logit than x, per row."""
+    return 1 + (rows.logits_RV > rows.target_logits_R[:, None]).sum(-1)
+
+
+def entropy(rows: Rows) -> Tensor:
+    """-sum p log p per row, in nats."""
+    return -_expect(rows.log_probs_RV, rows.log_probs_RV)
+
+
+def kl(rows: Rows) -> Tensor:
+    """KL(reference || model) = sum p_ref (log p_ref - log p) per row, in nats."""
+    return _expect(rows.reference_RV, rows.reference_RV - rows.log_probs_RV)
+
+
+def top1_agrees(rows: Rows) -> Tensor:
+    """1 where the most probable token is also the reference's, else 0."""
+    return rows.logits_RV.argmax(-1) == rows.reference_RV.argmax(-1)
+
+
+def log_q(rows: Rows) -> Tensor:
+    """log q(x) per row, in nats; minus infinity where the policy cannot draw x."""
+    return rows.shaped.log_q(rows.targets_R)
+
+
+def rb_entropy(rows: Rows) -> Tensor:
+    """-sum q log q per row, in nats: the mean of -log q(x) over draws x, without drawing."""
+    return rows.sampling_entropy_R
+
+
+def head_mass(rows: Rows) -> Tensor:
+    """The mass that `top_p` keeps, of what temperature, `min_p` and `top_k` left, per row."""
+    return rows.shaped.head_mass_R
+
+
+def tail_mass(rows: Rows) -> Tensor:
+    """1 - `head_mass`: the mass that `top_p` cuts off, per row."""
+    return 1 - rows.shaped.head_mass_R
+
+
+def top1_prob(rows: Rows) -> Tensor:
+    """The largest q per row."""
+    return rows.two_largest_R2[:, 0]
+
+
+def margin(rows: Rows) -> Tensor:
+    """The largest q less the second largest, per row."""
+    return rows.two_largest_R2[:, 0] - rows.two_largest_R2[:, 1]
+
+
+def two_point_entropy(rows: Rows) -> Tensor:
+    """-t log t - (1 - t) log(1 - t) per row, with t the largest q, in nats."""
+    top_R = rows.two_largest_R2[:, 0]
+    rest_R = (1 - top_R).clamp(min=0)
+    return -torch.xlogy(top_R, top_R) - torch.xlogy(rest_R, rest_R)
+
+
+def collision(rows: Rows) -> Tensor:
+    """sum q^2 per row: the chance that two draws are the same token."""
+    return rows.squared_mass_R
+
+
+def renyi2(rows: Rows) -> Tensor:
+    """-log sum q^2 per row: the Renyi entropy of order 2, in nats."""
+    return -rows.squared_mass_R.log()
+
+
+def effective_support(rows: Rows) -> Tensor:
+    """exp(-sum q log q) per row: so many equally likely tokens have the same entropy."""
+    return rows.sampling_entropy_R.exp()
+
+
+def logit_mean(rows: Rows) -> Tensor:
+    """The mean of z over the vocabulary, per row."""
+    return rows.logits_RV.mean(-1)
+
+
+def logit_std(rows: Rows) -> Tensor:
+    """The standard deviation of z over the vocabulary (population), per row."""
+    return rows.logits_RV.std(-1, correction=0)
+
+
+def eos_prob(rows: Rows) -> Tensor:
+    """q of the tokens that end a sequence, summed, per row."""
+    q_RV = rows.shaped.q_RV
+    return q_RV[:, list(rows.eos_ids)].sum(-1)
+
+
+def _expect(log_p_RV: Tensor, values_RV: Tensor) -> Tensor:
+    """sum p v per row; a token with p = 0 adds nothing, whatever its v."""
+    return (log_p_RV.exp() * values_RV).nan_to_num(nan=0.0).sum(-1)
+
+
+POLICY_COLUMNS: dict[str, Callable[[Rows], Tensor]] = {
+    function.__name__: function
+    for function in (
+        log_q, rb_entropy, head_mass, tail_mass, top1_prob, margin, two_point_entropy, collision,
+        renyi2, effective_support, eos_prob,
+    )
+}  # fmt: skip
+"""Columns that depend on the sampling policy."""
+
+COLUMNS: dict[str, Callable[[Rows], Tensor]] = {
+    "logprob": logprob,
+    "rank": rank,
+    "entropy": entropy,
+    "kl": kl,
+    "top1_agrees": top1_agrees,
+    "logit_mean": logit_mean,
+    "logit_std": logit_std,
+    **POLICY_COLUMNS,
+}
+PUBLIC_COLUMNS = tuple(name for name in COLUMNS if name not in ("kl", "top1_agrees"))
+"""The columns that a request may name; the others serve comparisons."""
+
+BYTES_PER_LOGIT = 16
+"""Peak bytes per logit while a chunk is read: logits in float32 and up to three temporaries."""
+BYTES_PER_SHAPED_LOGIT = 72
+"""Likewise where a policy is looked at, which may sort: values, places, sums in float64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What is read from each row: columns by name, and K most probable alternatives."""
+
+    columns: tuple[str, ...] = ("logprob",)
+    top: int = 0
+    policy: Policy = NEUTRAL
+    eos_ids: tuple[int, ...] = ()
+    double: bool = False
+
+    @classmethod
+    def of(cls, job: ScoreJob, eos_ids: tuple[int, ...]) -> "Reading":
+        """What a job wants read, on a model whose sequences end with these tokens."""
+        return cls(job.columns, job.top, job.policy, eos_ids, job.double)
+
+    @property
+    def width(self) -> int:
+        """Numbers per row: one per column, an id and a log-probability per alternative."""
+        return len(self.columns) + 2 * self.top
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it is computed in."""
+        return torch.float64 if self.double else torch.float32
+
+    @property
+    def bytes_per_logit(self) -> int:
+        """Peak bytes while it is done."""
+        looks_at_policy = not POLICY_COLUMNS.keys().isdisjoint(self.columns)
+        size = BYTES_PER_SHAPED_LOGIT if looks_at_policy else BYTES_PER_LOGIT
+        return 2 * size if self.double else size
+
+
+def read_rows(rows: Rows, reading: Reading) -> Tensor:
+    """The reading of each row [R, width]: columns, then K ids, then K log-probabilities.
+
+    Errors: ValueError where the vocabulary is too large for ids to be exact in float32.
+    """
+    if rows.logits_RV.shape[-1] > MAX_EXACT_ID:
+        raise ValueError(f"a vocabulary of more than {MAX_EXACT_ID} tokens cannot be ranked")
+    parts = [COLUMNS[name](rows).to(reading.dtype)[:, None] for name in reading.columns]
+    if reading.top:
+        top = rows.logits_RV.topk(min(reading.top, rows.logits_RV.shape[-1]), dim=-1)
+        parts += [top.indices.to(reading.dtype), rows.log_probs_RV.gather(-1, top.indices)]
+    return torch.cat(parts, dim=-1)
+
+
+def split_chunks(count: int, bytes_per_row: int, chunk_bytes: int) -> Iterator[slice]:
+    """Slices that cover `count` rows, each of at most `chunk_bytes` and at least one row."""
+    step = max(1, chunk_bytes // max(1, bytes_per_row))
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
+
+
+class ReferenceFile:
+    """Log-probabilities of R rows over V tokens, passed from one engine to another on disk."""
+
+    def __init__(self, path: str, num_rows: int, vocab_size: int) -> None:
+        self._shape = (num_rows, vocab_size)
+        self._path = path
+
+    def write(self, first: int, log_probs_rV: Tensor) -> None:
+        """Store rows `first` onward. Errors: OSError."""
+        table_RV = np.memmap(self._path, np.float32, "r+", shape=self._shape)
+        table_RV[first : first + len(log_probs_rV)] = log_probs_rV.cpu().numpy()
+
+    def read(self, first: int, count: int, device: torch.device) -> Tensor:
+        """Rows [first, first + count) on a device. Errors: OSError."""
+        table_RV = np.memmap(self._path, np.float32, "r", shape=self._shape)
+        return torch.from_numpy(np.array(table_RV[first : first + count])).to(device)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Where log-probabilities go to or come from; `first` is the first row's place in the file."""
+
+    export: ReferenceFile | None = None
+    reference: ReferenceFile | None = None
+    first: int = 0
+
+
+def read_hidden(
+    hidden_RD: Tensor,
+    targets_R: Tensor,
+    project: Callable[[Tensor], Tensor],
+    vocab_size: int,
+    reading: Reading,
+    chunk_bytes: int,
+    exchange: Exchange | None = None,
+) -> Tensor:
+    """The reading of R hidden states [R, width], in the reading's dtype.
+
+    `project` maps hidden states [r, D] to logits [r, V]; it is called on chunks whose logits take
+    at most `chunk_bytes`, so nothing of size rows x vocabulary outlives a chunk.
+    """
+    exchange = exchange or Exchange()
+    out_RW = torch.empty(
+        (len(targets_R), reading.width), device=hidden_RD.device, dtype=reading.dtype
+    )
+    for part in split_chunks(len(targets_R), vocab_size * reading.bytes_per_logit, chunk_bytes):
+        first, count = exchange.first + part.start, part.stop - part.start
+        reference_rV = None
+        if exchange.reference:
+            reference_rV = exchange.reference.read(first, count, hidden_RD.device)
+        rows = Rows(
+            project(hidden_RD[part]),
+            targets_R[part],
+            reference_rV,
+            reading.policy,
+            reading.eos_ids,
+            reading.double,
+        )
+        if exchange.export:
+            exchange.export.write(first, rows.log_probs_RV)
+        out_RW[part] = read_rows(rows, reading)
+    return out_RW
+
+
+@dataclass(frozen=True, slots=True)
+class RowValues:
+    """The reading of R rows, as arrays on the host."""
+
+    columns: dict[str, np.ndarray]
+    top_ids: np.ndarray | None
+    top_logprobs: np.ndarray | None
+
+
+def unpack(values_RW: np.ndarray, reading: Reading) -> RowValues:
+    """The columns and alternatives that `read_rows` put side by side; ranks and ids as int32."""
+    names: Sequence[str] = reading.columns
+    columns = {
+        name: values_RW[:, i].astype(np.int32) if name == "rank" else values_RW[:, i]
+        for i, name in enumerate(names)
+    }
+    if not reading.top:
+        return RowValues(columns, None, None)
+    first, middle = len(names), len(names) + reading.top
+    return RowValues(columns, values_RW[:, first:middle].astype(np.int32), values_RW[:, middle:])

@@ -1,1 +1,0 @@
-"""From texts to scored sequences and back: token boundaries, windows and sums. No engine here."""

@@ -1,0 +1,1 @@
+"""Names that point to contents, durable and bounded; file formats."""

@@ -1,0 +1,1 @@
+"""What endpoints do: a request's plan, its jobs, its answer."""

@@ -1,0 +1,247 @@
+"""OpenAI-shaped requests as jobs, and the jobs' outputs as choices.
+
+A prompt that is echoed with log-probabilities is scored like any other sequence. The one greedy
+token that lm-evaluation-harness asks for on top of it is read from the prompt's last row, so that
+nothing is generated.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from logsteer.errors import api_error
+from logsteer.schemas import BosPolicy
+from logsteer.schemas.openai import ChatCompletionRequest, CompletionRequest, SamplingRequest
+from logsteer_server.contract.jobs import (
+    EngineInfo,
+    GenerateJob,
+    GenerateOutput,
+    Ids,
+    Policy,
+    ScoreJob,
+    ScoreOutput,
+)
+from logsteer_server.text.tokenizer import TextCodec
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt: its text, its tokens, and the job that scores it where it is echoed so.
+
+    `reads_next`: the last row of that job gives the one greedy token that was asked for.
+    """
+
+    text: str
+    ids: list[int]
+    echo_job: ScoreJob | None
+    reads_next: bool
+    jobs: list[GenerateJob]
+
+    @property
+    def all_jobs(self) -> list[ScoreJob | GenerateJob]:
+        """What is scored and what is generated."""
+        return [*([self.echo_job] if self.echo_job else []), *self.jobs]
+
+
+def plan_completions(
+    request: CompletionRequest, codec: TextCodec, info: EngineInfo
+) -> list[Prompt]:
+    """The prompts of a request, in order. Errors: APIError `invalid_request`, `context_too_long`.
+
+    Text is encoded with a BOS where the tokenizer adds one; ids are taken as they are.
+    """
+    prompts = []
+    for text, ids in read_prompts(request.prompt, codec, info):
+        echo_job, reads_next = None, False
+        if request.echo and request.logprobs is not None:
+            reads_next = request.max_tokens == 1 and request.temperature == 0 and request.n == 1
+            echo_job = _plan_echo(ids, request.logprobs, reads_next)
+        generates = request.max_tokens > 0 and not reads_next
+        check_length(ids, request.max_tokens if generates else 0, info)
+        jobs = (
+            _plan_samples(request, ids, request.max_tokens, request.logprobs) if generates else []
+        )
+        prompts.append(Prompt(text, ids, echo_job, reads_next, jobs))
+    return prompts
+
+
+def plan_chat(request: ChatCompletionRequest, codec: TextCodec, info: EngineInfo) -> Prompt:
+    """The conversation as a prompt. Errors: APIError `invalid_request`, `context_too_long`."""
+    text = codec.render_chat(request.messages)
+    ids = codec.encode_ids([text])[0]
+    asked = request.max_completion_tokens or request.max_tokens
+    max_tokens = asked or max(1, info.context_length - len(ids))
+    check_length(ids, max_tokens, info)
+    top = request.top_logprobs if request.logprobs else None
+    return Prompt(text, ids, None, False, _plan_samples(request, ids, max_tokens, top))
+
+
+def read_prompts(
+    prompt: str | list[str] | list[int] | list[list[int]],
+    codec: TextCodec,
+    info: EngineInfo,
+    bos: BosPolicy = "auto",
+) -> list[tuple[str, list[int]]]:
+    """Text and tokens of each prompt. Errors: APIError `invalid_request`."""
+    given = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+    texts = [entry for entry in given if isinstance(entry, str)]
+    encoded = iter(codec.encode_ids(texts))
+    prompts = []
+    for entry in given:
+        if isinstance(entry, str):
+            ids = next(encoded)
+            prompts.append((entry, codec.bos_ids(bos, ids) + ids))
+            continue
+        ids = list(entry)
+        if not ids or max(ids) >= info.vocab_size:
+            detail = f"prompt must have token ids from 0 to {info.vocab_size - 1}, at least one."
+            raise api_error("invalid_request", detail, param="prompt")
+        prompts.append((codec.decode(ids), ids))
+    return prompts
+
+
+def check_length(ids: Sequence[int], max_tokens: int, info: EngineInfo) -> None:
+    """Errors: APIError `context_too_long` for more tokens than the context holds."""
+    if len(ids) + max_tokens > info.context_length:
+        detail = (
+            f"The prompt has {len(ids)} tokens and max_tokens is {max_tokens}; this model's "
+            f"context holds {info.context_length}: shorten one of them."
+        )
+        raise api_error("context_too_long", detail, param="max_tokens")
+
+
+def _plan_echo(ids: list[int], top: int, reads_next: bool) -> ScoreJob | None:
+    """The job that scores a prompt's tokens from the second on, and reads the next one's row."""
+    if reads_next:
+        # No target follows the last row; the alternatives that are read there say what would.
+        targets = np.array([*ids[1:], 0], dtype=np.int32)
+        return ScoreJob(np.array(ids, dtype=np.int32), targets, top=max(1, top))
+    if len(ids) < 2:
+        return None
+    tokens, targets = np.array(ids[:-1], dtype=np.int32), np.array(ids[1:], dtype=np.int32)
+    return ScoreJob(tokens, targets, top=top)
+
+
+def _plan_samples(
+    request: SamplingRequest, ids: list[int], max_tokens: int, top: int | None
+) -> list[GenerateJob]:
+    """The jobs of one prompt's samples; without log-probabilities where `top` is None."""
+    return [
+        GenerateJob(
+            np.array(ids, dtype=np.int32),
+            max_tokens,
+            Policy(request.temperature, request.top_k, request.top_p, request.min_p),
+            seed=None if request.seed is None else request.seed + index,
+            stop=request.stop_strings,
+            ignore_eos=request.ignore_eos,
+            top=top or 0,
+            logprobs=top is not None,
+            stream=request.stream,
+        )
+        for index in range(request.n)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenColumns:
+    """Columns of N tokens, which may begin with a prompt's; alternatives are [N, top]."""
+
+    token_ids: list[int]
+    logprobs: list[float | None]
+    top_ids: list[list[int] | None]
+    top_logprobs: list[list[float] | None]
+
+    def __add__(self, other: "TokenColumns") -> "TokenColumns":
+        return TokenColumns(
+            self.token_ids + other.token_ids,
+            self.logprobs + other.logprobs,
+            self.top_ids + other.top_ids,
+            self.top_logprobs + other.top_logprobs,
+        )
+
+    def render(self, codec: TextCodec, offset: int) -> dict[str, Any]:
+        """The columns as `CompletionLogprobs`; `offset` is where the first token's text begins.
+
+        The alternatives name the token itself, too, as OpenAI's do.
+        """
+        tokens = [codec.piece(token_id) for token_id in self.token_ids]
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        top: list[dict[str, float | None] | None] = []
+        for token, logprob, ids, values in zip(
+            tokens, self.logprobs, self.top_ids, self.top_logprobs, strict=True
+        ):
+            if ids is None or values is None:
+                top.append(None)
+                continue
+            own: dict[str, float | None] = {token: logprob}
+            top.append(own | dict(zip(map(codec.piece, ids), values, strict=True)))
+        return {
+            "tokens": tokens,
+            "token_logprobs": self.logprobs,
+            "top_logprobs": top,
+            "text_offset": offsets,
+        }
+
+
+def read_generated(output: GenerateOutput) -> TokenColumns:
+    """The columns of sampled tokens."""
+    return TokenColumns(
+        output.token_ids.tolist(),
+        output.logprobs.tolist(),
+        list(output.top_ids.tolist()),
+        list(output.top_logprobs.tolist()),
+    )
+
+
+def read_echo(prompt: Prompt, output: ScoreOutput | None, top: int) -> TokenColumns:
+    """The columns of a prompt's own tokens; the first has no log-probability."""
+    if output is None:
+        return TokenColumns(prompt.ids, [None], [None], [None])
+    count = len(prompt.ids) - 1
+    return TokenColumns(
+        prompt.ids,
+        [None, *output.columns["logprob"][:count].tolist()],
+        [None, *_cut(output.top_ids, count, top)],
+        [None, *_cut(output.top_logprobs, count, top)],
+    )
+
+
+def _cut(values: np.ndarray | None, count: int, top: int) -> list[list[Any]]:
+    return [[] for _ in range(count)] if values is None else values[:count, :top].tolist()
+
+
+def read_next(output: ScoreOutput, codec: TextCodec, top: int) -> GenerateOutput:
+    """The greedy token that an echoed prompt's last row gives, as if it had been generated."""
+    assert output.top_ids is not None
+    assert output.top_logprobs is not None
+    ids: Ids = output.top_ids[-1:]
+    ends = int(ids[0, 0]) == codec.eos_id
+    return GenerateOutput(
+        ids[:, 0],
+        "" if ends else codec.piece(int(ids[0, 0])),
+        output.top_logprobs[-1:, 0],
+        ids[:, :top],
+        output.top_logprobs[-1:, :top],
+        "stop" if ends else "length",
+        output.cached_tokens,
+    )
+
+
+def render_chat_logprobs(columns: TokenColumns, codec: TextCodec) -> dict[str, Any]:
+    """The columns in the shape of chat completions' `logprobs`."""
+
+    def name(token_id: int, logprob: float | None) -> dict[str, Any]:
+        text = codec.piece(token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    content = []
+    for index, token_id in enumerate(columns.token_ids):
+        ids, values = columns.top_ids[index] or [], columns.top_logprobs[index] or []
+        top = [name(i, value) for i, value in zip(ids, values, strict=True)]
+        content.append(name(token_id, columns.logprobs[index]) | {"top_logprobs": top})
+    return {"content": content}

@@ -1,0 +1,207 @@
+"""`/perplexity`: texts as windows to score, and the windows' log-probabilities as sums."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from logsteer.errors import api_error
+from logsteer.schemas.perplexity import WindowOptions
+from logsteer_server.contract.jobs import EngineInfo, ScoreJob, ScoreOutput
+from logsteer_server.text.incremental import EncodedPiece, IncrementalEncoder
+from logsteer_server.text.sums import Counts, Tally, count_text, exp_mean
+from logsteer_server.text.tokenizer import TextCodec
+from logsteer_server.text.windows import Window, WindowCutter, make_cutter
+
+
+@dataclass(frozen=True, slots=True)
+class TextWindow:
+    """One window of one text, as a job; positions count the text's own tokens."""
+
+    text: int
+    start: int
+    end: int
+    counts_R3: Counts
+    job: ScoreJob
+
+    @property
+    def num_scored(self) -> int:
+        """Tokens that this window scores."""
+        return len(self.job.targets)
+
+
+class TextWindows:
+    """Cuts one text, whole or in pieces, into windows to score.
+
+    Errors: APIError `invalid_request`, `context_too_long` for options that cannot be met.
+    """
+
+    def __init__(
+        self, text: int, options: WindowOptions, codec: TextCodec, info: EngineInfo
+    ) -> None:
+        self.num_tokens = 0
+        self._text = text
+        self._vocab_size = info.vocab_size
+        self._codec = codec
+        self._bos_policy = options.bos
+        self._in_front: list[int] | None = None
+        self._counts = count_text("", [])[:0]
+        self._counts_from = 0
+        self._rolling = options.protocol == "rolling"
+        self._cutter = self._make_cutter(options, info)
+
+    def _make_cutter(self, options: WindowOptions, info: EngineInfo) -> WindowCutter:
+        length = options.context_length or info.context_length
+        if length > info.context_length:
+            detail = f"context_length {length} is more than the {info.context_length} tokens that "
+            detail += "this model reads; send a smaller one."
+            raise api_error("context_too_long", detail, param="context_length")
+        if options.stride is not None and options.stride > length:
+            detail = f"stride {options.stride} is more than context_length {length}; lower it."
+            raise api_error("invalid_request", detail, param="stride")
+        special_id = None
+        if self._rolling:
+            if options.bos == "never":
+                detail = "protocol rolling puts a prefix token in front; bos: never excludes that."
+                raise api_error("invalid_request", detail, param="bos")
+            special_id = self._codec.prefix_id()
+        elif options.protocol == "llamacpp":
+            special_id = next(iter(self._codec.bos_ids(options.bos)), None)
+        return make_cutter(options.protocol, length, options.stride, special_id)
+
+    def feed(self, piece: EncodedPiece) -> list[TextWindow]:
+        """Windows that these tokens complete."""
+        if piece.ids and max(piece.ids) >= self._vocab_size:
+            detail = f"The text has token {max(piece.ids)}, the model's vocabulary is smaller."
+            raise api_error("invalid_request", detail, param="texts")
+        ids = piece.ids
+        if self._in_front is None and ids:
+            # Rolling has its prefix token in the first window instead.
+            self._in_front = [] if self._rolling else self._codec.bos_ids(self._bos_policy, ids)
+            ids = [*self._in_front, *ids]
+        self.num_tokens += len(piece.ids)
+        self._counts = np.concatenate([self._counts, piece.counts])
+        return self._to_jobs(self._cutter.feed(ids))
+
+    def finish(self) -> list[TextWindow]:
+        """The windows that are left when the text has ended."""
+        return self._to_jobs(self._cutter.finish())
+
+    def _to_jobs(self, windows: Sequence[Window]) -> list[TextWindow]:
+        shift = len(self._in_front or ())
+        jobs = []
+        for window in windows:
+            first, end = window.first_scored - shift, window.end - shift
+            counts = self._counts[first - self._counts_from : end - self._counts_from]
+            job = ScoreJob(
+                np.array(window.tokens, dtype=np.int32),
+                np.array(window.targets, dtype=np.int32),
+            )
+            jobs.append(TextWindow(self._text, max(0, window.start - shift), end, counts, job))
+        if jobs:  # no later window scores a token before the end of this one
+            self._counts = self._counts[jobs[-1].end - self._counts_from :]
+            self._counts_from = jobs[-1].end
+        return jobs
+
+
+def cut_texts(
+    texts: Sequence[str], options: WindowOptions, codec: TextCodec, info: EngineInfo
+) -> tuple[list[TextWindow], list[int]]:
+    """The windows of whole texts, in order, and the number of tokens of each text."""
+    windows, lengths = [], []
+    for index, (text, encoded) in enumerate(zip(texts, codec.encode(texts), strict=True)):
+        cut = TextWindows(index, options, codec, info)
+        piece = EncodedPiece(encoded.ids, count_text(text, encoded.offsets))
+        windows += cut.feed(piece) + cut.finish()
+        lengths.append(cut.num_tokens)
+    return windows, lengths
+
+
+class StreamedText:
+    """Windows of a text that arrives in pieces. Memory does not grow with the text."""
+
+    def __init__(self, options: WindowOptions, codec: TextCodec, info: EngineInfo) -> None:
+        self._encoder = IncrementalEncoder(codec)
+        self._windows = TextWindows(0, options, codec, info)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return self._windows.num_tokens
+
+    def feed(self, text: str) -> list[TextWindow]:
+        """Windows that this piece of text completes."""
+        return self._windows.feed(self._encoder.feed(text))
+
+    def finish(self) -> list[TextWindow]:
+        """The windows that are left when the text has ended."""
+        return self._windows.feed(self._encoder.finish()) + self._windows.finish()
+
+    @property
+    def flags(self) -> list[str]:
+        """`seams_moved` where tokens at a seam may differ from those of the whole text."""
+        return ["seams_moved"] if self._encoder.seams_moved else []
+
+
+@dataclass(slots=True)
+class TextScores:
+    """What has been scored of one text so far."""
+
+    tally: Tally = field(default_factory=Tally)
+    windows: list[dict[str, Any]] = field(default_factory=list)
+    positions: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    token_ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)
+
+    def add(self, window: TextWindow, output: ScoreOutput, keep_tokens: bool) -> dict[str, Any]:
+        """Count a scored window in; its entry, in the shape of `WindowScore`."""
+        logprobs = output.columns["logprob"]
+        own = Tally()
+        own.add_scores(logprobs, window.counts_R3)
+        self.tally.merge(own)
+        entry = {
+            "text": window.text,
+            "start": window.start,
+            "end": window.end,
+            "num_scored": window.num_scored,
+            "sum_logprob": own.sum_logprob,
+            "sum_squared_logprob": own.sum_squared_logprob,
+        }
+        if keep_tokens:
+            first = window.end - window.num_scored
+            self.positions.append(np.arange(first, window.end, dtype=np.int32))
+            self.token_ids.append(window.job.targets)
+            self.logprobs.append(logprobs)
+        return entry
+
+    def list_tokens(self) -> dict[str, npt.NDArray[Any]]:
+        """Every scored token, in the shape of `TokenScores`, in the order of the text."""
+        if not self.positions:
+            return {"positions": np.zeros(0, np.int32), "token_ids": [], "logprobs": []}  # type: ignore[dict-item]
+        positions = np.concatenate(self.positions)
+        order = np.argsort(positions, kind="stable")
+        return {
+            "positions": positions[order],
+            "token_ids": np.concatenate(self.token_ids)[order],
+            "logprobs": np.concatenate(self.logprobs)[order],
+        }
+
+
+def summarize_progress(scores: Sequence[TextScores]) -> dict[str, Any]:
+    """The totals so far, as a `WindowEvent` has them."""
+    total = sum_tallies(scores)
+    return {
+        "sum_logprob": total.sum_logprob,
+        "num_scored": total.num_scored,
+        "perplexity": exp_mean(-total.sum_logprob, total.num_scored),
+    }
+
+
+def sum_tallies(scores: Sequence[TextScores]) -> Tally:
+    """The tally of all texts together."""
+    total = Tally()
+    for score in scores:
+        total.merge(score.tally)
+    return total

@@ -1,0 +1,227 @@
+"""Steering vectors from activations of contrasting texts, and from other vectors.
+
+Axis letters: N pairs, L layers, D width of an activation. Sums are float64, results float32.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from logsteer.errors import api_error
+from logsteer.schemas import LayerQuality, TrainMethod, TrainRequest
+from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, EngineInfo
+from logsteer_server.stores.layer_vectors import LayerVectors, Vector, invalid_vector
+from logsteer_server.text.tokenizer import TextCodec
+
+Double = npt.NDArray[np.float64]
+
+NEGLIGIBLE = 1e-6
+"""Of a vector's norm: what is left of it below that is rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedVectors:
+    """Vectors, and how well each layer's tells the texts apart that it was made from."""
+
+    vectors: LayerVectors
+    quality: Mapping[int, LayerQuality]
+
+
+def plan_captures(
+    request: TrainRequest, codec: TextCodec, info: EngineInfo, max_bytes: int
+) -> list[CaptureJob]:
+    """One job for each text: the pairs in order, of each the positive text first.
+
+    Errors: APIError `unsupported_by_engine`, `invalid_vector`, `context_too_long`,
+    `invalid_request`, and `payload_too_large` for activations of more than `max_bytes`.
+    """
+    if request.hook not in info.hooks:
+        known = f"it has {', '.join(info.hooks)}" if info.hooks else "it gives none"
+        detail = f"This model's engine does not give the activations of {request.hook}: {known}."
+        raise api_error("unsupported_by_engine", detail, param="hook")
+    layers = tuple(sorted(request.layers)) if request.layers else tuple(range(info.num_layers))
+    if layers[-1] >= info.num_layers:
+        detail = f"layers has {layers[-1]}; this model's layers are 0 to {info.num_layers - 1}."
+        raise api_error("invalid_vector", detail, param="layers")
+    texts = [text for pair in request.pairs for text in (pair.positive, pair.negative)]
+    needed = 4 * len(texts) * len(layers) * info.hidden_size
+    if needed > max_bytes:
+        detail = (
+            f"The activations would take {needed} bytes, at most {max_bytes} are held: train on "
+            "fewer layers or pairs, or raise max_training_bytes."
+        )
+        raise api_error("payload_too_large", detail)
+    jobs = []
+    for index, ids in enumerate(codec.encode_ids(texts)):
+        tokens = codec.bos_ids(request.bos, ids) + ids
+        place = f"pairs[{index // 2}].{'negative' if index % 2 else 'positive'}"
+        if not tokens:
+            raise api_error("invalid_request", f"{place} has no token.", param=place)
+        if len(tokens) > info.context_length:
+            detail = (
+                f"{place} has {len(tokens)} tokens; this model's context holds "
+                f"{info.context_length}: shorten the text."
+            )
+            raise api_error("context_too_long", detail, param=place)
+        jobs.append(
+            CaptureJob(np.array(tokens, dtype=np.int32), layers, request.hook, request.read)
+        )
+    return jobs
+
+
+def train_vectors(
+    jobs: Sequence[CaptureJob], outputs: Sequence[CaptureOutput], method: TrainMethod
+) -> TrainedVectors:
+    """The vectors that the activations of `plan_captures`' jobs give.
+
+    Errors: APIError `invalid_vector` where an activation is not finite, or no layer differs.
+    """
+    stacked_NLD = np.stack([output.activations_LD for output in outputs])
+    if not np.isfinite(stacked_NLD).all():
+        raise invalid_vector("the model's activations have numbers that are not finite.")
+    layers: dict[int, Vector] = {}
+    quality: dict[int, LayerQuality] = {}
+    for place, layer in enumerate(jobs[0].layers):
+        both_ND = stacked_NLD[:, place].astype(np.float64)
+        positive_ND, negative_ND = both_ND[0::2], both_ND[1::2]
+        vector_D = _make_vector(positive_ND, negative_ND, method)
+        layers[layer] = vector_D.astype(np.float32)
+        quality[layer] = judge_vector(vector_D, positive_ND, negative_ND)
+    if not any(vector_D.any() for vector_D in layers.values()):
+        raise invalid_vector(
+            "the activations of positive and negative texts do not differ at any layer; read mean "
+            "in place of last, or choose texts whose last token differs in what came before."
+        )
+    return TrainedVectors(LayerVectors(layers, jobs[0].hook), quality)
+
+
+def _make_vector(positive_ND: Double, negative_ND: Double, method: TrainMethod) -> Double:
+    if method == "pca":
+        return find_principal_direction(positive_ND - negative_ND)
+    if method == "logistic":
+        return find_boundary_normal(positive_ND, negative_ND)
+    mean_D: Double = positive_ND.mean(0) - negative_ND.mean(0)
+    return mean_D
+
+
+def find_principal_direction(differences_ND: Double) -> Double:
+    """The unit vector along which the pairs' differences are longest, root mean square: [D].
+
+    It is their first right singular vector: the first principal component about zero, not about
+    their mean, which is the very thing that is looked for. repeng's `pca_center` gives the same.
+    It points where the differences' mean points. Zeros where nothing differs.
+    """
+    norm = np.linalg.norm(differences_ND)
+    if norm == 0:
+        return np.zeros(differences_ND.shape[1])
+    from scipy.linalg import eigh
+
+    scaled_ND = differences_ND / norm
+    num_pairs, width = scaled_ND.shape
+    # The products of pairs and those of dimensions have the same largest eigenvalue: the smaller
+    # table will do, and of it the one eigenvector.
+    is_wide = num_pairs <= width
+    products = scaled_ND @ scaled_ND.T if is_wide else scaled_ND.T @ scaled_ND
+    last = len(products) - 1
+    found = eigh(products, subset_by_index=(last, last))[1][:, 0]
+    direction_D = scaled_ND.T @ found if is_wide else found
+    direction_D = direction_D / np.linalg.norm(direction_D)
+    sign = -1.0 if (differences_ND @ direction_D).sum() < 0 else 1.0
+    direction: Double = sign * direction_D
+    return direction
+
+
+def find_boundary_normal(positive_ND: Double, negative_ND: Double) -> Double:
+    """The normal of a logistic regression's boundary, as long as the means are apart along it: [D].
+
+    The activations are centred and divided by one number, the root mean square of what is left, so
+    that the penalty (L2, C = 1) means the same for every model and no direction is favoured. With u
+    the unit normal and m the difference of the means, the result is (m . u) u.
+    """
+    from sklearn.linear_model import LogisticRegression
+
+    mean_difference_D = positive_ND.mean(0) - negative_ND.mean(0)
+    both_ND = np.concatenate([positive_ND, negative_ND])
+    centred_ND = both_ND - both_ND.mean(0)
+    spread = np.sqrt((centred_ND**2).mean())
+    if spread == 0:
+        return np.zeros(both_ND.shape[1])
+    labels_N = np.repeat([1, 0], len(positive_ND))
+    model = LogisticRegression(max_iter=1000).fit(centred_ND / spread, labels_N)
+    normal_D = model.coef_[0]
+    length = np.linalg.norm(normal_D)
+    if length == 0:
+        return np.zeros(both_ND.shape[1])
+    normal_D = normal_D / length
+    vector: Double = (mean_difference_D @ normal_D) * normal_D
+    return vector
+
+
+def judge_vector(vector_D: Double, positive_ND: Double, negative_ND: Double) -> LayerQuality:
+    """How well projections onto a vector tell the texts apart; see `LayerQuality`."""
+    from sklearn.metrics import roc_auc_score
+
+    norm = np.linalg.norm(vector_D)
+    unit_D = vector_D / norm if norm else vector_D
+    positive_N, negative_N = positive_ND @ unit_D, negative_ND @ unit_D
+    middle = (positive_N.mean() + negative_N.mean()) / 2
+    differences_ND = positive_ND - negative_ND
+    squared = float((differences_ND**2).sum())
+    labels_N = np.repeat([1, 0], len(positive_N))
+    right = (positive_N > middle).mean() + (negative_N < middle).mean()
+    return LayerQuality(
+        accuracy=float(right) / 2,
+        auc=float(roc_auc_score(labels_N, np.concatenate([positive_N, negative_N]))),
+        pair_accuracy=float((positive_N > negative_N).mean()),
+        explained_variance=(
+            float(((differences_ND @ unit_D) ** 2).sum()) / squared if squared else 0.0
+        ),
+    )
+
+
+def combine_vectors(
+    parts: Sequence[tuple[LayerVectors, float]], orthogonal_to: Sequence[LayerVectors] = ()
+) -> LayerVectors:
+    """The weighted sum, layer by layer, less what it shares with `orthogonal_to`.
+
+    A layer that some of the vectors lack sums the others. Errors: APIError `invalid_vector` where
+    they do not fit together, or nothing is left.
+    """
+    everything = [vectors for vectors, _ in parts] + list(orthogonal_to)
+    for what, values in (
+        ("hook", sorted({vectors.hook for vectors in everything})),
+        ("width", sorted({vectors.width for vectors in everything})),
+    ):
+        if len(values) > 1:
+            shown = ", ".join(map(str, values))
+            raise invalid_vector(f"vectors of different {what} cannot be combined: {shown}.")
+    layers: dict[int, Vector] = {}
+    for layer in sorted({layer for vectors, _ in parts for layer in vectors.layers}):
+        terms = [
+            weight * vectors.layers[layer].astype(np.float64)
+            for vectors, weight in parts
+            if layer in vectors.layers
+        ]
+        sum_D = np.sum(terms, axis=0)
+        others = [v.layers[layer] for v in orthogonal_to if layer in v.layers]
+        left_D = _take_away(sum_D, others)
+        size = max(float(np.linalg.norm(term)) for term in terms)
+        if np.linalg.norm(left_D) <= NEGLIGIBLE * size:
+            left_D = np.zeros_like(sum_D)
+        layers[layer] = left_D.astype(np.float32)
+    if not any(vector_D.any() for vector_D in layers.values()):
+        raise invalid_vector("nothing is left of this combination: every layer is zero.")
+    return LayerVectors(layers, everything[0].hook)
+
+
+def _take_away(vector_D: Double, others: Sequence[Vector]) -> Double:
+    """The vector less its projection onto the space that the others span: [D]."""
+    if not others:
+        return vector_D
+    # Least squares, because the others may depend on each other.
+    basis_DK = np.stack(others, axis=1).astype(np.float64)
+    weights_K = np.linalg.lstsq(basis_DK, vector_D, rcond=None)[0]
+    left: Double = vector_D - basis_DK @ weights_K
+    return left

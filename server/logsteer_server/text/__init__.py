@@ -1,0 +1,1 @@
+"""Text as tokens: tokenizers, boundaries, windows, sums."""

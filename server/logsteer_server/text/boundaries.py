@@ -1,0 +1,104 @@
+"""Where a target begins: contexts and targets as text, cut into tokens.
+
+Joint encoding follows lm-evaluation-harness (`TemplateLM._encode_pair`): white space that ends the
+context is moved to the target, both are encoded together, and the target's tokens are those after
+as many as the context alone has.
+
+    context "The capital is "   target "Paris"
+    encoded  [The][ capital][ is]  |  [ Paris]
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from logsteer.errors import api_error
+from logsteer.schemas import BosPolicy, Boundary, BoundaryFinding
+from logsteer_server.text.tokenizer import Offsets, TextCodec
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A context and a target as text. `is_rendered`: the context already has its BOS."""
+
+    context: str
+    target: str
+    is_rendered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A pair as tokens. `offsets` count characters from the target's first one."""
+
+    context_ids: list[int]
+    target_ids: list[int]
+    offsets: Offsets | None
+    finding: BoundaryFinding = "exact"
+
+
+def cut_pairs(
+    codec: TextCodec, pairs: Sequence[Pair], boundary: Boundary, bos: BosPolicy
+) -> list[Cut]:
+    """Each pair as tokens, in order.
+
+    Errors: APIError `boundary_empty` where no token is left for a target, or none before it.
+    """
+    cuts = (_cut_jointly if boundary == "joint" else _cut_separately)(codec, pairs)
+    return [
+        _with_bos(codec, cut, "never" if pair.is_rendered else bos)
+        for pair, cut in zip(pairs, cuts, strict=True)
+    ]
+
+
+def _cut_jointly(codec: TextCodec, pairs: Sequence[Pair]) -> list[Cut]:
+    contexts = [pair.context.rstrip() for pair in pairs]
+    distinct = {context: index for index, context in enumerate(dict.fromkeys(contexts))}
+    context_ids = codec.encode_ids(list(distinct))
+    joint = codec.encode([pair.context + pair.target for pair in pairs])
+    cuts = []
+    for pair, context, whole in zip(pairs, contexts, joint, strict=True):
+        own = context_ids[distinct[context]]
+        count = len(own)
+        if count >= len(whole.ids):
+            raise api_error("boundary_empty", _empty_detail(pair))
+        start = len(pair.context)
+        offsets = [(first - start, last - start) for first, last in whole.offsets[count:]]
+        finding: BoundaryFinding = "exact" if whole.ids[:count] == own else "merged"
+        cuts.append(Cut(whole.ids[:count], whole.ids[count:], offsets, finding))
+    return cuts
+
+
+def _empty_detail(pair: Pair) -> str:
+    return (
+        f"Encoded together with its context, target {pair.target!r} has no token of its own left; "
+        "send boundary: separate to encode each alone."
+    )
+
+
+def _cut_separately(codec: TextCodec, pairs: Sequence[Pair]) -> list[Cut]:
+    contexts = codec.encode_ids([pair.context for pair in pairs])
+    targets = codec.encode([pair.target for pair in pairs])
+    for pair, target in zip(pairs, targets, strict=True):
+        if not target.ids:
+            detail = f"Target {pair.target!r} encodes to no token; leave it out."
+            raise api_error("boundary_empty", detail)
+    return [
+        Cut(context, target.ids, target.offsets)
+        for context, target in zip(contexts, targets, strict=True)
+    ]
+
+
+def _with_bos(codec: TextCodec, cut: Cut, bos: BosPolicy) -> Cut:
+    front = codec.bos_ids(bos, cut.context_ids or cut.target_ids)
+    if not front and not cut.context_ids:
+        detail = (
+            "The context has no token, so nothing precedes the target's first token; "
+            "give a context, or send bos: always."
+        )
+        raise api_error("boundary_empty", detail)
+    return Cut(front + cut.context_ids, cut.target_ids, cut.offsets, cut.finding)
+
+
+def space_variants(target: str) -> tuple[str, str]:
+    """The target with one leading space, and without."""
+    bare = target.removeprefix(" ")
+    return f" {bare}", bare

@@ -1,0 +1,121 @@
+"""Sums over scored tokens, and the perplexities that follow from them."""
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from logsteer_server.contract.jobs import CaptureJob, GradientJob, JobOutput, ScoreJob
+from logsteer_server.text.tokenizer import Offsets
+
+Counts = npt.NDArray[np.int64]
+"""[T, 3]: bytes, characters and word starts of the text that each token covers."""
+
+
+def count_text(text: str, offsets: Offsets, before: str = "") -> Counts:
+    """What each of T tokens covers: from its own first character to the next token's.
+
+    Tokens that share a character (bytes of one) leave it to the last of them, so the counts of
+    consecutive tokens add up to those of their text. `before` is the character before `text`.
+    """
+    starts = np.minimum.accumulate(
+        np.array([*(start for start, _ in offsets[1:]), len(text)], dtype=np.int64)[::-1]
+    )[::-1]
+    edges = np.concatenate([[0], starts])
+    per_char = np.zeros((len(text) + 1, 3), dtype=np.int64)
+    if text:
+        points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+        per_char[1:, 0] = 1 + (points > 0x7F) + (points > 0x7FF) + (points > 0xFFFF)
+        per_char[1:, 1] = 1
+        first = 0 if not before or before.isspace() or text[0].isspace() else 1
+        for match in list(re.finditer(r"\S+", text))[first:]:
+            per_char[match.start() + 1, 2] = 1
+    return np.diff(per_char.cumsum(axis=0)[edges], axis=0)
+
+
+def sum_usage(
+    jobs: Sequence[ScoreJob | GradientJob | CaptureJob], outputs: Iterable[JobOutput]
+) -> dict[str, int]:
+    """The fields of `Usage` for work that generates nothing."""
+    return {
+        "prompt_tokens": sum(len(job.tokens) for job in jobs),
+        "scored_tokens": sum(len(job.targets) for job in jobs if not isinstance(job, CaptureJob)),
+        "generated_tokens": 0,
+        "cached_tokens": sum(output.cached_tokens for output in outputs),
+    }
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sufficient statistics of scored tokens; tallies of shards add up to that of the whole."""
+
+    sum_logprob: float = 0.0
+    sum_squared_logprob: float = 0.0
+    num_tokens: int = 0
+    num_scored: int = 0
+    num_bytes: int = 0
+    num_chars: int = 0
+    num_words: int = 0
+
+    def add_scores(self, logprobs_R: npt.NDArray[np.float32], counts_R3: Counts) -> None:
+        """Count R scored tokens in; the sums are kept in float64."""
+        values = logprobs_R.astype(np.float64)
+        self.sum_logprob += float(values.sum())
+        self.sum_squared_logprob += float((values * values).sum())
+        self.num_scored += len(values)
+        num_bytes, num_chars, num_words = counts_R3.sum(axis=0).tolist()
+        self.num_bytes += num_bytes
+        self.num_chars += num_chars
+        self.num_words += num_words
+
+    def merge(self, other: "Tally") -> None:
+        """Count another tally in."""
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def summarize(self) -> dict[str, object]:
+        """The fields of `TextScore`; what is not finite is None, with a flag."""
+        nll = -self.sum_logprob
+        values: dict[str, float | int | None] = {
+            name: getattr(self, name) for name in self.__slots__
+        }
+        values["perplexity"] = exp_mean(nll, self.num_scored)
+        values["word_perplexity"] = exp_mean(nll, self.num_words)
+        values["byte_perplexity"] = exp_mean(nll, self.num_bytes)
+        values["bits_per_byte"] = nll / self.num_bytes / math.log(2) if self.num_bytes else None
+        values["stderr"] = self._stderr(values["perplexity"])
+        flags = [] if self.num_scored else ["nothing_scored"]
+        if not math.isfinite(self.sum_logprob):
+            flags.append("non_finite")
+        finite = {k: v if v is None or math.isfinite(v) else None for k, v in values.items()}
+        return {**finite, "flags": flags}
+
+    def _stderr(self, perplexity: float | None) -> float | None:
+        """perplexity x s / sqrt(n), s the sample deviation of log p: the delta method."""
+        n = self.num_scored
+        if n < 2 or perplexity is None or not math.isfinite(self.sum_logprob):
+            return None
+        mean = self.sum_logprob / n
+        variance = max(0.0, self.sum_squared_logprob / n - mean * mean)
+        return perplexity * math.sqrt(variance / (n - 1))
+
+
+def exp_mean(total: float, count: int) -> float | None:
+    """exp(total / count); None for a count of 0 or where it is not finite."""
+    if not count or not math.isfinite(total):
+        return None
+    try:
+        return math.exp(total / count)
+    except OverflowError:
+        return None
+
+
+def log_sum_exp(values: Sequence[float]) -> float:
+    """log(sum exp(v)), stable; -inf for values that all are."""
+    top = max(values)
+    if not math.isfinite(top):
+        return top
+    return top + math.log(math.fsum(math.exp(v - top) for v in values))
