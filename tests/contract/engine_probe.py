@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import (
     CaptureJob,
     CaptureOutput,
-    EngineSpec,
     GenerateJob,
     GenerateOutput,
     Job,

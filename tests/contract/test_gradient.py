@@ -9,13 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from logsteer_server.contract.jobs import (
-    Direction,
-    GradientJob,
-    GradientOutput,
-    JobFailure,
-    ScoreJob,
-)
+from logsteer_server.contract.jobs import GradientJob, GradientOutput, JobFailure, ScoreJob
+from logsteer_server.contract.parameters import Direction
 from logsteer_server.contract.plan import Positions, Site, SteeringPlan, StreamOp
 from tests.conftest import DEMO_MODEL
 from tests.contract.directions import (

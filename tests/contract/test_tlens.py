@@ -85,7 +85,7 @@ def test_scores_are_transformers_alone_and_in_any_batch(engine: Any, reference: 
 
 def test_alternatives_are_read_from_the_last_row(engine: Any, prompt: np.ndarray) -> None:
     targets = np.arange(5, 90, dtype=np.int32)
-    output = run(engine, ScoreJob(prompt, targets, alternatives=True))[0]
+    output = run(engine, ScoreJob(prompt, targets, shares_row=True))[0]
     apart = score(engine, *(ScoreJob(prompt, np.array([t], np.int32)) for t in targets))
     assert output.columns["logprob"] == pytest.approx(np.concatenate(apart), abs=BATCH)
 

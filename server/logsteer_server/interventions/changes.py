@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from logsteer.schemas import ModelChanges, ParameterChanges
-from logsteer_server.contract.jobs import EngineInfo, GenerateJob, GradientJob, ScoreJob
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import GenerateJob, GradientJob, ScoreJob
 from logsteer_server.interventions.adapters import ResolvedAdapter, resolve_adapter
 from logsteer_server.interventions.overrides import ResolvedOverride, resolve_override
 from logsteer_server.interventions.receipt import ChangedOutput, Receipt, check_reach

@@ -10,7 +10,7 @@ import numpy as np
 
 from logsteer.errors import api_error
 from logsteer.schemas import Steering, SteeringVector
-from logsteer_server.contract.jobs import EngineInfo
+from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.plan import Positions, Site, SteeringPlan, StreamOp, Vector
 from logsteer_server.stores.layer_vectors import RESID_POST, LayerVectors, invalid_vector
 from logsteer_server.stores.vectors import StoredVectors

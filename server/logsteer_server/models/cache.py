@@ -12,11 +12,10 @@ import asyncio
 import hashlib
 import json
 import logging
-import struct
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgpack
@@ -24,14 +23,15 @@ import numpy as np
 import numpy.typing as npt
 from cachetools import LRUCache
 
-from logsteer_server.contract.jobs import EngineInfo, ScoreJob, ScoreOutput
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import Job, ScoreJob, ScoreOutput
 from logsteer_server.contract.plan import SteeringTrace
 from logsteer_server.models.cachefile import CacheFile
 from logsteer_server.settings import ModelSettings, Settings
 
 log = logging.getLogger(__name__)
 
-VERSION = "logsteer-results-3"
+VERSION = "logsteer-results-4"
 """Part of every key: another number makes all older results unreachable."""
 
 ENTRY_BYTES = 360
@@ -43,8 +43,6 @@ Measured with tracemalloc at 267 to 360, by how full the dictionaries are.
 MAX_WAITING_WRITES = 64
 """Batches that may wait for the disk; further ones stay in memory only."""
 
-_HEAD = struct.Struct("<IIII?")
-
 
 def digest_scope(info: EngineInfo, settings: ModelSettings) -> bytes:
     """What every key of a model begins with: all facts about it that may change its numbers.
@@ -52,28 +50,17 @@ def digest_scope(info: EngineInfo, settings: ModelSettings) -> bytes:
     Settings that cannot are named here, so that a new one counts until somebody knows better.
     """
     engine = asdict(info)
-    for name in ("tokenizer_path", "columns", "features"):
+    for name in ("tokenizer_path", "columns", "lacks"):
         del engine[name]
     harmless = {"id", "path", "required", "memory", "max_model_len"}
     facts = [VERSION, engine, settings.model_dump(mode="json", exclude=harmless)]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
 
 
-def make_key(scope: bytes, job: ScoreJob) -> bytes | None:
-    """The key of a job's result; None for a job that also writes or reads a file.
-
-    Lengths stand before what they measure, so two different jobs never give the same bytes.
-    """
-    if job.export is not None or job.reference is not None:
-        return None
-    moved = job.override and (job.override.direction.sha256, job.override.eta)
-    added = job.adapter and job.adapter.sha256
-    columns = repr((job.columns, astuple(job.policy), job.double, moved, added)).encode()
-    sizes = (len(job.tokens), len(job.targets), len(columns), job.top, job.alternatives)
-    # What bends the model for this job. A test fails for a field of ScoreJob unknown to the key.
-    bent = b"" if job.plan is None else job.plan.digest(job.prompt_len)
-    parts = (scope, _HEAD.pack(*sizes), columns, job.tokens.tobytes(), job.targets.tobytes(), bent)
-    return hashlib.sha256(b"".join(parts)).digest()
+def make_key(scope: bytes, job: Job) -> bytes | None:
+    """Return the key of a job's result; None for a job whose result is used once."""
+    own = job.fingerprint
+    return None if own is None else hashlib.sha256(scope + own).digest()
 
 
 def pack_output(output: ScoreOutput, columns: Iterable[str]) -> bytes:

@@ -11,24 +11,21 @@ from typing import TypeVar
 
 from logsteer.errors import api_error
 from logsteer.schemas import ModelCard, Precision, Provenance
+from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import (
     CaptureJob,
     CaptureOutput,
     CheckAdapterJob,
-    CheckJob,
     CheckOverrideJob,
     CheckOverrideOutput,
-    EngineInfo,
     GenerateJob,
     GenerateOutput,
     GradientJob,
     GradientOutput,
     Job,
-    JobOutput,
+    Output,
     ScoreJob,
     ScoreOutput,
-    count_positions,
-    is_last,
 )
 from logsteer_server.engines.supervisor import EngineHandle, JobEnd, SupervisionLimits, now
 from logsteer_server.metrics import Metrics, ModelCounters, ModelReading
@@ -234,8 +231,8 @@ class Resident:
 
     async def _run(
         self, jobs: Sequence[Job], clock: WorkClock
-    ) -> AsyncIterator[tuple[int, JobOutput]]:
-        num_tokens = sum(map(count_positions, jobs))
+    ) -> AsyncIterator[tuple[int, Output]]:
+        num_tokens = sum(job.num_positions for job in jobs)
         started = time.monotonic()
         with self.admit(num_tokens):
             async for end in self.handle.run(jobs):
@@ -245,13 +242,12 @@ class Resident:
         speed = num_tokens / max(1e-3, time.monotonic() - started)
         self._tokens_per_s = 0.8 * self._tokens_per_s + 0.2 * speed if self._tokens_per_s else speed
 
-    def _count(self, job: Job, output: JobOutput) -> None:
-        if not is_last(output) or isinstance(job, CheckJob):
+    def _count(self, job: Job, output: Output) -> None:
+        if not output.is_last or not len(job.tokens):
             return
         self._counters.prompt_tokens.inc(len(job.tokens))
         self._counters.prefix_cached_tokens.inc(output.cached_tokens)
-        if isinstance(job, ScoreJob | GradientJob):
-            self._counters.scored_tokens.inc(len(job.targets))
+        self._counters.scored_tokens.inc(job.num_scored)
 
     def read(self) -> ModelReading:
         """What the model is at right now."""

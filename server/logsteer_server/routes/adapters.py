@@ -11,7 +11,8 @@ from starlette.exceptions import HTTPException
 from logsteer.errors import api_error
 from logsteer.schemas import AdapterCard, AdapterList, DeletedAdapter
 from logsteer.schemas.steering import VectorName
-from logsteer_server.contract.jobs import Adapter, CheckAdapterJob
+from logsteer_server.contract.jobs import CheckAdapterJob
+from logsteer_server.contract.parameters import Adapter
 from logsteer_server.http.dependencies import (
     AdaptersDep,
     FileReadersDep,
@@ -135,7 +136,9 @@ async def _keep(
     async with readers:
         sha256 = await asyncio.to_thread(incoming.finish)
         content = await asyncio.to_thread(read_adapter, incoming.path)
-    await resident.check_adapter(CheckAdapterJob(Adapter(str(incoming.path.resolve()), sha256)))
+    await resident.check_adapter(
+        CheckAdapterJob(adapter=Adapter(str(incoming.path.resolve()), sha256))
+    )
     card = AdapterCard(
         name=name,
         sha256=sha256,

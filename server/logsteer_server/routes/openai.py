@@ -16,7 +16,7 @@ from logsteer.schemas.openai import (
     CompletionRequest,
     TokenizerInfo,
 )
-from logsteer_server.contract.jobs import GenerateOutput, ScoreOutput, is_last
+from logsteer_server.contract.jobs import GenerateOutput, ScoreOutput
 from logsteer_server.http.dependencies import (
     LimitedRoute,
     ResidentsDep,
@@ -254,7 +254,7 @@ async def _stream(
         async for index, output in resident.generate(jobs, WorkClock()):
             choice = render(index, output, index not in started)
             started.add(index)
-            used = _report(changes, [output]) if is_last(output) else {}
+            used = _report(changes, [output]) if output.is_last else {}
             yield encode_data({**head, "choices": [choice], **used})
     except APIError as error:
         yield encode_data(describe_error(error))

@@ -101,7 +101,7 @@ async def _keep(
     async with readers:
         sha256 = await asyncio.to_thread(incoming.finish)
         content = await asyncio.to_thread(read_direction, incoming.path)
-    fit = await resident.check_override(CheckOverrideJob(content.shapes))
+    fit = await resident.check_override(CheckOverrideJob(shapes=content.shapes))
     card = OverrideCard(
         name=name,
         sha256=sha256,

@@ -14,8 +14,8 @@ import numpy as np
 from logsteer.errors import api_error
 from logsteer.schemas import BosPolicy
 from logsteer.schemas.openai import ChatCompletionRequest, CompletionRequest, SamplingRequest
+from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import (
-    EngineInfo,
     GenerateJob,
     GenerateOutput,
     Ids,
@@ -228,7 +228,7 @@ def read_next(output: ScoreOutput, codec: TextCodec, top: int) -> GenerateOutput
         ids[:, :top],
         output.top_logprobs[-1:, :top],
         "stop" if ends else "length",
-        output.cached_tokens,
+        cached_tokens=output.cached_tokens,
     )
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from logsteer.schemas import GenerateRequest, PromptRequest
+from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import (
-    EngineInfo,
     GenerateJob,
     GenerateOutput,
     Policy,

@@ -9,7 +9,9 @@ import numpy as np
 
 from logsteer.errors import api_error
 from logsteer.schemas import GradientRequest, GradientVariable, LogprobRequest
-from logsteer_server.contract.jobs import Direction, EngineInfo, GradientJob, GradientOutput
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import GradientJob, GradientOutput
+from logsteer_server.contract.parameters import Direction
 from logsteer_server.contract.plan import Positions
 from logsteer_server.tasks.targets import PlannedTarget, plan_targets
 from logsteer_server.text.tokenizer import TextCodec

@@ -13,7 +13,8 @@ import numpy as np
 from logsteer.errors import api_error
 from logsteer.schemas import LogprobRequest, Steering, SweepRequest
 from logsteer.schemas.perplexity import WindowOptions
-from logsteer_server.contract.jobs import EngineInfo, ScoreJob, ScoreOutput
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
 from logsteer_server.interventions.changes import Changes, Stores
 from logsteer_server.interventions.steering import resolve_steering
 from logsteer_server.models.resident import Resident, WorkClock, collect

@@ -9,7 +9,13 @@ import numpy as np
 
 from logsteer.errors import api_error
 from logsteer.schemas import DiagnosticsRequest, LogprobRequest, OverflowPolicy
-from logsteer_server.contract.jobs import EngineInfo, Ids, Policy, ScoreJob, ScoreOutput
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import (
+    Ids,
+    Policy,
+    ScoreJob,
+    ScoreOutput,
+)
 from logsteer_server.tasks.aggregates import aggregate_columns
 from logsteer_server.text.boundaries import Cut, Pair, cut_pairs, space_variants
 from logsteer_server.text.sums import exp_mean, log_sum_exp
@@ -180,7 +186,7 @@ class _JobDesk:
                 np.array(targets, dtype=np.int32),
                 self._columns,
                 self._top,
-                alternatives=job in shared and len(targets) > 1,
+                shares_row=job in shared and len(targets) > 1,
                 policy=self._policy,
                 double=self._request.precision == "float64",
             )

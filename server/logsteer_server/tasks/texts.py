@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from logsteer.errors import api_error
 from logsteer.schemas.perplexity import WindowOptions
-from logsteer_server.contract.jobs import EngineInfo, ScoreJob, ScoreOutput
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
 from logsteer_server.text.incremental import EncodedPiece, IncrementalEncoder
 from logsteer_server.text.sums import Counts, Tally, count_text, exp_mean
 from logsteer_server.text.tokenizer import TextCodec

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from logsteer.errors import api_error
 from logsteer.schemas import LayerQuality, TrainMethod, TrainRequest
-from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, EngineInfo
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import CaptureJob, CaptureOutput
 from logsteer_server.stores.layer_vectors import LayerVectors, Vector, invalid_vector
 from logsteer_server.text.tokenizer import TextCodec
 

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from logsteer_server.contract.jobs import CaptureJob, GradientJob, JobOutput, ScoreJob
+from logsteer_server.contract.jobs import (
+    CaptureJob,
+    GradientJob,
+    Output,
+    ScoreJob,
+)
 from logsteer_server.text.tokenizer import Offsets
 
 Counts = npt.NDArray[np.int64]
@@ -37,7 +42,7 @@ def count_text(text: str, offsets: Offsets, before: str = "") -> Counts:
 
 
 def sum_usage(
-    jobs: Sequence[ScoreJob | GradientJob | CaptureJob], outputs: Iterable[JobOutput]
+    jobs: Sequence[ScoreJob | GradientJob | CaptureJob], outputs: Iterable[Output]
 ) -> dict[str, int]:
     """The fields of `Usage` for work that generates nothing."""
     return {

@@ -12,7 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, JobFailure, JobResult
+from logsteer_server.contract.jobs import (
+    GenerateJob,
+    GenerateOutput,
+    JobFailure,
+    JobResult,
+)
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.steering import Span, SteeredRow, Steering
 from logsteer_server.engines.tlens.text import GrowingText
@@ -85,8 +90,7 @@ class Continuation:
             np.array(self.top_ids, dtype=np.int32).reshape(shape),
             np.array(self.top_logprobs, dtype=np.float32).reshape(shape),
             finish_reason,
-            0,
-            trace,
+            trace=trace,
         )
         self.ids, self.logprobs, self.top_ids, self.top_logprobs = [], [], [], []
         return output

@@ -43,7 +43,7 @@ class Scoring:
     def rows(self) -> np.ndarray:
         """The positions of the scored rows."""
         count, length = len(self.job.targets), len(self.job.tokens)
-        if self.job.alternatives:
+        if self.job.shares_row:
             return np.full(count, length - 1)
         return np.arange(length - count, length)
 
@@ -112,7 +112,7 @@ def _read_group(
         start += len(job.targets)
         steered = batch[b].steered
         trace = steered.trace(len(job.tokens)) if steered else None
-        output = ScoreOutput(rows.columns, rows.top_ids, rows.top_logprobs, 0, trace)
+        output = ScoreOutput(rows.columns, rows.top_ids, rows.top_logprobs, trace=trace)
         results.append((batch[b].job_id, output))
     return results
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from logsteer_server.contract.jobs import CaptureJob, GenerateJob, ScoreJob
+from logsteer_server.contract.jobs import CaptureJob, Job, ScoreJob
 from logsteer_server.numerics.rows import Reading
 
 SCORE = "logsteer_score"
@@ -18,8 +18,8 @@ def describe_rows(job: ScoreJob, reading: Reading) -> dict[str, Any]:
     return {
         SCORE: {
             "targets": job.targets.tobytes(),
-            "alternatives": job.alternatives,
-            "first_row": len(job.tokens) - (1 if job.alternatives else len(job.targets)),
+            "shares_row": job.shares_row,
+            "first_row": job.first_row,
             "reading": reading,
             "export": job.export,
             "reference": job.reference,
@@ -27,7 +27,7 @@ def describe_rows(job: ScoreJob, reading: Reading) -> dict[str, Any]:
     }
 
 
-def describe_steering(job: ScoreJob | GenerateJob, slot: int) -> dict[str, Any]:
+def describe_steering(job: Job, slot: int) -> dict[str, Any]:
     """The extra arguments of a request that is steered. Errors: AssertionError without a plan."""
     assert job.plan is not None
     where = job.plan.positions
