@@ -19,7 +19,7 @@ from logsteer_server.contract.jobs import (
     ScoreJob,
     ScoreOutput,
 )
-from logsteer_server.contract.plan import Positions, Site, SteeringPlan, StreamOp
+from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
 from tests.conftest import DEMO_MODEL
 from tests.contract.directions import read_logprobs
 from tests.contract.tlens_cases import (
@@ -177,7 +177,7 @@ def bad_jobs(ids: np.ndarray) -> list[tuple[str, Job, str, str]]:
     v = draw_vector()
     return [
         ("width", steered(Site(1, "resid_post", v[:64])), "invalid_vector", "128 wide"),
-        ("mixed", steered(Site(1, "resid_post", v, (StreamOp(U[:9]),))), "invalid_vector", "9"),
+        ("mixed", steered(Site(1, "resid_post", v, (ResidualOp(U[:9]),))), "invalid_vector", "9"),
         ("nan", steered(Site(1, "resid_post", nan)), "invalid_vector", "finite"),
         ("nothing", steered(Site(1, "resid_post", None)), "invalid_vector", "nothing"),
         ("twice", steered(Site(1, "resid_pre", v), Site(1, "hook_in", v)), "invalid_vector", "two"),

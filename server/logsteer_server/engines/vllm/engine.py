@@ -37,7 +37,7 @@ from logsteer_server.engines.vllm.config import (
 from logsteer_server.engines.vllm.extra_args import describe_rows
 from logsteer_server.engines.vllm.hits import HitLimit
 from logsteer_server.engines.weights import locate_model
-from logsteer_server.numerics.rows import Reading, unpack
+from logsteer_server.numerics.rows import RowSpec, unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class VllmEngine:
         params.extra_args = extra_args
         cache_salt = None
         if isinstance(job, ScoreJob):
-            params.extra_args = extra_args | describe_rows(job, Reading.of(job, self._info.eos_ids))
+            params.extra_args = extra_args | describe_rows(job, RowSpec.of(job, self._info.eos_ids))
             if job.plan is not None:
                 cache_salt = job.plan.digest(job.prompt_len).hex()
         request_id = str(next(self._serial))
@@ -255,7 +255,7 @@ class VllmEngine:
             return {request_id: CaptureOutput(self._allotment.read_capture(running.lease, job))}
         assert isinstance(job, ScoreJob)
         values = output.prompt_token_id_logprobs
-        reading = Reading.of(job, self._info.eos_ids)
+        reading = RowSpec.of(job, self._info.eos_ids)
         if values is None:
             detail = f"vLLM ended the request without its rows ({output.finish_reason})"
             return {request_id: JobFailure("internal", detail)}

@@ -3,7 +3,7 @@
 from typing import Any
 
 from logsteer_server.contract.jobs import CaptureJob, Job, ScoreJob
-from logsteer_server.numerics.rows import Reading
+from logsteer_server.numerics.rows import RowSpec
 
 SCORE = "logsteer_score"
 """Which rows a request wants, and what is read from them."""
@@ -13,7 +13,7 @@ CAPTURE = "logsteer_capture"
 """Where a request's activations are summed up: slot, and whether those of every token."""
 
 
-def describe_rows(job: ScoreJob, reading: Reading) -> dict[str, Any]:
+def describe_rows(job: ScoreJob, reading: RowSpec) -> dict[str, Any]:
     """The extra arguments of a request that is scored."""
     return {
         SCORE: {
