@@ -42,11 +42,11 @@ from logsteer.schemas import (
     GradientRequest,
     GradientVariable,
     Health,
+    InterventionFields,
     LogprobAnswer,
     LogprobItem,
     LogprobRequest,
     ModelCard,
-    ModelChanges,
     ModelList,
     PerplexityAnswer,
     PerplexityRequest,
@@ -195,10 +195,12 @@ def _fits_query(changes: Mapping[str, str]) -> bool:
 
 def _write_changes(options: WindowOptions) -> dict[str, str]:
     """What the options change of the model, as the texts of a query: objects are JSON there."""
-    fields = {name: value for name, value in options.items() if name in ModelChanges.model_fields}
+    fields = {
+        name: value for name, value in options.items() if name in InterventionFields.model_fields
+    }
     return {
         name: to_json(value).decode() if isinstance(value, BaseModel) else value
-        for name, value in checked(ModelChanges, fields)
+        for name, value in checked(InterventionFields, fields)
         if value is not None
     }
 

@@ -22,10 +22,10 @@ from logsteer.schemas import (
     DiagnosticsRequest,
     GenerateRequest,
     GradientRequest,
+    InterventionFields,
     LogprobItem,
     LogprobRequest,
-    ModelChanges,
-    ParameterChanges,
+    ParameterFields,
     PerplexityRequest,
     PerplexityStreamQuery,
     SteerRequest,
@@ -251,8 +251,8 @@ def test_broken_messagepack_is_no_answer(call: Caller) -> None:
         (options.DiagnosticsOptions, DiagnosticsRequest, {"items"}),
         (options.GenerateOptions, GenerateRequest, {"prompts", "stream"}),
         (options.GradientOptions, GradientRequest, {"items", "wrt"}),
-        (options.ChangeOptions, ModelChanges, set()),
-        (options.ParameterOptions, ParameterChanges, set()),
+        (options.ChangeOptions, InterventionFields, set()),
+        (options.ParameterOptions, ParameterFields, set()),
     ],
 )
 def test_options_are_the_fields_of_the_request(keys: Any, schema: Any, apart: set[str]) -> None:

@@ -20,7 +20,7 @@ from logsteer.schemas import OverrideCard, ParameterOverride
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import ScoreJob
 from logsteer_server.contract.parameters import Direction, Override
-from logsteer_server.interventions.changes import Changes
+from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.interventions.overrides import resolve_override
 from logsteer_server.settings import ConfigurationError, ModelSettings, Settings
 from logsteer_server.stores.files import OVERRIDES, FileStore
@@ -246,8 +246,8 @@ def test_an_override_is_resolved_and_told(store: FileStore[OverrideCard]) -> Non
     assert found.used == {"name": "step", "sha256": card.sha256, "eta": -1e-3}
     assert found.override == Override(Direction(store.find("step").path, card.sha256), -1e-3)
     job = ScoreJob(np.array([1], np.int32), np.array([2], np.int32))
-    assert Changes(override=found).apply([job]) == [replace(job, override=found.override)]
-    assert Changes().apply([job])[0] is job
+    assert Interventions(override=found).apply([job]) == [replace(job, override=found.override)]
+    assert Interventions().apply([job])[0] is job
     assert resolve_override(None, store, INFO) is None
     with pytest.raises(APIError, match="transformer_lens") as caught:
         resolve_override(given, store, lacking)

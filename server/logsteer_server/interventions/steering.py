@@ -10,6 +10,7 @@ import numpy as np
 
 from logsteer.errors import api_error
 from logsteer.schemas import Steering, SteeringVector
+from logsteer.schemas.steering import PositionName, SlicePositions
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan, Vector
 from logsteer_server.stores.layer_vectors import RESID_POST, LayerVectors, invalid_vector
@@ -56,13 +57,16 @@ def resolve_steering(
             place = _check_place(layer, hook, vector_D, info)
             sites.setdefault(place, _SiteDraft()).take(use, vector_D, layer)
     finished = [draft.finish(*place) for place, draft in sorted(sites.items())]
-    return ResolvedSteering(SteeringPlan(tuple(finished), _place(steering)), used)
+    return ResolvedSteering(
+        SteeringPlan(tuple(finished), place_positions(steering.positions)), used
+    )
 
 
-def _place(steering: Steering) -> Positions:
-    if isinstance(steering.positions, str):
-        return Positions(steering.positions)
-    return Positions("slices", tuple(steering.positions.slices))
+def place_positions(given: PositionName | SlicePositions) -> Positions:
+    """Return the positions that a request names."""
+    if isinstance(given, str):
+        return Positions(given)
+    return Positions("slices", tuple(given.slices))
 
 
 def _fetch(use: SteeringVector, source: VectorSource) -> StoredVectors:

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import numpy as np
@@ -24,7 +24,7 @@ import numpy.typing as npt
 from cachetools import LRUCache
 
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import Job, ScoreJob, ScoreOutput
+from logsteer_server.contract.jobs import Job, Output, ScoreJob, ScoreOutput
 from logsteer_server.contract.plan import SteeringTrace
 from logsteer_server.models.cachefile import CacheFile
 from logsteer_server.settings import ModelSettings, Settings
@@ -111,7 +111,7 @@ class Findings:
     missing: list[MissingJob]
 
 
-Computed = tuple[bytes | None, ScoreJob, ScoreOutput]
+Computed = tuple[bytes, Job, Output]
 
 
 class ResultCache:
@@ -144,7 +144,7 @@ class ResultCache:
         """Memory that the results in it take."""
         return int(self._values.currsize)
 
-    async def find(self, scope: bytes, jobs: Sequence[ScoreJob]) -> Findings:
+    async def find(self, scope: bytes, jobs: Sequence[Job]) -> Findings:
         """Outputs of the jobs that are known, and the others, equal ones together."""
         loop = asyncio.get_running_loop()
         found = await loop.run_in_executor(self._memory_thread, self._find, scope, jobs)
@@ -156,7 +156,7 @@ class ResultCache:
             return found
         return await loop.run_in_executor(self._memory_thread, self._add, found, jobs, values)
 
-    def _find(self, scope: bytes, jobs: Sequence[ScoreJob]) -> Findings:
+    def _find(self, scope: bytes, jobs: Sequence[Job]) -> Findings:
         values, hits = self._values, []
         missing: dict[bytes | int, MissingJob] = {}
         for index, job in enumerate(jobs):
@@ -164,16 +164,14 @@ class ResultCache:
             if key is None:
                 missing[index] = MissingJob(None, [index])
             elif (value := values.get(key)) is not None:
-                hits.append((index, unpack_output(value, job.columns)))
+                hits.append((index, unpack_output(value, _columns(job))))
             elif key in missing:
                 missing[key].indices.append(index)
             else:
                 missing[key] = MissingJob(key, [index])
         return Findings(hits, list(missing.values()))
 
-    def _add(
-        self, found: Findings, jobs: Sequence[ScoreJob], values: dict[bytes, bytes]
-    ) -> Findings:
+    def _add(self, found: Findings, jobs: Sequence[Job], values: dict[bytes, bytes]) -> Findings:
         """The findings with those from the disk; they stay in memory from now on."""
         hits, missing = found.hits, []
         for entry in found.missing:
@@ -182,7 +180,7 @@ class ResultCache:
                 missing.append(entry)
                 continue
             self._remember(entry.key, value)
-            hits += [(i, unpack_output(value, jobs[i].columns)) for i in entry.indices]
+            hits += [(i, unpack_output(value, _columns(jobs[i]))) for i in entry.indices]
         return Findings(hits, missing)
 
     def _remember(self, key: bytes, value: bytes) -> None:
@@ -195,7 +193,9 @@ class ResultCache:
             self._memory_thread.submit(self._keep, computed).add_done_callback(_report)
 
     def _keep(self, computed: Sequence[Computed]) -> None:
-        packed = [(k, pack_output(out, job.columns)) for k, job, out in computed if k is not None]
+        packed = [
+            (k, pack_output(cast(ScoreOutput, out), _columns(job))) for k, job, out in computed
+        ]
         for key, value in packed:
             self._remember(key, value)
         if self._file is None or not packed:
@@ -214,6 +214,10 @@ class ResultCache:
         if self._file is not None:
             self._disk_thread.submit(self._file.close)
         self._disk_thread.shutdown()
+
+
+def _columns(job: Job) -> tuple[str, ...]:
+    return cast(ScoreJob, job).columns  # no other job has a fingerprint, and so a key
 
 
 def _measure(value: bytes) -> int:
