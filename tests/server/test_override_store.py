@@ -24,8 +24,8 @@ from logsteer_server.interventions.changes import Changes
 from logsteer_server.interventions.overrides import resolve_override
 from logsteer_server.settings import ConfigurationError, ModelSettings, Settings
 from logsteer_server.stores.files import OVERRIDES, FileStore
+from logsteer_server.stores.formats.tensor_file import PIECE, TensorFileError, read_content
 from logsteer_server.stores.overrides import read_direction
-from logsteer_server.stores.tensorfile import PIECE, TensorFileError, read_content
 from tests.server.steering_cases import INFO
 
 MIB = 2**20

@@ -32,7 +32,7 @@ from logsteer_server.http.dependencies import (
     run_within,
 )
 from logsteer_server.models.resident import Resident, WorkClock, collect
-from logsteer_server.stores.formats import MEDIA_TYPES, read_file, write_file
+from logsteer_server.stores.formats.vector_file import MEDIA_TYPES, read_file, write_file
 from logsteer_server.stores.layer_vectors import invalid_vector
 from logsteer_server.stores.vectors import StoredVectors, VectorStore
 from logsteer_server.tasks.training import combine_vectors, plan_captures, train_vectors

@@ -14,7 +14,7 @@ from logsteer_server.numerics.lora import (
     Factors,
     pair_factors,
 )
-from logsteer_server.stores.tensorfile import (
+from logsteer_server.stores.formats.tensor_file import (
     LENGTH_BYTES,
     TensorFileError,
     read_content,

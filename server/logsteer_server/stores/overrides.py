@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from logsteer.errors import APIError, api_error
-from logsteer_server.stores.tensorfile import TensorContent, TensorFileError, read_content
+from logsteer_server.stores.formats.tensor_file import TensorContent, TensorFileError, read_content
 
 
 def invalid_direction(detail: str) -> APIError:

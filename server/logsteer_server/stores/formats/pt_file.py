@@ -1,4 +1,4 @@
-"""`python -m logsteer_server.stores.pt_file`: torch's file on stdin -> safetensors on stdout.
+"""`python -m logsteer_server.stores.formats.pt_file`: torch's file on stdin, safetensors on stdout.
 
 It runs as a process of its own, because the HTTP process does not load torch, and because a file of
 a few bytes may unfold without end: address space and processor time are bounded. The file is loaded

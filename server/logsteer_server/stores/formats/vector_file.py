@@ -22,7 +22,8 @@ import numpy.typing as npt
 from safetensors import SafetensorError, deserialize
 
 from logsteer.schemas import ContentFormat, VectorFormat
-from logsteer_server.stores.gguf_file import MAGIC, parse_gguf, render_gguf
+from logsteer_server.stores.formats.gguf_file import MAGIC, parse_gguf, render_gguf
+from logsteer_server.stores.formats.pt_file import REFUSED
 from logsteer_server.stores.layer_vectors import (
     MAX_LAYERS,
     RESID_POST,
@@ -30,7 +31,6 @@ from logsteer_server.stores.layer_vectors import (
     invalid_vector,
     parse_tensor_name,
 )
-from logsteer_server.stores.pt_file import REFUSED
 
 Array = npt.NDArray[np.floating]
 
@@ -168,7 +168,7 @@ def _place_tensors(tensors: Mapping[str, Array]) -> LayerVectors:
 
 def _convert_pt(data: bytes) -> bytes:
     """The tensors of torch's file as safetensors, loaded by a process with bounds."""
-    command = [sys.executable, "-P", "-m", "logsteer_server.stores.pt_file"]
+    command = [sys.executable, "-P", "-m", "logsteer_server.stores.formats.pt_file"]
     # Keys and tokens stay here, should a file get the better of torch's loader after all.
     environment = {name: os.environ[name] for name in PT_ENVIRONMENT if name in os.environ}
     try:
