@@ -19,7 +19,7 @@ from logsteer_server.http.encoding import choose_encoding, encode
 from logsteer_server.interventions.changes import Stores
 from logsteer_server.models.resident import Residents
 from logsteer_server.settings import Settings
-from logsteer_server.stores.files import FileStore
+from logsteer_server.stores.store import Store
 from logsteer_server.stores.vectors import VectorStore
 
 T = TypeVar("T")
@@ -81,20 +81,20 @@ def get_residents(request: Request) -> Residents:
 
 
 def get_vectors(request: Request) -> VectorStore:
-    """The steering vectors that are kept."""
+    """Return the store of steering vectors."""
     vectors: VectorStore = request.app.state.vectors
     return vectors
 
 
-def get_overrides(request: Request) -> FileStore[OverrideCard]:
-    """The overrides that are kept."""
-    overrides: FileStore[OverrideCard] = request.app.state.overrides
+def get_overrides(request: Request) -> Store[OverrideCard]:
+    """Return the store of overrides."""
+    overrides: Store[OverrideCard] = request.app.state.overrides
     return overrides
 
 
-def get_adapters(request: Request) -> FileStore[AdapterCard]:
-    """The adapters that are kept."""
-    adapters: FileStore[AdapterCard] = request.app.state.adapters
+def get_adapters(request: Request) -> Store[AdapterCard]:
+    """Return the store of adapters."""
+    adapters: Store[AdapterCard] = request.app.state.adapters
     return adapters
 
 
@@ -124,8 +124,8 @@ def check_key(request: Request, settings: Annotated[Settings, Depends(get_settin
 SettingsDep = Annotated[Settings, Depends(get_settings)]
 ResidentsDep = Annotated[Residents, Depends(get_residents)]
 VectorsDep = Annotated[VectorStore, Depends(get_vectors)]
-OverridesDep = Annotated[FileStore[OverrideCard], Depends(get_overrides)]
-AdaptersDep = Annotated[FileStore[AdapterCard], Depends(get_adapters)]
+OverridesDep = Annotated[Store[OverrideCard], Depends(get_overrides)]
+AdaptersDep = Annotated[Store[AdapterCard], Depends(get_adapters)]
 StoresDep = Annotated[Stores, Depends(get_stores)]
 FileReadersDep = Annotated[asyncio.Semaphore, Depends(get_file_readers)]
 
