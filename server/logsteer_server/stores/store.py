@@ -133,12 +133,10 @@ class Store(Generic[C]):
     def _remove_left_overs(self) -> None:
         """Remove the uploads of servers that were killed: nobody holds a lock on them."""
         for path in self._uploads.glob("*.part"):
-            with path.open("rb") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    continue
-                path.unlink(missing_ok=True)
+            # One that is at work is locked, or gone by now: done with.
+            with suppress(BlockingIOError, FileNotFoundError), path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
 
     @contextmanager
     def _exclude(self) -> Iterator[int]:
