@@ -81,7 +81,7 @@ class Shelf:
         """The vectors of a name."""
         return self._found[name]
 
-    def read(self, sha256: str) -> StoredVectors:
+    def find_content(self, sha256: str) -> StoredVectors:
         """The vectors of a content."""
         return next(found for found in self._found.values() if found.sha256 == sha256)
 

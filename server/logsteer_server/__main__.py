@@ -15,7 +15,7 @@ from logsteer_server.app import create_app
 from logsteer_server.models.cachefile import check_cache_file
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import ConfigurationError, Settings, load_settings
-from logsteer_server.stores.vectors import check_vector_file
+from logsteer_server.stores.store import check_store_directory
 
 PROGRESS_EVERY_S = 5.0
 
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = load_settings(arguments.config, host=arguments.host, port=arguments.port)
         check_cache_file(settings)
-        check_vector_file(settings)
+        check_store_directory(settings)
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -30,7 +30,7 @@ from logsteer_server.routes import (
     vectors,
 )
 from logsteer_server.settings import Settings
-from logsteer_server.stores.files import ADAPTERS, OVERRIDES, FileStore
+from logsteer_server.stores.store import ADAPTERS, OVERRIDES, VECTORS, Store
 from logsteer_server.stores.vectors import VectorStore
 
 MAX_REQUEST_ID = 128
@@ -45,13 +45,16 @@ def create_app(settings: Settings) -> FastAPI:
         results = ResultCache.open(settings)
         app.state.metrics.live.read_cache_bytes = lambda: results.num_bytes
         app.state.file_readers = asyncio.Semaphore(MAX_FILE_READERS)
+        root = settings.store_path
+        app.state.vectors = VectorStore(
+            await asyncio.to_thread(Store, VECTORS, root, settings.vector_store_bytes)
+        )
         app.state.overrides = await asyncio.to_thread(
-            FileStore, OVERRIDES, settings.override_path, settings.override_store_bytes
+            Store, OVERRIDES, root, settings.override_store_bytes
         )
         app.state.adapters = await asyncio.to_thread(
-            FileStore, ADAPTERS, settings.adapter_path, settings.adapter_store_bytes
+            Store, ADAPTERS, root, settings.adapter_store_bytes
         )
-        app.state.vectors = await asyncio.to_thread(VectorStore.open, settings)
         models = ModelRegistry(settings, results, app.state.metrics)
         app.state.models = models
         models.start()
@@ -60,7 +63,6 @@ def create_app(settings: Settings) -> FastAPI:
         finally:
             await models.close()
             await asyncio.to_thread(results.close)
-            await asyncio.to_thread(app.state.vectors.close)
 
     app = FastAPI(
         title="logsteer",

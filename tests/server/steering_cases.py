@@ -33,6 +33,6 @@ class NoVectors:
         """Never anything. Errors: APIError `unknown_vector`."""
         raise api_error("unknown_vector", f"No vector is named {name!r}.")
 
-    def read(self, sha256: str) -> StoredVectors:
+    def find_content(self, sha256: str) -> StoredVectors:
         """Never anything. Errors: APIError `unknown_vector`."""
         raise api_error("unknown_vector", f"No vector has the content {sha256}.")

@@ -31,7 +31,7 @@ ENTRIES = LAYERS[0]
 ONLY_IN = {
     "fastapi": {"app", "http", "routes"},
     "uvicorn": {"__main__"},
-    "torch": {"embedded", "numerics", "engines.tlens", "engines.vllm", "stores.pt_file"},
+    "torch": {"embedded", "numerics", "engines.tlens", "engines.vllm", "stores.formats.pt_file"},
     "vllm": {"engines.vllm"},
     "transformer_lens": {"engines.tlens"},
     "transformers": {"text", "engines.tlens"},

@@ -20,10 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logsteer.errors import APIError
-from logsteer_server.stores.formats import read_file, write_file
-from logsteer_server.stores.gguf_file import parse_gguf, render_gguf
+from logsteer_server.stores.formats.gguf_file import parse_gguf, render_gguf
+from logsteer_server.stores.formats.pt_file import SteeringVector
+from logsteer_server.stores.formats.vector_file import read_file, write_file
 from logsteer_server.stores.layer_vectors import LayerVectors
-from logsteer_server.stores.pt_file import SteeringVector
 
 FILES = Path(__file__).parent / "vector_files"
 RANDOM = np.random.default_rng(0)
@@ -319,7 +319,7 @@ def test_a_broken_torch_file_is_refused() -> None:
 
 def test_reading_files_never_loads_torch_here() -> None:
     code = (
-        "import sys; from logsteer_server.stores.formats import read_file;"
+        "import sys; from logsteer_server.stores.formats.vector_file import read_file;"
         f"read_file(open({str(FILES / 'layers.pt')!r}, 'rb').read());"
         "sys.exit('torch' in sys.modules)"
     )

@@ -15,7 +15,7 @@ from logsteer.schemas import AdapterCard, Answer, OverrideCard
 from logsteer_server.interventions.interventions import Stores
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
-from logsteer_server.stores.files import FileStore
+from logsteer_server.stores.store import Store
 from logsteer_server.stores.vectors import VectorStore
 
 T = TypeVar("T")
@@ -77,20 +77,20 @@ def get_models(request: Request) -> ModelRegistry:
 
 
 def get_vectors(request: Request) -> VectorStore:
-    """The steering vectors that are kept."""
+    """Return the store of steering vectors."""
     vectors: VectorStore = request.app.state.vectors
     return vectors
 
 
-def get_overrides(request: Request) -> FileStore[OverrideCard]:
-    """The overrides that are kept."""
-    overrides: FileStore[OverrideCard] = request.app.state.overrides
+def get_overrides(request: Request) -> Store[OverrideCard]:
+    """Return the store of overrides."""
+    overrides: Store[OverrideCard] = request.app.state.overrides
     return overrides
 
 
-def get_adapters(request: Request) -> FileStore[AdapterCard]:
-    """The adapters that are kept."""
-    adapters: FileStore[AdapterCard] = request.app.state.adapters
+def get_adapters(request: Request) -> Store[AdapterCard]:
+    """Return the store of adapters."""
+    adapters: Store[AdapterCard] = request.app.state.adapters
     return adapters
 
 
@@ -120,8 +120,8 @@ def check_key(request: Request, settings: Annotated[Settings, Depends(get_settin
 SettingsDep = Annotated[Settings, Depends(get_settings)]
 ModelsDep = Annotated[ModelRegistry, Depends(get_models)]
 VectorsDep = Annotated[VectorStore, Depends(get_vectors)]
-OverridesDep = Annotated[FileStore[OverrideCard], Depends(get_overrides)]
-AdaptersDep = Annotated[FileStore[AdapterCard], Depends(get_adapters)]
+OverridesDep = Annotated[Store[OverrideCard], Depends(get_overrides)]
+AdaptersDep = Annotated[Store[AdapterCard], Depends(get_adapters)]
 StoresDep = Annotated[Stores, Depends(get_stores)]
 FileReadersDep = Annotated[asyncio.Semaphore, Depends(get_file_readers)]
 

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from logsteer.schemas import InterventionFields, ParameterFields
+from logsteer.schemas import AdapterCard, InterventionFields, OverrideCard, ParameterFields
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Job, Output
 from logsteer_server.interventions.adapters import ResolvedAdapter, resolve_adapter
 from logsteer_server.interventions.overrides import ResolvedOverride, resolve_override
 from logsteer_server.interventions.receipt import Receipt, check_reach
 from logsteer_server.interventions.steering import ResolvedSteering, VectorSource, resolve_steering
-from logsteer_server.stores.files import FileSource
+from logsteer_server.stores.store import Store
 
 J = TypeVar("J", bound=Job)
 
@@ -21,8 +21,8 @@ class Stores:
     """Where the names in a request are looked up."""
 
     vectors: VectorSource
-    overrides: FileSource
-    adapters: FileSource
+    overrides: Store[OverrideCard]
+    adapters: Store[AdapterCard]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,14 +18,14 @@ from logsteer_server.stores.vectors import StoredVectors
 
 
 class VectorSource(Protocol):
-    """Where vectors are kept. Errors: APIError `unknown_vector`."""
+    """What finds vectors: a `VectorStore`. Errors: APIError `unknown_vector`."""
 
     def find(self, name: str) -> StoredVectors:
-        """The vectors of a name."""
+        """Return the vectors of a name."""
         ...
 
-    def read(self, sha256: str) -> StoredVectors:
-        """The vectors of a content."""
+    def find_content(self, sha256: str) -> StoredVectors:
+        """Return the vectors with a SHA-256."""
         ...
 
 
@@ -73,7 +73,7 @@ def _fetch(use: SteeringVector, source: VectorSource) -> StoredVectors:
     if use.name is not None:
         return source.find(use.name)
     if use.sha256 is not None:
-        return source.read(use.sha256)
+        return source.find_content(use.sha256)
     numbers = {int(layer): _read_numbers(given) for layer, given in (use.data or {}).items()}
     vectors = LayerVectors(numbers, use.hook or RESID_POST)
     return StoredVectors(None, vectors.sha256, vectors)

@@ -53,7 +53,7 @@ class _Cursor:
         self.position = 0
 
     def take(self, size: int) -> memoryview:
-        """The next bytes. Errors: ValueError where there are not as many."""
+        """Read the next bytes. Errors: ValueError where there are not as many."""
         if size > len(self.data) - self.position:
             left = len(self.data) - self.position
             raise ValueError(
@@ -64,15 +64,15 @@ class _Cursor:
         return self.data[self.position - size : self.position]
 
     def number(self, layout: str) -> Any:
-        """One number in a layout of `struct`."""
+        """Read one number in a layout of `struct`."""
         return struct.unpack(layout, self.take(struct.calcsize(layout)))[0]
 
     def string(self) -> str:
-        """A string behind its length. Errors: ValueError, for what is not UTF-8 too."""
+        """Read a string behind its length. Errors: ValueError, for what is not UTF-8 too."""
         return str(self.take(self.number("<Q")), "utf-8")
 
     def count(self, limit: int, what: str) -> int:
-        """A number of things. Errors: ValueError for more than the limit."""
+        """Read a number of things. Errors: ValueError for more than the limit."""
         count: int = self.number("<Q")
         if count > limit:
             raise ValueError(f"it announces {count} {what}, at most {limit} are read")
@@ -80,7 +80,7 @@ class _Cursor:
 
 
 def parse_gguf(data: bytes) -> ControlVectorFile:
-    """The content of a control vector file. Errors: ValueError with what is wrong."""
+    """Return the content of a control vector file. Errors: ValueError with what is wrong."""
     cursor = _Cursor(data)
     if cursor.take(4) != MAGIC:
         raise ValueError("it does not begin as GGUF files do")
@@ -117,7 +117,7 @@ def parse_gguf(data: bytes) -> ControlVectorFile:
 
 
 def _check_count(layer_count: object, num_tensors: int) -> None:
-    """Errors: ValueError where more is there than was counted: the file's parts do not belong."""
+    """Refuse more tensors than were counted, by ValueError: the file's parts do not belong."""
     if isinstance(layer_count, int) and layer_count < num_tensors:
         raise ValueError(
             f"{ARCHITECTURE}.layer_count is {layer_count}, but {num_tensors} directions are there"
@@ -125,7 +125,7 @@ def _check_count(layer_count: object, num_tensors: int) -> None:
 
 
 def _read_value(cursor: _Cursor, kind: int) -> Any:
-    """A field's value; None for an array, which no control vector needs."""
+    """Read a field's value; return None for an array, which no control vector needs."""
     if kind == _STRING:
         return cursor.string()
     if kind in _SCALARS:
@@ -144,7 +144,7 @@ def _read_value(cursor: _Cursor, kind: int) -> Any:
 
 
 def _read_place(cursor: _Cursor) -> tuple[str, int, str, int]:
-    """A tensor's name, number of elements, numpy type, and offset in the data."""
+    """Read a tensor's name, number of elements, numpy type, and offset in the data."""
     name = cursor.string()
     num_dims = cursor.number("<I")
     if not 1 <= num_dims <= 4:
@@ -159,7 +159,7 @@ def _read_place(cursor: _Cursor) -> tuple[str, int, str, int]:
 
 
 def render_gguf(directions: dict[int, npt.NDArray[np.float32]], model_hint: str) -> bytes:
-    """A control vector file with `direction.N` for each layer N, as repeng writes it."""
+    """Return a control vector file with `direction.N` for each layer N, as repeng writes it."""
     fields = [
         ("general.architecture", _STRING, _render_string(ARCHITECTURE)),
         (f"{ARCHITECTURE}.model_hint", _STRING, _render_string(model_hint)),

@@ -1,4 +1,4 @@
-"""LoRA adapters that are uploaded: PEFT's two files, kept as one."""
+"""LoRA adapters: PEFT's two files, stored as one."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from logsteer_server.numerics.lora import (
     Factors,
     pair_factors,
 )
-from logsteer_server.stores.tensorfile import (
+from logsteer_server.stores.formats.tensor_file import (
     LENGTH_BYTES,
     TensorFileError,
     read_content,
@@ -37,7 +37,7 @@ class AdapterContent:
 
 
 def invalid_adapter(detail: str) -> APIError:
-    """The error for an adapter that cannot be used."""
+    """Return the error for an adapter that cannot be used."""
     return api_error("invalid_adapter", f"The adapter is invalid: {detail}.")
 
 
@@ -60,7 +60,7 @@ def join_files(config: bytes, weights: IO[bytes], write: Callable[[bytes], None]
 
 
 def read_adapter(path: Path) -> AdapterContent:
-    """What a joined file holds. Errors: APIError `invalid_adapter`."""
+    """Return what a joined file holds. Errors: APIError `invalid_adapter`."""
     try:
         with path.open("rb") as file:
             header, _ = read_header(file)

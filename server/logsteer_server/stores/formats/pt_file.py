@@ -1,7 +1,7 @@
-"""`python -m logsteer_server.stores.pt_file`: torch's file on stdin -> safetensors on stdout.
+"""`python -m logsteer_server.stores.formats.pt_file`: torch's file on stdin, safetensors on stdout.
 
 It runs as a process of its own, because the HTTP process does not load torch, and because a file of
-a few bytes may unfold without end: address space and processor time are bounded. The file is loaded
+a few bytes may unfold without end: address space and CPU time are bounded. The file is loaded
 weights-only, which runs none of the code that a pickle can name.
 
 Exit status: 0 done; 3 refused, and stderr says why in one line.
@@ -65,7 +65,7 @@ def limit_resources() -> None:
 
 
 def list_tensors(loaded: Any) -> dict[str, Any]:
-    """What was loaded as named tensors. Errors: ValueError for another form."""
+    """Return what was loaded as named tensors. Errors: ValueError for another form."""
     if isinstance(loaded, SteeringVector):
         loaded = vars(loaded)
     if not isinstance(loaded, Mapping):
@@ -86,7 +86,7 @@ def list_tensors(loaded: Any) -> dict[str, Any]:
 
 
 def to_numpy(name: str, tensor: Any) -> Any:
-    """A tensor as a contiguous float32 array. Errors: ValueError for what is none."""
+    """Return a tensor as a contiguous float32 array. Errors: ValueError for anything else."""
     import torch
 
     if not isinstance(tensor, torch.Tensor):
@@ -97,7 +97,7 @@ def to_numpy(name: str, tensor: Any) -> Any:
 
 
 def explain(error: Exception) -> str:
-    """One line on why a file was not read."""
+    """Say in one line why a file was not read."""
     text = str(error)
     if "alloc" in text or "memory" in text:
         return f"it unfolds to more than {MEMORY_BYTES} bytes"
@@ -112,7 +112,7 @@ def explain(error: Exception) -> str:
 
 
 def refuse(reason: str) -> NoReturn:
-    """Nothing; the process ends."""
+    """End the process, with the reason on stderr."""
     sys.stderr.write(" ".join(reason.split()) + "\n")
     sys.exit(REFUSED)
 

@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
+from logsteer.errors import APIError, api_error
+
 MAX_HEADER_BYTES = 16 * 2**20
 LENGTH_BYTES = 8
 """In front of the header: its own length."""
@@ -36,8 +38,21 @@ class TensorFileError(ValueError):
     """The file cannot be used; the message says why."""
 
 
+def invalid_direction(detail: str) -> APIError:
+    """Return the error for an override's file that cannot be used."""
+    return api_error("invalid_vector", f"The direction is invalid: {detail}.")
+
+
+def read_direction(path: Path) -> TensorContent:
+    """Return what an override's file holds. Errors: APIError `invalid_vector`."""
+    try:
+        return read_content(path)
+    except TensorFileError as error:
+        raise invalid_direction(str(error)) from error
+
+
 def read_content(path: Path) -> TensorContent:
-    """What the file holds. Errors: TensorFileError."""
+    """Return what the file holds. Errors: TensorFileError."""
     with path.open("rb") as file:
         header, start = read_header(file)
     header.pop("__metadata__", None)
@@ -67,9 +82,10 @@ def read_content(path: Path) -> TensorContent:
 
 
 def read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
-    """Entries by tensor, metadata among them, and where the numbers start. Errors: TensorFileError.
+    """Return the entries by tensor, metadata among them, and where the numbers start.
 
-    The sizes in it are as the file says: they have not been compared with what is there.
+    The sizes in it are as the file says: they have not been compared with what is there. Errors:
+    TensorFileError.
     """
     size = int.from_bytes(file.read(LENGTH_BYTES), "little")
     if size > MAX_HEADER_BYTES:

@@ -22,7 +22,8 @@ import numpy.typing as npt
 from safetensors import SafetensorError, deserialize
 
 from logsteer.schemas import ContentFormat, VectorFormat
-from logsteer_server.stores.gguf_file import MAGIC, parse_gguf, render_gguf
+from logsteer_server.stores.formats.gguf_file import MAGIC, parse_gguf, render_gguf
+from logsteer_server.stores.formats.pt_file import REFUSED
 from logsteer_server.stores.layer_vectors import (
     MAX_LAYERS,
     RESID_POST,
@@ -30,7 +31,6 @@ from logsteer_server.stores.layer_vectors import (
     invalid_vector,
     parse_tensor_name,
 )
-from logsteer_server.stores.pt_file import REFUSED
 
 Array = npt.NDArray[np.floating]
 
@@ -63,7 +63,7 @@ class ReadFile:
 
 
 def read_file(data: bytes, given: VectorFormat | None = None) -> ReadFile:
-    """The vectors of a file in the format given, or the one that it looks like.
+    """Return the vectors of a file in the format given, or the one that it looks like.
 
     It may start a process and wait for it. Errors: APIError `invalid_vector`.
     """
@@ -83,9 +83,10 @@ def read_file(data: bytes, given: VectorFormat | None = None) -> ReadFile:
 
 
 def write_file(vectors: LayerVectors, name: ContentFormat, model_hint: str | None) -> bytes:
-    """The vectors as a file. Errors: APIError `invalid_vector` where the format cannot hold them.
+    """Return the vectors as a file.
 
-    The safetensors file is `LayerVectors.content`: its SHA-256 is the vectors' own.
+    The safetensors file is `LayerVectors.content`: its SHA-256 is the vectors' own. Errors:
+    APIError `invalid_vector` where the format cannot hold them.
     """
     if name == "safetensors":
         return vectors.content
@@ -103,7 +104,7 @@ def write_file(vectors: LayerVectors, name: ContentFormat, model_hint: str | Non
 
 
 def sniff_format(data: bytes) -> VectorFormat:
-    """The format that a file's first bytes tell of. Errors: APIError `invalid_vector`."""
+    """Return the format that a file's first bytes tell of. Errors: APIError `invalid_vector`."""
     if data.startswith(MAGIC):
         return "gguf"
     if data.startswith(_STARTS_OF_PT):
@@ -117,7 +118,7 @@ def sniff_format(data: bytes) -> VectorFormat:
 
 
 def _read_safetensors(data: bytes) -> dict[str, Array]:
-    """Tensors by name; the library compares every announced size with the bytes that are there."""
+    """Return tensors by name. The library compares every announced size with what is there."""
     try:
         entries = deserialize(data)  # type: ignore[no-untyped-call]
     except SafetensorError as error:
@@ -138,7 +139,7 @@ def _read_safetensors(data: bytes) -> dict[str, Array]:
 
 
 def _place_tensors(tensors: Mapping[str, Array]) -> LayerVectors:
-    """Named tensors as vectors by layer."""
+    """Return named tensors as vectors by layer."""
     if len(tensors) > MAX_LAYERS:
         raise invalid_vector(f"it has {len(tensors)} tensors, at most {MAX_LAYERS} are read.")
     layers: dict[int, Array] = {}
@@ -167,8 +168,8 @@ def _place_tensors(tensors: Mapping[str, Array]) -> LayerVectors:
 
 
 def _convert_pt(data: bytes) -> bytes:
-    """The tensors of torch's file as safetensors, loaded by a process with bounds."""
-    command = [sys.executable, "-P", "-m", "logsteer_server.stores.pt_file"]
+    """Return the tensors of torch's file as safetensors, loaded by a process with bounds."""
+    command = [sys.executable, "-P", "-m", "logsteer_server.stores.formats.pt_file"]
     # Keys and tokens stay here, should a file get the better of torch's loader after all.
     environment = {name: os.environ[name] for name in PT_ENVIRONMENT if name in os.environ}
     try:
