@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         TransportError,
         UnavailableError,
     )
-    from logsteer.plots import plot_sweep
+    from logsteer.extras.plots import plot_sweep
     from logsteer.records import LogProb
 
     __version__: str
@@ -54,7 +54,7 @@ _HOMES = {
     "SteerEvent": "_calls",
     "TransportError": "errors",
     "UnavailableError": "errors",
-    "plot_sweep": "plots",
+    "plot_sweep": "extras.plots",
 }
 
 __all__ = [

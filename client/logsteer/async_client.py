@@ -33,10 +33,10 @@ from logsteer._settings import read_settings
 from logsteer._upload import AsyncSource, Upload
 from logsteer._vectors import AsyncVectors
 from logsteer._wire import AsyncWire
-from logsteer.datasets import PROMPT, draw_prompts, read_prompts
-from logsteer.datasets import Source as PromptSource
+from logsteer.extras.datasets import PROMPT, draw_prompts, read_prompts
+from logsteer.extras.datasets import Source as PromptSource
+from logsteer.extras.samples import Reward, Sample, Samples, collect
 from logsteer.records import LogProb
-from logsteer.samples import Reward, Sample, Samples, collect
 from logsteer.schemas import (
     DetokenizeAnswer,
     GenerateAnswer,

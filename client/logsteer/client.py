@@ -37,10 +37,10 @@ from logsteer._settings import read_settings
 from logsteer._upload import Source, Upload
 from logsteer._vectors import Vectors
 from logsteer._wire import Wire
-from logsteer.datasets import PROMPT, draw_prompts, read_prompts
-from logsteer.datasets import Source as PromptSource
+from logsteer.extras.datasets import PROMPT, draw_prompts, read_prompts
+from logsteer.extras.datasets import Source as PromptSource
+from logsteer.extras.samples import Reward, Sample, Samples, collect
 from logsteer.records import LogProb
-from logsteer.samples import Reward, Sample, Samples, collect
 from logsteer.schemas import (
     DetokenizeAnswer,
     GenerateAnswer,
@@ -239,9 +239,9 @@ class Client:
         """Continuations of prompts drawn from a source, and a reward for each.
 
         `source` is a list of prompts or of rows, a path of JSON lines, or `KIND:NAME` of
-        `logsteer.datasets`; `field` is the one that holds a row's prompt. `count` of them are drawn
-        (None: all in order), and each is continued `n` times, every time with a seed of its own
-        that follows from `seed`. Options are those of `generate`.
+        `logsteer.extras.datasets`; `field` is the one that holds a row's prompt. `count` of them
+        are drawn (None: all in order), and each is continued `n` times, every time with a seed of
+        its own that follows from `seed`. Options are those of `generate`.
         """
         seed = options.get("seed") or 0
         prompts = draw_prompts(read_prompts(source, field), count, with_replacement, seed)

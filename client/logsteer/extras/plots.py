@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from logsteer._labels import ItemLike, SweepLabels, label_layers, label_sweep
 from logsteer.errors import LogsteerError
+from logsteer.extras.labels import ItemLike, SweepLabels, label_layers, label_sweep
 from logsteer.schemas import SweepAnswer, SweepPoint
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from logsteer import _tables
-from logsteer._terminal import show
+from logsteer.cli import tables
+from logsteer.cli.terminal import show
 from logsteer.client import Client
 
 
@@ -32,12 +32,12 @@ def add_adapter_commands(parser: argparse.ArgumentParser, common: argparse.Argum
 
 def _list(client: Client, arguments: argparse.Namespace) -> None:
     answer = client.adapters.list()
-    show(arguments, answer, _tables.draw_adapters(answer.adapters))
+    show(arguments, answer, tables.draw_adapters(answer.adapters))
 
 
 def _put(client: Client, arguments: argparse.Namespace) -> None:
     card = client.adapters.put(arguments.name, Path(arguments.directory))
-    show(arguments, card, _tables.draw_adapters([card]))
+    show(arguments, card, tables.draw_adapters([card]))
 
 
 def _delete(client: Client, arguments: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from logsteer._labels import SweepLabels, label_layers
+from logsteer.extras.labels import SweepLabels, label_layers
 from logsteer.schemas import (
     AdapterCard,
     Completion,

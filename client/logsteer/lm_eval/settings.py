@@ -5,7 +5,7 @@ from typing import Any
 
 from logsteer._call import checked
 from logsteer._options import SteeringLike
-from logsteer._steering_arguments import load_steering
+from logsteer.cli.steering_options import load_steering
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
 from logsteer.schemas import ModelCard, Steering, UsedAdapter

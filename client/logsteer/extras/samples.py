@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
-from logsteer.datasets import PromptRow
+from logsteer.extras.datasets import PromptRow
 from logsteer.schemas import Completion, GenerateAnswer
 
 if TYPE_CHECKING:

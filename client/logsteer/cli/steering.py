@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from logsteer import _tables
 from logsteer._calls import SteerEvent
-from logsteer._labels import label_sweep
-from logsteer._steering_arguments import add_steering_options, read_steering
-from logsteer._terminal import given, parse_layers, read_json_lines, read_text, show, wants_json
+from logsteer.cli import tables
+from logsteer.cli.steering_options import add_steering_options, read_steering
+from logsteer.cli.terminal import given, parse_layers, read_json_lines, read_text, show, wants_json
 from logsteer.client import Client
 from logsteer.errors import AnswerError, LogsteerError
-from logsteer.plots import check_plot_path, plot_sweep
+from logsteer.extras.labels import label_sweep
+from logsteer.extras.plots import check_plot_path, plot_sweep
 from logsteer.schemas import SteerAnswer, SteerPiece
 
 _SAMPLING = ("max_tokens", "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "bos")
@@ -107,11 +107,11 @@ def _steer(client: Client, arguments: argparse.Namespace) -> None:
             answer = _stream_side_by_side(events, console, bool(arguments.baseline))
     (result,) = answer.results
     if alone:
-        note = _tables.sum_up_completion(result.completions[0])
-        show(arguments, answer, Text(note, "dim"), *_tables.draw_changes(answer))
+        note = tables.sum_up_completion(result.completions[0])
+        show(arguments, answer, Text(note, "dim"), *tables.draw_changes(answer))
     else:
-        table = _tables.draw_completions(result)
-        show(arguments, answer, table, *_tables.draw_changes(answer))
+        table = tables.draw_completions(result)
+        show(arguments, answer, table, *tables.draw_changes(answer))
 
 
 def _stream_one(
@@ -125,10 +125,10 @@ def _stream_one(
                 return event
             if not shown:
                 # The prompt waits for the first event, so that a refusal stands alone.
-                console.out(_tables.escape_controls(prompt), style="dim", end="", highlight=False)
+                console.out(tables.escape_controls(prompt), style="dim", end="", highlight=False)
                 shown = True
             if isinstance(event, SteerPiece):
-                console.out(_tables.escape_controls(event.text), end="", highlight=False)
+                console.out(tables.escape_controls(event.text), end="", highlight=False)
     finally:
         if shown:
             console.out("", highlight=False)
@@ -151,7 +151,7 @@ def _stream_side_by_side(
                 texts[key] = texts.get(key, "") + event.text
                 count = 1 + max(index for index, _ in texts)
                 rows = [[(texts.get((n, side), ""), "") for side in sides] for n in range(count)]
-                live.update(_tables.draw_side_by_side(heads, rows), refresh=True)
+                live.update(tables.draw_side_by_side(heads, rows), refresh=True)
     raise AssertionError("a stream ends with its result or raises")
 
 
@@ -175,12 +175,12 @@ def _sweep(client: Client, arguments: argparse.Namespace) -> None:
         labels = label_sweep(answer, items, texts)
     except ValueError as wrong:
         raise AnswerError(f"{wrong}: a fault of the server", request_id=answer.id) from wrong
-    notes = list(_tables.draw_changes(answer))
+    notes = list(tables.draw_changes(answer))
     if arguments.plot:
         title = f"{_name_steering(steering)} on {answer.model}"
         plot_sweep(answer, arguments.plot, items=items, texts=texts, title=title)
         notes.append(Text(f"plot: {arguments.plot}"))
-    show(arguments, answer, _tables.draw_sweep(answer, labels), *notes)
+    show(arguments, answer, tables.draw_sweep(answer, labels), *notes)
 
 
 def _read_items(arguments: argparse.Namespace) -> list[dict[str, Any]]:

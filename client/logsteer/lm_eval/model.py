@@ -22,7 +22,11 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, warni
 from pydantic import BaseModel
 from tqdm import tqdm
 
-from logsteer._batches import (
+from logsteer._call import Call
+from logsteer._options import SteeringLike
+from logsteer.client import Client
+from logsteer.errors import AnswerError, InvalidRequestError, LogsteerError
+from logsteer.lm_eval.batches import (
     Ids,
     Scores,
     Tokenized,
@@ -31,9 +35,8 @@ from logsteer._batches import (
     make_batches,
     run_concurrently,
 )
-from logsteer._call import Call
-from logsteer._chat import render_chat
-from logsteer._eval_settings import (
+from logsteer.lm_eval.chat import render_chat
+from logsteer.lm_eval.settings import (
     check_adapter,
     find_adapter,
     find_card,
@@ -41,9 +44,6 @@ from logsteer._eval_settings import (
     read_max_length,
     read_steering,
 )
-from logsteer._options import SteeringLike
-from logsteer.client import Client
-from logsteer.errors import AnswerError, InvalidRequestError, LogsteerError
 from logsteer.schemas import BosPolicy
 from logsteer.schemas.openai import CompletionAnswer, TokenizerInfo
 

@@ -11,16 +11,16 @@ from typing import Any, BinaryIO
 import httpx
 
 import logsteer
-from logsteer import _tables
-from logsteer._adapter_commands import add_adapter_commands
 from logsteer._calls import fits_query
 from logsteer._options import WindowOptions
 from logsteer._pairs import pair_items, pair_scores
 from logsteer._progress import ScoringProgress
-from logsteer._steering_arguments import add_steering_options, read_changes
-from logsteer._steering_commands import add_steer, add_sweep
-from logsteer._terminal import Command, decode_text, given, show
-from logsteer._vector_commands import add_vector_commands
+from logsteer.cli import tables
+from logsteer.cli.adapters import add_adapter_commands
+from logsteer.cli.steering import add_steer, add_sweep
+from logsteer.cli.steering_options import add_steering_options, read_changes
+from logsteer.cli.terminal import Command, decode_text, given, show
+from logsteer.cli.vectors import add_vector_commands
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
 from logsteer.schemas import PerplexityAnswer
@@ -141,7 +141,7 @@ def _positive(text: str) -> float:
 
 def _show_models(client: Client, arguments: argparse.Namespace) -> None:
     answer = client.models()
-    show(arguments, answer, _tables.draw_models(answer))
+    show(arguments, answer, tables.draw_models(answer))
 
 
 def _show_scores(client: Client, arguments: argparse.Namespace) -> None:
@@ -150,12 +150,12 @@ def _show_scores(client: Client, arguments: argparse.Namespace) -> None:
     items = pair_items([arguments.context], arguments.targets)
     answer = client.logprob(items, **options)
     result = pair_scores(answer, 1, len(arguments.targets))[0]
-    show(arguments, answer, *_tables.draw_scores(result), *_tables.draw_changes(answer))
+    show(arguments, answer, *tables.draw_scores(result), *tables.draw_changes(answer))
 
 
 def _show_tokens(client: Client, arguments: argparse.Namespace) -> None:
     answer = client.tokenize(arguments.text)
-    show(arguments, answer, _tables.draw_tokens(answer.results[0]))
+    show(arguments, answer, tables.draw_tokens(answer.results[0]))
 
 
 def _show_perplexity(client: Client, arguments: argparse.Namespace) -> None:
@@ -166,7 +166,7 @@ def _show_perplexity(client: Client, arguments: argparse.Namespace) -> None:
     else:
         with Path(arguments.file).open("rb") as file:
             answer = _score_file(client, file, options)
-    show(arguments, answer, _tables.draw_perplexity(answer), *_tables.draw_changes(answer))
+    show(arguments, answer, tables.draw_perplexity(answer), *tables.draw_changes(answer))
 
 
 def _score_file(client: Client, file: BinaryIO, options: WindowOptions) -> PerplexityAnswer:
@@ -183,7 +183,3 @@ def _score_file(client: Client, file: BinaryIO, options: WindowOptions) -> Perpl
                     return event
                 progress.show(event)
     raise AssertionError("a stream ends with its result or raises")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from logsteer._terminal import given, parse_layers, read_text
+from logsteer.cli.terminal import given, parse_layers, read_text
 from logsteer.errors import LogsteerError
 from logsteer.schemas import PositionName
 from logsteer.schemas.steering import Operation, Unit

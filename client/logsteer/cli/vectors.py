@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from logsteer import _tables
-from logsteer._terminal import given, parse_layers, read_json_lines, show
+from logsteer.cli import tables
+from logsteer.cli.terminal import given, parse_layers, read_json_lines, show
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
 from logsteer.schemas import ContentFormat
@@ -48,17 +48,17 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 
 def _list(client: Client, arguments: argparse.Namespace) -> None:
     answer = client.vectors.list()
-    show(arguments, answer, _tables.draw_vectors(answer.vectors))
+    show(arguments, answer, tables.draw_vectors(answer.vectors))
 
 
 def _show(client: Client, arguments: argparse.Namespace) -> None:
     card = client.vectors.get(arguments.name)
-    show(arguments, card, _tables.draw_vectors([card]), _tables.draw_layers(card))
+    show(arguments, card, tables.draw_vectors([card]), tables.draw_layers(card))
 
 
 def _put(client: Client, arguments: argparse.Namespace) -> None:
     card = client.vectors.put(arguments.name, Path(arguments.file), arguments.format)
-    show(arguments, card, _tables.draw_vectors([card]))
+    show(arguments, card, tables.draw_vectors([card]))
 
 
 def _get(client: Client, arguments: argparse.Namespace) -> None:
@@ -67,7 +67,7 @@ def _get(client: Client, arguments: argparse.Namespace) -> None:
     card = client.vectors.get(arguments.name)
     data = client.vectors.download(arguments.name, form)
     Path(arguments.file or f"{arguments.name}.{form}").write_bytes(data)
-    show(arguments, card, _tables.draw_vectors([card]))
+    show(arguments, card, tables.draw_vectors([card]))
 
 
 def _delete(client: Client, arguments: argparse.Namespace) -> None:
@@ -80,7 +80,7 @@ def _train(client: Client, arguments: argparse.Namespace) -> None:
     options: Any = given(arguments, "method", "read", "layers", "hook", "bos")
     answer = client.vectors.train(arguments.name, pairs, **options)
     card = answer.vector
-    show(arguments, answer, _tables.draw_vectors([card]), _tables.draw_layers(card))
+    show(arguments, answer, tables.draw_vectors([card]), tables.draw_layers(card))
 
 
 def _read_pairs(path: Path) -> list[dict[str, str]]:
