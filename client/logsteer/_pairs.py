@@ -1,10 +1,27 @@
 """Every prompt with every target: items that ask for it, records that tell the answer."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from logsteer.errors import AnswerError
-from logsteer.records import LogProb
 from logsteer.schemas import ItemScore, LogprobAnswer
+
+
+@dataclass(frozen=True, slots=True)
+class LogProb:
+    """The score of one target after one prompt.
+
+    `log_prob` is in nats, summed over the target's tokens; `perplexity` is
+    exp(-log_prob / num_tokens). Each of the three numbers is None where it is not finite.
+    """
+
+    prompt: str
+    target: str
+    sequence: str
+    log_prob: float | None
+    prob: float | None
+    perplexity: float | None
+    num_tokens: int
 
 
 def pair_items(prompts: Sequence[str], targets: Sequence[str]) -> list[dict[str, object]]:

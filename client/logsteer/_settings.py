@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 import httpx
 
 import logsteer
-from logsteer._exchange import Encoding, Policy, Terms
+from logsteer._exchange import Encoding, RetryPolicy, Terms
 from logsteer._upload import Upload
 from logsteer.errors import LogsteerError
 
@@ -26,7 +26,7 @@ class HttpArguments(TypedDict):
 
 
 @dataclass(frozen=True)
-class Settings:
+class ClientSettings:
     """The settings that both clients share; `model` is the default model of every request."""
 
     base_url: str
@@ -45,7 +45,7 @@ class Settings:
 
     def terms(self, build: Callable[..., httpx.Request], chunks: Callable[[Upload], Any]) -> Terms:
         """The terms of an exchange: `build` makes a request, `chunks` reads an upload."""
-        return Terms(build, chunks, self.base_url, self.encoding, Policy(self.max_retries))
+        return Terms(build, chunks, self.base_url, self.encoding, RetryPolicy(self.max_retries))
 
 
 def read_settings(
@@ -55,7 +55,7 @@ def read_settings(
     max_retries: int,
     model: str | None,
     encoding: Encoding,
-) -> Settings:
+) -> ClientSettings:
     """The settings, with LOGSTEER_BASE_URL and LOGSTEER_API_KEY for what is not given.
 
     Raises LogsteerError for a base URL that is none, ValueError for a negative `max_retries` or an
@@ -77,4 +77,4 @@ def read_settings(
     elif not isinstance(timeout, httpx.Timeout):
         timeout = httpx.Timeout(timeout)
     key = api_key or os.environ.get("LOGSTEER_API_KEY") or None
-    return Settings(url, key, timeout, max_retries, model, encoding)
+    return ClientSettings(url, key, timeout, max_retries, model, encoding)

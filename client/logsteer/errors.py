@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 from logsteer.schemas.problem import Problem, ProblemCode
 
 
-class Kind(NamedTuple):
+class ProblemKind(NamedTuple):
     """What a problem code implies: HTTP status, whether to try again, and a short title."""
 
     status: int
@@ -18,27 +18,27 @@ class Kind(NamedTuple):
     title: str
 
 
-KINDS: Mapping[ProblemCode, Kind] = {
-    "invalid_request": Kind(422, False, "Invalid request"),
-    "context_too_long": Kind(422, False, "Context too long"),
-    "boundary_empty": Kind(422, False, "Target left without a token"),
-    "unsupported_by_engine": Kind(422, False, "Unsupported by this engine"),
-    "invalid_vector": Kind(422, False, "Invalid vector"),
-    "invalid_adapter": Kind(422, False, "Invalid adapter"),
-    "unauthorized": Kind(401, False, "Unauthorized"),
-    "not_found": Kind(404, False, "Not found"),
-    "unknown_model": Kind(404, False, "Unknown model"),
-    "unknown_vector": Kind(404, False, "Unknown vector"),
-    "unknown_override": Kind(404, False, "Unknown override"),
-    "unknown_adapter": Kind(404, False, "Unknown adapter"),
-    "method_not_allowed": Kind(405, False, "Method not allowed"),
-    "payload_too_large": Kind(413, False, "Payload too large"),
-    "overloaded": Kind(429, True, "Overloaded"),
-    "model_loading": Kind(503, True, "Model loading"),
-    "engine_restarting": Kind(503, True, "Engine restarting"),
-    "out_of_memory": Kind(503, True, "Out of memory"),
-    "deadline_exceeded": Kind(504, False, "Deadline exceeded"),
-    "internal": Kind(500, False, "Internal error"),
+KINDS: Mapping[ProblemCode, ProblemKind] = {
+    "invalid_request": ProblemKind(422, False, "Invalid request"),
+    "context_too_long": ProblemKind(422, False, "Context too long"),
+    "boundary_empty": ProblemKind(422, False, "Target left without a token"),
+    "unsupported_by_engine": ProblemKind(422, False, "Unsupported by this engine"),
+    "invalid_vector": ProblemKind(422, False, "Invalid vector"),
+    "invalid_adapter": ProblemKind(422, False, "Invalid adapter"),
+    "unauthorized": ProblemKind(401, False, "Unauthorized"),
+    "not_found": ProblemKind(404, False, "Not found"),
+    "unknown_model": ProblemKind(404, False, "Unknown model"),
+    "unknown_vector": ProblemKind(404, False, "Unknown vector"),
+    "unknown_override": ProblemKind(404, False, "Unknown override"),
+    "unknown_adapter": ProblemKind(404, False, "Unknown adapter"),
+    "method_not_allowed": ProblemKind(405, False, "Method not allowed"),
+    "payload_too_large": ProblemKind(413, False, "Payload too large"),
+    "overloaded": ProblemKind(429, True, "Overloaded"),
+    "model_loading": ProblemKind(503, True, "Model loading"),
+    "engine_restarting": ProblemKind(503, True, "Engine restarting"),
+    "out_of_memory": ProblemKind(503, True, "Out of memory"),
+    "deadline_exceeded": ProblemKind(504, False, "Deadline exceeded"),
+    "internal": ProblemKind(500, False, "Internal error"),
 }
 """Problem code -> what it implies; the Errors section of the contract."""
 
@@ -97,7 +97,7 @@ class APIError(LogsteerError):
         super().__init__(detail, request_id=request_id)
         # Pickle calls the class with `args`, and engine processes send these errors that way.
         self.args = (code, detail)
-        kind = KINDS.get(code, Kind(500, False, "Error"))
+        kind = KINDS.get(code, ProblemKind(500, False, "Error"))
         self.code: str = code
         self.status = kind.status if status is None else status
         self.retryable = kind.retryable if retryable is None else retryable

@@ -140,8 +140,14 @@ def test_no_module_is_a_drawer() -> None:
         assert path.stem not in {"utils", "util", "helpers", "common_utils", "manager", "misc"}
 
 
+WRITTEN = {"_sync_methods.py", "_async_methods.py"}
+"""Files that `make client` writes: as long as the schemas have fields."""
+
+
 def test_files_and_functions_are_of_readable_size() -> None:
     for path in [*server_modules(), *CLIENT.rglob("*.py")]:
+        if path.name in WRITTEN:
+            continue
         text = path.read_text()
         assert len(text.splitlines()) <= 400, path
         for node in ast.walk(ast.parse(text)):

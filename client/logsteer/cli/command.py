@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,6 @@ import httpx
 
 import logsteer
 from logsteer._calls import fits_query
-from logsteer._options import WindowOptions
 from logsteer._pairs import pair_items, pair_scores
 from logsteer._progress import ScoringProgress
 from logsteer.cli import tables
@@ -169,9 +168,9 @@ def _show_perplexity(client: Client, arguments: argparse.Namespace) -> None:
     show(arguments, answer, tables.draw_perplexity(answer), *tables.draw_changes(answer))
 
 
-def _score_file(client: Client, file: BinaryIO, options: WindowOptions) -> PerplexityAnswer:
+def _score_file(client: Client, file: BinaryIO, options: Mapping[str, Any]) -> PerplexityAnswer:
     with ScoringProgress(file) as progress:
-        if fits_query(options):
+        if fits_query("perplexity_stream", options):
             events = client.perplexity_stream(progress.source, **options)
         else:
             # Vectors by value may be too long for a query; a body takes them beside a whole text.

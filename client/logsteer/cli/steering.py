@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from logsteer._calls import SteerEvent
+from logsteer._endpoints import SteerEvent
 from logsteer.cli import tables
 from logsteer.cli.steering_options import add_steering_options, read_steering
 from logsteer.cli.terminal import given, parse_layers, read_json_lines, read_text, show, wants_json

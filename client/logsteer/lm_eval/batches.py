@@ -52,7 +52,7 @@ class Tokenized(BaseModel):
 
 
 @dataclass
-class Batch:
+class ScoreBatch:
     """Items of one `/logprob` request; `places[k]`: where target k's score belongs."""
 
     items: list[dict[str, Any]] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Batch:
     num_tokens: int = 0
 
 
-def make_batches(pairs: Iterable[tuple[Ids, Ids]]) -> list[Batch]:
+def make_batches(pairs: Iterable[tuple[Ids, Ids]]) -> list[ScoreBatch]:
     """The pairs of context and target as requests; place k is pair k.
 
     Equal contexts share an item, so that the server reads them once, and equal pairs a target. A
@@ -70,13 +70,13 @@ def make_batches(pairs: Iterable[tuple[Ids, Ids]]) -> list[Batch]:
     for place, (context, target) in enumerate(pairs):
         if target:
             groups.setdefault(tuple(context), {}).setdefault(tuple(target), []).append(place)
-    batches: list[Batch] = []
+    batches: list[ScoreBatch] = []
     for context_key, targets in groups.items():
         item: dict[str, Any] | None = None
         for target_key, places in targets.items():
             more = len(context_key) + len(target_key)
             if not batches or batches[-1].num_tokens + more > TOKENS_PER_REQUEST:
-                batches.append(Batch())
+                batches.append(ScoreBatch())
                 item = None
             if item is None:
                 item = {"context_ids": context_key, "target_ids": []}

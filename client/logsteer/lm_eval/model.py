@@ -22,8 +22,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, warni
 from pydantic import BaseModel
 from tqdm import tqdm
 
-from logsteer._call import Call
-from logsteer._options import SteeringLike
+from logsteer._call import ApiCall
 from logsteer.client import Client
 from logsteer.errors import AnswerError, InvalidRequestError, LogsteerError
 from logsteer.lm_eval.batches import (
@@ -37,6 +36,7 @@ from logsteer.lm_eval.batches import (
 )
 from logsteer.lm_eval.chat import render_chat
 from logsteer.lm_eval.settings import (
+    SteeringLike,
     check_adapter,
     find_adapter,
     find_card,
@@ -366,7 +366,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
     def _tokenizer_info(self) -> TokenizerInfo:
         if self._info is None:
             params = {"model": self._card.id}
-            call = Call("GET", "/tokenizer_info", TokenizerInfo, params=params)
+            call = ApiCall("GET", "/tokenizer_info", TokenizerInfo, params=params)
             self._info = self._client._answer(call)
         return self._info
 
@@ -378,7 +378,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
             if self._adapter is not None:
                 fields["adapter"] = self._adapter.name
         body = json.dumps(fields, separators=(",", ":")).encode()
-        answer: A = self._client._answer(Call("POST", path, schema, body))
+        answer: A = self._client._answer(ApiCall("POST", path, schema, body))
         return answer
 
 

@@ -1,14 +1,17 @@
 """What `logsteer.lm_eval` makes of the arguments that a run of the harness gives it."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from logsteer._call import checked
-from logsteer._options import SteeringLike
+from logsteer._calls import checked
 from logsteer.cli.steering_options import load_steering
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
 from logsteer.schemas import ModelCard, Steering, UsedAdapter
+
+SteeringLike: TypeAlias = Steering | Mapping[str, Any]
+"""A steering object, or its fields."""
 
 DEFAULT_BATCH_SIZE = 1024
 
