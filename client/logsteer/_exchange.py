@@ -62,7 +62,7 @@ class RetryPolicy:
     jitter: Callable[[], float] = random.random
 
     def pause(self, attempt: int, retry_after: float | None) -> float | None:
-        """Seconds to wait after failed attempt number `attempt` (from 0); None: give up."""
+        """Return the seconds to wait after failed attempt `attempt` (from 0); None: give up."""
         if attempt >= self.max_retries:
             return None
         if retry_after is not None:
@@ -115,7 +115,7 @@ Steps: TypeAlias = Generator[Step[A], Any, None]
 
 
 def exchange(call: ApiCall[A], terms: Terms) -> Steps[A]:
-    """The steps of one call; what it is answered with is delivered.
+    """Yield the steps of one call; what it is answered with is delivered.
 
     A step that fails has its httpx error thrown in. Raises the errors of `logsteer.errors`, each
     with the request id, which is one for all attempts. A call that streams is not tried again

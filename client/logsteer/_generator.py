@@ -50,7 +50,7 @@ class Argument:
 
 
 @dataclass(frozen=True)
-class Shortcut:
+class Convenience:
     """A method that is written by hand as `_NAME`, with options of an endpoint: all `without` some.
 
     `own` are its own parameters.
@@ -69,8 +69,8 @@ EVENTS_NOTE = (
     "The request is sent when the first event is asked for. Close the generator to stop early."
 )
 _TARGETS = Argument("targets", "str | Sequence[str]", "Texts to score; one string is one target.")
-SHORTCUTS = (
-    Shortcut(
+CONVENIENCES = (
+    Convenience(
         "score",
         "logprob",
         (Argument("context", "str", "What stands before the targets."), _TARGETS),
@@ -78,7 +78,7 @@ SHORTCUTS = (
         "ItemScore",
         "Score targets after one context: `logprob` for a single item.",
     ),
-    Shortcut(
+    Convenience(
         "get_log_prob",
         "logprob",
         (
@@ -90,7 +90,7 @@ SHORTCUTS = (
         "Return one record per prompt and target, prompt by prompt, in the order given.",
         "One request scores them all; each prompt is computed once.",
     ),
-    Shortcut(
+    Convenience(
         "sample",
         "generate",
         (
@@ -184,8 +184,8 @@ def _write_classes(asynchronous: bool) -> Iterator[str]:
     for endpoint in ENDPOINTS.values():
         if "." not in endpoint.name:
             yield from _write_endpoint(endpoint, asynchronous)
-    for shortcut in SHORTCUTS:
-        yield _write_shortcut(shortcut, asynchronous)
+    for convenience in CONVENIENCES:
+        yield _write_convenience(convenience, asynchronous)
     for resource, name in RESOURCES.items():
         stored = ("list", "get", "delete")
         answers = [_name_answer(ENDPOINTS[f"{resource}.{verb}"]) for verb in stored]
@@ -225,18 +225,18 @@ def _write_endpoint(endpoint: Endpoint, asynchronous: bool) -> Iterator[str]:
         yield _write_method(f"def {name}", arguments, answer, doc, body)
 
 
-def _write_shortcut(shortcut: Shortcut, asynchronous: bool) -> str:
+def _write_convenience(convenience: Convenience, asynchronous: bool) -> str:
     options = [
         _spell_parameter(replace(parameter, named=True, required=False), asynchronous)
-        for parameter in list_parameters(ENDPOINTS[shortcut.endpoint])
-        if parameter.name not in shortcut.without
+        for parameter in list_parameters(ENDPOINTS[convenience.endpoint])
+        if parameter.name not in convenience.without
     ]
-    arguments = [*shortcut.own, *options]
+    arguments = [*convenience.own, *options]
     wait, head = ("await ", "async def") if asynchronous else ("", "def")
-    values = [one.name for one in shortcut.own] + [f"{one.name}={one.name}" for one in options]
-    body = [_write_call(f"return {wait}self._{shortcut.name}", values)]
-    doc = _write_docstring(shortcut.summary, shortcut.notes, arguments)
-    return _write_method(f"{head} {shortcut.name}", arguments, shortcut.answer, doc, body)
+    values = [one.name for one in convenience.own] + [f"{one.name}={one.name}" for one in options]
+    body = [_write_call(f"return {wait}self._{convenience.name}", values)]
+    doc = _write_docstring(convenience.summary, convenience.notes, arguments)
+    return _write_method(f"{head} {convenience.name}", arguments, convenience.answer, doc, body)
 
 
 def _write_method(

@@ -25,12 +25,12 @@ class LogProb:
 
 
 def pair_items(prompts: Sequence[str], targets: Sequence[str]) -> list[dict[str, object]]:
-    """One item per prompt, each with every target."""
+    """Return one item per prompt, each with every target."""
     return [{"context": prompt, "targets": list(targets)} for prompt in prompts]
 
 
 def pair_scores(answer: LogprobAnswer, num_prompts: int, num_targets: int) -> list[ItemScore]:
-    """The results of an answer; AnswerError where it has not one score per pair."""
+    """Return the results of an answer; AnswerError where it has not one score per pair."""
     sizes = [len(result.targets) for result in answer.results]
     if sizes != [num_targets] * num_prompts:
         raise AnswerError(
@@ -44,7 +44,7 @@ def pair_scores(answer: LogprobAnswer, num_prompts: int, num_targets: int) -> li
 def pair_records(
     prompts: Sequence[str], targets: Sequence[str], answer: LogprobAnswer
 ) -> list[LogProb]:
-    """One record per pair, prompt by prompt: all targets of the first, of the second, and so on.
+    """Return one record per pair, prompt by prompt: all targets of the first, then of the second.
 
     Raises AnswerError where the answer has not one score per pair.
     """

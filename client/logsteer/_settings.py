@@ -37,14 +37,14 @@ class ClientSettings:
     encoding: Encoding
 
     def http_arguments(self) -> HttpArguments:
-        """The arguments of `httpx.Client` and `httpx.AsyncClient`."""
+        """Return the arguments of `httpx.Client` and `httpx.AsyncClient`."""
         headers = {"User-Agent": f"logsteer/{logsteer.__version__}"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
         return {"base_url": self.base_url, "headers": headers, "timeout": self.timeout}
 
     def terms(self, build: Callable[..., httpx.Request], chunks: Callable[[Upload], Any]) -> Terms:
-        """The terms of an exchange: `build` makes a request, `chunks` reads an upload."""
+        """Return the terms of an exchange: `build` makes a request, `chunks` reads an upload."""
         return Terms(build, chunks, self.base_url, self.encoding, RetryPolicy(self.max_retries))
 
 
@@ -56,7 +56,7 @@ def read_settings(
     model: str | None,
     encoding: Encoding,
 ) -> ClientSettings:
-    """The settings, with LOGSTEER_BASE_URL and LOGSTEER_API_KEY for what is not given.
+    """Read the settings, from LOGSTEER_BASE_URL and LOGSTEER_API_KEY where they are not given.
 
     Raises LogsteerError for a base URL that is none, ValueError for a negative `max_retries` or an
     unknown `encoding`.

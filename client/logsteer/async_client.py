@@ -71,17 +71,17 @@ class AsyncClient(AsyncClientMethods):
 
     @property
     def vectors(self) -> AsyncVectors:
-        """As `Client.vectors`."""
+        """The steering vectors that the server stores."""
         return AsyncVectors(self._ask)
 
     @property
     def overrides(self) -> AsyncOverrides:
-        """As `Client.overrides`."""
+        """The directions of the parameters that the server stores."""
         return AsyncOverrides(self._ask)
 
     @property
     def adapters(self) -> AsyncAdapters:
-        """As `Client.adapters`."""
+        """The LoRA adapters that the server stores."""
         return AsyncAdapters(self._ask)
 
     async def aclose(self) -> None:

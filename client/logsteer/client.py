@@ -1,7 +1,7 @@
 """The client that blocks; `logsteer.async_client` has its twin for asyncio.
 
-Options are keywords, listed in `logsteer._options`; an option left out takes the server's default.
-Every method raises the errors of `logsteer.errors`. Log-probabilities are in nats.
+Options are keywords; one that is left out is not sent, and takes the server's default. Every method
+raises the errors of `logsteer.errors`. Log-probabilities are in nats.
 """
 
 from collections.abc import Mapping, Sequence
@@ -79,17 +79,17 @@ class Client(ClientMethods):
 
     @property
     def vectors(self) -> Vectors:
-        """The steering vectors that the server keeps."""
+        """The steering vectors that the server stores."""
         return Vectors(self._ask)
 
     @property
     def overrides(self) -> Overrides:
-        """The directions of the parameters that the server keeps."""
+        """The directions of the parameters that the server stores."""
         return Overrides(self._ask)
 
     @property
     def adapters(self) -> Adapters:
-        """The LoRA adapters that the server keeps."""
+        """The LoRA adapters that the server stores."""
         return Adapters(self._ask)
 
     def close(self) -> None:

@@ -109,7 +109,7 @@ class APIError(LogsteerError):
         return f"{self.code}: {super().__str__()}"
 
     def problem(self, request_id: str) -> Problem:
-        """The problem document of this error (RFC 9457), for the answer to `request_id`."""
+        """Return the problem document of this error (RFC 9457), for the answer to `request_id`."""
         return Problem(
             type=f"urn:logsteer:problem:{self.code}",
             title=self.title,
@@ -200,7 +200,7 @@ def api_error(
     retry_after: float | None = None,
     request_id: str | None = None,
 ) -> APIError:
-    """The error of the class that stands for `code`, or, for a code not known here, `status`."""
+    """Return the error of the class for `code`, or, where that is not known here, for `status`."""
     known = code in KINDS
     if status is None:
         status = KINDS[cast(ProblemCode, code)].status if known else 500
@@ -225,7 +225,7 @@ def problem_error(
     retry_after: float | None = None,
     request_id: str | None = None,
 ) -> APIError:
-    """The error that a problem document tells of; fields of the wrong type count as missing.
+    """Return the error that a problem document tells of; fields of the wrong type count as missing.
 
     `status` and `request_id` are used where the document has none; `retry_after` is in seconds.
     A code of a newer server is kept as it is, with the class that fits its status.

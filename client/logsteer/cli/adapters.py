@@ -20,7 +20,7 @@ def add_adapter_commands(parser: argparse.ArgumentParser, common: argparse.Argum
             one.add_argument("name", metavar="NAME")
         return one
 
-    add("list", _list, "list the adapters that the server keeps")
+    add("list", _list, "list the adapters that the server has")
     put = add("put", _put, "upload what PEFT has saved as an adapter")
     put.add_argument(
         "directory",

@@ -44,7 +44,7 @@ Exit status: 0 done, 1 refused or not reached, 2 wrong usage, 130 interrupted.
 
 
 def main(argv: Sequence[str] | None = None, *, transport: httpx.BaseTransport | None = None) -> int:
-    """The exit status of the command; answers go to stdout, progress and errors to stderr.
+    """Run the command and return its exit status; answers go to stdout, the rest to stderr.
 
     `transport` replaces the network. Raises SystemExit(2) for wrong usage.
     """
@@ -91,8 +91,8 @@ def _build_parser() -> argparse.ArgumentParser:
     tokenize.set_defaults(command=_show_tokens)
     add_steer(add("steer", help="continue a prompt under steering, as it is generated"))
     add_sweep(add("sweep", help="what steering does to targets and texts, scale by scale"))
-    add_vector_commands(add("vectors", help="keep, make and fetch steering vectors"), common)
-    add_adapter_commands(add("adapters", help="keep LoRA adapters"), common)
+    add_vector_commands(add("vectors", help="store, make and fetch steering vectors"), common)
+    add_adapter_commands(add("adapters", help="store LoRA adapters"), common)
     return parser
 
 

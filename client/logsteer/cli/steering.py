@@ -117,7 +117,7 @@ def _steer(client: Client, arguments: argparse.Namespace) -> None:
 def _stream_one(
     events: Generator[SteerEvent, None, None], console: Console, prompt: str
 ) -> SteerAnswer:
-    """The answer; the prompt and its completion are printed as pieces come."""
+    """Return the answer; print the prompt and its completion as pieces come."""
     shown = False
     try:
         for event in events:
@@ -138,7 +138,7 @@ def _stream_one(
 def _stream_side_by_side(
     events: Generator[SteerEvent, None, None], console: Console, baseline: bool
 ) -> SteerAnswer:
-    """The answer; on a terminal the completions grow in a table, which is cleared at the end."""
+    """Return the answer; on a terminal the completions grow in a table, cleared at the end."""
     texts: dict[tuple[int, bool], str] = {}
     sides = [True, False] if baseline else [True]
     heads = ["steered", "unsteered"][: len(sides)]

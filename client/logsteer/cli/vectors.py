@@ -23,7 +23,7 @@ def add_vector_commands(parser: argparse.ArgumentParser, common: argparse.Argume
             one.add_argument("name", metavar="NAME")
         return one
 
-    add("list", _list, "list the vectors that the server keeps")
+    add("list", _list, "list the vectors that the server has")
     add("show", _show, "one vector: its layers, their norms, and where it comes from")
     put = add("put", _put, "upload a file as a vector")
     put.add_argument("file", metavar="FILE", help="safetensors, GGUF, or written by torch.save")
@@ -84,7 +84,7 @@ def _train(client: Client, arguments: argparse.Namespace) -> None:
 
 
 def _read_pairs(path: Path) -> list[dict[str, str]]:
-    """The pairs of a JSON Lines file. Raises LogsteerError for a line that is none."""
+    """Return the pairs of a JSON Lines file. Raises LogsteerError for a line that is none."""
     pairs = []
     for number, pair in read_json_lines(path):
         try:

@@ -48,11 +48,11 @@ class Samples(Sequence[Sample]):
         return found if isinstance(found, Sample) else Samples(found)
 
     def records(self) -> list[dict[str, Any]]:
-        """A flat record of each: prompt, text, reward, arrays by token, aggregates, the row."""
+        """Return a flat record of each: prompt, text, reward, arrays by token, aggregates, row."""
         return [_flatten(sample) for sample in self._samples]
 
     def to_pandas(self) -> "pd.DataFrame":
-        """The records as a table. Errors: ImportError that says what to install."""
+        """Return the records as a table. Errors: ImportError that says what to install."""
         try:
             import pandas as pd
         except ImportError as error:
@@ -60,7 +60,7 @@ class Samples(Sequence[Sample]):
         return pd.DataFrame(self.records())
 
     def to_parquet(self, path: str | Path) -> None:
-        """Nothing; the table is in the file. Errors: ImportError, OSError."""
+        """Write the table to a file. Errors: ImportError, OSError."""
         self.to_pandas().to_parquet(path)
 
 

@@ -61,7 +61,7 @@ class ScoreBatch:
 
 
 def make_batches(pairs: Iterable[tuple[Ids, Ids]]) -> list[ScoreBatch]:
-    """The pairs of context and target as requests; place k is pair k.
+    """Put pairs of context and target into requests; place k is pair k.
 
     Equal contexts share an item, so that the server reads them once, and equal pairs a target. A
     pair whose target is empty is in no batch.
@@ -88,7 +88,7 @@ def make_batches(pairs: Iterable[tuple[Ids, Ids]]) -> list[ScoreBatch]:
 
 
 def cut_slices(values: Iterable[T], count: int, weigh: Callable[[T], int]) -> list[list[T]]:
-    """The values in lists of at most `count`, each of one value or within a request's tokens."""
+    """Cut values into lists of at most `count`, each of one value or within a request's tokens."""
     slices: list[list[T]] = []
     weight = 0
     for value in values:
@@ -102,7 +102,7 @@ def cut_slices(values: Iterable[T], count: int, weigh: Callable[[T], int]) -> li
 
 
 def run_concurrently(work: Callable[[T], S], batches: Sequence[T]) -> Iterator[tuple[T, S]]:
-    """Each batch with what `work` makes of it, in order; a few are at work at any time."""
+    """Yield each batch with what `work` makes of it, in order; a few are at work at any time."""
     if len(batches) == 1:
         yield batches[0], work(batches[0])
         return

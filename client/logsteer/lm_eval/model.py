@@ -75,7 +75,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
     before text without context: BOS unless given, else EOS. `steering` is a steering object, its
     JSON, or a file of that; every request is steered by it, a target's context being its prompt.
     Vectors that it names are those that had the names when this object was made. `adapter` names a
-    kept LoRA adapter, which is added to the model's parameters; a run ends if the name is given
+    stored LoRA adapter, which is added to the model's parameters; a run ends if the name is given
     another content. The harness' `--use_cache` tells answers apart by request alone: give each
     steering and each adapter a cache of its own.
     """
@@ -134,7 +134,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         return provenance.tokenizer_digest if provenance else self._card.id
 
     def get_model_info(self) -> dict[str, Any]:
-        """What computed the numbers, for the harness's record of the run."""
+        """Return what computed the numbers, for the harness's record of the run."""
         provenance = self._card.provenance
         changes: dict[str, Any] = {}
         if self._steering is not None:
@@ -144,13 +144,13 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         return {"model_provenance": provenance.model_dump() if provenance else None, **changes}
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The model's chat template, for the harness's record of the run."""
+        """Return the model's chat template, for the harness's record of the run."""
         return self._tokenizer_info().chat_template if chat_template else None
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The conversation as text; LogsteerError where the model has no chat template."""
+        """Write a conversation as text; LogsteerError where the model has no chat template."""
         return render_chat(self._tokenizer_info(), chat_history, add_generation_prompt)
 
     @property
@@ -174,12 +174,12 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """The tokens of one text; BOS in front as `add_bos_token` says, unless told otherwise."""
+        """Cut a text into tokens; BOS in front as `add_bos_token` says, unless told otherwise."""
         policy = self._bos if add_special_tokens is None else _BOS_POLICIES[add_special_tokens]
         return self._tokenize([string], policy)[string]
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Scored]:
-        """The log-probability of each continuation, and whether it is the greedy one."""
+        """Score each continuation: its log-probability, and whether it is the greedy one."""
         pairs: list[Pair] = [request.args for request in requests]
 
         # Encoded where they are scored: so the server cuts texts while its engine is at work.
@@ -194,7 +194,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """The log-probability of each whole text, read in disjoint windows."""
+        """Score each whole text, read in disjoint windows."""
         texts = [request.args[0] for request in requests]
         tokens = self._tokenize(texts, self._bos)
         windows: list[Encoded] = []
@@ -214,7 +214,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """The continuation of each context, up to a stop string or the number of tokens."""
+        """Continue each context, up to a stop string or the number of tokens."""
         settings = [normalize_gen_kwargs(r.args[1], self.max_gen_toks) for r in requests]
         tokens = self._tokenize([request.args[0] for request in requests], self._bos)
         groups: dict[str, list[int]] = {}
@@ -280,7 +280,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         pairs: Sequence[Pair | None],
         disable_tqdm: bool,
     ) -> list[Scored]:
-        """The scores of all batches; `pairs` are the requests that they belong to, for caches."""
+        """Score all batches; `pairs` are the requests that they belong to, for caches."""
         scores: list[Scored] = []
         with tqdm(total=len(pairs), disable=disable_tqdm, desc="Scoring") as bar:
             for batch, found in run_concurrently(score, batches):
@@ -292,7 +292,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         return scores
 
     def _encode_pairs(self, pairs: Sequence[Pair]) -> list[Encoded]:
-        """As `TemplateLM.loglikelihood` and `_encode_pair` do it, for many pairs at once."""
+        """Encode as `TemplateLM.loglikelihood` and `_encode_pair` do, many pairs at once."""
         moved = [_move_space(context, target) for context, target in pairs]
         alone = self._tokenize((target for context, target in pairs if not context), "never")
         joint = self._tokenize(
@@ -316,7 +316,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         return encoded
 
     def _tokenize(self, texts: Iterable[str], bos: BosPolicy) -> dict[str, Ids]:
-        """Each distinct text's tokens."""
+        """Return each distinct text's tokens."""
 
         def tokenize(batch: list[str]) -> list[Tokens]:
             return self._post("/tokenize", {"texts": batch, "bos": bos}, Tokenized).results
@@ -348,7 +348,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         return scores
 
     def _fit(self, request: Encoded) -> tuple[Ids, Ids]:
-        """The context, cut at the left to what the model reads, and the continuation."""
+        """Return the context, cut at the left to what the model reads, and the continuation."""
         text, context, target = request
         excess = len(context) + len(target) - (self.max_length + 1)
         if excess > 0:
@@ -388,7 +388,7 @@ def _move_space(context: str, target: str) -> tuple[str, str]:
 
 
 def main() -> None:
-    """Nothing; runs lm-evaluation-harness's own command, which knows `--model logsteer` by now."""
+    """Run lm-evaluation-harness's own command, which knows `--model logsteer` by now."""
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()
