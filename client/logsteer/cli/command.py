@@ -16,6 +16,7 @@ from logsteer._pairs import pair_items, pair_scores
 from logsteer._progress import ScoringProgress
 from logsteer.cli import tables
 from logsteer.cli.adapters import add_adapter_commands
+from logsteer.cli.options import add_options
 from logsteer.cli.steering import add_steer, add_sweep
 from logsteer.cli.steering_options import add_steering_options, read_changes
 from logsteer.cli.terminal import Command, decode_text, given, show
@@ -41,6 +42,10 @@ EXAMPLES = """examples:
 LOGSTEER_BASE_URL and LOGSTEER_API_KEY stand in for --base-url and --api-key.
 Exit status: 0 done, 1 refused or not reached, 2 wrong usage, 130 interrupted.
 """
+
+_SCORING = {"boundary": None, "space": None, "top": "N"}
+_WINDOWS = {"protocol": None, "context_length": "TOKENS", "stride": "TOKENS", "bos": None}
+"""Options of a command that are parameters of its call -> what stands for a value in the help."""
 
 
 def main(argv: Sequence[str] | None = None, *, transport: httpx.BaseTransport | None = None) -> int:
@@ -111,19 +116,14 @@ def _build_common_options() -> argparse.ArgumentParser:
 def _add_score(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("context", metavar="CONTEXT")
     parser.add_argument("targets", metavar="TARGET", nargs="+")
-    parser.add_argument("--boundary", choices=["joint", "separate"])
-    parser.add_argument("--space", choices=["as_given", "both"])
-    parser.add_argument("--top", type=int, metavar="N", help="alternatives shown per token")
+    add_options(parser, "logprob", _SCORING)
     add_steering_options(parser)
     parser.set_defaults(command=_show_scores)
 
 
 def _add_perplexity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="UTF-8 text; - is standard input")
-    parser.add_argument("--protocol", choices=["sliding", "rolling", "disjoint", "llamacpp"])
-    parser.add_argument("--context-length", type=int, metavar="TOKENS")
-    parser.add_argument("--stride", type=int, metavar="TOKENS")
-    parser.add_argument("--bos", choices=["auto", "always", "never"])
+    add_options(parser, "perplexity_stream", _WINDOWS)
     add_steering_options(parser)
     parser.set_defaults(command=_show_perplexity)
 
@@ -144,7 +144,7 @@ def _show_models(client: Client, arguments: argparse.Namespace) -> None:
 
 
 def _show_scores(client: Client, arguments: argparse.Namespace) -> None:
-    own = given(arguments, "boundary", "space", "top")
+    own = given(arguments, *_SCORING)
     options: Any = {**own, **read_changes(arguments)}
     items = pair_items([arguments.context], arguments.targets)
     answer = client.logprob(items, **options)
@@ -158,7 +158,7 @@ def _show_tokens(client: Client, arguments: argparse.Namespace) -> None:
 
 
 def _show_perplexity(client: Client, arguments: argparse.Namespace) -> None:
-    own = given(arguments, "protocol", "context_length", "stride", "bos")
+    own = given(arguments, *_WINDOWS)
     options: Any = {**own, **read_changes(arguments)}
     if arguments.file == "-":
         answer = _score_file(client, sys.stdin.buffer, options)

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from logsteer._endpoints import SteerEvent
 from logsteer.cli import tables
+from logsteer.cli.options import add_options
 from logsteer.cli.steering_options import add_steering_options, read_steering
 from logsteer.cli.terminal import given, parse_layers, read_json_lines, read_text, show, wants_json
 from logsteer.client import Client
@@ -20,7 +21,11 @@ from logsteer.extras.labels import label_sweep
 from logsteer.extras.plots import check_plot_path, plot_sweep
 from logsteer.schemas import SteerAnswer, SteerPiece
 
-_SAMPLING = ("max_tokens", "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "bos")
+_SAMPLING = {
+    "max_tokens": "N", "n": "N", "temperature": "T", "top_p": "P", "top_k": "K", "min_p": "P",
+    "seed": "N", "stop": "TEXT", "bos": None, "baseline": None,
+}  # fmt: skip
+_SWEPT = {"boundary": None, "bos": None}
 
 
 def add_steer(parser: argparse.ArgumentParser) -> None:
@@ -28,18 +33,7 @@ def add_steer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT")
     add_steering_options(parser, required=True)
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=int, metavar="N", help="default 64")
-    group.add_argument("--n", type=int, metavar="N", help="completions; default 1")
-    group.add_argument("--temperature", type=float, metavar="T", help="default 1; 0 is greedy")
-    group.add_argument("--top-p", type=float, metavar="P")
-    group.add_argument("--top-k", type=int, metavar="K")
-    group.add_argument("--min-p", type=float, metavar="P")
-    group.add_argument("--seed", type=int, metavar="N", help="default: the server draws one")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="ends it; repeatable")
-    group.add_argument("--bos", choices=["auto", "always", "never"])
-    group.add_argument(
-        "--baseline", action="store_true", default=None, help="also without steering, same seeds"
-    )
+    add_options(group, "steer", _SAMPLING)
     group.add_argument(
         "--chat", action="store_true", help="PROMPT is a user's message, for the chat template"
     )
@@ -81,8 +75,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a UTF-8 text whose perplexity is told; repeatable",
     )
-    group.add_argument("--boundary", choices=["joint", "separate"])
-    group.add_argument("--bos", choices=["auto", "always", "never"])
+    add_options(group, "sweep", _SWEPT)
     group.add_argument("--plot", metavar="FILE", help="draw it: a .png, .svg or .pdf")
     parser.set_defaults(command=_sweep)
 
@@ -90,7 +83,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
 def _steer(client: Client, arguments: argparse.Namespace) -> None:
     steering = read_steering(arguments)
     assert steering is not None, "the parser requires it"
-    options: Any = given(arguments, *_SAMPLING, "baseline", "adapter")
+    options: Any = given(arguments, *_SAMPLING, "adapter")
     prompt: str | None = arguments.prompt
     if arguments.chat:
         options = {**options, "messages": [{"role": "user", "content": prompt}]}
@@ -164,7 +157,7 @@ def _sweep(client: Client, arguments: argparse.Namespace) -> None:
         arguments.refuse("give --item, --items or --text: something to score at each scale")
     if arguments.plot:
         check_plot_path(arguments.plot)
-    options: Any = dict(given(arguments, "layers", "boundary", "bos", "adapter"))
+    options: Any = dict(given(arguments, *_SWEPT, "layers", "adapter"))
     if items:
         options["items"] = items
     if names:

@@ -23,6 +23,7 @@ from pydantic import BaseModel
 from tqdm import tqdm
 
 from logsteer._call import ApiCall
+from logsteer._endpoints import ENDPOINTS
 from logsteer.client import Client
 from logsteer.errors import AnswerError, InvalidRequestError, LogsteerError
 from logsteer.lm_eval.batches import (
@@ -256,7 +257,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         if stop:
             body["stop"] = stop
         body |= {"prompt": [ids[-room:] for ids in prompts], "max_tokens": setting["max_gen_toks"]}
-        answer = self._post("/v1/completions", body, CompletionAnswer)
+        answer = self._post("v1.completions", body, CompletionAnswer)
         check_adapter(self._adapter, answer.adapter)
         texts = {choice.index: choice.text for choice in answer.choices}
         if texts.keys() != set(range(len(prompts))):
@@ -319,7 +320,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         """Return each distinct text's tokens."""
 
         def tokenize(batch: list[str]) -> list[Tokens]:
-            return self._post("/tokenize", {"texts": batch, "bos": bos}, Tokenized).results
+            return self._post("tokenize", {"texts": batch, "bos": bos}, Tokenized).results
 
         batches = cut_slices(
             dict.fromkeys(texts), 2 * self._batch_size, lambda text: len(text) // _CHARS_PER_TOKEN
@@ -335,7 +336,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         scores: list[Scored] = [(0.0, True)] * len(requests)
         for batch in make_batches(self._fit(request) for request in requests):
             fields = {"items": batch.items, "columns": ["logprob", "rank"], "per_token": False}
-            answer = self._post("/logprob", fields, Scores)
+            answer = self._post("logprob", fields, Scores)
             check_adapter(self._adapter, answer.adapter)
             targets = [target for item in answer.results for target in item.targets]
             for places, target in zip(batch.places, targets, strict=True):
@@ -365,20 +366,19 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
 
     def _tokenizer_info(self) -> TokenizerInfo:
         if self._info is None:
-            params = {"model": self._card.id}
-            call = ApiCall("GET", "/tokenizer_info", TokenizerInfo, params=params)
-            self._info = self._client._answer(call)
+            self._info = self._client._ask("tokenizer_info", model=self._card.id)
         return self._info
 
-    def _post(self, path: str, fields: Mapping[str, Any], schema: type[A]) -> A:
+    def _post(self, name: str, fields: Mapping[str, Any], schema: type[A]) -> A:
+        endpoint = ENDPOINTS[name]
         fields = {"model": self._card.id, **fields}
-        if path != "/tokenize":
+        if name != "tokenize":
             if self._steering is not None:
                 fields["steering"] = self._steering
             if self._adapter is not None:
                 fields["adapter"] = self._adapter.name
         body = json.dumps(fields, separators=(",", ":")).encode()
-        answer: A = self._client._answer(ApiCall("POST", path, schema, body))
+        answer: A = self._client._answer(ApiCall(endpoint.method, endpoint.path, schema, body))
         return answer
 
 
