@@ -10,7 +10,7 @@ from os import PathLike
 from typing import Any
 
 from logsteer._call import Download
-from logsteer._callers import AsyncCaller, AsyncResource
+from logsteer._callers import AsyncCaller, AsyncStoreMethods
 from logsteer._endpoints import GenerateEvent, PerplexityEvent, SteerEvent
 from logsteer._pairs import LogProb
 from logsteer._parameters import NOT_GIVEN, NotGiven
@@ -1098,7 +1098,7 @@ class AsyncClientMethods(AsyncCaller):
         )
 
 
-class AsyncVectorMethods(AsyncResource[VectorList, VectorCard, DeletedVector]):
+class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector]):
     """Methods of `AsyncClient.vectors`. Those of the client that blocks, awaited."""
 
     _name = "vectors"
@@ -1173,7 +1173,7 @@ class AsyncVectorMethods(AsyncResource[VectorList, VectorCard, DeletedVector]):
         return file.data
 
 
-class AsyncOverrides(AsyncResource[OverrideList, OverrideCard, DeletedOverride]):
+class AsyncOverrides(AsyncStoreMethods[OverrideList, OverrideCard, DeletedOverride]):
     """Methods of `AsyncClient.overrides`. Those of the client that blocks, awaited."""
 
     _name = "overrides"
@@ -1201,7 +1201,7 @@ class AsyncOverrides(AsyncResource[OverrideList, OverrideCard, DeletedOverride])
         return answer
 
 
-class AsyncAdapters(AsyncResource[AdapterList, AdapterCard, DeletedAdapter]):
+class AsyncAdapters(AsyncStoreMethods[AdapterList, AdapterCard, DeletedAdapter]):
     """Methods of `AsyncClient.adapters`. Those of the client that blocks, awaited."""
 
     _name = "adapters"

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 from pydantic import BaseModel
 
 from logsteer._endpoints import LAST_EVENT
-from logsteer._upload import Upload
+from logsteer._upload import UploadBody
 
 A_co = TypeVar("A_co", bound=BaseModel, covariant=True)
 
@@ -30,7 +30,7 @@ class ApiCall(Generic[A_co]):
     path: str
     answer: type[A_co] | None = None
     body: bytes | None = None
-    upload: Upload | None = None
+    upload: UploadBody | None = None
     upload_type: str = "text/plain; charset=utf-8"
     file_type: str | None = None
     params: Mapping[str, str | list[str]] = field(default_factory=dict)

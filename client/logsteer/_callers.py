@@ -121,7 +121,7 @@ class AsyncCaller:
                 return samples
 
 
-class Resource(Generic[L, C, D]):
+class StoreMethods(Generic[L, C, D]):
     """Contents that the server stores under names: cards of type C in a list of type L.
 
     A deletion is answered by D. Methods raise the errors of `logsteer.errors`.
@@ -148,8 +148,8 @@ class Resource(Generic[L, C, D]):
         return answer
 
 
-class AsyncResource(Generic[L, C, D]):
-    """Contents that the server stores under names, as `Resource` has them."""
+class AsyncStoreMethods(Generic[L, C, D]):
+    """Contents that the server stores under names, as `StoreMethods` has them."""
 
     _name: ClassVar[str]
 

@@ -17,7 +17,7 @@ from pydantic_core import PydanticSerializationError
 from logsteer._call import ApiCall, Download
 from logsteer._endpoints import ENDPOINTS, Endpoint
 from logsteer._parameters import NOT_GIVEN, SOURCES, list_parameters, strip_type, takes_texts
-from logsteer._upload import Form, Upload
+from logsteer._upload import Form, UploadBody
 from logsteer.errors import InvalidRequestError
 from logsteer.schemas.common import Request
 
@@ -197,16 +197,16 @@ def _measure(objects: Mapping[str, str]) -> int:
     return len(urlencode(objects))
 
 
-def _open_upload(endpoint: Endpoint, source: Any) -> tuple[Upload | None, str]:
+def _open_upload(endpoint: Endpoint, source: Any) -> tuple[UploadBody | None, str]:
     """Return what is sent, and its media type."""
     if endpoint.upload is None:
         return None, ""
     if endpoint.upload == "text":
-        return Upload(source), "text/plain; charset=utf-8"
+        return UploadBody(source), "text/plain; charset=utf-8"
     if endpoint.upload == "form":
         form = _read_directory(Path(source))
-        return Upload(form), form.content_type
-    return Upload([source] if isinstance(source, bytes) else source), "application/octet-stream"
+        return UploadBody(form), form.content_type
+    return UploadBody([source] if isinstance(source, bytes) else source), "application/octet-stream"
 
 
 def _read_directory(directory: Path) -> Form:

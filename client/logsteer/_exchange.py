@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from logsteer import _arrays
 from logsteer._call import ApiCall
 from logsteer._events import ServerSentEvent
-from logsteer._upload import Upload
+from logsteer._upload import UploadBody
 from logsteer.errors import (
     AnswerError,
     APIError,
@@ -76,7 +76,7 @@ class Terms:
     """What a client brings to each of its exchanges."""
 
     build: Callable[..., httpx.Request]
-    chunks: Callable[[Upload], Any]
+    chunks: Callable[[UploadBody], Any]
     base_url: str
     encoding: Encoding
     policy: RetryPolicy

@@ -154,7 +154,7 @@ def render(asynchronous: bool) -> str:
         summary=f"The methods of `{prefix}Client` that ask one endpoint each.",
         iterators="AsyncGenerator" if asynchronous else "Generator",
         caller=f"{prefix}Caller",
-        resource=f"{prefix}Resource",
+        resource=f"{prefix}StoreMethods",
         source=f"{prefix}Source",
         schemas="\n".join(f"    {name}," for name in used),
     )
@@ -189,7 +189,7 @@ def _write_classes(asynchronous: bool) -> Iterator[str]:
     for resource, name in RESOURCES.items():
         stored = ("list", "get", "delete")
         answers = [_name_answer(ENDPOINTS[f"{resource}.{verb}"]) for verb in stored]
-        yield f"\n\nclass {prefix}{name}({prefix}Resource[{', '.join(answers)}]):\n"
+        yield f"\n\nclass {prefix}{name}({prefix}StoreMethods[{', '.join(answers)}]):\n"
         yield f'    """Methods of `{prefix}Client.{resource}`.{other}"""\n\n'
         yield f'    _name = "{resource}"\n'
         for endpoint in ENDPOINTS.values():

@@ -9,7 +9,7 @@ import httpx
 
 import logsteer
 from logsteer._exchange import Encoding, RetryPolicy, Terms
-from logsteer._upload import Upload
+from logsteer._upload import UploadBody
 from logsteer.errors import LogsteerError
 
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"
@@ -43,7 +43,9 @@ class ClientSettings:
             headers["Authorization"] = f"Bearer {self.api_key}"
         return {"base_url": self.base_url, "headers": headers, "timeout": self.timeout}
 
-    def terms(self, build: Callable[..., httpx.Request], chunks: Callable[[Upload], Any]) -> Terms:
+    def terms(
+        self, build: Callable[..., httpx.Request], chunks: Callable[[UploadBody], Any]
+    ) -> Terms:
         """Return the terms of an exchange: `build` makes a request, `chunks` reads an upload."""
         return Terms(build, chunks, self.base_url, self.encoding, RetryPolicy(self.max_retries))
 

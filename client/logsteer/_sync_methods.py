@@ -10,7 +10,7 @@ from os import PathLike
 from typing import Any
 
 from logsteer._call import Download
-from logsteer._callers import Caller, Resource
+from logsteer._callers import Caller, StoreMethods
 from logsteer._endpoints import GenerateEvent, PerplexityEvent, SteerEvent
 from logsteer._pairs import LogProb
 from logsteer._parameters import NOT_GIVEN, NotGiven
@@ -1098,7 +1098,7 @@ class ClientMethods(Caller):
         )
 
 
-class VectorMethods(Resource[VectorList, VectorCard, DeletedVector]):
+class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
     """Methods of `Client.vectors`."""
 
     _name = "vectors"
@@ -1173,7 +1173,7 @@ class VectorMethods(Resource[VectorList, VectorCard, DeletedVector]):
         return file.data
 
 
-class Overrides(Resource[OverrideList, OverrideCard, DeletedOverride]):
+class Overrides(StoreMethods[OverrideList, OverrideCard, DeletedOverride]):
     """Methods of `Client.overrides`."""
 
     _name = "overrides"
@@ -1196,7 +1196,7 @@ class Overrides(Resource[OverrideList, OverrideCard, DeletedOverride]):
         return answer
 
 
-class Adapters(Resource[AdapterList, AdapterCard, DeletedAdapter]):
+class Adapters(StoreMethods[AdapterList, AdapterCard, DeletedAdapter]):
     """Methods of `Client.adapters`."""
 
     _name = "adapters"

@@ -43,7 +43,7 @@ class Form:
         yield f"--{self._boundary}--\r\n".encode()
 
 
-class Upload:
+class UploadBody:
     """The chunks of a source: a path, an open file, or an iterable of bytes or strings.
 
     A `str` is a path, never the text itself. Raises OSError for a path that cannot be read, and

@@ -15,7 +15,7 @@ from logsteer._async_methods import (
 from logsteer._callers import weigh_vectors
 from logsteer._exchange import Encoding
 from logsteer._settings import read_settings
-from logsteer._upload import Upload
+from logsteer._upload import UploadBody
 from logsteer.schemas import VectorCard
 
 
@@ -50,7 +50,7 @@ class AsyncClient(AsyncClientMethods):
     ) -> None:
         settings = read_settings(base_url, api_key, timeout, max_retries, model, encoding)
         self._http = httpx.AsyncClient(transport=transport, **settings.http_arguments())
-        self._terms = settings.terms(self._http.build_request, Upload.async_chunks)
+        self._terms = settings.terms(self._http.build_request, UploadBody.async_chunks)
         self._model = model
 
     async def __aenter__(self) -> Self:

@@ -14,7 +14,7 @@ from logsteer._callers import weigh_vectors
 from logsteer._exchange import Encoding
 from logsteer._settings import read_settings
 from logsteer._sync_methods import Adapters, ClientMethods, Overrides, VectorMethods
-from logsteer._upload import Upload
+from logsteer._upload import UploadBody
 from logsteer.schemas import VectorCard
 
 
@@ -58,7 +58,7 @@ class Client(ClientMethods):
     ) -> None:
         settings = read_settings(base_url, api_key, timeout, max_retries, model, encoding)
         self._http = httpx.Client(transport=transport, **settings.http_arguments())
-        self._terms = settings.terms(self._http.build_request, Upload.chunks)
+        self._terms = settings.terms(self._http.build_request, UploadBody.chunks)
         self._model = model
 
     def __enter__(self) -> Self:
