@@ -15,14 +15,8 @@ from typing import Any
 import numpy as np
 
 from logsteer.schemas import Steering
-from logsteer_server.contract.jobs import (
-    Engine,
-    EngineInfo,
-    EngineSpec,
-    GenerateJob,
-    GenerateOutput,
-    Policy,
-)
+from logsteer_server.contract.engine import Engine, EngineInfo, EngineSpec
+from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, Policy
 from logsteer_server.contract.plan import SteeringPlan
 from logsteer_server.engines.vllm.config import context_length, engine_args, set_environment
 from logsteer_server.engines.vllm.engine import VllmEngine

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from logsteer_server.contract.jobs import EngineSpec, ScoreJob
+from logsteer_server.contract.engine import EngineSpec
+from logsteer_server.contract.jobs import ScoreJob
 from logsteer_server.engines.vllm.engine import VllmEngine
 from scoring import make_choices
 from timing import summarize, time_in_turn

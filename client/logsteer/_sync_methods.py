@@ -100,13 +100,13 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
         policy: SamplingPolicy | Mapping[str, Any] | NotGiven = NOT_GIVEN,
-        precision: Precision | NotGiven = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
         space: SpacePolicy | NotGiven = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
@@ -122,6 +122,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a kept LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            precision: What softmax and columns are computed in, from the model's logits.
+                Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -132,8 +134,6 @@ class ClientMethods(Caller):
                 this request kept. They are the same numbers, bit for bit. Default True.
             columns: Columns read from each scored row. Default ['logprob', 'rank'].
             policy: What the policy columns refer to.
-            precision: What softmax and columns are computed in, from the model's logits.
-                Numbers of MessagePack answers are float32 all the same. Default float32.
             boundary: `joint` encodes context + target together and cuts at the context's
                 length; `separate` encodes each alone. Ids are taken as they are. Default joint.
             space: `both` scores text targets with and without one leading space. Default
@@ -147,13 +147,13 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            precision=precision,
             model=model,
             bos=bos,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
             policy=policy,
-            precision=precision,
             boundary=boundary,
             space=space,
             top=top,
@@ -168,13 +168,13 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
         policy: SamplingPolicy | Mapping[str, Any] | NotGiven = NOT_GIVEN,
-        precision: Precision | NotGiven = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
         space: SpacePolicy | NotGiven = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
@@ -191,6 +191,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a kept LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            precision: What softmax and columns are computed in, from the model's logits.
+                Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -201,8 +203,6 @@ class ClientMethods(Caller):
                 this request kept. They are the same numbers, bit for bit. Default True.
             columns: Columns read from each scored row; all of them unless given.
             policy: What the policy columns refer to.
-            precision: What softmax and columns are computed in, from the model's logits.
-                Numbers of MessagePack answers are float32 all the same. Default float32.
             boundary: `joint` encodes context + target together and cuts at the context's
                 length; `separate` encodes each alone. Ids are taken as they are. Default joint.
             space: `both` scores text targets with and without one leading space. Default
@@ -217,13 +217,13 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            precision=precision,
             model=model,
             bos=bos,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
             policy=policy,
-            precision=precision,
             boundary=boundary,
             space=space,
             top=top,
@@ -239,10 +239,13 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
+        columns: Sequence[Column] | NotGiven = NOT_GIVEN,
+        policy: SamplingPolicy | Mapping[str, Any] | NotGiven = NOT_GIVEN,
         protocol: Protocol | NotGiven = NOT_GIVEN,
         context_length: int | NotGiven | None = NOT_GIVEN,
         stride: int | NotGiven | None = NOT_GIVEN,
@@ -257,6 +260,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a kept LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            precision: What softmax and columns are computed in, from the model's logits.
+                Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -265,11 +270,13 @@ class ClientMethods(Caller):
                 Default error.
             cache: Whether results of earlier equal work may be given again, and the results of
                 this request kept. They are the same numbers, bit for bit. Default True.
+            columns: Columns listed with `tokens`. Default ['logprob'].
+            policy: What the policy columns refer to.
             protocol: The window protocol. Default sliding.
             context_length: Tokens in a window; None: the model's own context length.
             stride: Tokens by which a sliding window moves; None: half of context_length.
             windows: List the score of every window. Default False.
-            tokens: List the log-probability of every token. Default False.
+            tokens: List the columns of every scored token. Default False.
             reference: A second resident model with the same vocabulary to compare with, as it
                 is: unsteered, with its own parameters.
         """
@@ -279,10 +286,13 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            precision=precision,
             model=model,
             bos=bos,
             on_overflow=on_overflow,
             cache=cache,
+            columns=columns,
+            policy=policy,
             protocol=protocol,
             context_length=context_length,
             stride=stride,
@@ -299,10 +309,13 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
+        columns: Sequence[Column] | NotGiven = NOT_GIVEN,
+        policy: SamplingPolicy | Mapping[str, Any] | NotGiven = NOT_GIVEN,
         protocol: Protocol | NotGiven = NOT_GIVEN,
         context_length: int | NotGiven | None = NOT_GIVEN,
         stride: int | NotGiven | None = NOT_GIVEN,
@@ -319,6 +332,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a kept LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            precision: What softmax and columns are computed in, from the model's logits.
+                Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -327,11 +342,13 @@ class ClientMethods(Caller):
                 Default error.
             cache: Whether results of earlier equal work may be given again, and the results of
                 this request kept. They are the same numbers, bit for bit. Default True.
+            columns: Columns listed with `tokens`. Default ['logprob'].
+            policy: What the policy columns refer to.
             protocol: The window protocol. Default sliding.
             context_length: Tokens in a window; None: the model's own context length.
             stride: Tokens by which a sliding window moves; None: half of context_length.
             windows: List the score of every window. Default False.
-            tokens: List the log-probability of every token. Default False.
+            tokens: List the columns of every scored token. Default False.
             reference: A second resident model with the same vocabulary to compare with, as it
                 is: unsteered, with its own parameters.
         """
@@ -341,10 +358,13 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            precision=precision,
             model=model,
             bos=bos,
             on_overflow=on_overflow,
             cache=cache,
+            columns=columns,
+            policy=policy,
             protocol=protocol,
             context_length=context_length,
             stride=stride,
@@ -357,6 +377,7 @@ class ClientMethods(Caller):
         self,
         source: Source,
         *,
+        precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
@@ -376,6 +397,8 @@ class ClientMethods(Caller):
 
         Args:
             source: A path, an open file, or an iterable of bytes or text.
+            precision: What softmax and columns are computed in, from the model's logits.
+                Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -394,6 +417,7 @@ class ClientMethods(Caller):
         return self._listen(
             "perplexity_stream",
             source=source,
+            precision=precision,
             model=model,
             bos=bos,
             on_overflow=on_overflow,
@@ -413,10 +437,13 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
+        bos: BosPolicy | NotGiven = NOT_GIVEN,
+        on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
+        cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
         messages: Sequence[Message | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
-        bos: BosPolicy | NotGiven = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
         n: int | NotGiven = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
@@ -427,9 +454,8 @@ class ClientMethods(Caller):
         stop: Sequence[str] | NotGiven = NOT_GIVEN,
         include_stop: bool | NotGiven = NOT_GIVEN,
         ignore_eos: bool | NotGiven = NOT_GIVEN,
+        columns: Sequence[Column] | NotGiven | None = NOT_GIVEN,
         diagnostics: bool | NotGiven = NOT_GIVEN,
-        columns: Sequence[Column] | NotGiven = NOT_GIVEN,
-        precision: Precision | NotGiven = NOT_GIVEN,
         window: int | NotGiven = NOT_GIVEN,
     ) -> GenerateAnswer:
         """Continue prompts; with `diagnostics`, return what the policy saw at every step.
@@ -441,11 +467,18 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a kept LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            precision: What softmax and columns are computed in, from the model's logits.
+                Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
-            prompt_ids: Prompts as token ids, in place of `prompts`.
-            messages: One conversation, through the chat template.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            on_overflow: What happens to a sequence longer than the model's context: an error,
+                or its leftmost context tokens are dropped and counted in `truncated_tokens`.
+                Default error.
+            cache: Whether results of earlier equal work may be given again, and the results of
+                this request kept. They are the same numbers, bit for bit. Default True.
+            prompt_ids: Prompts as token ids, in place of `prompts`.
+            messages: One conversation, through the chat template.
             max_tokens: Tokens at most of each completion. Default 64.
             n: Completions of each prompt. Default 1.
             temperature: 0: greedy. Default 1.0.
@@ -463,11 +496,10 @@ class ClientMethods(Caller):
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
             ignore_eos: Go on after the end of sequence. Default False.
-            diagnostics: Add columns and aggregates, under the request's own policy. Default
+            columns: Columns of each generated token, under the policy that drew it. They are
+                read in a second pass over what was generated. None: none.
+            diagnostics: Add aggregates of the columns, and all columns unless named. Default
                 False.
-            columns: Columns of the diagnostics; all of them unless given.
-            precision: What softmax and columns are computed in, from the model's logits.
-                Numbers of MessagePack answers are float32 all the same. Default float32.
             window: Tokens that `early` and `late` are means over. Default 16.
         """
         answer: GenerateAnswer = self._ask(
@@ -476,10 +508,13 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            precision=precision,
             model=model,
+            bos=bos,
+            on_overflow=on_overflow,
+            cache=cache,
             prompt_ids=prompt_ids,
             messages=messages,
-            bos=bos,
             max_tokens=max_tokens,
             n=n,
             temperature=temperature,
@@ -490,9 +525,8 @@ class ClientMethods(Caller):
             stop=stop,
             include_stop=include_stop,
             ignore_eos=ignore_eos,
-            diagnostics=diagnostics,
             columns=columns,
-            precision=precision,
+            diagnostics=diagnostics,
             window=window,
         )
         return answer
@@ -504,10 +538,13 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
+        bos: BosPolicy | NotGiven = NOT_GIVEN,
+        on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
+        cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
         messages: Sequence[Message | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
-        bos: BosPolicy | NotGiven = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
         n: int | NotGiven = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
@@ -518,9 +555,8 @@ class ClientMethods(Caller):
         stop: Sequence[str] | NotGiven = NOT_GIVEN,
         include_stop: bool | NotGiven = NOT_GIVEN,
         ignore_eos: bool | NotGiven = NOT_GIVEN,
+        columns: Sequence[Column] | NotGiven | None = NOT_GIVEN,
         diagnostics: bool | NotGiven = NOT_GIVEN,
-        columns: Sequence[Column] | NotGiven = NOT_GIVEN,
-        precision: Precision | NotGiven = NOT_GIVEN,
         window: int | NotGiven = NOT_GIVEN,
     ) -> Generator[GenerateEvent, None, None]:
         """Yield the events of `generate`: a start, pieces as they are generated, then the whole
@@ -534,11 +570,18 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a kept LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            precision: What softmax and columns are computed in, from the model's logits.
+                Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
-            prompt_ids: Prompts as token ids, in place of `prompts`.
-            messages: One conversation, through the chat template.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            on_overflow: What happens to a sequence longer than the model's context: an error,
+                or its leftmost context tokens are dropped and counted in `truncated_tokens`.
+                Default error.
+            cache: Whether results of earlier equal work may be given again, and the results of
+                this request kept. They are the same numbers, bit for bit. Default True.
+            prompt_ids: Prompts as token ids, in place of `prompts`.
+            messages: One conversation, through the chat template.
             max_tokens: Tokens at most of each completion. Default 64.
             n: Completions of each prompt. Default 1.
             temperature: 0: greedy. Default 1.0.
@@ -556,11 +599,10 @@ class ClientMethods(Caller):
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
             ignore_eos: Go on after the end of sequence. Default False.
-            diagnostics: Add columns and aggregates, under the request's own policy. Default
+            columns: Columns of each generated token, under the policy that drew it. They are
+                read in a second pass over what was generated. None: none.
+            diagnostics: Add aggregates of the columns, and all columns unless named. Default
                 False.
-            columns: Columns of the diagnostics; all of them unless given.
-            precision: What softmax and columns are computed in, from the model's logits.
-                Numbers of MessagePack answers are float32 all the same. Default float32.
             window: Tokens that `early` and `late` are means over. Default 16.
         """
         return self._listen(
@@ -569,10 +611,13 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            precision=precision,
             model=model,
+            bos=bos,
+            on_overflow=on_overflow,
+            cache=cache,
             prompt_ids=prompt_ids,
             messages=messages,
-            bos=bos,
             max_tokens=max_tokens,
             n=n,
             temperature=temperature,
@@ -583,9 +628,8 @@ class ClientMethods(Caller):
             stop=stop,
             include_stop=include_stop,
             ignore_eos=ignore_eos,
-            diagnostics=diagnostics,
             columns=columns,
-            precision=precision,
+            diagnostics=diagnostics,
             window=window,
         )
 
@@ -596,10 +640,13 @@ class ClientMethods(Caller):
         *,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
+        precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
+        bos: BosPolicy | NotGiven = NOT_GIVEN,
+        on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
+        cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
         messages: Sequence[Message | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
-        bos: BosPolicy | NotGiven = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
         n: int | NotGiven = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
@@ -610,6 +657,7 @@ class ClientMethods(Caller):
         stop: Sequence[str] | NotGiven = NOT_GIVEN,
         include_stop: bool | NotGiven = NOT_GIVEN,
         ignore_eos: bool | NotGiven = NOT_GIVEN,
+        columns: Sequence[Column] | NotGiven | None = NOT_GIVEN,
         baseline: bool | NotGiven = NOT_GIVEN,
     ) -> SteerAnswer:
         """Continue prompts under steering; return them with the receipt of what was done.
@@ -621,11 +669,18 @@ class ClientMethods(Caller):
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a kept LoRA adapter that is added to the parameters.
+            precision: What softmax and columns are computed in, from the model's logits.
+                Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
-            prompt_ids: Prompts as token ids, in place of `prompts`.
-            messages: One conversation, through the chat template.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            on_overflow: What happens to a sequence longer than the model's context: an error,
+                or its leftmost context tokens are dropped and counted in `truncated_tokens`.
+                Default error.
+            cache: Whether results of earlier equal work may be given again, and the results of
+                this request kept. They are the same numbers, bit for bit. Default True.
+            prompt_ids: Prompts as token ids, in place of `prompts`.
+            messages: One conversation, through the chat template.
             max_tokens: Tokens at most of each completion. Default 64.
             n: Completions of each prompt. Default 1.
             temperature: 0: greedy. Default 1.0.
@@ -643,6 +698,8 @@ class ClientMethods(Caller):
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
             ignore_eos: Go on after the end of sequence. Default False.
+            columns: Columns of each generated token, under the policy that drew it. They are
+                read in a second pass over what was generated. None: none.
             baseline: Also continue without steering, with the same seeds. Default False.
         """
         answer: SteerAnswer = self._ask(
@@ -651,10 +708,13 @@ class ClientMethods(Caller):
             steering=steering,
             override=override,
             adapter=adapter,
+            precision=precision,
             model=model,
+            bos=bos,
+            on_overflow=on_overflow,
+            cache=cache,
             prompt_ids=prompt_ids,
             messages=messages,
-            bos=bos,
             max_tokens=max_tokens,
             n=n,
             temperature=temperature,
@@ -665,6 +725,7 @@ class ClientMethods(Caller):
             stop=stop,
             include_stop=include_stop,
             ignore_eos=ignore_eos,
+            columns=columns,
             baseline=baseline,
         )
         return answer
@@ -676,10 +737,13 @@ class ClientMethods(Caller):
         *,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
+        precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
+        bos: BosPolicy | NotGiven = NOT_GIVEN,
+        on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
+        cache: bool | NotGiven = NOT_GIVEN,
         prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
         messages: Sequence[Message | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
-        bos: BosPolicy | NotGiven = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
         n: int | NotGiven = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
@@ -690,6 +754,7 @@ class ClientMethods(Caller):
         stop: Sequence[str] | NotGiven = NOT_GIVEN,
         include_stop: bool | NotGiven = NOT_GIVEN,
         ignore_eos: bool | NotGiven = NOT_GIVEN,
+        columns: Sequence[Column] | NotGiven | None = NOT_GIVEN,
         baseline: bool | NotGiven = NOT_GIVEN,
     ) -> Generator[SteerEvent, None, None]:
         """Yield the events of `steer`: a start, pieces as they are generated, then the whole
@@ -703,11 +768,18 @@ class ClientMethods(Caller):
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a kept LoRA adapter that is added to the parameters.
+            precision: What softmax and columns are computed in, from the model's logits.
+                Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
-            prompt_ids: Prompts as token ids, in place of `prompts`.
-            messages: One conversation, through the chat template.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            on_overflow: What happens to a sequence longer than the model's context: an error,
+                or its leftmost context tokens are dropped and counted in `truncated_tokens`.
+                Default error.
+            cache: Whether results of earlier equal work may be given again, and the results of
+                this request kept. They are the same numbers, bit for bit. Default True.
+            prompt_ids: Prompts as token ids, in place of `prompts`.
+            messages: One conversation, through the chat template.
             max_tokens: Tokens at most of each completion. Default 64.
             n: Completions of each prompt. Default 1.
             temperature: 0: greedy. Default 1.0.
@@ -725,6 +797,8 @@ class ClientMethods(Caller):
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
             ignore_eos: Go on after the end of sequence. Default False.
+            columns: Columns of each generated token, under the policy that drew it. They are
+                read in a second pass over what was generated. None: none.
             baseline: Also continue without steering, with the same seeds. Default False.
         """
         return self._listen(
@@ -733,10 +807,13 @@ class ClientMethods(Caller):
             steering=steering,
             override=override,
             adapter=adapter,
+            precision=precision,
             model=model,
+            bos=bos,
+            on_overflow=on_overflow,
+            cache=cache,
             prompt_ids=prompt_ids,
             messages=messages,
-            bos=bos,
             max_tokens=max_tokens,
             n=n,
             temperature=temperature,
@@ -747,6 +824,7 @@ class ClientMethods(Caller):
             stop=stop,
             include_stop=include_stop,
             ignore_eos=ignore_eos,
+            columns=columns,
             baseline=baseline,
         )
 
@@ -757,12 +835,15 @@ class ClientMethods(Caller):
         *,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
+        precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
+        bos: BosPolicy | NotGiven = NOT_GIVEN,
+        on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
+        cache: bool | NotGiven = NOT_GIVEN,
         items: Sequence[LogprobItem | Mapping[str, Any]] | NotGiven = NOT_GIVEN,
         texts: Sequence[str] | NotGiven = NOT_GIVEN,
         layers: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
-        bos: BosPolicy | NotGiven = NOT_GIVEN,
     ) -> SweepAnswer:
         """Score targets and texts at each scale of a steering object.
 
@@ -771,14 +852,21 @@ class ClientMethods(Caller):
             scales: Factors of the vectors' own scales; 0 is unsteered.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a kept LoRA adapter that is added to the parameters.
+            precision: What softmax and columns are computed in, from the model's logits.
+                Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
+            bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
+                never added twice. Default auto.
+            on_overflow: What happens to a sequence longer than the model's context: an error,
+                or its leftmost context tokens are dropped and counted in `truncated_tokens`.
+                Default error.
+            cache: Whether results of earlier equal work may be given again, and the results of
+                this request kept. They are the same numbers, bit for bit. Default True.
             items: Contexts and the targets scored after each.
             texts: Texts; one string is one text.
             layers: Sets of layers, each in place of the vectors' own; None: the vectors' own.
             boundary: `joint` encodes context + target together and cuts at the context's
                 length; `separate` encodes each alone. Ids are taken as they are. Default joint.
-            bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
-                never added twice. Default auto.
         """
         answer: SweepAnswer = self._ask(
             "sweep",
@@ -786,12 +874,15 @@ class ClientMethods(Caller):
             scales=scales,
             override=override,
             adapter=adapter,
+            precision=precision,
             model=model,
+            bos=bos,
+            on_overflow=on_overflow,
+            cache=cache,
             items=items,
             texts=texts,
             layers=layers,
             boundary=boundary,
-            bos=bos,
         )
         return answer
 
@@ -806,6 +897,7 @@ class ClientMethods(Caller):
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
+        cache: bool | NotGiven = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
     ) -> GradientAnswer:
         """Differentiate every target's log-probability.
@@ -826,6 +918,8 @@ class ClientMethods(Caller):
             on_overflow: What happens to a sequence longer than the model's context: an error,
                 or its leftmost context tokens are dropped and counted in `truncated_tokens`.
                 Default error.
+            cache: Whether results of earlier equal work may be given again, and the results of
+                this request kept. They are the same numbers, bit for bit. Default True.
             boundary: `joint` encodes context + target together and cuts at the context's
                 length; `separate` encodes each alone. Ids are taken as they are. Default joint.
         """
@@ -839,6 +933,7 @@ class ClientMethods(Caller):
             model=model,
             bos=bos,
             on_overflow=on_overflow,
+            cache=cache,
             boundary=boundary,
         )
         return answer
@@ -884,13 +979,13 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven = NOT_GIVEN,
         policy: SamplingPolicy | Mapping[str, Any] | NotGiven = NOT_GIVEN,
-        precision: Precision | NotGiven = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
         space: SpacePolicy | NotGiven = NOT_GIVEN,
         top: int | NotGiven = NOT_GIVEN,
@@ -904,6 +999,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a kept LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            precision: What softmax and columns are computed in, from the model's logits.
+                Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -914,8 +1011,6 @@ class ClientMethods(Caller):
                 this request kept. They are the same numbers, bit for bit. Default True.
             columns: Columns read from each scored row. Default ['logprob', 'rank'].
             policy: What the policy columns refer to.
-            precision: What softmax and columns are computed in, from the model's logits.
-                Numbers of MessagePack answers are float32 all the same. Default float32.
             boundary: `joint` encodes context + target together and cuts at the context's
                 length; `separate` encodes each alone. Ids are taken as they are. Default joint.
             space: `both` scores text targets with and without one leading space. Default
@@ -929,13 +1024,13 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            precision=precision,
             model=model,
             bos=bos,
             on_overflow=on_overflow,
             cache=cache,
             columns=columns,
             policy=policy,
-            precision=precision,
             boundary=boundary,
             space=space,
             top=top,
@@ -950,11 +1045,11 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
-        precision: Precision | NotGiven = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
     ) -> list[LogProb]:
         """Return one record per prompt and target, prompt by prompt, in the order given.
@@ -967,6 +1062,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a kept LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            precision: What softmax and columns are computed in, from the model's logits.
+                Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -975,8 +1072,6 @@ class ClientMethods(Caller):
                 Default error.
             cache: Whether results of earlier equal work may be given again, and the results of
                 this request kept. They are the same numbers, bit for bit. Default True.
-            precision: What softmax and columns are computed in, from the model's logits.
-                Numbers of MessagePack answers are float32 all the same. Default float32.
             boundary: `joint` encodes context + target together and cuts at the context's
                 length; `separate` encodes each alone. Ids are taken as they are. Default joint.
         """
@@ -986,11 +1081,11 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            precision=precision,
             model=model,
             bos=bos,
             on_overflow=on_overflow,
             cache=cache,
-            precision=precision,
             boundary=boundary,
         )
 
@@ -1007,8 +1102,11 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
+        cache: bool | NotGiven = NOT_GIVEN,
         max_tokens: int | NotGiven = NOT_GIVEN,
         n: int | NotGiven = NOT_GIVEN,
         temperature: float | NotGiven = NOT_GIVEN,
@@ -1019,9 +1117,8 @@ class ClientMethods(Caller):
         stop: Sequence[str] | NotGiven = NOT_GIVEN,
         include_stop: bool | NotGiven = NOT_GIVEN,
         ignore_eos: bool | NotGiven = NOT_GIVEN,
+        columns: Sequence[Column] | NotGiven | None = NOT_GIVEN,
         diagnostics: bool | NotGiven = NOT_GIVEN,
-        columns: Sequence[Column] | NotGiven = NOT_GIVEN,
-        precision: Precision | NotGiven = NOT_GIVEN,
         window: int | NotGiven = NOT_GIVEN,
     ) -> Samples:
         """Continue prompts drawn from a source, and give each continuation its reward.
@@ -1041,9 +1138,16 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a kept LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            precision: What softmax and columns are computed in, from the model's logits.
+                Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            on_overflow: What happens to a sequence longer than the model's context: an error,
+                or its leftmost context tokens are dropped and counted in `truncated_tokens`.
+                Default error.
+            cache: Whether results of earlier equal work may be given again, and the results of
+                this request kept. They are the same numbers, bit for bit. Default True.
             max_tokens: Tokens at most of each completion. Default 64.
             n: Completions of each prompt. Default 1.
             temperature: 0: greedy. Default 1.0.
@@ -1061,11 +1165,10 @@ class ClientMethods(Caller):
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
             ignore_eos: Go on after the end of sequence. Default False.
-            diagnostics: Add columns and aggregates, under the request's own policy. Default
+            columns: Columns of each generated token, under the policy that drew it. They are
+                read in a second pass over what was generated. None: none.
+            diagnostics: Add aggregates of the columns, and all columns unless named. Default
                 False.
-            columns: Columns of the diagnostics; all of them unless given.
-            precision: What softmax and columns are computed in, from the model's logits.
-                Numbers of MessagePack answers are float32 all the same. Default float32.
             window: Tokens that `early` and `late` are means over. Default 16.
         """
         return self._sample(
@@ -1079,8 +1182,11 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            precision=precision,
             model=model,
             bos=bos,
+            on_overflow=on_overflow,
+            cache=cache,
             max_tokens=max_tokens,
             n=n,
             temperature=temperature,
@@ -1091,9 +1197,8 @@ class ClientMethods(Caller):
             stop=stop,
             include_stop=include_stop,
             ignore_eos=ignore_eos,
-            diagnostics=diagnostics,
             columns=columns,
-            precision=precision,
+            diagnostics=diagnostics,
             window=window,
         )
 

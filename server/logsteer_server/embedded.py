@@ -32,7 +32,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from logsteer_server.contract.jobs import EngineSpec, GenerateJob, GenerateOutput, Policy
+from logsteer_server.contract.engine import EngineSpec
+from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, Policy
 from logsteer_server.engines.tlens.batch import Batch, Continuation
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.reading import pad_right

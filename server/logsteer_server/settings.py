@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from logsteer.schemas import EngineKind
-from logsteer_server.contract.jobs import EngineSpec
+from logsteer_server.contract.engine import EngineSpec
 
 
 class ConfigurationError(ValueError):

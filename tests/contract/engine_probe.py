@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import (
     CaptureJob,
     CaptureOutput,
-    EngineSpec,
     GenerateJob,
     GenerateOutput,
     Job,
@@ -22,7 +22,7 @@ from logsteer_server.contract.jobs import (
     ScoreJob,
     ScoreOutput,
 )
-from logsteer_server.contract.plan import Positions, Site, SteeringPlan, StreamOp
+from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
 from logsteer_server.engines.vllm.engine import VllmEngine
 
 GREEDY = Policy(temperature=0.0)
@@ -42,7 +42,7 @@ def make_plans(width: int) -> list[SteeringPlan]:
         SteeringPlan(
             (
                 Site(n % 5, "resid_post", draw(2.0)),
-                Site((n + 2) % 5, "resid_post", draw(1.0), (StreamOp(draw(1.0)),)),
+                Site((n + 2) % 5, "resid_post", draw(1.0), (ResidualOp(draw(1.0)),)),
             ),
             positions,
         )

@@ -9,14 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from logsteer_server.contract.jobs import (
-    Direction,
-    GradientJob,
-    GradientOutput,
-    JobFailure,
-    ScoreJob,
-)
-from logsteer_server.contract.plan import Positions, Site, SteeringPlan, StreamOp
+from logsteer_server.contract.jobs import GradientJob, GradientOutput, JobFailure, ScoreJob
+from logsteer_server.contract.parameters import Direction
+from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
 from tests.conftest import DEMO_MODEL
 from tests.contract.directions import (
     at,
@@ -146,9 +141,9 @@ def test_positions_choose_tokens_as_they_do_for_steering(engine: Any, kind: str)
 def steered_sites(name: str | None, width: int) -> tuple[Site, ...]:
     u, w = draw_vector(width, norm=1.0), draw_vector(width, seed=3, norm=1.0)
     ops = (
-        StreamOp(u, base=2.0, keep=0.0),
-        StreamOp(u, per_norm=0.3, per_component=1.0),
-        StreamOp(w, degrees=20.0),
+        ResidualOp(u, base=2.0, keep=0.0),
+        ResidualOp(u, per_norm=0.3, per_component=1.0),
+        ResidualOp(w, degrees=20.0),
     )
     return {
         None: (),

@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 from logsteer_server.contract.jobs import (
     CheckOverrideJob,
     CheckOverrideOutput,
-    Direction,
     GenerateJob,
     JobFailure,
     Policy,
     ScoreJob,
 )
+from logsteer_server.contract.parameters import Direction
 from logsteer_server.contract.plan import Site, SteeringPlan
 from tests.conftest import DEMO_MODEL
 from tests.contract.directions import (
@@ -220,7 +220,7 @@ def test_a_direction_that_does_not_fit_is_refused(engine: Any, name: str, tmp_pa
     shapes, reason = BAD[name]
     file = write_direction(tmp_path, {key: torch.ones(size) for key, size in shapes.items()})
     ids = draw_ids(np.random.default_rng(9), 5)
-    for job in (CheckOverrideJob(shapes), whole(ids, override=at(file, 1.0))):
+    for job in (CheckOverrideJob(shapes=shapes), whole(ids, override=at(file, 1.0))):
         failure = run(engine, job)[0]
         assert isinstance(failure, JobFailure)
         assert failure.code == "invalid_vector"
@@ -228,7 +228,7 @@ def test_a_direction_that_does_not_fit_is_refused(engine: Any, name: str, tmp_pa
 
 
 def test_what_a_direction_moves_is_counted(engine: Any) -> None:
-    output = run(engine, CheckOverrideJob({"model.norm.weight": (128,)}))[0]
+    output = run(engine, CheckOverrideJob(shapes={"model.norm.weight": (128,)}))[0]
     total = sum(parameter.numel() for parameter in load_model(DEMO_MODEL).parameters())
     assert output == CheckOverrideOutput(128, total)
 

@@ -7,7 +7,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
 
-from logsteer_server.contract.jobs import CaptureJob, GenerateJob, GenerateOutput, JobResult, Policy
+from logsteer_server.contract.jobs import (
+    CaptureJob,
+    GenerateJob,
+    GenerateOutput,
+    JobResult,
+    Policy,
+)
 from tests.contract.directions import read_logprobs
 from tests.contract.tlens_cases import (
     BATCH,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from logsteer_server.contract.jobs import GenerateJob, JobFailure, ScoreJob
-from logsteer_server.contract.plan import Positions, Site, SteeringPlan, StreamOp
+from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
 from tests.conftest import DEMO_MODEL
 from tests.contract.directions import read_logprobs
 from tests.contract.tlens_cases import (
@@ -88,26 +88,26 @@ def along(x: Tensor) -> Tensor:
     return (x @ UNIT)[..., None]
 
 
-OPS: dict[str, tuple[np.ndarray | None, tuple[StreamOp, ...], Callable[[Tensor], Tensor]]] = {
+OPS: dict[str, tuple[np.ndarray | None, tuple[ResidualOp, ...], Callable[[Tensor], Tensor]]] = {
     "add": (4 * U, (), lambda x: x + 4 * UNIT),
-    "ablate": (None, (StreamOp(U),), lambda x: x - along(x) * UNIT),
-    "project": (None, (StreamOp(U, base=3.0),), lambda x: x + (3 - along(x)) * UNIT),
+    "ablate": (None, (ResidualOp(U),), lambda x: x - along(x) * UNIT),
+    "project": (None, (ResidualOp(U, base=3.0),), lambda x: x + (3 - along(x)) * UNIT),
     "clamp": (
         None,
-        (StreamOp(U, per_component=1.0, low=-0.5, high=0.25),),
+        (ResidualOp(U, per_component=1.0, low=-0.5, high=0.25),),
         lambda x: x + (along(x).clamp(-0.5, 0.25) - along(x)) * UNIT,
     ),
     "replace": (
-        None, (StreamOp(U, base=6.0, keep=0.0),), lambda x: (6 * UNIT).expand_as(x),
+        None, (ResidualOp(U, base=6.0, keep=0.0),), lambda x: (6 * UNIT).expand_as(x),
     ),
-    "rotate": (None, (StreamOp(U, degrees=25.0),), lambda x: turn(x, 25.0)),
+    "rotate": (None, (ResidualOp(U, degrees=25.0),), lambda x: turn(x, 25.0)),
     "residual norm": (
         None,
-        (StreamOp(U, per_norm=0.4, per_component=1.0),),
+        (ResidualOp(U, per_norm=0.4, per_component=1.0),),
         lambda x: x + 0.4 * x.norm(dim=-1, keepdim=True) * UNIT,
     ),
     "add, then ablate": (
-        draw_vector(seed=9), (StreamOp(U),),
+        draw_vector(seed=9), (ResidualOp(U),),
         lambda x: (y := x + torch.from_numpy(draw_vector(seed=9))) - along(y) * UNIT,
     ),
 }  # fmt: skip

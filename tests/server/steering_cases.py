@@ -1,7 +1,7 @@
 """A small model's description and a source without vectors, for tests of steering."""
 
 from logsteer.errors import api_error
-from logsteer_server.contract.jobs import EngineInfo
+from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.stores.vectors import StoredVectors
 
 INFO = EngineInfo(

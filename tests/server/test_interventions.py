@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from logsteer.schemas import Steering
-from logsteer_server.contract.plan import StreamOp
+from logsteer_server.contract.plan import ResidualOp
 from logsteer_server.interventions.steering import resolve_steering
 from logsteer_server.numerics.residual_ops import change_stream, pack_ops
 from tests.server.steering_cases import INFO, NoVectors
@@ -100,13 +100,13 @@ def test_twice_v_is_once_2v() -> None:
 
 def test_a_stream_along_the_vector_is_not_turned() -> None:
     u_D = torch.tensor(U, dtype=torch.float32)
-    op = StreamOp(U.astype(np.float32), per_component=1.0, degrees=-30.0)
+    op = ResidualOp(U.astype(np.float32), per_component=1.0, degrees=-30.0)
     directions_KD, numbers_KP = pack_ops([op], 1, WIDTH)
     change_TD = change_stream(3 * u_D[None], directions_KD[None], numbers_KP[None])
     assert change_TD.abs().max() < 1e-5
 
 
 def test_more_operations_than_places_are_refused() -> None:
-    op = StreamOp(U.astype(np.float32))
+    op = ResidualOp(U.astype(np.float32))
     with pytest.raises(ValueError, match="2 operations do not fit into 1"):
         pack_ops([op, op], 1, WIDTH)

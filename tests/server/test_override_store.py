@@ -17,8 +17,10 @@ from safetensors.numpy import save
 
 from logsteer.errors import APIError, NotFoundError, PayloadTooLargeError
 from logsteer.schemas import OverrideCard, ParameterOverride
-from logsteer_server.contract.jobs import Direction, EngineInfo, Override, ScoreJob
-from logsteer_server.interventions.changes import Changes
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import ScoreJob
+from logsteer_server.contract.parameters import Direction, Override
+from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.interventions.overrides import resolve_override
 from logsteer_server.settings import ConfigurationError, ModelSettings, Settings
 from logsteer_server.stores.files import OVERRIDES, FileStore
@@ -237,21 +239,21 @@ def test_a_file_that_is_no_direction_is_refused(name: str, file: Path) -> None:
 
 def test_an_override_is_resolved_and_told(store: FileStore[OverrideCard]) -> None:
     card = put(store, "step", make(1))
-    info: EngineInfo = replace(INFO, features=("override",))
+    lacking: EngineInfo = replace(INFO, lacks={"override": "use transformer_lens"})
     given = ParameterOverride(name="step", eta=-1e-3)
-    found = resolve_override(given, store, info)
+    found = resolve_override(given, store, INFO)
     assert found is not None
     assert found.used == {"name": "step", "sha256": card.sha256, "eta": -1e-3}
     assert found.override == Override(Direction(store.find("step").path, card.sha256), -1e-3)
     job = ScoreJob(np.array([1], np.int32), np.array([2], np.int32))
-    assert Changes(override=found).apply([job]) == [replace(job, override=found.override)]
-    assert Changes().apply([job])[0] is job
+    assert Interventions(override=found).apply([job]) == [replace(job, override=found.override)]
+    assert Interventions().apply([job])[0] is job
     assert resolve_override(None, store, INFO) is None
     with pytest.raises(APIError, match="transformer_lens") as caught:
-        resolve_override(given, store, INFO)
+        resolve_override(given, store, lacking)
     assert caught.value.code == "unsupported_by_engine"
     with pytest.raises(NotFoundError, match="'other'"):
-        resolve_override(ParameterOverride(name="other", eta=0.0), store, info)
+        resolve_override(ParameterOverride(name="other", eta=0.0), store, INFO)
 
 
 def test_where_overrides_lie(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from logsteer_server.numerics.rows import (
     NEUTRAL,
     PUBLIC_COLUMNS,
     Exchange,
-    Reading,
     ReferenceFile,
     Rows,
+    RowSpec,
     read_hidden,
     split_chunks,
     unpack,
@@ -121,7 +121,7 @@ def test_a_greedy_policy_is_certain() -> None:
 
 def test_reading_in_float64_comes_back_in_float64() -> None:
     hidden_RV, targets_R = make_rows(5)
-    reading = Reading(("logprob", "rb_entropy"), top=2, double=True)
+    reading = RowSpec(("logprob", "rb_entropy"), top=2, double=True)
     values_RW = read_hidden(hidden_RV, targets_R, lambda hidden: hidden, V, reading, 2**20)
     expected = reference_columns(hidden_RV, targets_R)
     assert values_RW.dtype == torch.float64
@@ -157,7 +157,7 @@ def test_chunks_cover_every_row_once_within_the_bound(count: int, row: int, limi
     assert all((part.stop - part.start) * row <= max(limit, row) for part in parts)
 
 
-def read(reading: Reading, chunk_bytes: int, exchange: Exchange | None = None) -> torch.Tensor:
+def read(reading: RowSpec, chunk_bytes: int, exchange: Exchange | None = None) -> torch.Tensor:
     generator = torch.Generator().manual_seed(2)
     hidden_RD = torch.randn(R, D, generator=generator)
     head_VD = torch.randn(V, D, generator=generator)
@@ -174,7 +174,7 @@ def read(reading: Reading, chunk_bytes: int, exchange: Exchange | None = None) -
 
 
 def test_chunking_changes_nothing_and_unpacking_names_the_parts() -> None:
-    reading = Reading(("logprob", "rank", "entropy"), top=4)
+    reading = RowSpec(("logprob", "rank", "entropy"), top=4)
     whole, parts = read(reading, 10**9), read(reading, 3 * 16 * V)
     assert torch.allclose(whole, parts, atol=1e-6)
     values = unpack(whole.numpy(), reading)
@@ -190,8 +190,8 @@ def test_models_are_compared_through_a_file(tmp_path: Path) -> None:
     path = tmp_path / "reference"
     path.write_bytes(bytes(4 * R * V))
     file = ReferenceFile(str(path), R, V)
-    read(Reading(), 5 * 16 * V, Exchange(export=file))
-    same = read(Reading(("kl", "top1_agrees")), 7 * 16 * V, Exchange(reference=file))
+    read(RowSpec(), 5 * 16 * V, Exchange(export=file))
+    same = read(RowSpec(("kl", "top1_agrees")), 7 * 16 * V, Exchange(reference=file))
     assert same[:, 0].abs().max() < 1e-5
     assert (same[:, 1] == 1).all()
     logits_RV, targets_R = make_rows(3)
@@ -204,4 +204,4 @@ def test_models_are_compared_through_a_file(tmp_path: Path) -> None:
 
 def test_a_comparison_without_a_reference_is_an_error() -> None:
     with pytest.raises(ValueError, match="another model"):
-        read(Reading(("kl",)), 10**9)
+        read(RowSpec(("kl",)), 10**9)

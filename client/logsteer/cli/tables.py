@@ -14,6 +14,8 @@ from rich.text import Text
 from logsteer.extras.labels import SweepLabels, label_layers
 from logsteer.schemas import (
     AdapterCard,
+    AppliedInterventions,
+    AppliedParameters,
     Completion,
     ItemScore,
     ModelList,
@@ -24,8 +26,6 @@ from logsteer.schemas import (
     SweepPoint,
     TargetScore,
     TopAlternatives,
-    UsedChanges,
-    UsedParameters,
     VectorCard,
 )
 from logsteer.schemas.logprob import ScoredTarget
@@ -161,11 +161,11 @@ def sum_up_completion(completion: Completion) -> str:
     )
 
 
-def draw_changes(answer: UsedParameters) -> Iterator[Table | Text]:
+def draw_changes(answer: AppliedParameters) -> Iterator[Table | Text]:
     """Draw what an answer was computed under, where that is not the model as it is."""
     if answer.adapter is not None:
         yield Text(f"under adapter {answer.adapter.name} ({answer.adapter.sha256[:12]})")
-    if isinstance(answer, UsedChanges) and answer.steering is not None:
+    if isinstance(answer, AppliedInterventions) and answer.steering is not None:
         yield from _draw_receipt(answer.steering)
 
 

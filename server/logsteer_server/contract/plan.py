@@ -72,7 +72,7 @@ class Positions:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StreamOp:
+class ResidualOp:
     """A change that depends on the activation x: with c = x . u, u = `direction` of norm 1,
 
         c' = clip(base + per_norm |x| + per_component c, low, high)
@@ -106,7 +106,7 @@ class Site:
     layer: int
     hook: str
     offset: Vector | None
-    ops: tuple[StreamOp, ...] = ()
+    ops: tuple[ResidualOp, ...] = ()
 
     @property
     def name(self) -> str:

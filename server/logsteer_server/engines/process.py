@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
 
-from logsteer_server.contract.jobs import Engine, EngineInfo, EngineSpec, Job, JobResult, is_last
+from logsteer_server.contract.engine import Engine, EngineInfo, EngineSpec
+from logsteer_server.contract.jobs import Job, JobResult
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +146,6 @@ class EngineLoop:
         if ended:
             results = [(i, result, self._taken_at[i]) for i, result in ended]
             for job_id, result in ended:
-                if is_last(result):
+                if result.is_last:
                     del self._taken_at[job_id]
             self._connection.send(Finished(results))

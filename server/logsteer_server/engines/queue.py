@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from logsteer_server.contract.jobs import Job, count_positions
+from logsteer_server.contract.jobs import Job
 
 
 @dataclass(eq=False)
@@ -47,15 +47,15 @@ class FairQueue:
             call = self._waiting.popleft()
             job_id = call.unsent.popleft()
             job = call.job(job_id)
-            self._sent_tokens[job_id] = count_positions(job)
-            self._tokens_in_engine += count_positions(job)
+            self._sent_tokens[job_id] = job.num_positions
+            self._tokens_in_engine += job.num_positions
             taken.append((job_id, job))
             if call.unsent:
                 self._waiting.append(call)
         return taken
 
     def _has_room(self, call: Call) -> bool:
-        size = count_positions(call.job(call.unsent[0]))
+        size = call.job(call.unsent[0]).num_positions
         return not self._sent_tokens or self._tokens_in_engine + size <= self._max_tokens
 
     def finish(self, job_id: int) -> None:

@@ -12,14 +12,12 @@ from dataclasses import dataclass, field
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import ModelState
+from logsteer_server.contract.engine import EngineInfo, EngineSpec
 from logsteer_server.contract.jobs import (
-    EngineInfo,
-    EngineSpec,
     Job,
     JobFailure,
-    JobOutput,
     JobResult,
-    is_last,
+    Output,
 )
 from logsteer_server.engines.process import (
     Add,
@@ -46,7 +44,7 @@ class JobEnd:
     """A result of one job of a call: its index, the output, and when the engine took the job."""
 
     index: int
-    output: JobOutput
+    output: Output
     taken_at: float
 
 
@@ -211,7 +209,7 @@ class EngineHandle:
                 results = await waiter.results.get()
                 if isinstance(results, APIError):
                     raise results
-                missing -= sum(is_last(result) for _, result, _ in results)
+                missing -= sum(result.is_last for _, result, _ in results)
                 for job_id, result, taken_at in results:
                     if isinstance(result, JobFailure):
                         raise api_error(result.code, result.detail)
@@ -261,7 +259,7 @@ class EngineHandle:
     def _deliver(self, results: Iterable[tuple[int, JobResult, float]]) -> None:
         by_waiter: dict[_Waiter, list[tuple[int, JobResult, float]]] = {}
         for result in results:
-            last = is_last(result[1])
+            last = result[1].is_last
             if last:
                 self._queue.finish(result[0])
             find = self._waiters.pop if last else self._waiters.get

@@ -3,21 +3,17 @@
 import asyncio
 import hmac
 import json
-import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Annotated, Any, TypeVar
 
 import orjson
 from fastapi import Depends, Request, Response
-from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
-from starlette.requests import ClientDisconnect
 
 from logsteer.errors import api_error
 from logsteer.schemas import AdapterCard, Answer, OverrideCard
-from logsteer_server.http.encoding import choose_encoding, encode
-from logsteer_server.interventions.changes import Stores
-from logsteer_server.models.resident import Residents
+from logsteer_server.interventions.interventions import Stores
+from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.stores.files import FileStore
 from logsteer_server.stores.vectors import VectorStore
@@ -74,10 +70,10 @@ def get_settings(request: Request) -> Settings:
     return settings
 
 
-def get_residents(request: Request) -> Residents:
+def get_models(request: Request) -> ModelRegistry:
     """The resident models."""
-    residents: Residents = request.app.state.residents
-    return residents
+    models: ModelRegistry = request.app.state.models
+    return models
 
 
 def get_vectors(request: Request) -> VectorStore:
@@ -122,46 +118,12 @@ def check_key(request: Request, settings: Annotated[Settings, Depends(get_settin
 
 
 SettingsDep = Annotated[Settings, Depends(get_settings)]
-ResidentsDep = Annotated[Residents, Depends(get_residents)]
+ModelsDep = Annotated[ModelRegistry, Depends(get_models)]
 VectorsDep = Annotated[VectorStore, Depends(get_vectors)]
 OverridesDep = Annotated[FileStore[OverrideCard], Depends(get_overrides)]
 AdaptersDep = Annotated[FileStore[AdapterCard], Depends(get_adapters)]
 StoresDep = Annotated[Stores, Depends(get_stores)]
 FileReadersDep = Annotated[asyncio.Semaphore, Depends(get_file_readers)]
-
-
-def new_id(kind: str) -> str:
-    """A fresh id for an answer, such as `logprob-3f2a…`."""
-    return f"{kind}-{uuid.uuid4().hex[:24]}"
-
-
-async def run_within(request: Request, timeout_s: float, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns; it is cancelled when time runs out or the caller hangs up.
-
-    Errors: APIError `deadline_exceeded`; ClientDisconnect.
-    """
-    task = asyncio.create_task(work)
-    gone = asyncio.create_task(_wait_for_disconnect(request))
-    try:
-        await asyncio.wait({task, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        if gone.done():
-            raise ClientDisconnect
-        detail = (
-            f"The work was not done within {timeout_s:g} s and was cancelled: send less at once, "
-            "or raise request_timeout_s."
-        )
-        raise api_error("deadline_exceeded", detail)
-    finally:
-        for pending in (task, gone):
-            pending.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _wait_for_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def read_upload(request: Request, limit: int, setting: str) -> AsyncIterator[bytes]:
@@ -184,45 +146,6 @@ async def read_upload(request: Request, limit: int, setting: str) -> AsyncIterat
         raise api_error("payload_too_large", detail)
 
 
-def check_count(name: str, count: int, limit: int) -> None:
-    """Errors: APIError `payload_too_large` for more entries than the limit."""
-    if count > limit:
-        detail = f"{name} has {count} entries, at most {limit} are taken: split the request."
-        raise api_error("payload_too_large", detail, param=name)
-
-
-def answer(request: Request, document: dict[str, Any]) -> Response:
-    """The document in the encoding that the caller accepts."""
-    media_type = choose_encoding(request.headers.get("accept", ""))
-    return Response(encode(document, media_type), media_type=media_type)
-
-
-def stream_events(events: AsyncIterator[bytes]) -> StreamingResponse:
-    """An answer of server-sent events, kept from being buffered or cached on its way."""
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
-
-
 def describe_answer(model: type[Answer]) -> dict[int | str, dict[str, Any]]:
     """The `responses` of a route, for the OpenAPI document."""
     return {200: {"model": model, "content": {"application/msgpack": {}}}}
-
-
-__all__ = [
-    "AdaptersDep",
-    "FileReadersDep",
-    "LimitedRoute",
-    "OverridesDep",
-    "ResidentsDep",
-    "SettingsDep",
-    "StoresDep",
-    "VectorsDep",
-    "answer",
-    "check_count",
-    "check_key",
-    "describe_answer",
-    "new_id",
-    "read_upload",
-    "run_within",
-    "stream_events",
-]

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from logsteer_server.contract.jobs import Adapter, EngineInfo
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.parameters import Adapter
 from logsteer_server.interventions.features import check_feature
 from logsteer_server.stores.files import FileSource
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from logsteer.schemas import ParameterOverride
-from logsteer_server.contract.jobs import Direction, EngineInfo, Override
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.parameters import Direction, Override
 from logsteer_server.interventions.features import check_feature
 from logsteer_server.stores.files import FileSource
 

@@ -10,8 +10,9 @@ import numpy as np
 
 from logsteer.errors import api_error
 from logsteer.schemas import Steering, SteeringVector
-from logsteer_server.contract.jobs import EngineInfo
-from logsteer_server.contract.plan import Positions, Site, SteeringPlan, StreamOp, Vector
+from logsteer.schemas.steering import PositionName, SlicePositions
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan, Vector
 from logsteer_server.stores.layer_vectors import RESID_POST, LayerVectors, invalid_vector
 from logsteer_server.stores.vectors import StoredVectors
 
@@ -56,13 +57,16 @@ def resolve_steering(
             place = _check_place(layer, hook, vector_D, info)
             sites.setdefault(place, _SiteDraft()).take(use, vector_D, layer)
     finished = [draft.finish(*place) for place, draft in sorted(sites.items())]
-    return ResolvedSteering(SteeringPlan(tuple(finished), _place(steering)), used)
+    return ResolvedSteering(
+        SteeringPlan(tuple(finished), place_positions(steering.positions)), used
+    )
 
 
-def _place(steering: Steering) -> Positions:
-    if isinstance(steering.positions, str):
-        return Positions(steering.positions)
-    return Positions("slices", tuple(steering.positions.slices))
+def place_positions(given: PositionName | SlicePositions) -> Positions:
+    """Return the positions that a request names."""
+    if isinstance(given, str):
+        return Positions(given)
+    return Positions("slices", tuple(given.slices))
 
 
 def _fetch(use: SteeringVector, source: VectorSource) -> StoredVectors:
@@ -123,7 +127,7 @@ class _SiteDraft:
 
     def __init__(self) -> None:
         self._offset: np.ndarray | None = None
-        self._ops: list[StreamOp] = []
+        self._ops: list[ResidualOp] = []
 
     def take(self, use: SteeringVector, vector_D: Vector, layer: int) -> None:
         """Put one vector behind the others. Plain additions in front cost nothing each."""
@@ -139,7 +143,7 @@ class _SiteDraft:
         if use.op == "rotate" and abs(use.scale) > 180:
             raise invalid_vector(f"it turns by {use.scale} degrees, at most 180 are possible.")
         direction = vector_D / np.float32(norm) if norm else vector_D
-        self._ops.append(StreamOp(direction, **_describe_op(use, norm)))
+        self._ops.append(ResidualOp(direction, **_describe_op(use, norm)))
 
     def finish(self, layer: int, hook: str) -> Site:
         """The site. Errors: APIError where the sum of its vectors is beyond float32."""
@@ -153,7 +157,7 @@ class _SiteDraft:
 
 
 def _describe_op(use: SteeringVector, norm: float) -> dict[str, float]:
-    """The fields of `StreamOp` for an operation with a vector of this norm."""
+    """The fields of `ResidualOp` for an operation with a vector of this norm."""
     scale = use.scale
     amount = {
         "raw": {"base": scale * norm},

@@ -9,13 +9,13 @@ from math import inf
 import torch
 from torch import Tensor
 
-from logsteer_server.contract.plan import StreamOp
+from logsteer_server.contract.plan import ResidualOp
 
 UNCHANGED = (0.0, 0.0, 1.0, -inf, inf, 1.0, 0.0)
-"""The `numbers` of a `StreamOp` that changes nothing, in their order."""
+"""The `numbers` of a `ResidualOp` that changes nothing, in their order."""
 
 
-def pack_ops(ops: Sequence[StreamOp], depth: int, width: int) -> tuple[Tensor, Tensor]:
+def pack_ops(ops: Sequence[ResidualOp], depth: int, width: int) -> tuple[Tensor, Tensor]:
     """Directions [K, D] and numbers [K, P] of a site's operations, float32, K = `depth`.
 
     Places behind the last operation change nothing. Errors: ValueError for more than `depth`.
@@ -36,9 +36,9 @@ def change_stream(stream_TD: Tensor, directions_TKD: Tensor, numbers_TKP: Tensor
     Args:
         stream_TD: activations, float32.
         directions_TKD: unit vectors, or zeros for a place without an operation.
-        numbers_TKP: `StreamOp.numbers` of each operation.
+        numbers_TKP: `ResidualOp.numbers` of each operation.
 
-    The formula is `logsteer_server.contract.plan.StreamOp`'s.
+    The formula is `logsteer_server.contract.plan.ResidualOp`'s.
 
     """
     changed_TD = stream_TD

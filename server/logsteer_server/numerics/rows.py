@@ -218,7 +218,7 @@ BYTES_PER_SHAPED_LOGIT = 72
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class RowSpec:
     """What is read from each row: columns by name, and K most probable alternatives."""
 
     columns: tuple[str, ...] = ("logprob",)
@@ -228,7 +228,7 @@ class Reading:
     double: bool = False
 
     @classmethod
-    def of(cls, job: ScoreJob, eos_ids: tuple[int, ...]) -> "Reading":
+    def of(cls, job: ScoreJob, eos_ids: tuple[int, ...]) -> "RowSpec":
         """What a job wants read, on a model whose sequences end with these tokens."""
         return cls(job.columns, job.top, job.policy, eos_ids, job.double)
 
@@ -250,7 +250,7 @@ class Reading:
         return 2 * size if self.double else size
 
 
-def read_rows(rows: Rows, reading: Reading) -> Tensor:
+def read_rows(rows: Rows, reading: RowSpec) -> Tensor:
     """The reading of each row [R, width]: columns, then K ids, then K log-probabilities.
 
     Errors: ValueError where the vocabulary is too large for ids to be exact in float32.
@@ -303,7 +303,7 @@ def read_hidden(
     targets_R: Tensor,
     project: Callable[[Tensor], Tensor],
     vocab_size: int,
-    reading: Reading,
+    reading: RowSpec,
     chunk_bytes: int,
     exchange: Exchange | None = None,
 ) -> Tensor:
@@ -344,7 +344,7 @@ class RowValues:
     top_logprobs: np.ndarray | None
 
 
-def unpack(values_RW: np.ndarray, reading: Reading) -> RowValues:
+def unpack(values_RW: np.ndarray, reading: RowSpec) -> RowValues:
     """The columns and alternatives that `read_rows` put side by side; ranks and ids as int32."""
     names: Sequence[str] = reading.columns
     columns = {

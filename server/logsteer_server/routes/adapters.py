@@ -11,19 +11,19 @@ from starlette.exceptions import HTTPException
 from logsteer.errors import api_error
 from logsteer.schemas import AdapterCard, AdapterList, DeletedAdapter
 from logsteer.schemas.steering import VectorName
-from logsteer_server.contract.jobs import Adapter, CheckAdapterJob
+from logsteer_server.contract.jobs import CheckAdapterJob
+from logsteer_server.contract.parameters import Adapter
 from logsteer_server.http.dependencies import (
     AdaptersDep,
     FileReadersDep,
     LimitedRoute,
-    ResidentsDep,
+    ModelsDep,
     SettingsDep,
-    answer,
     read_upload,
-    run_within,
 )
+from logsteer_server.http.respond import answer, run_within
 from logsteer_server.interventions.features import check_feature
-from logsteer_server.models.resident import Resident
+from logsteer_server.models.model import ResidentModel
 from logsteer_server.routes.kept import answer_card, answer_cards, answer_deleted
 from logsteer_server.stores.adapters import join_files, read_adapter
 from logsteer_server.stores.files import FileStore, IncomingFile, stamp
@@ -71,14 +71,14 @@ async def show_adapter(name: VectorName, request: Request, store: AdaptersDep) -
 async def upload_adapter(
     name: VectorName,
     request: Request,
-    residents: ResidentsDep,
+    models: ModelsDep,
     settings: SettingsDep,
     store: AdaptersDep,
     readers: FileReadersDep,
     model: Annotated[str | None, Query(description="Whose adapter; null: the only one.")] = None,
 ) -> Response:
     """Load the adapter and keep it under this name, whatever the name stood for before."""
-    resident = residents.find(model)
+    resident = models.find(model)
     _, info = resident.require()
     check_feature("adapter", info, "model")
     form = await _read_form(request, settings.max_adapter_bytes)
@@ -128,14 +128,14 @@ class _LimitedForm(Request):
 async def _keep(
     name: str,
     incoming: IncomingFile,
-    resident: Resident,
+    resident: ResidentModel,
     store: FileStore[AdapterCard],
     readers: asyncio.Semaphore,
 ) -> AdapterCard:
     async with readers:
         sha256 = await asyncio.to_thread(incoming.finish)
         content = await asyncio.to_thread(read_adapter, incoming.path)
-    await resident.check_adapter(CheckAdapterJob(Adapter(str(incoming.path.resolve()), sha256)))
+    await resident.check(CheckAdapterJob(adapter=Adapter(str(incoming.path.resolve()), sha256)))
     card = AdapterCard(
         name=name,
         sha256=sha256,

@@ -4,7 +4,7 @@ import asyncio
 
 from fastapi import Request, Response
 
-from logsteer_server.http.dependencies import answer
+from logsteer_server.http.respond import answer
 from logsteer_server.stores.files import C, FileStore
 
 

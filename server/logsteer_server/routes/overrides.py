@@ -7,19 +7,18 @@ from fastapi import APIRouter, Query, Request, Response
 
 from logsteer.schemas import DeletedOverride, OverrideCard, OverrideList
 from logsteer.schemas.steering import VectorName
-from logsteer_server.contract.jobs import CheckOverrideJob
+from logsteer_server.contract.jobs import CheckOverrideJob, CheckOverrideOutput
 from logsteer_server.http.dependencies import (
     FileReadersDep,
     LimitedRoute,
+    ModelsDep,
     OverridesDep,
-    ResidentsDep,
     SettingsDep,
-    answer,
     read_upload,
-    run_within,
 )
+from logsteer_server.http.respond import answer, run_within
 from logsteer_server.interventions.features import check_feature
-from logsteer_server.models.resident import Resident
+from logsteer_server.models.model import ResidentModel
 from logsteer_server.routes.kept import answer_card, answer_cards, answer_deleted
 from logsteer_server.stores.files import FileStore, IncomingFile, stamp
 from logsteer_server.stores.overrides import invalid_direction, read_direction
@@ -59,14 +58,14 @@ async def show_override(name: VectorName, request: Request, store: OverridesDep)
 async def upload_override(
     name: VectorName,
     request: Request,
-    residents: ResidentsDep,
+    models: ModelsDep,
     settings: SettingsDep,
     store: OverridesDep,
     readers: FileReadersDep,
     model: Annotated[str | None, Query(description="Whose parameters; null: the only one.")] = None,
 ) -> Response:
     """Keep the direction in the file under this name, whatever the name stood for before."""
-    resident = residents.find(model)
+    resident = models.find(model)
     _, info = resident.require()
     check_feature("override", info, "model")
     incoming = await asyncio.to_thread(store.receive)
@@ -94,14 +93,15 @@ async def _receive(request: Request, incoming: IncomingFile, limit: int) -> None
 async def _keep(
     name: str,
     incoming: IncomingFile,
-    resident: Resident,
+    resident: ResidentModel,
     store: FileStore[OverrideCard],
     readers: asyncio.Semaphore,
 ) -> OverrideCard:
     async with readers:
         sha256 = await asyncio.to_thread(incoming.finish)
         content = await asyncio.to_thread(read_direction, incoming.path)
-    fit = await resident.check_override(CheckOverrideJob(content.shapes))
+    fit = await resident.check(CheckOverrideJob(shapes=content.shapes))
+    assert isinstance(fit, CheckOverrideOutput)
     card = OverrideCard(
         name=name,
         sha256=sha256,

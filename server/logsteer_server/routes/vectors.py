@@ -1,7 +1,7 @@
 """`/vectors`: the steering vectors that are kept, uploaded, downloaded, trained and combined."""
 
 import asyncio
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
@@ -21,22 +21,18 @@ from logsteer.schemas.steering import VectorName
 from logsteer_server.http.dependencies import (
     FileReadersDep,
     LimitedRoute,
-    ResidentsDep,
+    ModelsDep,
     SettingsDep,
     VectorsDep,
-    answer,
-    check_count,
     describe_answer,
-    new_id,
     read_upload,
-    run_within,
 )
-from logsteer_server.models.resident import Resident, WorkClock, collect
+from logsteer_server.http.respond import answer, respond, run_within
 from logsteer_server.stores.formats import MEDIA_TYPES, read_file, write_file
 from logsteer_server.stores.layer_vectors import invalid_vector
 from logsteer_server.stores.vectors import StoredVectors, VectorStore
-from logsteer_server.tasks.training import combine_vectors, plan_captures, train_vectors
-from logsteer_server.text.sums import sum_usage
+from logsteer_server.tasks.train import TrainTask
+from logsteer_server.tasks.training import combine_vectors
 
 router = APIRouter(route_class=LimitedRoute, tags=["vectors"])
 
@@ -53,46 +49,10 @@ async def list_vectors(request: Request, store: VectorsDep) -> Response:
 
 @router.post("/vectors/train", responses=describe_answer(TrainAnswer))
 async def train_vector(
-    body: TrainRequest,
-    request: Request,
-    residents: ResidentsDep,
-    settings: SettingsDep,
-    store: VectorsDep,
+    body: TrainRequest, request: Request, models: ModelsDep, store: VectorsDep
 ) -> Response:
     """A vector from the activations of contrasting texts, kept under the name given."""
-    check_count("pairs", 2 * len(body.pairs), settings.max_items)
-    resident = residents.find(body.model)
-    work = _train(body, resident, store, settings.max_training_bytes)
-    return answer(request, await run_within(request, settings.request_timeout_s, work))
-
-
-async def _train(
-    body: TrainRequest, resident: Resident, store: VectorStore, max_bytes: int
-) -> dict[str, Any]:
-    clock = WorkClock()
-    codec, info = resident.require()
-    jobs = await asyncio.to_thread(plan_captures, body, codec, info, max_bytes)
-    outputs = await collect(resident.capture(jobs, clock))
-    timing = clock.read()
-    trained = await asyncio.to_thread(train_vectors, jobs, outputs, body.method)
-    about = VectorAbout(
-        source="training",
-        model=resident.id,
-        weights_digest=info.weights_digest,
-        method=body.method,
-        read=body.read,
-        pairs=len(body.pairs),
-        quality={str(layer): quality for layer, quality in trained.quality.items()},
-    )
-    card = await asyncio.to_thread(store.put, body.name, trained.vectors, about)
-    return {
-        "id": new_id("train"),
-        "model": resident.id,
-        "vector": card.model_dump(),
-        "usage": sum_usage(jobs, outputs),
-        "timing": timing,
-        "provenance": resident.provenance().model_dump(),
-    }
+    return await respond(request, TrainTask(body, models.find(body.model), store))
 
 
 @router.get("/vectors/{name}", responses={200: {"model": VectorCard}})

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from logsteer.errors import api_error
-from logsteer.schemas import LayerQuality, TrainMethod, TrainRequest
-from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, EngineInfo
+from logsteer.schemas import BosPolicy, ContrastPair, LayerQuality, TrainMethod
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import CaptureJob, CaptureOutput
 from logsteer_server.stores.layer_vectors import LayerVectors, Vector, invalid_vector
 from logsteer_server.text.tokenizer import TextCodec
 
@@ -29,23 +30,37 @@ class TrainedVectors:
     quality: Mapping[int, LayerQuality]
 
 
+@dataclass(frozen=True, slots=True)
+class CaptureSite:
+    """Which activations are read: `hook` of some layers (None: all), of the last token or mean."""
+
+    hook: str
+    layers: Sequence[int] | None
+    read: str
+
+
 def plan_captures(
-    request: TrainRequest, codec: TextCodec, info: EngineInfo, max_bytes: int
+    pairs: Sequence[ContrastPair],
+    site: CaptureSite,
+    bos: BosPolicy,
+    codec: TextCodec,
+    info: EngineInfo,
+    max_bytes: int,
 ) -> list[CaptureJob]:
-    """One job for each text: the pairs in order, of each the positive text first.
+    """Plan one job for each text: the pairs in order, of each the positive text first.
 
     Errors: APIError `unsupported_by_engine`, `invalid_vector`, `context_too_long`,
     `invalid_request`, and `payload_too_large` for activations of more than `max_bytes`.
     """
-    if request.hook not in info.hooks:
+    if site.hook not in info.hooks:
         known = f"it has {', '.join(info.hooks)}" if info.hooks else "it gives none"
-        detail = f"This model's engine does not give the activations of {request.hook}: {known}."
+        detail = f"This model's engine does not give the activations of {site.hook}: {known}."
         raise api_error("unsupported_by_engine", detail, param="hook")
-    layers = tuple(sorted(request.layers)) if request.layers else tuple(range(info.num_layers))
+    layers = tuple(sorted(site.layers)) if site.layers else tuple(range(info.num_layers))
     if layers[-1] >= info.num_layers:
         detail = f"layers has {layers[-1]}; this model's layers are 0 to {info.num_layers - 1}."
         raise api_error("invalid_vector", detail, param="layers")
-    texts = [text for pair in request.pairs for text in (pair.positive, pair.negative)]
+    texts = [text for pair in pairs for text in (pair.positive, pair.negative)]
     needed = 4 * len(texts) * len(layers) * info.hidden_size
     if needed > max_bytes:
         detail = (
@@ -55,7 +70,7 @@ def plan_captures(
         raise api_error("payload_too_large", detail)
     jobs = []
     for index, ids in enumerate(codec.encode_ids(texts)):
-        tokens = codec.bos_ids(request.bos, ids) + ids
+        tokens = codec.bos_ids(bos, ids) + ids
         place = f"pairs[{index // 2}].{'negative' if index % 2 else 'positive'}"
         if not tokens:
             raise api_error("invalid_request", f"{place} has no token.", param=place)
@@ -65,9 +80,7 @@ def plan_captures(
                 f"{info.context_length}: shorten the text."
             )
             raise api_error("context_too_long", detail, param=place)
-        jobs.append(
-            CaptureJob(np.array(tokens, dtype=np.int32), layers, request.hook, request.read)
-        )
+        jobs.append(CaptureJob(np.array(tokens, dtype=np.int32), layers, site.hook, site.read))
     return jobs
 
 

@@ -12,11 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, JobFailure, JobResult
+from logsteer_server.contract.jobs import (
+    GenerateJob,
+    GenerateOutput,
+    JobFailure,
+    JobResult,
+)
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.steering import Span, SteeredRow, Steering
 from logsteer_server.engines.tlens.text import GrowingText
-from logsteer_server.numerics.rows import Reading, Rows, read_rows
+from logsteer_server.numerics.rows import Rows, RowSpec, read_rows
 from logsteer_server.numerics.sampling import draw_rows, is_greedy, shape_rows
 
 
@@ -85,8 +90,7 @@ class Continuation:
             np.array(self.top_ids, dtype=np.int32).reshape(shape),
             np.array(self.top_logprobs, dtype=np.float32).reshape(shape),
             finish_reason,
-            0,
-            trace,
+            trace=trace,
         )
         self.ids, self.logprobs, self.top_ids, self.top_logprobs = [], [], [], []
         return output
@@ -177,7 +181,7 @@ class Batch:
             uniform_B = torch.tensor([row.draw() for row in self.rows], dtype=torch.float64)
             ids_B = draw_rows(shape_rows(logits_BV, policies).q_RV, uniform_B)
         rows = Rows(logits_BV, ids_B)
-        values_BW = read_rows(rows, Reading(("logprob",), top))
+        values_BW = read_rows(rows, RowSpec(("logprob",), top))
         finite_B = values_BW[:, 0].isfinite()
         # One array, because each copy from a GPU waits for it. Ids are exact in float32 (`rows`).
         parts = [ids_B[:, None].float(), finite_B[:, None].float(), values_BW]

@@ -13,28 +13,23 @@ from typing import Any
 
 import torch
 
+from logsteer_server.contract.engine import EngineInfo, EngineSpec
 from logsteer_server.contract.jobs import (
-    FEATURES,
     CaptureJob,
     CheckAdapterJob,
     CheckAdapterOutput,
-    CheckJob,
     CheckOverrideJob,
-    EngineInfo,
-    EngineSpec,
     GenerateJob,
     GradientJob,
     Job,
     JobFailure,
     JobResult,
     ScoreJob,
-    count_positions,
-    is_last,
 )
 from logsteer_server.engines.tlens.batch import Batch, Continuation
 from logsteer_server.engines.tlens.gradient import Differentiating, differentiate_batch
 from logsteer_server.engines.tlens.model import BridgeModel
-from logsteer_server.engines.tlens.parameters import Directions, Moves, UnfitParametersError
+from logsteer_server.engines.tlens.parameters import Directions, UnfitParametersError
 from logsteer_server.engines.tlens.points import Point, UnknownPointError
 from logsteer_server.engines.tlens.reading import Capturing, Scoring, capture_batch, score_batch
 from logsteer_server.engines.tlens.steering import InvalidPlanError, SteeredRow, place_sites
@@ -165,12 +160,10 @@ class TransformerLensEngine:
                 self._known.append((job_id, failure))
 
     def _check(self, job: Job) -> JobFailure | None:
-        if isinstance(job, CheckJob):
+        if isinstance(job, CheckOverrideJob | CheckAdapterJob):
             return None
-        limit = self._info.context_length
-        if count_positions(job) > limit:
-            detail = f"{count_positions(job)} tokens do not fit into a context of {limit}"
-            return JobFailure("context_too_long", detail)
+        if failure := self._info.refuse(job):
+            return failure
         if not len(job.tokens):
             return JobFailure("invalid_request", "there are no tokens; give at least one")
         if job.tokens.min() < 0 or job.tokens.max() >= self._info.vocab_size:
@@ -188,6 +181,7 @@ class TransformerLensEngine:
             self._known.append((job_id, self._model.parameters.check(job.shapes)))
             return
         if isinstance(job, CheckAdapterJob):
+            assert job.adapter is not None
             self._directions.read_adapter(job.adapter)
             self._known.append((job_id, CheckAdapterOutput()))
             return
@@ -202,7 +196,7 @@ class TransformerLensEngine:
         if job.plan is not None:
             steered = SteeredRow(job.plan, place_sites(job.plan, points), job.prompt_len)
         wanted = self._find_sites(job) if isinstance(job, GradientJob) else ()
-        if Moves.of(job) != Moves() or (isinstance(job, GradientJob) and job.along):
+        if job.delta or (isinstance(job, GradientJob) and job.along):
             hooked = [site.point for site in steered.sites] if steered else []
             self._model.check_override([*hooked, *wanted])
         if isinstance(job, ScoreJob):
@@ -210,8 +204,9 @@ class TransformerLensEngine:
         elif isinstance(job, GradientJob):
             self._deriving.arrived.append(Differentiating(job_id, job, steered, wanted))
         else:
+            assert isinstance(job, GenerateJob)
             row = Continuation.start(job_id, job, steered, self._model)
-            waiting = self._starting if Moves.of(job) == Moves() else self._starting_shifted
+            waiting = self._starting if not job.delta else self._starting_shifted
             waiting.arrived.append(row)
 
     def _find_sites(self, job: GradientJob) -> tuple[Point, ...]:
@@ -265,7 +260,7 @@ class TransformerLensEngine:
         """Run the next batch of jobs that wait."""
         bounds, room = self._bounds, self._bounds.max_batch_rows
         if waiting is self._scoring:
-            batch = waiting.take(bounds, _moves_of, room)
+            batch = waiting.take(bounds, _delta_of, room)
             return self._guard(batch, lambda: self._score(batch))
         if waiting is self._capturing:
             batch = waiting.take(bounds, _capture_group, room)
@@ -275,13 +270,13 @@ class TransformerLensEngine:
             tokens = max(1, bounds.max_batch_tokens // GRADIENT_SHARE)
             batch = waiting.take(replace(bounds, max_batch_tokens=tokens), _gradient_group, room)
             return self._guard(batch, lambda: self._derive(batch))
-        batch = waiting.take(bounds, _moves_of, room)
+        batch = waiting.take(bounds, _delta_of, room)
         return self._guard(batch, lambda: self._start(batch))
 
     def _score(self, batch: Sequence[Ready]) -> Results:
         scorings = [job for job in batch if isinstance(job, Scoring)]
         return self._model.parameters.under(
-            self._directions.shift(Moves.of(scorings[0].job)),
+            self._directions.shift(scorings[0].job.delta),
             lambda: score_batch(self._model, scorings, self._chunk_bytes),
         )
 
@@ -289,19 +284,19 @@ class TransformerLensEngine:
         entries = [job for job in batch if isinstance(job, Differentiating)]
         first = entries[0].job
         direction = self._directions.load(first.along) if first.along else {}
-        parameters = self._directions.shift(Moves.of(first))
+        parameters = self._directions.shift(first.delta)
         return differentiate_batch(self._model, entries, parameters, direction, self._chunk_bytes)
 
     def _start(self, batch: Sequence[Ready]) -> Results:
         rows = [job for job in batch if isinstance(job, Continuation)]
-        started = Batch(self._model, rows, self._directions.shift(Moves.of(rows[0].job)))
+        started = Batch(self._model, rows, self._directions.shift(rows[0].job.delta))
         self._turns.append(started)
         return self._advance(started)
 
     def _advance(self, batch: Batch) -> Results:
         rows = list(batch.rows)
         results = self._guard(rows, lambda: self._model.parameters.under(batch.shifted, batch.step))
-        ended = frozenset(job_id for job_id, result in results if is_last(result))
+        ended = frozenset(job_id for job_id, result in results if result.is_last)
         if ended == {row.job_id for row in rows}:
             self._turns.remove(batch)
         return results
@@ -333,8 +328,8 @@ class TransformerLensEngine:
         del self._model
 
 
-def _moves_of(ready: Ready) -> object:
-    return Moves.of(ready.job)
+def _delta_of(ready: Ready) -> object:
+    return ready.job.delta
 
 
 def _gradient_group(ready: Ready) -> object:
@@ -373,6 +368,5 @@ def _describe(spec: EngineSpec, path: str, model: BridgeModel, digest: str) -> E
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         hooks=model.points.names,
-        features=FEATURES,
         tf32=spec.tf32 and model.device.type == "cuda",
     )

@@ -15,9 +15,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from logsteer_server.contract.jobs import GradientJob, GradientOutput, JobFailure, JobResult
+from logsteer_server.contract.jobs import (
+    GradientJob,
+    GradientOutput,
+    JobFailure,
+    JobResult,
+)
 from logsteer_server.engines.tlens.model import BridgeModel
-from logsteer_server.engines.tlens.parameters import Moves
 from logsteer_server.engines.tlens.points import HookFunction, Point
 from logsteer_server.engines.tlens.reading import pad_right
 from logsteer_server.engines.tlens.steering import Span, SteeredRow, Steering
@@ -39,7 +43,7 @@ class Differentiating:
     @property
     def group(self) -> tuple[Any, ...]:
         """Jobs of one group are derived together."""
-        return Moves.of(self.job), self.job.along, tuple(point.key for point in self.points)
+        return self.job.delta, self.job.along, tuple(point.key for point in self.points)
 
 
 @dataclass(slots=True)
@@ -121,7 +125,7 @@ def _derive_back(
             for gradient in found
         )
         trace = entry.steered.trace(length) if entry.steered else None
-        output = GradientOutput(logprob_R[own], gradients, None, trace)
+        output = GradientOutput(logprob_R[own], gradients, trace=trace)
         results.append((entry.job_id, output))
     return results
 
@@ -147,9 +151,8 @@ def _derive_forward(
             entry.job_id,
             GradientOutput(
                 logprob_R[own],
-                (),
-                derivative_R[own],
-                entry.steered.trace(len(entry.job.tokens)) if entry.steered else None,
+                directional=derivative_R[own],
+                trace=entry.steered.trace(len(entry.job.tokens)) if entry.steered else None,
             ),
         )
         for entry, own in zip(batch, rows.owners, strict=True)

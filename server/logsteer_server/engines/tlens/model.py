@@ -18,7 +18,7 @@ from transformers import AutoConfig, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging as transformers_logging
 
-from logsteer_server.contract.jobs import EngineSpec
+from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.engines.tlens.parameters import Parameters, UnfitParametersError
 from logsteer_server.engines.tlens.points import (
     HOOK_LEVEL,

@@ -8,7 +8,6 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,15 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from logsteer_server.contract.jobs import (
-    Adapter,
-    CaptureJob,
-    CheckJob,
-    CheckOverrideOutput,
-    Direction,
-    Job,
-    Override,
-)
+from logsteer_server.contract.jobs import CheckOverrideOutput
+from logsteer_server.contract.parameters import Adapter, Direction, ParameterDelta
 from logsteer_server.engines.tlens.adapters import read_updates
 from logsteer_server.engines.tlens.shortcut import unwrap
 from logsteer_server.numerics.lora import AdapterLayoutError
@@ -82,7 +74,7 @@ class Parameters:
         return found
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> CheckOverrideOutput:
-        """How much a direction of these shapes moves. Errors: UnfitParametersError."""
+        """How much a direction of these shapes delta. Errors: UnfitParametersError."""
         unknown = [name for name in shapes if name not in self.by_name]
         if unknown:
             raise _invalid(
@@ -128,21 +120,6 @@ def _shift(parameter: Tensor, v: Tensor, eta: float) -> Tensor:
     return moved
 
 
-@dataclass(frozen=True, slots=True)
-class Moves:
-    """What moves the parameters of a job: what an adapter adds, then what an override does."""
-
-    override: Override | None = None
-    adapter: Adapter | None = None
-
-    @classmethod
-    def of(cls, job: Job) -> "Moves":
-        """Those of a job."""
-        if isinstance(job, CaptureJob | CheckJob):
-            return cls()
-        return cls(job.override, job.adapter)
-
-
 class Directions:
     """Directions that were read lately, of at most about `max_bytes`; and the last sum with theta.
 
@@ -154,7 +131,7 @@ class Directions:
         self._parameters = parameters
         self._max_bytes = max_bytes
         self._kept: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
-        self._shifted: tuple[Moves, dict[str, Tensor]] | None = None
+        self._shifted: tuple[ParameterDelta, dict[str, Tensor]] | None = None
 
     def load(self, direction: Direction) -> dict[str, Tensor]:
         """The tensors of a direction. Errors: UnfitParametersError."""
@@ -166,19 +143,19 @@ class Directions:
             self._kept.popitem(last=False)
         return found
 
-    def shift(self, moves: Moves) -> dict[str, Tensor]:
-        """What is moved of theta, by name; nothing without moves. Errors: UnfitParametersError."""
-        if moves == Moves():
+    def shift(self, delta: ParameterDelta) -> dict[str, Tensor]:
+        """What is moved of theta, by name; nothing without delta. Errors: UnfitParametersError."""
+        if not delta:
             return {}
-        if self._shifted is None or self._shifted[0] != moves:
+        if self._shifted is None or self._shifted[0] != delta:
             self._shifted = None  # before the next one takes its place, not after
             found: dict[str, Tensor] = {}
-            if moves.adapter is not None:
-                found = self._parameters.shift(self.read_adapter(moves.adapter), 1.0, found)
-            if moves.override is not None:
-                direction = self.load(moves.override.direction)
-                found = self._parameters.shift(direction, moves.override.eta, found)
-            self._shifted = (moves, found)
+            if delta.adapter is not None:
+                found = self._parameters.shift(self.read_adapter(delta.adapter), 1.0, found)
+            if delta.override is not None:
+                direction = self.load(delta.override.direction)
+                found = self._parameters.shift(direction, delta.override.eta, found)
+            self._shifted = (delta, found)
         return self._shifted[1]
 
     def rest(self) -> None:

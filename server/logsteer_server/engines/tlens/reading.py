@@ -22,7 +22,7 @@ from logsteer_server.contract.jobs import (
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.points import Point
 from logsteer_server.engines.tlens.steering import Span, SteeredRow, Steering
-from logsteer_server.numerics.rows import Exchange, Reading, ReferenceFile, read_hidden, unpack
+from logsteer_server.numerics.rows import Exchange, ReferenceFile, RowSpec, read_hidden, unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +37,13 @@ class Scoring:
     def group(self) -> tuple[Any, ...]:
         """Jobs of one group are read together; one that exchanges files is read alone."""
         alone = self.job_id if self.job.export or self.job.reference else None
-        return (Reading.of(self.job, ()), alone)
+        return (RowSpec.of(self.job, ()), alone)
 
     @property
     def rows(self) -> np.ndarray:
         """The positions of the scored rows."""
         count, length = len(self.job.targets), len(self.job.tokens)
-        if self.job.alternatives:
+        if self.job.shares_row:
             return np.full(count, length - 1)
         return np.arange(length - count, length)
 
@@ -94,7 +94,7 @@ def _read_group(
     device, width = hidden_BTD.device, hidden_BTD.shape[1]
     index_R = np.concatenate([batch[b].rows + b * width for b in members])
     targets_R = np.concatenate([job.targets for job in jobs])
-    reading = Reading.of(jobs[0], tuple(sorted(model.eos_ids)))
+    reading = RowSpec.of(jobs[0], tuple(sorted(model.eos_ids)))
     values_RW = read_hidden(
         hidden_BTD.flatten(0, 1)[torch.from_numpy(index_R).to(device)],
         torch.from_numpy(targets_R).to(device, torch.int64),
@@ -112,7 +112,7 @@ def _read_group(
         start += len(job.targets)
         steered = batch[b].steered
         trace = steered.trace(len(job.tokens)) if steered else None
-        output = ScoreOutput(rows.columns, rows.top_ids, rows.top_logprobs, 0, trace)
+        output = ScoreOutput(rows.columns, rows.top_ids, rows.top_logprobs, trace=trace)
         results.append((batch[b].job_id, output))
     return results
 

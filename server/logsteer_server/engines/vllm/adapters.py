@@ -12,7 +12,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from vllm.lora.request import LoRARequest
 
-from logsteer_server.contract.jobs import CONFIG_KEY, Adapter, JobFailure
+from logsteer_server.contract.jobs import JobFailure
+from logsteer_server.contract.parameters import CONFIG_KEY, Adapter
 from logsteer_server.engines.vllm.slots import SlotPool
 
 

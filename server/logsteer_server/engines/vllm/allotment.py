@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from logsteer_server.contract.jobs import CaptureJob, CommonJob
+from logsteer_server.contract.jobs import CaptureJob, Job
 from logsteer_server.contract.plan import SteeringPlan, SteeringTrace
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.extra_args import describe_capture, describe_steering
@@ -38,7 +38,7 @@ class Allotment:
         self._captures = SlotPool(size.captures)
         self._capture_serial = itertools.count()
 
-    def lease(self, job: CommonJob) -> Lease | None:
+    def lease(self, job: Job) -> Lease | None:
         """The slot of a job, if it needs one; None where it has to wait for one."""
         if isinstance(job, CaptureJob):
             found = self._captures.take(str(next(self._capture_serial)).encode())

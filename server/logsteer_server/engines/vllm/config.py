@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from logsteer_server.contract.jobs import EngineInfo, EngineSpec
+from logsteer_server.contract.engine import EngineInfo, EngineSpec
 from logsteer_server.engines.weights import digest_weights, limit_context
 from logsteer_server.numerics.rows import PUBLIC_COLUMNS
 
@@ -148,9 +148,23 @@ def describe(
         num_layers=int(model.hf_text_config.num_hidden_layers),
         hidden_size=int(model.get_hidden_size()),
         hooks=("resid_post",) if steerable_layers else (),
-        features=("adapter",) if spec.adapter_slots else (),
+        lacks=_find_missing(spec, steerable_layers),
         tf32=spec.tf32 and config.device_config.device_type == "cuda",
     )
+
+
+def _find_missing(spec: EngineSpec, steerable_layers: int) -> dict[str, str]:
+    """What this model cannot do, and what to do instead."""
+    other = "serve the model with engine transformer_lens"
+    lacks = {
+        "override": f"the engine vllm has no parameter overrides; {other}",
+        "gradient": f"the engine vllm has no gradients; {other}",
+    }
+    if not steerable_layers:
+        lacks["steering"] = "this model takes no steering; set steering_slots above 0"
+    if not spec.adapter_slots:
+        lacks["adapter"] = "this model takes no adapters; configure it with adapter_slots above 0"
+    return lacks
 
 
 def _find_eos(model: Any) -> tuple[int, ...]:

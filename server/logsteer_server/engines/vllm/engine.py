@@ -11,28 +11,21 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
+from logsteer_server.contract.engine import EngineInfo, EngineSpec
 from logsteer_server.contract.jobs import (
-    Adapter,
     CaptureJob,
     CaptureOutput,
     CheckAdapterJob,
     CheckAdapterOutput,
-    CheckOverrideJob,
-    CommonJob,
-    EngineInfo,
-    EngineSpec,
     GenerateJob,
     GenerateOutput,
-    GradientJob,
     Job,
     JobFailure,
     JobResult,
     ScoreJob,
     ScoreOutput,
-    count_positions,
-    is_last,
-    refuse_feature,
 )
+from logsteer_server.contract.parameters import Adapter
 from logsteer_server.engines.vllm.allotment import Allotment, Lease
 from logsteer_server.engines.vllm.config import (
     context_length,
@@ -44,7 +37,7 @@ from logsteer_server.engines.vllm.config import (
 from logsteer_server.engines.vllm.extra_args import describe_rows
 from logsteer_server.engines.vllm.hits import HitLimit
 from logsteer_server.engines.weights import locate_model
-from logsteer_server.numerics.rows import Reading, unpack
+from logsteer_server.numerics.rows import RowSpec, unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +45,7 @@ class _Running:
     """A job that vLLM works on, and what it holds: a slot, an adapter."""
 
     job_id: int
-    job: CommonJob
+    job: Job
     lease: Lease
     adapter: Any
 
@@ -90,7 +83,7 @@ class VllmEngine:
         self._shelf = AdapterShelf(self._core, spec.adapter_slots, spec.adapter_rank)
         self._running: dict[str, _Running] = {}
         self._request_ids: dict[int, str] = {}
-        self._waiting: dict[int, CommonJob | CheckAdapterJob] = {}
+        self._waiting: dict[int, Job | CheckAdapterJob] = {}
         self._serial = itertools.count()
         self._known: list[tuple[int, JobResult]] = []
         self._params = SamplingParams(
@@ -110,9 +103,7 @@ class VllmEngine:
     def add(self, jobs: Sequence[tuple[int, Job]]) -> None:
         """Hand jobs to vLLM's scheduler; those that need a plan's or an adapter's slot in turn."""
         for job_id, job in jobs:
-            failure = refuse_feature(job, self._info.features, "vllm")
-            if failure or isinstance(job, GradientJob | CheckOverrideJob):
-                assert failure is not None
+            if failure := self._info.refuse(job):
                 self._known.append((job_id, failure))
             elif isinstance(job, CheckAdapterJob):
                 self._waiting[job_id] = job
@@ -124,15 +115,8 @@ class VllmEngine:
                 self._submit(job_id, job, Lease(), None)
         self._admit()
 
-    def _check(self, job: CommonJob) -> JobFailure | None:
-        limit = self._info.context_length
-        if count_positions(job) > limit:
-            detail = f"{count_positions(job)} tokens do not fit into a context of {limit}"
-            return JobFailure("context_too_long", detail)
-        if self._needs_slot(job) and not self._info.hooks:
-            detail = "this model takes no steering; set steering_slots, or use transformer_lens"
-            return JobFailure("unsupported_by_engine", detail)
-        plan = None if isinstance(job, CaptureJob) else job.plan
+    def _check(self, job: Job) -> JobFailure | None:
+        plan = job.plan
         deepest = max((len(site.ops) for site in plan.sites), default=0) if plan else 0
         if deepest > self._depth:
             detail = (
@@ -143,7 +127,7 @@ class VllmEngine:
         return None
 
     @staticmethod
-    def _needs_slot(job: CommonJob) -> bool:
+    def _needs_slot(job: Job) -> bool:
         return isinstance(job, CaptureJob) or job.plan is not None
 
     def _admit(self) -> None:
@@ -172,7 +156,7 @@ class VllmEngine:
             self._shelf.release(adapter)
 
     def _submit(
-        self, job_id: int, job: CommonJob, lease: Lease, adapter: Any, use_cache: bool = True
+        self, job_id: int, job: Job, lease: Lease, adapter: Any, use_cache: bool = True
     ) -> None:
         try:
             if isinstance(job, GenerateJob):
@@ -189,7 +173,7 @@ class VllmEngine:
 
     def _schedule(
         self,
-        job: ScoreJob | CaptureJob,
+        job: Job,
         extra_args: dict[str, Any],
         adapter: Any,
         use_cache: bool,
@@ -202,7 +186,7 @@ class VllmEngine:
         params.extra_args = extra_args
         cache_salt = None
         if isinstance(job, ScoreJob):
-            params.extra_args = extra_args | describe_rows(job, Reading.of(job, self._info.eos_ids))
+            params.extra_args = extra_args | describe_rows(job, RowSpec.of(job, self._info.eos_ids))
             if job.plan is not None:
                 cache_salt = job.plan.digest(job.prompt_len).hex()
         request_id = str(next(self._serial))
@@ -256,7 +240,7 @@ class VllmEngine:
                 elif output.finished:
                     ended |= self._collect(output, running)
         for request_id, piece in self._generation.collect(generated):
-            if is_last(piece):
+            if piece.is_last:
                 ended[request_id] = piece
             else:
                 results.append((self._running[request_id].job_id, piece))
@@ -271,7 +255,7 @@ class VllmEngine:
             return {request_id: CaptureOutput(self._allotment.read_capture(running.lease, job))}
         assert isinstance(job, ScoreJob)
         values = output.prompt_token_id_logprobs
-        reading = Reading.of(job, self._info.eos_ids)
+        reading = RowSpec.of(job, self._info.eos_ids)
         if values is None:
             detail = f"vLLM ended the request without its rows ({output.finish_reason})"
             return {request_id: JobFailure("internal", detail)}
@@ -282,7 +266,11 @@ class VllmEngine:
             return {}
         rows = unpack(values.numpy().reshape(-1, reading.width), reading)
         cached = output.prefill_stats.num_cached_tokens if output.prefill_stats else 0
-        return {request_id: ScoreOutput(rows.columns, rows.top_ids, rows.top_logprobs, cached)}
+        return {
+            request_id: ScoreOutput(
+                rows.columns, rows.top_ids, rows.top_logprobs, cached_tokens=cached
+            )
+        }
 
     def _end(self, ended: dict[str, JobResult]) -> list[tuple[int, JobResult]]:
         """The last results of requests, by job, with the traces of those that were steered."""
@@ -305,5 +293,5 @@ class VllmEngine:
         self._shelf.close()
 
 
-def _adapter_of(job: CommonJob | CheckAdapterJob) -> Adapter | None:
+def _adapter_of(job: Job | CheckAdapterJob) -> Adapter | None:
     return None if isinstance(job, CaptureJob) else job.adapter

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from logsteer_server.contract.jobs import CaptureJob, GenerateJob, ScoreJob
-from logsteer_server.numerics.rows import Reading
+from logsteer_server.contract.jobs import CaptureJob, Job, ScoreJob
+from logsteer_server.numerics.rows import RowSpec
 
 SCORE = "logsteer_score"
 """Which rows a request wants, and what is read from them."""
@@ -13,13 +13,13 @@ CAPTURE = "logsteer_capture"
 """Where a request's activations are summed up: slot, and whether those of every token."""
 
 
-def describe_rows(job: ScoreJob, reading: Reading) -> dict[str, Any]:
+def describe_rows(job: ScoreJob, reading: RowSpec) -> dict[str, Any]:
     """The extra arguments of a request that is scored."""
     return {
         SCORE: {
             "targets": job.targets.tobytes(),
-            "alternatives": job.alternatives,
-            "first_row": len(job.tokens) - (1 if job.alternatives else len(job.targets)),
+            "shares_row": job.shares_row,
+            "first_row": job.first_row,
             "reading": reading,
             "export": job.export,
             "reference": job.reference,
@@ -27,7 +27,7 @@ def describe_rows(job: ScoreJob, reading: Reading) -> dict[str, Any]:
     }
 
 
-def describe_steering(job: ScoreJob | GenerateJob, slot: int) -> dict[str, Any]:
+def describe_steering(job: Job, slot: int) -> dict[str, Any]:
     """The extra arguments of a request that is steered. Errors: AssertionError without a plan."""
     assert job.plan is not None
     where = job.plan.positions

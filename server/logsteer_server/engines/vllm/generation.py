@@ -118,5 +118,5 @@ class Generation:
             ids_NK[:, 1:],
             logprobs_NK[:, 1:],
             (completion.finish_reason or "stop") if output.finished else None,
-            sample.cached_tokens,
+            cached_tokens=sample.cached_tokens,
         )

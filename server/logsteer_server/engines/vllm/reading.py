@@ -20,13 +20,13 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from logsteer_server.engines.vllm.extra_args import SCORE
-from logsteer_server.numerics.rows import Exchange, Reading, ReferenceFile, read_hidden
+from logsteer_server.numerics.rows import Exchange, ReferenceFile, RowSpec, read_hidden
 
 
 class PartialRows:
     """The rows of one request, gathered over the steps of a chunked or preempted prefill."""
 
-    def __init__(self, num_rows: int, reading: Reading) -> None:
+    def __init__(self, num_rows: int, reading: RowSpec) -> None:
         self.values_RW = torch.zeros((num_rows, reading.width), dtype=reading.dtype)
         self.present_R = np.zeros(num_rows, dtype=bool)
 
@@ -42,7 +42,7 @@ class RowRequest:
 
     targets: np.ndarray
     alternatives: bool
-    reading: Reading
+    reading: RowSpec
     export: str | None
     reference: str | None
 

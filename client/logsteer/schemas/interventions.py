@@ -1,4 +1,4 @@
-"""What a request changes of the model that answers it, and what an answer says of that."""
+"""Interventions: what a request changes of the model for itself, and what an answer says of it."""
 
 from pydantic import Field
 
@@ -8,7 +8,7 @@ from logsteer.schemas.overrides import ParameterOverride, UsedOverride
 from logsteer.schemas.steering import Steering, SteeringReceipt, VectorName
 
 
-class ParameterChanges(Request):
+class ParameterFields(Request):
     """Other parameters, for one request alone."""
 
     override: ParameterOverride | None = None
@@ -17,7 +17,7 @@ class ParameterChanges(Request):
     )
 
 
-class ModelChanges(ParameterChanges):
+class InterventionFields(ParameterFields):
     """Other parameters and other activations, for one request alone."""
 
     steering: Steering | None = Field(
@@ -26,14 +26,14 @@ class ModelChanges(ParameterChanges):
     )
 
 
-class UsedParameters(Reply):
+class AppliedParameters(Reply):
     """The parameters that an answer was computed under, where they are not the model's own."""
 
     override: UsedOverride | None = None
     adapter: UsedAdapter | None = None
 
 
-class UsedChanges(UsedParameters):
+class AppliedInterventions(AppliedParameters):
     """What an answer was computed under."""
 
     steering: SteeringReceipt | None = None

@@ -1,18 +1,19 @@
-"""What a request changes of the model that answers it: activations, parameters, or both."""
+"""Interventions of a request: steering, an override, an adapter, as what its jobs carry."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from logsteer.schemas import ModelChanges, ParameterChanges
-from logsteer_server.contract.jobs import EngineInfo, GenerateJob, GradientJob, ScoreJob
+from logsteer.schemas import InterventionFields, ParameterFields
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import Job, Output
 from logsteer_server.interventions.adapters import ResolvedAdapter, resolve_adapter
 from logsteer_server.interventions.overrides import ResolvedOverride, resolve_override
-from logsteer_server.interventions.receipt import ChangedOutput, Receipt, check_reach
+from logsteer_server.interventions.receipt import Receipt, check_reach
 from logsteer_server.interventions.steering import ResolvedSteering, VectorSource, resolve_steering
 from logsteer_server.stores.files import FileSource
 
-J = TypeVar("J", ScoreJob, GenerateJob, GradientJob)
+J = TypeVar("J", bound=Job)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,21 +26,21 @@ class Stores:
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
-    """What a request changes, resolved for a model."""
+class Interventions:
+    """What a request changes of a model for itself; none of the three: the model as it is."""
 
     steering: ResolvedSteering | None = None
     override: ResolvedOverride | None = None
     adapter: ResolvedAdapter | None = None
 
     @classmethod
-    def resolve(cls, asked: ParameterChanges, stores: Stores, info: EngineInfo) -> "Changes":
-        """What the fields of a request mean; it blocks.
+    def resolve(cls, asked: ParameterFields, stores: Stores, info: EngineInfo) -> "Interventions":
+        """Find what the fields of a request mean for a model; it blocks.
 
         Errors: APIError `unknown_vector`, `invalid_vector`, `unknown_override`, `unknown_adapter`,
         `unsupported_by_engine`.
         """
-        steering = asked.steering if isinstance(asked, ModelChanges) else None
+        steering = asked.steering if isinstance(asked, InterventionFields) else None
         return cls(
             None if steering is None else resolve_steering(steering, stores.vectors, info),
             resolve_override(asked.override, stores.overrides, info),
@@ -47,22 +48,25 @@ class Changes:
         )
 
     @property
-    def unsteered(self) -> "Changes":
+    def unsteered(self) -> "Interventions":
         """The same without steering."""
         return replace(self, steering=None)
 
-    def check_reach(self, jobs: Sequence[ScoreJob | GenerateJob | GradientJob]) -> None:
-        """Errors: APIError `invalid_request` where no token of any job would be steered."""
+    def check_reach(self, jobs: Sequence[Job]) -> None:
+        """Make sure that steering reaches a token of some job.
+
+        Errors: APIError `invalid_request` where it reaches none.
+        """
         if self.steering is not None:
             check_reach(self.steering, jobs)
 
     def apply(self, jobs: Sequence[J]) -> list[J]:
-        """The jobs on the changed model. Errors: as `check_reach`."""
+        """Return the jobs on the changed model. Errors: as `check_reach`."""
         self.check_reach(jobs)
         return [self.change(job) for job in jobs]
 
     def change(self, job: J) -> J:
-        """The job on the changed model."""
+        """Return the job on the changed model."""
         if self == UNCHANGED:
             return job
         return replace(
@@ -72,33 +76,27 @@ class Changes:
             adapter=self.adapter.adapter if self.adapter else None,
         )
 
-    def report(self, outputs: Sequence[ChangedOutput]) -> dict[str, Any]:
-        """The fields of `UsedChanges`, for the (last) outputs of the changed jobs."""
-        report = Report(self)
-        for output in outputs:
-            report.add(output)
-        return report.write()
 
-
-UNCHANGED = Changes()
+UNCHANGED = Interventions()
 """The model as it is."""
 
 
-class Report:
-    """What an answer says of the changes that it was computed under."""
+class AppliedReport:
+    """What an answer says of the interventions that it was computed under."""
 
-    def __init__(self, changes: Changes) -> None:
-        self._changes = changes
-        self._receipt = Receipt(changes.steering) if changes.steering else None
+    def __init__(self, interventions: Interventions) -> None:
+        self._interventions = interventions
+        steering = interventions.steering
+        self._receipt = Receipt(steering) if steering else None
 
-    def add(self, output: ChangedOutput) -> None:
-        """Count the (last) output of a changed job in."""
+    def add(self, output: Output) -> None:
+        """Count the (last) output of a job in."""
         if self._receipt is not None:
             self._receipt.add(output)
 
     def write(self) -> dict[str, Any]:
-        """The fields of `UsedChanges`. Errors: as `Receipt.write`."""
-        override, adapter = self._changes.override, self._changes.adapter
+        """Return the fields of `AppliedInterventions`. Errors: as `Receipt.write`."""
+        override, adapter = self._interventions.override, self._interventions.adapter
         return {
             "steering": self._receipt.write() if self._receipt else None,
             "override": override.used if override else None,
