@@ -3,7 +3,7 @@ PORT ?= 8000
 CONFIG ?= demo/models.yaml
 PYTHON := .venv/bin/python
 
-.PHONY: serve demo setup test check format bench openapi lock clean
+.PHONY: serve demo setup test check format bench openapi client lock clean
 
 serve: ## install what is missing, then serve CONFIG on PORT
 	@requirements/install.sh server
@@ -32,6 +32,9 @@ bench: setup ## run the benchmarks, write bench/results.json
 
 openapi: setup ## write openapi.json anew from the schemas
 	@$(PYTHON) -m logsteer_server.openapi > openapi.json
+
+client: setup ## write the client's methods anew from the table of endpoints and the schemas
+	@$(PYTHON) -m logsteer._generator
 
 lock: setup ## write the lock files anew
 	@PATH=$(CURDIR)/.venv/bin:$$PATH requirements/compile.sh

@@ -196,7 +196,7 @@ def test_the_build_context_leaves_out(path: str) -> None:
     assert is_ignored(path, read_ignore_patterns())
 
 
-@pytest.mark.parametrize("path", ["client/logsteer/cli.py", "demo/model/config.json"])
+@pytest.mark.parametrize("path", ["client/logsteer/cli/command.py", "demo/model/config.json"])
 def test_the_build_context_has(path: str) -> None:
     assert not is_ignored(path, read_ignore_patterns())
 

@@ -24,7 +24,7 @@ def label_sweep(
     items: Sequence[ItemLike] | None = None,
     texts: Sequence[str] | None = None,
 ) -> SweepLabels:
-    """The labels: of `items` and `texts` where they are given, else numbers.
+    """Return the labels: of `items` and `texts` where they are given, else numbers.
 
     Raises ValueError where the answer is not one to these items and texts.
     """
@@ -46,7 +46,7 @@ def label_sweep(
 
 
 def label_layers(layers: Sequence[int] | None) -> str:
-    """Layers as in 1-3, 7, in ascending order; "own" for the vectors' own."""
+    """Write layers as in 1-3, 7, in ascending order; "own" for the vectors' own."""
     if layers is None:
         return "own"
     runs: list[list[int]] = []
@@ -59,7 +59,7 @@ def label_layers(layers: Sequence[int] | None) -> str:
 
 
 def shorten(text: str) -> str:
-    """The text, or its end where it is long: what stands next to a target says most."""
+    """Return the text, or its end where it is long: what is next to a target says most."""
     return text if len(text) <= _LONGEST else "…" + text[-_LONGEST + 1 :]
 
 

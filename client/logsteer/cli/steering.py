@@ -10,17 +10,22 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from logsteer import _tables
-from logsteer._calls import SteerEvent
-from logsteer._labels import label_sweep
-from logsteer._steering_arguments import add_steering_options, read_steering
-from logsteer._terminal import given, parse_layers, read_json_lines, read_text, show, wants_json
+from logsteer._endpoints import SteerEvent
+from logsteer.cli import tables
+from logsteer.cli.options import add_options
+from logsteer.cli.steering_options import add_steering_options, read_steering
+from logsteer.cli.terminal import given, parse_layers, read_json_lines, read_text, show, wants_json
 from logsteer.client import Client
 from logsteer.errors import AnswerError, LogsteerError
-from logsteer.plots import check_plot_path, plot_sweep
+from logsteer.extras.labels import label_sweep
+from logsteer.extras.plots import check_plot_path, plot_sweep
 from logsteer.schemas import SteerAnswer, SteerPiece
 
-_SAMPLING = ("max_tokens", "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "bos")
+_SAMPLING = {
+    "max_tokens": "N", "n": "N", "temperature": "T", "top_p": "P", "top_k": "K", "min_p": "P",
+    "seed": "N", "stop": "TEXT", "bos": None, "baseline": None,
+}  # fmt: skip
+_SWEPT = {"boundary": None, "bos": None}
 
 
 def add_steer(parser: argparse.ArgumentParser) -> None:
@@ -28,18 +33,7 @@ def add_steer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT")
     add_steering_options(parser, required=True)
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=int, metavar="N", help="default 64")
-    group.add_argument("--n", type=int, metavar="N", help="completions; default 1")
-    group.add_argument("--temperature", type=float, metavar="T", help="default 1; 0 is greedy")
-    group.add_argument("--top-p", type=float, metavar="P")
-    group.add_argument("--top-k", type=int, metavar="K")
-    group.add_argument("--min-p", type=float, metavar="P")
-    group.add_argument("--seed", type=int, metavar="N", help="default: the server draws one")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="ends it; repeatable")
-    group.add_argument("--bos", choices=["auto", "always", "never"])
-    group.add_argument(
-        "--baseline", action="store_true", default=None, help="also without steering, same seeds"
-    )
+    add_options(group, "steer", _SAMPLING)
     group.add_argument(
         "--chat", action="store_true", help="PROMPT is a user's message, for the chat template"
     )
@@ -81,8 +75,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a UTF-8 text whose perplexity is told; repeatable",
     )
-    group.add_argument("--boundary", choices=["joint", "separate"])
-    group.add_argument("--bos", choices=["auto", "always", "never"])
+    add_options(group, "sweep", _SWEPT)
     group.add_argument("--plot", metavar="FILE", help="draw it: a .png, .svg or .pdf")
     parser.set_defaults(command=_sweep)
 
@@ -90,7 +83,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
 def _steer(client: Client, arguments: argparse.Namespace) -> None:
     steering = read_steering(arguments)
     assert steering is not None, "the parser requires it"
-    options: Any = given(arguments, *_SAMPLING, "baseline", "adapter")
+    options: Any = given(arguments, *_SAMPLING, "adapter")
     prompt: str | None = arguments.prompt
     if arguments.chat:
         options = {**options, "messages": [{"role": "user", "content": prompt}]}
@@ -107,17 +100,17 @@ def _steer(client: Client, arguments: argparse.Namespace) -> None:
             answer = _stream_side_by_side(events, console, bool(arguments.baseline))
     (result,) = answer.results
     if alone:
-        note = _tables.sum_up_completion(result.completions[0])
-        show(arguments, answer, Text(note, "dim"), *_tables.draw_changes(answer))
+        note = tables.sum_up_completion(result.completions[0])
+        show(arguments, answer, Text(note, "dim"), *tables.draw_changes(answer))
     else:
-        table = _tables.draw_completions(result)
-        show(arguments, answer, table, *_tables.draw_changes(answer))
+        table = tables.draw_completions(result)
+        show(arguments, answer, table, *tables.draw_changes(answer))
 
 
 def _stream_one(
     events: Generator[SteerEvent, None, None], console: Console, prompt: str
 ) -> SteerAnswer:
-    """The answer; the prompt and its completion are printed as pieces come."""
+    """Return the answer; print the prompt and its completion as pieces come."""
     shown = False
     try:
         for event in events:
@@ -125,10 +118,10 @@ def _stream_one(
                 return event
             if not shown:
                 # The prompt waits for the first event, so that a refusal stands alone.
-                console.out(_tables.escape_controls(prompt), style="dim", end="", highlight=False)
+                console.out(tables.escape_controls(prompt), style="dim", end="", highlight=False)
                 shown = True
             if isinstance(event, SteerPiece):
-                console.out(_tables.escape_controls(event.text), end="", highlight=False)
+                console.out(tables.escape_controls(event.text), end="", highlight=False)
     finally:
         if shown:
             console.out("", highlight=False)
@@ -138,7 +131,7 @@ def _stream_one(
 def _stream_side_by_side(
     events: Generator[SteerEvent, None, None], console: Console, baseline: bool
 ) -> SteerAnswer:
-    """The answer; on a terminal the completions grow in a table, which is cleared at the end."""
+    """Return the answer; on a terminal the completions grow in a table, cleared at the end."""
     texts: dict[tuple[int, bool], str] = {}
     sides = [True, False] if baseline else [True]
     heads = ["steered", "unsteered"][: len(sides)]
@@ -151,7 +144,7 @@ def _stream_side_by_side(
                 texts[key] = texts.get(key, "") + event.text
                 count = 1 + max(index for index, _ in texts)
                 rows = [[(texts.get((n, side), ""), "") for side in sides] for n in range(count)]
-                live.update(_tables.draw_side_by_side(heads, rows), refresh=True)
+                live.update(tables.draw_side_by_side(heads, rows), refresh=True)
     raise AssertionError("a stream ends with its result or raises")
 
 
@@ -164,7 +157,7 @@ def _sweep(client: Client, arguments: argparse.Namespace) -> None:
         arguments.refuse("give --item, --items or --text: something to score at each scale")
     if arguments.plot:
         check_plot_path(arguments.plot)
-    options: Any = dict(given(arguments, "layers", "boundary", "bos", "adapter"))
+    options: Any = dict(given(arguments, *_SWEPT, "layers", "adapter"))
     if items:
         options["items"] = items
     if names:
@@ -175,12 +168,12 @@ def _sweep(client: Client, arguments: argparse.Namespace) -> None:
         labels = label_sweep(answer, items, texts)
     except ValueError as wrong:
         raise AnswerError(f"{wrong}: a fault of the server", request_id=answer.id) from wrong
-    notes = list(_tables.draw_changes(answer))
+    notes = list(tables.draw_changes(answer))
     if arguments.plot:
         title = f"{_name_steering(steering)} on {answer.model}"
         plot_sweep(answer, arguments.plot, items=items, texts=texts, title=title)
         notes.append(Text(f"plot: {arguments.plot}"))
-    show(arguments, answer, _tables.draw_sweep(answer, labels), *notes)
+    show(arguments, answer, tables.draw_sweep(answer, labels), *notes)
 
 
 def _read_items(arguments: argparse.Namespace) -> list[dict[str, Any]]:

@@ -1,20 +1,23 @@
 """What `logsteer.lm_eval` makes of the arguments that a run of the harness gives it."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from logsteer._call import checked
-from logsteer._options import SteeringLike
-from logsteer._steering_arguments import load_steering
+from logsteer._calls import checked
+from logsteer.cli.steering_options import load_steering
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
 from logsteer.schemas import ModelCard, Steering, UsedAdapter
+
+SteeringLike: TypeAlias = Steering | Mapping[str, Any]
+"""A steering object, or its fields."""
 
 DEFAULT_BATCH_SIZE = 1024
 
 
 def find_card(client: Client, model: str | None) -> ModelCard:
-    """The card of a model; of the only one where none is named. Errors: LogsteerError."""
+    """Return the card of a model; of the only one where none is named. Errors: LogsteerError."""
     if model is not None:
         return client.model(model)
     cards = client.models().models
@@ -25,7 +28,7 @@ def find_card(client: Client, model: str | None) -> ModelCard:
 
 
 def read_batch_size(given: int | str) -> int:
-    """Sequences in one request; the adapter's own number for "auto" and 1. Errors: ValueError."""
+    """Return the sequences in one request; the default for "auto" and 1. Errors: ValueError."""
     if str(given) == "1" or str(given).startswith("auto"):
         return DEFAULT_BATCH_SIZE
     if not str(given).isdecimal() or int(given) == 0:
@@ -34,7 +37,10 @@ def read_batch_size(given: int | str) -> int:
 
 
 def read_max_length(given: int | None, card: ModelCard) -> int:
-    """Tokens that are read at once. Errors: LogsteerError before the model answers; ValueError."""
+    """Return how many tokens are read at once.
+
+    Errors: LogsteerError before the model answers; ValueError.
+    """
     limit = card.context_length
     if limit is None:
         raise LogsteerError(
@@ -46,8 +52,9 @@ def read_max_length(given: int | None, card: ModelCard) -> int:
 
 
 def read_steering(client: Client, given: SteeringLike | str | Path) -> dict[str, Any]:
-    """A steering object as JSON has it, its vectors by content: a run has one, whatever becomes of
-    their names meanwhile.
+    """Return a steering object as JSON has it, its vectors by content.
+
+    So a run has one steering, whatever becomes of the vectors' names meanwhile.
 
     Errors: LogsteerError for what is no steering object, and for an unknown vector.
     """
@@ -60,13 +67,13 @@ def read_steering(client: Client, given: SteeringLike | str | Path) -> dict[str,
 
 
 def find_adapter(client: Client, name: str) -> UsedAdapter:
-    """The adapter that a name stands for now. Errors: LogsteerError for an unknown one."""
+    """Return the adapter that a name stands for now. Errors: LogsteerError for an unknown one."""
     card = client.adapters.get(name)
     return UsedAdapter(name=card.name, sha256=card.sha256)
 
 
 def check_adapter(asked: UsedAdapter | None, used: UsedAdapter | None) -> None:
-    """Errors: LogsteerError for an answer under another adapter than the one asked for."""
+    """Check that an answer is under the adapter asked for. Errors: LogsteerError."""
     # Requests name an adapter, and a name may be given another content while a run lasts.
     if asked is not None and (used is None or used.sha256 != asked.sha256):
         found = "none" if used is None else f"one of content {used.sha256[:12]}"

@@ -17,12 +17,12 @@ Command = Callable[[Client, argparse.Namespace], None]
 
 
 def given(arguments: argparse.Namespace, *names: str) -> Mapping[str, Any]:
-    """Those of the arguments that were given."""
+    """Return those of the arguments that were given."""
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
 def wants_json(arguments: argparse.Namespace) -> bool:
-    """Whether the answer is printed as JSON, and nothing else."""
+    """Return whether the answer is printed as JSON, and nothing else."""
     return bool(getattr(arguments, "json", False))
 
 
@@ -37,7 +37,7 @@ def show(arguments: argparse.Namespace, answer: BaseModel, *tables: Any) -> None
 
 
 def parse_layers(text: str) -> list[int]:
-    """The layers of a list such as 2 or 2,5-7. Raises ArgumentTypeError for anything else."""
+    """Return the layers of a list such as 2 or 2,5-7; else raise ArgumentTypeError."""
     layers: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
@@ -49,7 +49,7 @@ def parse_layers(text: str) -> list[int]:
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """The number, from 1, and the value of each line that is not blank.
+    """Yield the number, from 1, and the value of each line that is not blank.
 
     Raises LogsteerError for a line that is no JSON.
     """
@@ -63,12 +63,12 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; LogsteerError where it is not UTF-8 or empty."""
+    """Return the text of a file; LogsteerError where it is not UTF-8 or empty."""
     return decode_text(path.read_bytes(), str(path))
 
 
 def decode_text(data: bytes, name: str) -> str:
-    """The text of UTF-8 bytes; LogsteerError, with the name, where they are none or no bytes."""
+    """Return the text of UTF-8 bytes; LogsteerError, with the name, for other bytes or none."""
     try:
         text = data.decode()
     except UnicodeDecodeError as error:

@@ -1,37 +1,31 @@
 """`logsteer vectors …`: the commands about steering vectors."""
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from logsteer import _tables
-from logsteer._terminal import given, parse_layers, read_json_lines, show
+from logsteer.cli import tables
+from logsteer.cli.options import add_options
+from logsteer.cli.stored import add_stored_commands
+from logsteer.cli.terminal import given, parse_layers, read_json_lines, show
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
 from logsteer.schemas import ContentFormat
 
+_TRAINING = {"method": None, "read": None, "hook": "NAME", "bos": None}
+
 
 def add_vector_commands(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
     """Give the parser of `logsteer vectors` its commands."""
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
-    def add(name: str, command: Callable[..., None], text: str) -> argparse.ArgumentParser:
-        one = commands.add_parser(name, parents=[common], help=text)
-        one.set_defaults(command=command)
-        if name != "list":
-            one.add_argument("name", metavar="NAME")
-        return one
-
-    add("list", _list, "list the vectors that the server keeps")
+    add = add_stored_commands(parser, common, "vectors", tables.draw_vectors)
     add("show", _show, "one vector: its layers, their norms, and where it comes from")
     put = add("put", _put, "upload a file as a vector")
     put.add_argument("file", metavar="FILE", help="safetensors, GGUF, or written by torch.save")
-    put.add_argument("--format", choices=["safetensors", "gguf", "pt"])
+    add_options(put, "vectors.put", {"format": None})
     get = add("get", _get, "download a vector as a file")
     get.add_argument("file", metavar="FILE", nargs="?", help="default NAME.FORMAT")
-    get.add_argument("--format", choices=["safetensors", "gguf"], help="default: as FILE ends")
-    add("delete", _delete, "forget a vector")
+    formats = get_args(ContentFormat)
+    get.add_argument("--format", choices=formats, help="default: as FILE ends")
     _add_train(add("train", _train, "make a vector from contrasting texts"))
 
 
@@ -39,26 +33,18 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "pairs", metavar="FILE", help='a line a pair: {"positive": "…", "negative": "…"}'
     )
-    parser.add_argument("--method", choices=["mean_difference", "pca", "logistic"])
-    parser.add_argument("--read", choices=["last", "mean"])
     parser.add_argument("--layers", type=parse_layers, metavar="N,N-N,…", help="default: all")
-    parser.add_argument("--hook", metavar="NAME")
-    parser.add_argument("--bos", choices=["auto", "always", "never"])
-
-
-def _list(client: Client, arguments: argparse.Namespace) -> None:
-    answer = client.vectors.list()
-    show(arguments, answer, _tables.draw_vectors(answer.vectors))
+    add_options(parser, "vectors.train", _TRAINING)
 
 
 def _show(client: Client, arguments: argparse.Namespace) -> None:
     card = client.vectors.get(arguments.name)
-    show(arguments, card, _tables.draw_vectors([card]), _tables.draw_layers(card))
+    show(arguments, card, tables.draw_vectors([card]), tables.draw_layers(card))
 
 
 def _put(client: Client, arguments: argparse.Namespace) -> None:
     card = client.vectors.put(arguments.name, Path(arguments.file), arguments.format)
-    show(arguments, card, _tables.draw_vectors([card]))
+    show(arguments, card, tables.draw_vectors([card]))
 
 
 def _get(client: Client, arguments: argparse.Namespace) -> None:
@@ -67,24 +53,19 @@ def _get(client: Client, arguments: argparse.Namespace) -> None:
     card = client.vectors.get(arguments.name)
     data = client.vectors.download(arguments.name, form)
     Path(arguments.file or f"{arguments.name}.{form}").write_bytes(data)
-    show(arguments, card, _tables.draw_vectors([card]))
-
-
-def _delete(client: Client, arguments: argparse.Namespace) -> None:
-    gone = client.vectors.delete(arguments.name)
-    show(arguments, gone, f"deleted {gone.name}, {gone.sha256}")
+    show(arguments, card, tables.draw_vectors([card]))
 
 
 def _train(client: Client, arguments: argparse.Namespace) -> None:
     pairs = _read_pairs(Path(arguments.pairs))
-    options: Any = given(arguments, "method", "read", "layers", "hook", "bos")
+    options: Any = given(arguments, *_TRAINING, "layers")
     answer = client.vectors.train(arguments.name, pairs, **options)
     card = answer.vector
-    show(arguments, answer, _tables.draw_vectors([card]), _tables.draw_layers(card))
+    show(arguments, answer, tables.draw_vectors([card]), tables.draw_layers(card))
 
 
 def _read_pairs(path: Path) -> list[dict[str, str]]:
-    """The pairs of a JSON Lines file. Raises LogsteerError for a line that is none."""
+    """Return the pairs of a JSON Lines file. Raises LogsteerError for a line that is none."""
     pairs = []
     for number, pair in read_json_lines(path):
         try:

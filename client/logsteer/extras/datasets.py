@@ -1,4 +1,4 @@
-"""Prompts from where they are kept: lists, JSON lines, and Hugging Face datasets.
+"""Prompts from where they are stored: lists, JSON lines, and Hugging Face datasets.
 
 A source names its kind in front of a colon, `hf:imdb`; a path is read as JSON lines. Further kinds
 are added by `register_dataset`.
@@ -42,7 +42,7 @@ def _read_json_lines(path: str) -> Iterable[Row]:
 
 
 def _read_hugging_face(name: str) -> Iterable[Row]:
-    """Rows of `NAME`, `NAME/CONFIG` with `@SPLIT` behind it; the split is `train` unless given."""
+    """Read the rows of `NAME@SPLIT` on the hub; the split is `train` unless given."""
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -58,12 +58,12 @@ _READERS: dict[str, Reader] = {"jsonl": _read_json_lines, "hf": _read_hugging_fa
 
 
 def register_dataset(kind: str, reader: Reader) -> None:
-    """Nothing; `reader(NAME)` gives the rows of sources `KIND:NAME` from now on."""
+    """Read sources `KIND:NAME` by `reader(NAME)`, which returns their rows, from now on."""
     _READERS[kind] = reader
 
 
 def read_prompts(source: Source, field: str = PROMPT) -> list[PromptRow]:
-    """The prompts of a source; `field` is the one of its rows that holds them.
+    """Return the prompts of a source; `field` is the one of its rows that holds them.
 
     Errors: InvalidRequestError for a row without that text; OSError.
     """
@@ -97,7 +97,7 @@ def _read_rows(source: Source) -> Iterable[str | Row]:
 def draw_prompts(
     prompts: Sequence[PromptRow], count: int | None, with_replacement: bool, seed: int
 ) -> list[PromptRow]:
-    """`count` of the prompts in random order, each at most once unless `with_replacement`.
+    """Draw `count` prompts in random order, each at most once unless `with_replacement`.
 
     All of them in their order for None. Errors: InvalidRequestError where there are too few.
     """

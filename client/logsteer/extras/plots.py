@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from logsteer._labels import ItemLike, SweepLabels, label_layers, label_sweep
 from logsteer.errors import LogsteerError
+from logsteer.extras.labels import ItemLike, SweepLabels, label_layers, label_sweep
 from logsteer.schemas import SweepAnswer, SweepPoint
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def plot_sweep(
     texts: Sequence[str] | None = None,
     title: str | None = None,
 ) -> Figure:
-    """The figure of a sweep: the dose on the x axis, a panel for each kind of response.
+    """Draw a sweep: the dose on the x axis, a panel for each kind of response.
 
     Panels: the change of each target's log-probability; KL(unsteered || steered) of the token after
     each context; the perplexity of each text. The first two are there where the sweep has items,
@@ -80,7 +80,7 @@ def plot_sweep(
 
 
 def check_plot_path(path: str | Path) -> None:
-    """Nothing. Raises LogsteerError where no plot can be written there, and says what to do."""
+    """Check that a plot can be written there; else raise LogsteerError, which says what to do."""
     from_suffix = _load_figure()(figsize=(1, 1)).canvas.get_supported_filetypes()
     if Path(path).suffix.lstrip(".").lower() not in from_suffix:
         raise LogsteerError(f"{path}: give a name that ends in .png, .svg or .pdf")
@@ -96,7 +96,7 @@ class _Series:
     reads: list[Read]
 
     def values(self, point: SweepPoint) -> list[float]:
-        """What each reader finds at a point; NaN, which is drawn as a gap, for null."""
+        """Return what each reader finds at a point; NaN, which is drawn as a gap, for null."""
         found = [read(point) for read in self.reads]
         return [math.nan if value is None else value for value in found]
 
@@ -115,13 +115,13 @@ class _Sweep:
             points.sort(key=lambda point: point.scale)
 
     def draw_changes(self, axes: Axes) -> None:
-        """The change of each target's log-probability."""
+        """Draw the change of each target's log-probability."""
         axes.axhline(0, color=_GREY, linewidth=0.8, zorder=1)
         self._draw(axes, _group_targets(self._labels))
         _dress(axes, "Change of log-probability", "nats, against unsteered")
 
     def draw_kl(self, axes: Axes) -> None:
-        """How far the next token's distribution is from unsteered."""
+        """Draw how far the next token's distribution is from unsteered."""
         count = len(self._labels.contexts)
         reads = [_read_kl(index) for index in range(count)]
         label = self._labels.contexts[0] if count == 1 else f"mean of {count} items"
@@ -130,7 +130,7 @@ class _Sweep:
         axes.set_ylim(bottom=0)
 
     def draw_perplexities(self, axes: Axes) -> None:
-        """The perplexity of each text."""
+        """Draw the perplexity of each text."""
         names = self._labels.texts
         series = [_Series(f"text {name}", [_read_text(i)]) for i, name in enumerate(names)]
         if len(series) > _MAX_SERIES:
@@ -152,7 +152,7 @@ class _Sweep:
             yield from points
 
     def _draw(self, axes: Axes, series: Sequence[_Series]) -> None:
-        """A line for each series and set of layers, and a ring for each unsteered value."""
+        """Draw a line for each series and set of layers, and a ring for each unsteered value."""
         scales = sorted({point.scale for points in self._lines.values() for point in points})
         if len(scales) <= _MAX_TICKS:
             axes.set_xticks(scales, [f"{scale:g}" for scale in scales])
@@ -177,7 +177,7 @@ class _Sweep:
 
 
 def _make_look(place: int, colours: Sequence[Any], several: bool) -> dict[str, Any]:
-    """How the lines of one series look; where colours are sets of layers, dashes tell it apart."""
+    """Return how lines of a series look; where colours are sets of layers, dashes tell it apart."""
     look: dict[str, Any] = {"marker": _MARKERS[place % len(_MARKERS)], "markersize": 4.5}
     if several:
         return look | {"color": "#444444", "linestyle": _DASHES[place % len(_DASHES)]}
@@ -193,7 +193,7 @@ def _draw_line(
     *,
     thin: bool,
 ) -> None:
-    """The mean of a series as a line; what it is the mean of as thin ones."""
+    """Draw the mean of a series as a line, and what it is the mean of as thin ones."""
     scales = [point.scale for point in points]
     values = [series.values(point) for point in points]
     if thin and len(series.reads) > 1:
@@ -204,7 +204,7 @@ def _draw_line(
 
 
 def _add_legend(axes: Axes, keys: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    """Nothing; the legend stands under the panel, where it hides no line."""
+    """Put the legend under the panel, where it hides no line."""
     from matplotlib.lines import Line2D
     from matplotlib.transforms import ScaledTranslation
 
@@ -226,7 +226,7 @@ def _add_legend(axes: Axes, keys: Sequence[tuple[str, dict[str, Any]]]) -> None:
 
 
 def _group_targets(labels: SweepLabels) -> list[_Series]:
-    """A series for each distinct target; for each place where there are too many targets."""
+    """Return a series for each distinct target, or for each place where these are too many."""
     groups: dict[str, list[Read]] = {}
     for names in (labels.targets, [_number_names(len(one)) for one in labels.targets]):
         groups = {}
@@ -262,7 +262,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _pick_colours(count: int) -> Sequence[Any]:
-    """As many colours as asked for: named ones, or steps of one scale where those do not last."""
+    """Return `count` colours: named ones, or steps of one scale where those are too few."""
     if count <= len(_COLOURS):
         return _COLOURS
     import matplotlib as mpl
@@ -274,7 +274,7 @@ def _pick_colours(count: int) -> Sequence[Any]:
 def _prepare(
     axes: Axes | Sequence[Axes] | None, count: int, title: str | None
 ) -> tuple[Figure, Sequence[Axes]]:
-    """The figure, and its axes for the panels."""
+    """Return the figure, and its axes for the panels."""
     if axes is None:
         figure = _load_figure()(figsize=(1.2 + 4.3 * count, 4.0), layout="constrained")
         return figure, figure.subplots(1, count, squeeze=False)[0].tolist()
@@ -289,7 +289,7 @@ def _prepare(
 
 
 def _choose_log_ticks(values: Sequence[float]) -> tuple[list[float], list[str]]:
-    """Ticks at 1, 2 and 5 of each power of ten between the values, and their labels."""
+    """Return ticks at 1, 2 and 5 of each power of ten between the values, and their labels."""
     powers = range(math.floor(math.log10(min(values))), math.ceil(math.log10(max(values))) + 1)
     steps = (1, 2, 5) if len(powers) < 4 else (1,)
     ticks = [step * 10.0**power for power in powers for step in steps]
@@ -307,7 +307,7 @@ def _dress(axes: Axes, title: str, unit: str) -> None:
 
 
 def _escape(text: str) -> str:
-    """The text as matplotlib shows it: a dollar sign would begin a formula."""
+    """Return the text as matplotlib shows it: a dollar sign would begin a formula."""
     return text.replace("$", r"\$")
 
 

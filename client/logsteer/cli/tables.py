@@ -11,7 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from logsteer._labels import SweepLabels, label_layers
+from logsteer.extras.labels import SweepLabels, label_layers
 from logsteer.schemas import (
     AdapterCard,
     AppliedInterventions,
@@ -36,7 +36,7 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def draw_models(answer: ModelList) -> Table:
-    """A row per model."""
+    """Draw a row per model."""
     table = _table("model", "engine", "state", ">context", ">vocabulary", "detail")
     for card in answer.models:
         sizes = [_plain(card.context_length), _plain(card.vocab_size)]
@@ -45,7 +45,7 @@ def draw_models(answer: ModelList) -> Table:
 
 
 def draw_scores(result: ItemScore) -> Iterator[Table | Text]:
-    """A row per target, the best marked; then what is unusual, and alternatives where asked for."""
+    """Draw a row per target, the best marked; then what is unusual, and the alternatives."""
     spaces = any(target.variants for target in result.targets)
     heads = [">logprob", ">prob", ">perplexity", ">tokens", ">share"]
     table = _table("", "target", *heads, *([">any space"] if spaces else []))
@@ -64,7 +64,7 @@ def draw_scores(result: ItemScore) -> Iterator[Table | Text]:
 
 
 def draw_perplexity(answer: PerplexityAnswer) -> Table:
-    """A row per statistic of the whole."""
+    """Draw a row per statistic of the whole."""
     total = answer.total
     table = _table("statistic", ">value")
     interval = "" if total.stderr is None else f" ± {_number(total.stderr)}"
@@ -87,7 +87,7 @@ def draw_perplexity(answer: PerplexityAnswer) -> Table:
 
 
 def draw_tokens(encoded: Encoded) -> Table:
-    """A row per token."""
+    """Draw a row per token."""
     table = _table(">id", "token", ">start", ">end")
     for token_id, token, span in zip(
         encoded.token_ids, encoded.tokens, encoded.offsets, strict=True
@@ -98,7 +98,7 @@ def draw_tokens(encoded: Encoded) -> Table:
 
 
 def draw_vectors(cards: Sequence[VectorCard]) -> Table:
-    """A row per vector."""
+    """Draw a row per vector."""
     table = _table("name", "hook", "layers", ">width", "created", "from", "sha256")
     for card in cards:
         source = " ".join(filter(None, [card.about.source, card.about.method, card.about.format]))
@@ -109,7 +109,7 @@ def draw_vectors(cards: Sequence[VectorCard]) -> Table:
 
 
 def draw_adapters(cards: Sequence[AdapterCard]) -> Table:
-    """A row per adapter."""
+    """Draw a row per adapter."""
     table = _table("name", "model", ">rank", ">alpha", "modules", "created", "sha256")
     for card in cards:
         sizes = [str(card.rank), _number(card.alpha)]
@@ -119,7 +119,7 @@ def draw_adapters(cards: Sequence[AdapterCard]) -> Table:
 
 
 def draw_layers(card: VectorCard) -> Table:
-    """A row per layer of a vector, with its quality where it was trained."""
+    """Draw a row per layer of a vector, with its quality where it was trained."""
     quality = card.about.quality or {}
     heads = [">accuracy", ">auc", ">pairs right", ">variance"] if quality else []
     table = _table(">layer", ">norm", *heads)
@@ -133,7 +133,7 @@ def draw_layers(card: VectorCard) -> Table:
 
 
 def draw_completions(result: PromptCompletions) -> Table:
-    """A row per completion; beside it the unsteered one with the same seed, where asked for."""
+    """Draw a row per completion, beside it the unsteered one with the same seed if asked for."""
     heads = ["steered"] if result.baseline is None else ["steered", "unsteered"]
     columns = [result.completions, *([] if result.baseline is None else [result.baseline])]
     cells = [[(one.text, sum_up_completion(one)) for one in column] for column in columns]
@@ -141,7 +141,7 @@ def draw_completions(result: PromptCompletions) -> Table:
 
 
 def draw_side_by_side(heads: Sequence[str], rows: Sequence[Sequence[tuple[str, str]]]) -> Table:
-    """Texts in columns of equal width, a remark under each."""
+    """Draw texts in columns of equal width, a remark under each."""
     table = _table(*heads)
     table.show_lines = len(rows) > 1
     table.expand = True
@@ -154,7 +154,7 @@ def draw_side_by_side(heads: Sequence[str], rows: Sequence[Sequence[tuple[str, s
 
 
 def sum_up_completion(completion: Completion) -> str:
-    """One line about a completion."""
+    """Return one line about a completion."""
     return (
         f"{completion.num_tokens} tokens, {completion.finish_reason}, "
         f"logprob {_number(completion.logprob)}, seed {completion.seed}"
@@ -162,7 +162,7 @@ def sum_up_completion(completion: Completion) -> str:
 
 
 def draw_changes(answer: AppliedParameters) -> Iterator[Table | Text]:
-    """What an answer was computed under, where that is not the model as it is."""
+    """Draw what an answer was computed under, where that is not the model as it is."""
     if answer.adapter is not None:
         yield Text(f"under adapter {answer.adapter.name} ({answer.adapter.sha256[:12]})")
     if isinstance(answer, AppliedInterventions) and answer.steering is not None:
@@ -170,7 +170,7 @@ def draw_changes(answer: AppliedParameters) -> Iterator[Table | Text]:
 
 
 def _draw_receipt(receipt: SteeringReceipt) -> Iterator[Table | Text]:
-    """What was applied, and what it did at each layer."""
+    """Draw what was applied, and what it did at each layer."""
     used = ", ".join(
         f"{vector.name or 'a vector'} x {vector.scale:g} ({vector.sha256[:12]})"
         for vector in receipt.vectors
@@ -183,7 +183,7 @@ def _draw_receipt(receipt: SteeringReceipt) -> Iterator[Table | Text]:
 
 
 def draw_sweep(answer: SweepAnswer, labels: SweepLabels) -> RenderableType:
-    """A row per set of layers and scale: one table where it fits, else one for each item."""
+    """Draw a row per set of layers and scale: one table where it fits, else one for each item."""
     whole = _Columns("", [f"perplexity\n{name}" for name in labels.texts], _text_cells)
     whole.heads.append("|change| /\n|activation|")
     items = [
@@ -264,7 +264,7 @@ def _fix(value: float | None) -> str:
 
 
 def escape_controls(text: str) -> str:
-    """The text with control characters written out: a model's output must not steer a terminal."""
+    """Write control characters out: a model's output must not steer a terminal."""
     return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from logsteer._terminal import given, parse_layers, read_text
+from logsteer.cli.terminal import given, parse_layers, read_text
 from logsteer.errors import LogsteerError
 from logsteer.schemas import PositionName
 from logsteer.schemas.steering import Operation, Unit
@@ -29,7 +29,7 @@ def add_steering_options(parser: argparse.ArgumentParser, *, required: bool = Fa
         action="append",
         dest="vectors",
         metavar="NAME[:SCALE][@LAYERS]",
-        help="a kept vector, as in mood, mood:-2.5, mood:4@2 or mood:4@2,5-7; repeatable",
+        help="a stored vector, as in mood, mood:-2.5, mood:4@2 or mood:4@2,5-7; repeatable",
     )
     either.add_argument("--steering", metavar="FILE", help="a steering object as JSON")
     group.add_argument("--op", choices=get_args(Operation), help="of every --vector; default add")
@@ -44,13 +44,13 @@ def add_steering_options(parser: argparse.ArgumentParser, *, required: bool = Fa
         help=f"{', '.join(get_args(PositionName))}, or slices as in 0:5,8:10; default all",
     )
     parser.add_argument_group("parameters").add_argument(
-        "--adapter", metavar="NAME", help="a kept LoRA adapter, added to the model's parameters"
+        "--adapter", metavar="NAME", help="a stored LoRA adapter, added to the model's parameters"
     )
     parser.set_defaults(refuse=parser.error)
 
 
 def read_steering(arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """The steering object of the arguments, None where there is none.
+    """Return the steering object of the arguments, None where there is none.
 
     Exits with 2 where options do not go together. Raises LogsteerError for a file without a JSON
     object.
@@ -69,14 +69,14 @@ def read_steering(arguments: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def read_changes(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options `steering` and `adapter`, those that were given; it fails as `read_steering`."""
+    """Return `steering` and `adapter` where they were given; fail as `read_steering` does."""
     steering = read_steering(arguments)
     changes = {} if steering is None else {"steering": steering}
     return {**changes, **given(arguments, "adapter")}
 
 
 def load_steering(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """A steering object from itself, from its JSON, or from a file of that.
+    """Return a steering object from itself, from its JSON, or from a file of that.
 
     Raises LogsteerError where there is no JSON object, OSError where there is no file. The fields
     are checked by the request that they go into.

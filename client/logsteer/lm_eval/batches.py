@@ -52,7 +52,7 @@ class Tokenized(BaseModel):
 
 
 @dataclass
-class Batch:
+class ScoreBatch:
     """Items of one `/logprob` request; `places[k]`: where target k's score belongs."""
 
     items: list[dict[str, Any]] = field(default_factory=list)
@@ -60,8 +60,8 @@ class Batch:
     num_tokens: int = 0
 
 
-def make_batches(pairs: Iterable[tuple[Ids, Ids]]) -> list[Batch]:
-    """The pairs of context and target as requests; place k is pair k.
+def make_batches(pairs: Iterable[tuple[Ids, Ids]]) -> list[ScoreBatch]:
+    """Put pairs of context and target into requests; place k is pair k.
 
     Equal contexts share an item, so that the server reads them once, and equal pairs a target. A
     pair whose target is empty is in no batch.
@@ -70,13 +70,13 @@ def make_batches(pairs: Iterable[tuple[Ids, Ids]]) -> list[Batch]:
     for place, (context, target) in enumerate(pairs):
         if target:
             groups.setdefault(tuple(context), {}).setdefault(tuple(target), []).append(place)
-    batches: list[Batch] = []
+    batches: list[ScoreBatch] = []
     for context_key, targets in groups.items():
         item: dict[str, Any] | None = None
         for target_key, places in targets.items():
             more = len(context_key) + len(target_key)
             if not batches or batches[-1].num_tokens + more > TOKENS_PER_REQUEST:
-                batches.append(Batch())
+                batches.append(ScoreBatch())
                 item = None
             if item is None:
                 item = {"context_ids": context_key, "target_ids": []}
@@ -88,7 +88,7 @@ def make_batches(pairs: Iterable[tuple[Ids, Ids]]) -> list[Batch]:
 
 
 def cut_slices(values: Iterable[T], count: int, weigh: Callable[[T], int]) -> list[list[T]]:
-    """The values in lists of at most `count`, each of one value or within a request's tokens."""
+    """Cut values into lists of at most `count`, each of one value or within a request's tokens."""
     slices: list[list[T]] = []
     weight = 0
     for value in values:
@@ -102,7 +102,7 @@ def cut_slices(values: Iterable[T], count: int, weigh: Callable[[T], int]) -> li
 
 
 def run_concurrently(work: Callable[[T], S], batches: Sequence[T]) -> Iterator[tuple[T, S]]:
-    """Each batch with what `work` makes of it, in order; a few are at work at any time."""
+    """Yield each batch with what `work` makes of it, in order; a few are at work at any time."""
     if len(batches) == 1:
         yield batches[0], work(batches[0])
         return

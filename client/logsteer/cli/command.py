@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -11,16 +11,16 @@ from typing import Any, BinaryIO
 import httpx
 
 import logsteer
-from logsteer import _tables
-from logsteer._adapter_commands import add_adapter_commands
 from logsteer._calls import fits_query
-from logsteer._options import WindowOptions
 from logsteer._pairs import pair_items, pair_scores
 from logsteer._progress import ScoringProgress
-from logsteer._steering_arguments import add_steering_options, read_changes
-from logsteer._steering_commands import add_steer, add_sweep
-from logsteer._terminal import Command, decode_text, given, show
-from logsteer._vector_commands import add_vector_commands
+from logsteer.cli import tables
+from logsteer.cli.adapters import add_adapter_commands
+from logsteer.cli.options import add_options
+from logsteer.cli.steering import add_steer, add_sweep
+from logsteer.cli.steering_options import add_steering_options, read_changes
+from logsteer.cli.terminal import Command, decode_text, given, show
+from logsteer.cli.vectors import add_vector_commands
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
 from logsteer.schemas import PerplexityAnswer
@@ -43,9 +43,13 @@ LOGSTEER_BASE_URL and LOGSTEER_API_KEY stand in for --base-url and --api-key.
 Exit status: 0 done, 1 refused or not reached, 2 wrong usage, 130 interrupted.
 """
 
+_SCORING = {"boundary": None, "space": None, "top": "N"}
+_WINDOWS = {"protocol": None, "context_length": "TOKENS", "stride": "TOKENS", "bos": None}
+"""Options of a command that are parameters of its call -> what stands for a value in the help."""
+
 
 def main(argv: Sequence[str] | None = None, *, transport: httpx.BaseTransport | None = None) -> int:
-    """The exit status of the command; answers go to stdout, progress and errors to stderr.
+    """Run the command and return its exit status; answers go to stdout, the rest to stderr.
 
     `transport` replaces the network. Raises SystemExit(2) for wrong usage.
     """
@@ -92,8 +96,8 @@ def _build_parser() -> argparse.ArgumentParser:
     tokenize.set_defaults(command=_show_tokens)
     add_steer(add("steer", help="continue a prompt under steering, as it is generated"))
     add_sweep(add("sweep", help="what steering does to targets and texts, scale by scale"))
-    add_vector_commands(add("vectors", help="keep, make and fetch steering vectors"), common)
-    add_adapter_commands(add("adapters", help="keep LoRA adapters"), common)
+    add_vector_commands(add("vectors", help="store, make and fetch steering vectors"), common)
+    add_adapter_commands(add("adapters", help="store LoRA adapters"), common)
     return parser
 
 
@@ -112,19 +116,14 @@ def _build_common_options() -> argparse.ArgumentParser:
 def _add_score(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("context", metavar="CONTEXT")
     parser.add_argument("targets", metavar="TARGET", nargs="+")
-    parser.add_argument("--boundary", choices=["joint", "separate"])
-    parser.add_argument("--space", choices=["as_given", "both"])
-    parser.add_argument("--top", type=int, metavar="N", help="alternatives shown per token")
+    add_options(parser, "logprob", _SCORING)
     add_steering_options(parser)
     parser.set_defaults(command=_show_scores)
 
 
 def _add_perplexity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="UTF-8 text; - is standard input")
-    parser.add_argument("--protocol", choices=["sliding", "rolling", "disjoint", "llamacpp"])
-    parser.add_argument("--context-length", type=int, metavar="TOKENS")
-    parser.add_argument("--stride", type=int, metavar="TOKENS")
-    parser.add_argument("--bos", choices=["auto", "always", "never"])
+    add_options(parser, "perplexity_stream", _WINDOWS)
     add_steering_options(parser)
     parser.set_defaults(command=_show_perplexity)
 
@@ -141,37 +140,37 @@ def _positive(text: str) -> float:
 
 def _show_models(client: Client, arguments: argparse.Namespace) -> None:
     answer = client.models()
-    show(arguments, answer, _tables.draw_models(answer))
+    show(arguments, answer, tables.draw_models(answer))
 
 
 def _show_scores(client: Client, arguments: argparse.Namespace) -> None:
-    own = given(arguments, "boundary", "space", "top")
+    own = given(arguments, *_SCORING)
     options: Any = {**own, **read_changes(arguments)}
     items = pair_items([arguments.context], arguments.targets)
     answer = client.logprob(items, **options)
     result = pair_scores(answer, 1, len(arguments.targets))[0]
-    show(arguments, answer, *_tables.draw_scores(result), *_tables.draw_changes(answer))
+    show(arguments, answer, *tables.draw_scores(result), *tables.draw_changes(answer))
 
 
 def _show_tokens(client: Client, arguments: argparse.Namespace) -> None:
     answer = client.tokenize(arguments.text)
-    show(arguments, answer, _tables.draw_tokens(answer.results[0]))
+    show(arguments, answer, tables.draw_tokens(answer.results[0]))
 
 
 def _show_perplexity(client: Client, arguments: argparse.Namespace) -> None:
-    own = given(arguments, "protocol", "context_length", "stride", "bos")
+    own = given(arguments, *_WINDOWS)
     options: Any = {**own, **read_changes(arguments)}
     if arguments.file == "-":
         answer = _score_file(client, sys.stdin.buffer, options)
     else:
         with Path(arguments.file).open("rb") as file:
             answer = _score_file(client, file, options)
-    show(arguments, answer, _tables.draw_perplexity(answer), *_tables.draw_changes(answer))
+    show(arguments, answer, tables.draw_perplexity(answer), *tables.draw_changes(answer))
 
 
-def _score_file(client: Client, file: BinaryIO, options: WindowOptions) -> PerplexityAnswer:
+def _score_file(client: Client, file: BinaryIO, options: Mapping[str, Any]) -> PerplexityAnswer:
     with ScoringProgress(file) as progress:
-        if fits_query(options):
+        if fits_query("perplexity_stream", options):
             events = client.perplexity_stream(progress.source, **options)
         else:
             # Vectors by value may be too long for a query; a body takes them beside a whole text.
@@ -183,7 +182,3 @@ def _score_file(client: Client, file: BinaryIO, options: WindowOptions) -> Perpl
                     return event
                 progress.show(event)
     raise AssertionError("a stream ends with its result or raises")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -22,7 +22,11 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, warni
 from pydantic import BaseModel
 from tqdm import tqdm
 
-from logsteer._batches import (
+from logsteer._call import ApiCall
+from logsteer._endpoints import ENDPOINTS
+from logsteer.client import Client
+from logsteer.errors import AnswerError, InvalidRequestError, LogsteerError
+from logsteer.lm_eval.batches import (
     Ids,
     Scores,
     Tokenized,
@@ -31,9 +35,9 @@ from logsteer._batches import (
     make_batches,
     run_concurrently,
 )
-from logsteer._call import Call
-from logsteer._chat import render_chat
-from logsteer._eval_settings import (
+from logsteer.lm_eval.chat import render_chat
+from logsteer.lm_eval.settings import (
+    SteeringLike,
     check_adapter,
     find_adapter,
     find_card,
@@ -41,9 +45,6 @@ from logsteer._eval_settings import (
     read_max_length,
     read_steering,
 )
-from logsteer._options import SteeringLike
-from logsteer.client import Client
-from logsteer.errors import AnswerError, InvalidRequestError, LogsteerError
 from logsteer.schemas import BosPolicy
 from logsteer.schemas.openai import CompletionAnswer, TokenizerInfo
 
@@ -75,7 +76,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
     before text without context: BOS unless given, else EOS. `steering` is a steering object, its
     JSON, or a file of that; every request is steered by it, a target's context being its prompt.
     Vectors that it names are those that had the names when this object was made. `adapter` names a
-    kept LoRA adapter, which is added to the model's parameters; a run ends if the name is given
+    stored LoRA adapter, which is added to the model's parameters; a run ends if the name is given
     another content. The harness' `--use_cache` tells answers apart by request alone: give each
     steering and each adapter a cache of its own.
     """
@@ -134,7 +135,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         return provenance.tokenizer_digest if provenance else self._card.id
 
     def get_model_info(self) -> dict[str, Any]:
-        """What computed the numbers, for the harness's record of the run."""
+        """Return what computed the numbers, for the harness's record of the run."""
         provenance = self._card.provenance
         changes: dict[str, Any] = {}
         if self._steering is not None:
@@ -144,13 +145,13 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         return {"model_provenance": provenance.model_dump() if provenance else None, **changes}
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The model's chat template, for the harness's record of the run."""
+        """Return the model's chat template, for the harness's record of the run."""
         return self._tokenizer_info().chat_template if chat_template else None
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The conversation as text; LogsteerError where the model has no chat template."""
+        """Write a conversation as text; LogsteerError where the model has no chat template."""
         return render_chat(self._tokenizer_info(), chat_history, add_generation_prompt)
 
     @property
@@ -174,12 +175,12 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """The tokens of one text; BOS in front as `add_bos_token` says, unless told otherwise."""
+        """Cut a text into tokens; BOS in front as `add_bos_token` says, unless told otherwise."""
         policy = self._bos if add_special_tokens is None else _BOS_POLICIES[add_special_tokens]
         return self._tokenize([string], policy)[string]
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Scored]:
-        """The log-probability of each continuation, and whether it is the greedy one."""
+        """Score each continuation: its log-probability, and whether it is the greedy one."""
         pairs: list[Pair] = [request.args for request in requests]
 
         # Encoded where they are scored: so the server cuts texts while its engine is at work.
@@ -194,7 +195,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """The log-probability of each whole text, read in disjoint windows."""
+        """Score each whole text, read in disjoint windows."""
         texts = [request.args[0] for request in requests]
         tokens = self._tokenize(texts, self._bos)
         windows: list[Encoded] = []
@@ -214,7 +215,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """The continuation of each context, up to a stop string or the number of tokens."""
+        """Continue each context, up to a stop string or the number of tokens."""
         settings = [normalize_gen_kwargs(r.args[1], self.max_gen_toks) for r in requests]
         tokens = self._tokenize([request.args[0] for request in requests], self._bos)
         groups: dict[str, list[int]] = {}
@@ -256,7 +257,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         if stop:
             body["stop"] = stop
         body |= {"prompt": [ids[-room:] for ids in prompts], "max_tokens": setting["max_gen_toks"]}
-        answer = self._post("/v1/completions", body, CompletionAnswer)
+        answer = self._post("v1.completions", body, CompletionAnswer)
         check_adapter(self._adapter, answer.adapter)
         texts = {choice.index: choice.text for choice in answer.choices}
         if texts.keys() != set(range(len(prompts))):
@@ -280,7 +281,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         pairs: Sequence[Pair | None],
         disable_tqdm: bool,
     ) -> list[Scored]:
-        """The scores of all batches; `pairs` are the requests that they belong to, for caches."""
+        """Score all batches; `pairs` are the requests that they belong to, for caches."""
         scores: list[Scored] = []
         with tqdm(total=len(pairs), disable=disable_tqdm, desc="Scoring") as bar:
             for batch, found in run_concurrently(score, batches):
@@ -292,7 +293,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         return scores
 
     def _encode_pairs(self, pairs: Sequence[Pair]) -> list[Encoded]:
-        """As `TemplateLM.loglikelihood` and `_encode_pair` do it, for many pairs at once."""
+        """Encode as `TemplateLM.loglikelihood` and `_encode_pair` do, many pairs at once."""
         moved = [_move_space(context, target) for context, target in pairs]
         alone = self._tokenize((target for context, target in pairs if not context), "never")
         joint = self._tokenize(
@@ -316,10 +317,10 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         return encoded
 
     def _tokenize(self, texts: Iterable[str], bos: BosPolicy) -> dict[str, Ids]:
-        """Each distinct text's tokens."""
+        """Return each distinct text's tokens."""
 
         def tokenize(batch: list[str]) -> list[Tokens]:
-            return self._post("/tokenize", {"texts": batch, "bos": bos}, Tokenized).results
+            return self._post("tokenize", {"texts": batch, "bos": bos}, Tokenized).results
 
         batches = cut_slices(
             dict.fromkeys(texts), 2 * self._batch_size, lambda text: len(text) // _CHARS_PER_TOKEN
@@ -335,7 +336,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         scores: list[Scored] = [(0.0, True)] * len(requests)
         for batch in make_batches(self._fit(request) for request in requests):
             fields = {"items": batch.items, "columns": ["logprob", "rank"], "per_token": False}
-            answer = self._post("/logprob", fields, Scores)
+            answer = self._post("logprob", fields, Scores)
             check_adapter(self._adapter, answer.adapter)
             targets = [target for item in answer.results for target in item.targets]
             for places, target in zip(batch.places, targets, strict=True):
@@ -348,7 +349,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         return scores
 
     def _fit(self, request: Encoded) -> tuple[Ids, Ids]:
-        """The context, cut at the left to what the model reads, and the continuation."""
+        """Return the context, cut at the left to what the model reads, and the continuation."""
         text, context, target = request
         excess = len(context) + len(target) - (self.max_length + 1)
         if excess > 0:
@@ -365,20 +366,19 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
 
     def _tokenizer_info(self) -> TokenizerInfo:
         if self._info is None:
-            params = {"model": self._card.id}
-            call = Call("GET", "/tokenizer_info", TokenizerInfo, params=params)
-            self._info = self._client._answer(call)
+            self._info = self._client._ask("tokenizer_info", model=self._card.id)
         return self._info
 
-    def _post(self, path: str, fields: Mapping[str, Any], schema: type[A]) -> A:
+    def _post(self, name: str, fields: Mapping[str, Any], schema: type[A]) -> A:
+        endpoint = ENDPOINTS[name]
         fields = {"model": self._card.id, **fields}
-        if path != "/tokenize":
+        if name != "tokenize":
             if self._steering is not None:
                 fields["steering"] = self._steering
             if self._adapter is not None:
                 fields["adapter"] = self._adapter.name
         body = json.dumps(fields, separators=(",", ":")).encode()
-        answer: A = self._client._answer(Call("POST", path, schema, body))
+        answer: A = self._client._answer(ApiCall(endpoint.method, endpoint.path, schema, body))
         return answer
 
 
@@ -388,7 +388,7 @@ def _move_space(context: str, target: str) -> tuple[str, str]:
 
 
 def main() -> None:
-    """Nothing; runs lm-evaluation-harness's own command, which knows `--model logsteer` by now."""
+    """Run lm-evaluation-harness's own command, which knows `--model logsteer` by now."""
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()

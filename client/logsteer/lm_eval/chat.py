@@ -11,7 +11,7 @@ from logsteer.schemas.openai import TokenizerInfo
 def render_chat(
     info: TokenizerInfo, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool
 ) -> str:
-    """The conversation as text: up to the assistant's next turn, or to the end of its last one.
+    """Write a conversation as text, up to the assistant's next turn or the end of its last one.
 
     Needs jinja2. Raises LogsteerError without a chat template, or where it refuses.
     """
@@ -36,7 +36,7 @@ def render_chat(
 
 
 def _cut_after(text: str, turn: str) -> str:
-    """The text up to the end of its last turn, which is to be continued."""
+    """Return the text up to the end of its last turn, which is to be continued."""
     start = text.rfind(turn.strip())
     if start < 0:
         raise LogsteerError("the chat template changes the last message: it cannot be continued")

@@ -1,11 +1,13 @@
 """Many samples of many prompts, with their rewards: what `Client.sample` gives."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
-from logsteer.datasets import PromptRow
+from logsteer._parameters import NOT_GIVEN
+from logsteer._progress import SamplingProgress
+from logsteer.extras.datasets import PromptRow, Source, draw_prompts, read_prompts
 from logsteer.schemas import Completion, GenerateAnswer
 
 if TYPE_CHECKING:
@@ -46,11 +48,11 @@ class Samples(Sequence[Sample]):
         return found if isinstance(found, Sample) else Samples(found)
 
     def records(self) -> list[dict[str, Any]]:
-        """A flat record of each: prompt, text, reward, arrays by token, aggregates, the row."""
+        """Return a flat record of each: prompt, text, reward, arrays by token, aggregates, row."""
         return [_flatten(sample) for sample in self._samples]
 
     def to_pandas(self) -> "pd.DataFrame":
-        """The records as a table. Errors: ImportError that says what to install."""
+        """Return the records as a table. Errors: ImportError that says what to install."""
         try:
             import pandas as pd
         except ImportError as error:
@@ -58,7 +60,7 @@ class Samples(Sequence[Sample]):
         return pd.DataFrame(self.records())
 
     def to_parquet(self, path: str | Path) -> None:
-        """Nothing; the table is in the file. Errors: ImportError, OSError."""
+        """Write the table to a file. Errors: ImportError, OSError."""
         self.to_pandas().to_parquet(path)
 
 
@@ -82,10 +84,38 @@ def _flatten(sample: Sample) -> dict[str, Any]:
     return {f"row_{name}": value for name, value in sample.source.row.items()} | record
 
 
-def collect(
+def draw_samples(
+    options: Mapping[str, Any],
+    source: Source,
+    field: str,
+    count: int | None,
+    with_replacement: bool,
+    reward: Reward | None,
+    batch_size: int,
+    progress: bool,
+) -> Generator[dict[str, Any], GenerateAnswer, Samples]:
+    """Yield the arguments of each call of `generate`, be sent its answer, and return the samples.
+
+    The arguments are those of `Client.sample`. The first completion of a call has the seed that
+    follows those of the samples that are there: with `seed` 5 and 32 samples, 37.
+    """
+    seed = options["seed"]
+    seed = 0 if seed is NOT_GIVEN or seed is None else seed
+    prompts = draw_prompts(read_prompts(source, field), count, with_replacement, seed)
+    samples: list[Sample] = []
+    with SamplingProgress(len(prompts), progress) as bar:
+        for first in range(0, len(prompts), batch_size):
+            batch = prompts[first : first + batch_size]
+            texts = [row.prompt for row in batch]
+            answer = yield {**options, "prompts": texts, "seed": seed + len(samples)}
+            samples += _collect(first, batch, answer, reward)
+            bar.advance(len(batch))
+    return Samples(samples)
+
+
+def _collect(
     first: int, prompts: Sequence[PromptRow], answer: GenerateAnswer, reward: Reward | None
 ) -> list[Sample]:
-    """The samples of one answer, whose first prompt is the `first` of those drawn."""
     return [
         Sample(
             first + place,
