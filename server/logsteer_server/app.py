@@ -18,14 +18,11 @@ from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.routes import (
     adapters,
-    generation,
-    gradient,
-    logprob,
     openai,
     operations,
     overrides,
     perplexity,
-    sweep,
+    tasks,
     tokens,
     vectors,
 )
@@ -73,10 +70,7 @@ def create_app(settings: Settings) -> FastAPI:
     )
     app.state.settings = settings
     app.state.metrics = Metrics()
-    for module in (
-        logprob, perplexity, generation, sweep, gradient, vectors, overrides, adapters, tokens,
-        openai,
-    ):  # fmt: skip
+    for module in (tasks, perplexity, vectors, overrides, adapters, tokens, openai):
         app.include_router(module.router, dependencies=[Depends(check_key)])
     app.include_router(operations.router)
     app.add_middleware(RequestIds)

@@ -11,7 +11,7 @@ from fastapi import Depends, Request, Response
 from fastapi.routing import APIRoute
 
 from logsteer.errors import api_error
-from logsteer.schemas import AdapterCard, Answer, OverrideCard
+from logsteer.schemas import AdapterCard, OverrideCard
 from logsteer_server.interventions.interventions import Stores
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
@@ -144,8 +144,3 @@ async def read_upload(request: Request, limit: int, setting: str) -> AsyncIterat
     if size > limit:
         detail = f"The file is larger than {limit} bytes: raise {setting} to take it."
         raise api_error("payload_too_large", detail)
-
-
-def describe_answer(model: type[Answer]) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route, for the OpenAPI document."""
-    return {200: {"model": model, "content": {"application/msgpack": {}}}}

@@ -61,11 +61,7 @@ OPENAI_CHUNKS = EventShape(_encode_chunk, _encode_openai_error, DONE)
 
 
 async def respond(
-    request: Request,
-    task: Task,
-    stream: bool = False,
-    shape: EventShape = NAMED_EVENTS,
-    reads_body: bool = False,
+    request: Request, task: Task, shape: EventShape = NAMED_EVENTS, *, reads_body: bool = False
 ) -> Response:
     """Run a task and answer with its document, or with a stream of its events.
 
@@ -75,7 +71,7 @@ async def respond(
     """
     settings: Settings = request.app.state.settings
     run = Run(task, settings)
-    if not stream:
+    if not task.streams:
         return answer(request, await run_within(request, settings.request_timeout_s, run.finish()))
     events = run.events()
     first = anext(events)

@@ -10,8 +10,9 @@ from logsteer_server.contract.jobs import Job, Output
 from logsteer_server.interventions.adapters import ResolvedAdapter, resolve_adapter
 from logsteer_server.interventions.overrides import ResolvedOverride, resolve_override
 from logsteer_server.interventions.receipt import Receipt, check_reach
-from logsteer_server.interventions.steering import ResolvedSteering, VectorSource, resolve_steering
+from logsteer_server.interventions.steering import ResolvedSteering, resolve_steering
 from logsteer_server.stores.store import Store
+from logsteer_server.stores.vectors import VectorStore
 
 J = TypeVar("J", bound=Job)
 
@@ -20,7 +21,7 @@ J = TypeVar("J", bound=Job)
 class Stores:
     """Where the names in a request are looked up."""
 
-    vectors: VectorSource
+    vectors: VectorStore
     overrides: Store[OverrideCard]
     adapters: Store[AdapterCard]
 

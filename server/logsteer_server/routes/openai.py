@@ -1,19 +1,11 @@
-"""OpenAI's shape: `/v1/models`, `/v1/completions`, `/v1/chat/completions`, `/tokenizer_info`."""
+"""OpenAI's shape: `/v1/models` and `/tokenizer_info`."""
 
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter
 
-from logsteer.schemas.openai import (
-    ChatCompletionAnswer,
-    ChatCompletionRequest,
-    CompletionAnswer,
-    CompletionRequest,
-    TokenizerInfo,
-)
-from logsteer_server.http.dependencies import LimitedRoute, ModelsDep, StoresDep
-from logsteer_server.http.respond import OPENAI_CHUNKS, respond
-from logsteer_server.tasks.openai import ChatCompletionTask, CompletionTask
+from logsteer.schemas.openai import TokenizerInfo
+from logsteer_server.http.dependencies import LimitedRoute, ModelsDep
 
 router = APIRouter(route_class=LimitedRoute, tags=["openai"])
 
@@ -40,21 +32,3 @@ async def tokenizer_info(models: ModelsDep, model: str | None = None) -> Tokeniz
     """Special tokens and chat template of a model."""
     codec, info = models.find(model).require()
     return TokenizerInfo(model_max_length=info.context_length, **codec.describe())
-
-
-@router.post("/v1/completions", responses={200: {"model": CompletionAnswer}})
-async def completions(
-    body: CompletionRequest, request: Request, models: ModelsDep, stores: StoresDep
-) -> Response:
-    """Continuations of prompts; `echo` with `logprobs` scores the prompts as well."""
-    task = CompletionTask(body, models.find(body.model), stores)
-    return await respond(request, task, CompletionTask.is_streamed(body), OPENAI_CHUNKS)
-
-
-@router.post("/v1/chat/completions", responses={200: {"model": ChatCompletionAnswer}})
-async def chat_completions(
-    body: ChatCompletionRequest, request: Request, models: ModelsDep, stores: StoresDep
-) -> Response:
-    """The assistant's next turn in a conversation."""
-    task = ChatCompletionTask(body, models.find(body.model), stores)
-    return await respond(request, task, body.stream, OPENAI_CHUNKS)

@@ -1,4 +1,4 @@
-"""`POST /perplexity` and `POST /perplexity/stream`."""
+"""`POST /perplexity/stream`: a text of any length in the body."""
 
 import codecs
 from collections.abc import AsyncIterator
@@ -7,28 +7,17 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 
 from logsteer.errors import api_error
-from logsteer.schemas import PerplexityAnswer, PerplexityRequest, PerplexityStreamQuery
+from logsteer.schemas import PerplexityStreamQuery
 from logsteer_server.http.dependencies import (
     LimitedRoute,
     ModelsDep,
     SettingsDep,
     StoresDep,
-    describe_answer,
 )
 from logsteer_server.http.respond import respond
-from logsteer_server.tasks.perplexity import PerplexityStreamTask, PerplexityTask
+from logsteer_server.tasks.perplexity import PerplexityStreamTask
 
 router = APIRouter(route_class=LimitedRoute, tags=["scoring"])
-
-
-@router.post("/perplexity", responses=describe_answer(PerplexityAnswer))
-async def perplexity(
-    body: PerplexityRequest, request: Request, models: ModelsDep, stores: StoresDep
-) -> Response:
-    """Log-likelihood and perplexity of whole texts, window by window."""
-    reference = None if body.reference is None else models.find(body.reference)
-    task = PerplexityTask(body, models.find(body.model), stores, reference)
-    return await respond(request, task, body.stream)
 
 
 @router.post(
@@ -53,8 +42,8 @@ async def perplexity_stream(
     still at work then, and the result.
     """
     pieces = _read_text(request, settings.max_stream_bytes)
-    task = PerplexityStreamTask(query, pieces, models.find(query.model), stores)
-    return await respond(request, task, stream=True, reads_body=True)
+    task = PerplexityStreamTask(query, pieces, models, stores)
+    return await respond(request, task, reads_body=True)
 
 
 async def _read_text(request: Request, limit: int) -> AsyncIterator[str]:

@@ -1,4 +1,4 @@
-"""`/vectors`: steering vectors, stored by name: uploaded, downloaded, trained and combined."""
+"""`/vectors`: steering vectors, stored by name: uploaded, downloaded and combined."""
 
 import asyncio
 from typing import Annotated
@@ -8,8 +8,6 @@ from fastapi import Query, Request, Response
 from logsteer.schemas import (
     CombineRequest,
     ContentFormat,
-    TrainAnswer,
-    TrainRequest,
     VectorAbout,
     VectorCard,
     VectorFormat,
@@ -18,31 +16,20 @@ from logsteer.schemas import (
 from logsteer.schemas.steering import VectorName
 from logsteer_server.http.dependencies import (
     FileReadersDep,
-    ModelsDep,
     SettingsDep,
     VectorsDep,
-    describe_answer,
     read_upload,
 )
-from logsteer_server.http.respond import answer, respond, run_within
+from logsteer_server.http.respond import answer, run_within
 from logsteer_server.routes.resources import VECTOR_RESOURCE, describe_file, make_router
 from logsteer_server.stores.formats.vector_file import MEDIA_TYPES, read_file, write_file
 from logsteer_server.stores.layer_vectors import invalid_vector
 from logsteer_server.stores.vectors import StoredVectors, VectorStore
-from logsteer_server.tasks.train import TrainTask
 from logsteer_server.tasks.training import combine_vectors
 
 router = make_router(VECTOR_RESOURCE)
 
 FORMAT_OF_FILE = Query(description="null: what the file looks like.")
-
-
-@router.post("/vectors/train", responses=describe_answer(TrainAnswer))
-async def train_vector(
-    body: TrainRequest, request: Request, models: ModelsDep, store: VectorsDep
-) -> Response:
-    """A vector from the activations of contrasting texts, stored under the name given."""
-    return await respond(request, TrainTask(body, models.find(body.model), store))
 
 
 @router.get(

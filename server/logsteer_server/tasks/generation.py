@@ -9,7 +9,7 @@ from logsteer.schemas import ALL_COLUMNS, GenerateRequest, PromptRequest, SteerR
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, Policy
 from logsteer_server.interventions.interventions import Interventions, Stores
-from logsteer_server.models.model import ResidentModel
+from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.columns import ColumnOptions
 from logsteer_server.tasks.continuations import (
@@ -27,8 +27,8 @@ NO_TOKENS = np.zeros(0, dtype=np.int32)
 class GenerationTask(Task):
     """Continues prompts; then scores what came, where columns were asked for."""
 
-    def __init__(self, body: PromptRequest, model: ResidentModel, stores: Stores) -> None:
-        super().__init__(model)
+    def __init__(self, body: PromptRequest, models: ModelRegistry, stores: Stores) -> None:
+        super().__init__(models.find(body.model), streams=body.stream)
         self.precision = body.precision
         self._body = body
         self._stores = stores
@@ -93,7 +93,7 @@ class GenerationTask(Task):
 
     def _take(self, index: int, piece: GenerateOutput) -> Event | None:
         document = self._continuations.add(index, piece)
-        return Event("piece", document) if self._body.stream else None
+        return Event("piece", document) if self.streams else None
 
     def report(self) -> dict[str, Any]:
         """Return the completions of each prompt."""
@@ -103,12 +103,12 @@ class GenerationTask(Task):
 
 
 class SteerTask(GenerationTask):
-    """`/steer`."""
+    """Continuations of prompts under steering, with a receipt of what was done."""
 
     kind = "steer"
 
-    def __init__(self, body: SteerRequest, model: ResidentModel, stores: Stores) -> None:
-        super().__init__(body, model, stores)
+    def __init__(self, body: SteerRequest, models: ModelRegistry, stores: Stores) -> None:
+        super().__init__(body, models, stores)
         self._baseline = body.baseline
 
     @property
@@ -118,12 +118,12 @@ class SteerTask(GenerationTask):
 
 
 class GenerateTask(GenerationTask):
-    """`/generate`."""
+    """Continuations of prompts, with what the sampling policy saw where asked for."""
 
     kind = "generate"
 
-    def __init__(self, body: GenerateRequest, model: ResidentModel, stores: Stores) -> None:
-        super().__init__(body, model, stores)
+    def __init__(self, body: GenerateRequest, models: ModelRegistry, stores: Stores) -> None:
+        super().__init__(body, models, stores)
         self._diagnosed = body
 
     @property

@@ -17,7 +17,7 @@ from logsteer_server.interventions.features import check_feature
 from logsteer_server.interventions.interventions import Interventions, Stores
 from logsteer_server.interventions.overrides import ResolvedOverride, resolve_direction
 from logsteer_server.interventions.steering import place_positions
-from logsteer_server.models.model import ResidentModel
+from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.columns import ColumnOptions
 from logsteer_server.tasks.run import Batch, Collector, Task, off_loop
@@ -112,12 +112,12 @@ def _describe(target: PlannedTarget, job: GradientJob, output: GradientOutput) -
 
 
 class GradientTask(Task):
-    """Differentiates a request's targets, one by one."""
+    """Derivatives of every target's log-probability, by activations or along an override."""
 
     kind = "gradient"
 
-    def __init__(self, body: GradientRequest, model: ResidentModel, stores: Stores) -> None:
-        super().__init__(model)
+    def __init__(self, body: GradientRequest, models: ModelRegistry, stores: Stores) -> None:
+        super().__init__(models.find(body.model))
         self._body = body
         self._stores = stores
         self._along: ResolvedOverride | None = None

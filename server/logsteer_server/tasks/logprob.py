@@ -6,7 +6,7 @@ from typing import Any
 from logsteer.schemas import DiagnosticsRequest, LogprobRequest
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.interventions.interventions import Interventions, Stores
-from logsteer_server.models.model import ResidentModel
+from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.columns import ColumnOptions
 from logsteer_server.tasks.run import Batch, Collector, Task, off_loop
@@ -22,17 +22,16 @@ from logsteer_server.text.tokenizer import TextCodec
 
 
 class LogprobTask(Task):
-    """Scores a request's targets."""
+    """Exact log-probability of every target given its context."""
 
     kind = "logprob"
 
-    def __init__(self, body: LogprobRequest, model: ResidentModel, stores: Stores) -> None:
-        super().__init__(model)
+    def __init__(self, body: LogprobRequest, models: ModelRegistry, stores: Stores) -> None:
+        super().__init__(models.find(body.model))
         self.precision = body.precision
         self._body = body
         self._stores = stores
-        window = body.window if isinstance(body, DiagnosticsRequest) else None
-        self._shown = Shown(body.columns, body.per_token, window)
+        self._shown = Shown(body.columns, body.per_token)
         self._results: list[dict[str, Any]] = []
 
     def check_limits(self, settings: Settings) -> None:
@@ -60,3 +59,11 @@ class LogprobTask(Task):
     def report(self) -> dict[str, Any]:
         """Return the scores of each item's targets."""
         return {"results": self._results}
+
+
+class DiagnosticsTask(LogprobTask):
+    """Targets as a sampling policy saw them: every column of each token, and aggregates."""
+
+    def __init__(self, body: DiagnosticsRequest, models: ModelRegistry, stores: Stores) -> None:
+        super().__init__(body, models, stores)
+        self._shown = Shown(body.columns, body.per_token, body.window)

@@ -9,7 +9,7 @@ from logsteer.schemas.openai import ChatCompletionRequest, CompletionRequest, Sa
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import GenerateOutput, Output, ScoreOutput
 from logsteer_server.interventions.interventions import AppliedReport, Interventions, Stores
-from logsteer_server.models.model import ResidentModel
+from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.completions import (
     CompletionPrompt,
@@ -35,12 +35,11 @@ class OpenAITask(Task):
     """The `object` of an answer."""
 
     def __init__(
-        self, body: SamplingRequest, model: ResidentModel, stores: Stores, streams: bool
+        self, body: SamplingRequest, models: ModelRegistry, stores: Stores, *, streams: bool
     ) -> None:
-        super().__init__(model)
+        super().__init__(models.find(body.model), streams=streams)
         self._sampling = body
         self._stores = stores
-        self._streams = streams
         self._created = int(time.time())
         self._prompts: list[CompletionPrompt] = []
         self._indices: list[int] = []
@@ -52,7 +51,7 @@ class OpenAITask(Task):
         codec, info = self.model.require()
         self._prompts = await off_loop(self._plan, codec, info)
         jobs = self.interventions.apply([job for each in self._prompts for job in each.jobs])
-        if self._streams:
+        if self.streams:
             yield Batch(jobs, self._show)
             return
         collector = Collector(jobs)
@@ -111,20 +110,15 @@ def _drop_nulls(applied: dict[str, Any]) -> dict[str, Any]:
 
 
 class CompletionTask(OpenAITask):
-    """`/v1/completions`; `echo` with `logprobs` scores the prompts as well."""
+    """Continuations of prompts; `echo` with `logprobs` scores the prompts as well."""
 
     kind = "cmpl"
     shape = "text_completion"
 
-    def __init__(self, body: CompletionRequest, model: ResidentModel, stores: Stores) -> None:
-        super().__init__(body, model, stores, self.is_streamed(body))
+    def __init__(self, body: CompletionRequest, models: ModelRegistry, stores: Stores) -> None:
+        # An echo is answered whole.
+        super().__init__(body, models, stores, streams=body.stream and not body.echo)
         self._body = body
-        self._max_items = 0
-
-    @staticmethod
-    def is_streamed(body: CompletionRequest) -> bool:
-        """Whether the answer is a stream of chunks: an echo is answered whole."""
-        return body.stream and not body.echo
 
     def check_limits(self, settings: Settings) -> None:
         """Bound prompts times completions. Errors: APIError `payload_too_large`."""
@@ -189,12 +183,12 @@ class CompletionTask(OpenAITask):
 
 
 class ChatCompletionTask(OpenAITask):
-    """`/v1/chat/completions`."""
+    """The assistant's next turn in a conversation."""
 
     kind = "chatcmpl"
 
-    def __init__(self, body: ChatCompletionRequest, model: ResidentModel, stores: Stores) -> None:
-        super().__init__(body, model, stores, body.stream)
+    def __init__(self, body: ChatCompletionRequest, models: ModelRegistry, stores: Stores) -> None:
+        super().__init__(body, models, stores, streams=body.stream)
         self._body = body
         self.shape = "chat.completion.chunk" if body.stream else "chat.completion"
 

@@ -10,6 +10,7 @@ from logsteer.schemas import InterventionFields, PerplexityRequest, PerplexitySt
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
 from logsteer_server.interventions.interventions import Interventions, Stores
 from logsteer_server.models.model import ResidentModel
+from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.columns import ColumnOptions
 from logsteer_server.tasks.comparison import Comparison, compare_jobs, export_files, export_jobs
@@ -30,12 +31,12 @@ class WindowTask(Task):
 
     kind = "perplexity"
 
-    def __init__(self, model: ResidentModel, num_texts: int) -> None:
-        super().__init__(model)
+    def __init__(self, model: ResidentModel, num_texts: int, *, streams: bool) -> None:
+        super().__init__(model, streams=streams)
         self._scores = [TextScores() for _ in range(num_texts)]
         self._windows_done = 0
         self._windows_total: int | None = None
-        self._shows_events = True
+        self._shows_events = streams
 
     def _take_window(
         self, window: TextWindow, output: ScoreOutput, *, windows: bool, tokens: bool
@@ -65,23 +66,19 @@ class WindowTask(Task):
 
 
 class PerplexityTask(WindowTask):
-    """Scores whole texts, and compares with a reference model where one is named."""
+    """Log-likelihood and perplexity of whole texts, window by window.
 
-    def __init__(
-        self,
-        body: PerplexityRequest,
-        model: ResidentModel,
-        stores: Stores,
-        reference: ResidentModel | None,
-    ) -> None:
-        super().__init__(model, len(body.texts))
+    With a reference, the model is compared with that on every row.
+    """
+
+    def __init__(self, body: PerplexityRequest, models: ModelRegistry, stores: Stores) -> None:
+        super().__init__(models.find(body.model), len(body.texts), streams=body.stream)
         self.protocol = body.protocol
         self.precision = body.precision
         self._body = body
         self._stores = stores
-        self._reference = reference
+        self._reference = None if body.reference is None else models.find(body.reference)
         self._comparison: Comparison | None = None
-        self._shows_events = body.stream
         self._windows: list[TextWindow] = []
 
     def check_limits(self, settings: Settings) -> None:
@@ -153,10 +150,10 @@ class PerplexityStreamTask(WindowTask):
         self,
         query: PerplexityStreamQuery,
         pieces: AsyncIterator[str],
-        model: ResidentModel,
+        models: ModelRegistry,
         stores: Stores,
     ) -> None:
-        super().__init__(model, 1)
+        super().__init__(models.find(query.model), 1, streams=True)
         self.protocol = query.protocol
         self.precision = query.precision
         self._query = query

@@ -76,7 +76,11 @@ class Collector:
 
 
 class Task(ABC):
-    """One request's work on one model, from its plan to its part of the answer."""
+    """One request's work on one model, from its plan to its part of the answer.
+
+    The first line of a task's docstring describes its endpoint. It is made of the request's body,
+    the models and the stores.
+    """
 
     kind: ClassVar[str]
     """What an answer's id begins with."""
@@ -89,8 +93,9 @@ class Task(ABC):
     applied_fields: ClassVar[tuple[str, ...]] = ("steering", "override", "adapter")
     """Interventions that the answer reports."""
 
-    def __init__(self, model: ResidentModel) -> None:
+    def __init__(self, model: ResidentModel, *, streams: bool = False) -> None:
         self.model = model
+        self.streams = streams
         self.id = f"{self.kind}-{uuid.uuid4().hex[:24]}"
 
     @abstractmethod

@@ -15,7 +15,7 @@ from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
 from logsteer_server.interventions.interventions import Interventions, Stores
 from logsteer_server.interventions.steering import resolve_steering
-from logsteer_server.models.model import ResidentModel
+from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.columns import ColumnOptions
 from logsteer_server.tasks.comparison import compare_jobs, export_files, export_jobs
@@ -112,13 +112,13 @@ def _scale(steering: Steering, scale: float, layers: list[int] | None) -> Steeri
 
 
 class SweepTask(Task):
-    """Scores one steering object at several scales and layers, all in one batch."""
+    """How targets and texts change with the scale of a steering object, and with its layers."""
 
     kind = "sweep"
     applied_fields = ("override", "adapter")
 
-    def __init__(self, body: SweepRequest, model: ResidentModel, stores: Stores) -> None:
-        super().__init__(model)
+    def __init__(self, body: SweepRequest, models: ModelRegistry, stores: Stores) -> None:
+        super().__init__(models.find(body.model))
         self.precision = body.precision
         self._body = body
         self._stores = stores

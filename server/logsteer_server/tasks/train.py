@@ -6,9 +6,9 @@ from typing import Any
 from logsteer.schemas import TrainRequest, VectorAbout, VectorCard
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import CaptureJob
-from logsteer_server.models.model import ResidentModel
+from logsteer_server.interventions.interventions import Stores
+from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
-from logsteer_server.stores.vectors import VectorStore
 from logsteer_server.tasks.run import Batch, Collector, Task, check_count, off_loop
 from logsteer_server.tasks.training import (
     CaptureSite,
@@ -19,15 +19,15 @@ from logsteer_server.tasks.training import (
 
 
 class TrainTask(Task):
-    """Captures the activations of pairs of texts, trains a vector, and stores it."""
+    """A vector from the activations of contrasting texts, stored under the name given."""
 
     kind = "train"
     applied_fields = ()
 
-    def __init__(self, body: TrainRequest, model: ResidentModel, store: VectorStore) -> None:
-        super().__init__(model)
+    def __init__(self, body: TrainRequest, models: ModelRegistry, stores: Stores) -> None:
+        super().__init__(models.find(body.model))
         self._body = body
-        self._store = store
+        self._stores = stores
         self._card: VectorCard | None = None
 
     def check_limits(self, settings: Settings) -> None:
@@ -46,7 +46,7 @@ class TrainTask(Task):
         yield Batch(jobs, collector.take)
         trained = await off_loop(train_vectors, jobs, collector.outputs, body.method)
         about = self._describe(trained, info)
-        self._card = await off_loop(self._store.put, body.name, trained.vectors, about)
+        self._card = await off_loop(self._stores.vectors.put, body.name, trained.vectors, about)
 
     def _describe(self, trained: TrainedVectors, info: EngineInfo) -> VectorAbout:
         return VectorAbout(
