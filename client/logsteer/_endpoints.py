@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel
 
 from logsteer import schemas as s
 from logsteer.schemas import openai
 from logsteer.schemas.perplexity import StreamStart
+from logsteer.schemas.queries import ContentQuery, ModelQuery, UploadQuery
 
 Method = Literal["GET", "POST", "PUT", "DELETE"]
 Content = Literal["text", "file", "form"]
@@ -30,37 +31,6 @@ GenerateEvent: TypeAlias = s.SteerStart | s.SteerPiece | s.GenerateAnswer
 
 SteerEvent: TypeAlias = s.SteerStart | s.SteerPiece | s.SteerAnswer
 """What a stream of `/steer` yields: one start, a piece at a time, and the answer."""
-
-
-class ModelQuery(BaseModel):
-    """The model that an upload is checked against."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    model: str | None = Field(
-        default=None, description="Id of a resident model; may be left out where there is only one."
-    )
-
-
-class UploadQuery(BaseModel):
-    """The format of an uploaded vector."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    format: s.VectorFormat | None = Field(
-        default=None, description="Of the file; left out: what it looks like."
-    )
-
-
-class ContentQuery(BaseModel):
-    """The format of a downloaded vector."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    format: s.ContentFormat = Field(
-        default="safetensors",
-        description="Of the file. The SHA-256 of the safetensors file is the vector's own.",
-    )
 
 
 @dataclass(frozen=True, eq=False)

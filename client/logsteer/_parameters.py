@@ -42,24 +42,6 @@ _ELSEWHERE = (
 )  # fmt: skip
 """Requests whose descriptions serve for fields of the same name that have none of their own."""
 
-_DESCRIPTIONS = {
-    "hook": "Which activation of the layer: resid_post is the residual stream that leaves block L.",
-    "items": "Contexts and the targets scored after each.",
-    "max_tokens": "Tokens at most of each completion.",
-    "method": "How the vector is made: mean_difference, pca, or logistic.",
-    "min_p": "Tokens less probable than this share of the most probable one are not drawn.",
-    "override": "A stored direction v by name, and eta: the parameters are theta + eta v.",
-    "pairs": "Texts that differ in what the vector is to stand for, `positive` and `negative`.",
-    "prompt_ids": "Prompts as token ids, in place of `prompts`.",
-    "prompts": "Texts to continue.",
-    "stop": "Texts that end a completion.",
-    "texts": "Texts; one string is one text.",
-    "token_ids": "Sequences of token ids.",
-    "top_p": "The most probable tokens that come to this probability are drawn from.",
-    "wrt": "What to differentiate with respect to.",
-}
-"""What fields say nowhere in the schemas."""
-
 
 @dataclass(frozen=True)
 class Parameter:
@@ -143,7 +125,7 @@ def _describe(name: str, field: FieldInfo, in_query: bool) -> str:
     others = [message.model_fields[name] for message in _ELSEWHERE if name in message.model_fields]
     # In a query, a field says how it is written there.
     texts = [one.description for one in ((*others, field) if in_query else (field, *others))]
-    return next(filter(None, texts), None) or _DESCRIPTIONS.get(name, "")
+    return next(filter(None, texts), "")
 
 
 def _short_default(field: FieldInfo) -> Any:

@@ -120,7 +120,7 @@ class ClientMethods(Caller):
         Args:
             items: Contexts and the targets scored after each.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
-            adapter: Name of a kept LoRA adapter that is added to the parameters.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
@@ -189,7 +189,7 @@ class ClientMethods(Caller):
         Args:
             items: Contexts and the targets scored after each.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
-            adapter: Name of a kept LoRA adapter that is added to the parameters.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
@@ -256,9 +256,9 @@ class ClientMethods(Caller):
         """Score texts: the log-likelihood and perplexity of each, and of all together.
 
         Args:
-            texts: Texts; one string is one text.
+            texts: Texts to score.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
-            adapter: Name of a kept LoRA adapter that is added to the parameters.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
@@ -328,9 +328,9 @@ class ClientMethods(Caller):
         The request is sent when the first event is asked for. Close the generator to stop early.
 
         Args:
-            texts: Texts; one string is one text.
+            texts: Texts to score.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
-            adapter: Name of a kept LoRA adapter that is added to the parameters.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
@@ -411,8 +411,8 @@ class ClientMethods(Caller):
             context_length: Tokens in a window; None: the model's own context length.
             stride: Tokens by which a sliding window moves; None: half of context_length.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
-            override: As JSON.
-            adapter: Name of a kept LoRA adapter that is added to the parameters.
+            override: A stored direction v by name, and eta: the parameters are theta + eta v.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
         """
         return self._listen(
             "perplexity_stream",
@@ -465,7 +465,7 @@ class ClientMethods(Caller):
         Args:
             prompts: Texts to continue.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
-            adapter: Name of a kept LoRA adapter that is added to the parameters.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
@@ -568,7 +568,7 @@ class ClientMethods(Caller):
         Args:
             prompts: Texts to continue.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
-            adapter: Name of a kept LoRA adapter that is added to the parameters.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
@@ -668,7 +668,7 @@ class ClientMethods(Caller):
             prompts: Texts to continue.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
-            adapter: Name of a kept LoRA adapter that is added to the parameters.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -767,7 +767,7 @@ class ClientMethods(Caller):
             prompts: Texts to continue.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
-            adapter: Name of a kept LoRA adapter that is added to the parameters.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -851,7 +851,7 @@ class ClientMethods(Caller):
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             scales: Factors of the vectors' own scales; 0 is unsteered.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
-            adapter: Name of a kept LoRA adapter that is added to the parameters.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -863,7 +863,7 @@ class ClientMethods(Caller):
             cache: Whether results of earlier equal work may be given again, and the results of
                 this request kept. They are the same numbers, bit for bit. Default True.
             items: Contexts and the targets scored after each.
-            texts: Texts; one string is one text.
+            texts: Texts to score.
             layers: Sets of layers, each in place of the vectors' own; None: the vectors' own.
             boundary: `joint` encodes context + target together and cuts at the context's
                 length; `separate` encodes each alone. Ids are taken as they are. Default joint.
@@ -910,7 +910,7 @@ class ClientMethods(Caller):
             items: Contexts and the targets scored after each.
             wrt: What to differentiate with respect to.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
-            adapter: Name of a kept LoRA adapter that is added to the parameters.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
@@ -948,7 +948,7 @@ class ClientMethods(Caller):
         """Cut each text into tokens, and return them with their places in it.
 
         Args:
-            texts: Texts; one string is one text.
+            texts: Texts to cut into tokens.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -997,7 +997,7 @@ class ClientMethods(Caller):
             context: What stands before the targets.
             targets: Texts to score; one string is one target.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
-            adapter: Name of a kept LoRA adapter that is added to the parameters.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
@@ -1060,7 +1060,7 @@ class ClientMethods(Caller):
             prompts: Contexts; one string is one prompt.
             targets: Texts to score; one string is one target.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
-            adapter: Name of a kept LoRA adapter that is added to the parameters.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
@@ -1136,7 +1136,7 @@ class ClientMethods(Caller):
             batch_size: Prompts of one request.
             progress: Whether a terminal shows a bar.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
-            adapter: Name of a kept LoRA adapter that is added to the parameters.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
@@ -1241,14 +1241,13 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
 
         Args:
             name: What the vector is called from now on.
-            pairs: Texts that differ in what the vector is to stand for, `positive` and
-                `negative`.
+            pairs: Texts that differ in what the vector is to stand for.
             model: Id of a resident model; may be left out where there is only one.
-            method: How the vector is made: mean_difference, pca, or logistic. Default
-                mean_difference.
+            method: The mean of the differences of each pair, their first principal component,
+                or the normal of a logistic regression. Default mean_difference.
             read: Activation after a text's last token, or their mean. Default last.
             layers: None: every layer.
-            hook: Which activation of the layer: resid_post is the residual stream that leaves
+            hook: Which activation of the layer; resid_post is the residual stream that leaves
                 block L. Default resid_post.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.

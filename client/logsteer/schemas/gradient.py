@@ -9,6 +9,7 @@ from logsteer.schemas.interventions import AppliedInterventions, InterventionFie
 from logsteer.schemas.logprob import Boundary, BoundaryFinding, LogprobItem
 from logsteer.schemas.overrides import UsedOverride
 from logsteer.schemas.steering import (
+    HOOK,
     HookName,
     PositionName,
     SlicePositions,
@@ -25,7 +26,7 @@ class GradientVariable(Request):
     """
 
     layers: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, min_length=1)
-    hook: HookName = "resid_post"
+    hook: HookName = Field(default="resid_post", description=HOOK)
     positions: PositionName | SlicePositions = Field(
         default="all", description="Of the input token whose activation it is, as for steering."
     )
@@ -56,8 +57,10 @@ class GradientRequest(RequestOptions, InterventionFields, NamedRefusals):
         "precision": "gradients are computed in the model's dtype; serve it with dtype float64",
     }
 
-    items: list[LogprobItem] = Field(min_length=1)
-    wrt: GradientVariable
+    items: list[LogprobItem] = Field(
+        min_length=1, description="Contexts and the targets scored after each."
+    )
+    wrt: GradientVariable = Field(description="What to differentiate with respect to.")
     boundary: Boundary = "joint"
 
 

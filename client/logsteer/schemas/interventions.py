@@ -11,9 +11,12 @@ from logsteer.schemas.steering import Steering, SteeringReceipt, VectorName
 class ParameterFields(Request):
     """Other parameters, for one request alone."""
 
-    override: ParameterOverride | None = None
+    override: ParameterOverride | None = Field(
+        default=None,
+        description="A stored direction v by name, and eta: the parameters are theta + eta v.",
+    )
     adapter: VectorName | None = Field(
-        default=None, description="Name of a kept LoRA adapter that is added to the parameters."
+        default=None, description="Name of a stored LoRA adapter that is added to the parameters."
     )
 
 

@@ -60,7 +60,9 @@ class LogprobItem(Request):
 class LogprobRequest(RowOptions, InterventionFields):
     """Targets to score, and how text is cut into tokens."""
 
-    items: list[LogprobItem] = Field(min_length=1)
+    items: list[LogprobItem] = Field(
+        min_length=1, description="Contexts and the targets scored after each."
+    )
     boundary: Boundary = Field(
         default="joint",
         description="`joint` encodes context + target together and cuts at the context's length; "

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from logsteer.schemas.common import Float, Message, NamedRefusals, Reply, TokenId
+from logsteer.schemas.common import MIN_P, TOP_P, Float, Message, NamedRefusals, Reply, TokenId
 from logsteer.schemas.interventions import AppliedInterventions, InterventionFields
 
 FinishReason = Literal["stop", "length"]
@@ -31,9 +31,9 @@ class SamplingRequest(InterventionFields, NamedRefusals):
 
     model: str | None = None
     temperature: float = Field(default=1.0, ge=0, le=2)
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, gt=0, le=1, description=TOP_P)
     top_k: int = Field(default=0, ge=0, description="0: every token.")
-    min_p: float = Field(default=0.0, ge=0, le=1)
+    min_p: float = Field(default=0.0, ge=0, le=1, description=MIN_P)
     n: int = Field(default=1, ge=1, le=1024)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | None = None

@@ -61,7 +61,7 @@ class WindowOptions(RequestOptions):
 class PerplexityRequest(WindowOptions, RowOptions, InterventionFields):
     """Texts to score."""
 
-    texts: list[str] = Field(min_length=1)
+    texts: list[str] = Field(min_length=1, description="Texts to score.")
     columns: Columns = Field(default=["logprob"], description="Columns listed with `tokens`.")
     windows: bool = Field(default=False, description="List the score of every window.")
     tokens: bool = Field(default=False, description="List the columns of every scored token.")

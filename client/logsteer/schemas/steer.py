@@ -5,6 +5,8 @@ from typing import Annotated, ClassVar, Self
 from pydantic import Field, model_validator
 
 from logsteer.schemas.common import (
+    MIN_P,
+    TOP_P,
     Aggregate,
     Answer,
     Columns,
@@ -40,19 +42,21 @@ class PromptRequest(RequestOptions, PrecisionOption, InterventionFields, NamedRe
         "refer to those; leave it out"
     }
 
-    prompts: list[Annotated[str, Field(min_length=1)]] | None = Field(default=None, min_length=1)
+    prompts: list[Annotated[str, Field(min_length=1)]] | None = Field(
+        default=None, min_length=1, description="Texts to continue."
+    )
     prompt_ids: list[Annotated[list[TokenId], Field(min_length=1)]] | None = Field(
-        default=None, min_length=1
+        default=None, min_length=1, description="Prompts as token ids, in place of `prompts`."
     )
     messages: list[Message] | None = Field(
         default=None, min_length=1, description="One conversation, through the chat template."
     )
-    max_tokens: int = Field(default=64, ge=1)
+    max_tokens: int = Field(default=64, ge=1, description="Tokens at most of each completion.")
     n: int = Field(default=1, ge=1, le=1024, description="Completions of each prompt.")
     temperature: float = Field(default=1.0, ge=0, le=2, description="0: greedy.")
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, gt=0, le=1, description=TOP_P)
     top_k: int = Field(default=0, ge=0, description="0: every token.")
-    min_p: float = Field(default=0.0, ge=0, le=1)
+    min_p: float = Field(default=0.0, ge=0, le=1, description=MIN_P)
     seed: int | None = Field(
         default=None,
         ge=0,
@@ -62,7 +66,9 @@ class PromptRequest(RequestOptions, PrecisionOption, InterventionFields, NamedRe
         "A seed gives the same tokens whatever else is in the batch, in float32; in half precision "
         "a near tie may fall otherwise, unless provenance says batch_invariant.",
     )
-    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=64)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=list, max_length=64, description="Texts that end a completion."
+    )
     include_stop: bool = Field(
         default=False, description="Keep the stop string that ended a completion in its text."
     )
@@ -183,8 +189,12 @@ class SweepRequest(RequestOptions, PrecisionOption, ParameterFields, NamedRefusa
         "policy": "a sweep gives sums, no columns; /logprob with steering gives them",
     }
 
-    items: list[LogprobItem] = Field(default_factory=list)
-    texts: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    items: list[LogprobItem] = Field(
+        default_factory=list, description="Contexts and the targets scored after each."
+    )
+    texts: list[Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=list, description="Texts to score."
+    )
     steering: Steering
     scales: list[Finite] = Field(
         min_length=1,

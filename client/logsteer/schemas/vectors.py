@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from logsteer.schemas.common import Answer, BosPolicy, Float, Reply, Request
-from logsteer.schemas.steering import Finite, HookName, VectorName
+from logsteer.schemas.steering import HOOK, Finite, HookName, VectorName
 
 VectorFormat = Literal["safetensors", "gguf", "pt"]
 ContentFormat = Literal["safetensors", "gguf"]
@@ -111,15 +111,22 @@ class TrainRequest(Request):
 
     model: str | None = None
     name: VectorName
-    pairs: list[ContrastPair] = Field(min_length=1)
-    method: TrainMethod = "mean_difference"
+    pairs: list[ContrastPair] = Field(
+        min_length=1,
+        description="Texts that differ in what the vector is to stand for.",
+    )
+    method: TrainMethod = Field(
+        default="mean_difference",
+        description="The mean of the differences of each pair, their first principal component, or "
+        "the normal of a logistic regression.",
+    )
     read: TrainRead = Field(
         default="last", description="Activation after a text's last token, or their mean."
     )
     layers: list[Annotated[int, Field(ge=0)]] | None = Field(
         default=None, min_length=1, description="null: every layer."
     )
-    hook: HookName = "resid_post"
+    hook: HookName = Field(default="resid_post", description=HOOK)
     bos: BosPolicy = "auto"
 
     @model_validator(mode="after")
