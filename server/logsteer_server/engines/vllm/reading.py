@@ -20,7 +20,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from logsteer_server.engines.vllm.extra_args import SCORE
-from logsteer_server.numerics.rows import Exchange, ReferenceFile, RowSpec, read_hidden
+from logsteer_server.numerics.rows import ReferenceFile, RowFiles, RowSpec, read_hidden
 
 
 class PartialRows:
@@ -200,12 +200,12 @@ class ScoringRunner(GPUModelRunner):  # type: ignore[misc]
             if step.ends_prompt and step.req_id not in self.finished_rows:
                 self._finish(step)
 
-    def _find_files(self, step: StepRows) -> Exchange:
+    def _find_files(self, step: StepRows) -> RowFiles:
         shape = (len(step.wanted.targets), self.model_config.get_vocab_size())
         export, reference = step.wanted.export, step.wanted.reference
         if get_tensor_model_parallel_rank() != 0:
             export = None  # every rank has the same logits; one writes them
-        return Exchange(
+        return RowFiles(
             ReferenceFile(export, *shape) if export else None,
             ReferenceFile(reference, *shape) if reference else None,
             step.first,
