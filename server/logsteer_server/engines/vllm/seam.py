@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["call", "override", "attribute", "source", "name", "environment"]
+InternalKind = Literal["call", "override", "attribute", "source", "name", "environment"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Internal:
     """
 
     name: str
-    kind: Kind
+    kind: InternalKind
     relies_on: str
     reason: str
     used_in: tuple[str, ...]
@@ -44,7 +44,7 @@ def _attributes(owner: str, names: str, reason: str, *used_in: str) -> Iterator[
         yield Internal(owner, "attribute", name, reason, used_in)
 
 
-def _row(kind: Kind, name: str, relies_on: str, reason: str, *used_in: str) -> Internal:
+def _row(kind: InternalKind, name: str, relies_on: str, reason: str, *used_in: str) -> Internal:
     return Internal(name, kind, relies_on, reason, used_in)
 
 
