@@ -34,7 +34,7 @@ def run_jobs(engine: VllmEngine, jobs: list[ScoreJob]) -> None:
 def measure_full_text(engine: VllmEngine, vocab: int, hidden: int, runs: int) -> dict[str, Any]:
     """All rows of every text, against reading one row of each plus the bare product of the rest."""
     rng = np.random.default_rng(0)
-    worker = engine._core.model_executor.driver_worker.worker
+    worker = engine._vllm.engine_core.model_executor.driver_worker.worker
     project = worker.model_runner.model.compute_logits
     hidden_RD = torch.randn(TEXTS * (LENGTH - 1), hidden)
 

@@ -96,8 +96,8 @@ def main() -> None:
     def project(hidden_rD: torch.Tensor) -> torch.Tensor:
         return hidden_rD @ head_VD.T
 
-    def read(reading: RowSpec, chunk: int) -> torch.Tensor:
-        return read_hidden(hidden_RD, targets_R, project, options.vocab, reading, chunk)
+    def read(spec: RowSpec, chunk: int) -> torch.Tensor:
+        return read_hidden(hidden_RD, targets_R, project, options.vocab, spec, chunk)
 
     def read_whole() -> torch.Tensor:
         log_probs_RV = project(hidden_RD).float().log_softmax(-1)

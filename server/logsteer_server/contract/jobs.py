@@ -9,7 +9,7 @@ import hashlib
 import struct
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, astuple, dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -95,6 +95,7 @@ def _find_features(job: Job) -> tuple[str, ...]:
 class Output:
     """What comes of a job. `cached_tokens` came from the prefix cache; `trace` is of its plan."""
 
+    failed: ClassVar[Literal[False]] = False
     _: KW_ONLY
     cached_tokens: int = 0
     trace: SteeringTrace | None = None
@@ -114,6 +115,7 @@ class Output:
 class JobFailure:
     """Why a job has no output: `code` is a problem code, `detail` says what to do."""
 
+    failed: ClassVar[Literal[True]] = True
     code: str
     detail: str
 

@@ -25,7 +25,7 @@ FAKE_COLUMNS = get_args(Column)
 
 
 def fake_logprobs(job: ScoreJob) -> np.ndarray:
-    """A log-probability in [-9, -0.1] per target, fixed by the token before it and itself."""
+    """Return log-probabilities in [-9, -0.1], fixed by each target and the token before it."""
     rows = -1 if job.shares_row else slice(job.first_row, None)
     mixed = (
         job.tokens[rows].astype(np.int64) * 2654435761
@@ -36,7 +36,7 @@ def fake_logprobs(job: ScoreJob) -> np.ndarray:
 
 
 def fake_activations(job: CaptureJob, width: int) -> np.ndarray:
-    """Activations [L, D] in [-1, 1], fixed by layer, hook and tokens: a sine for each dimension.
+    """Return activations [L, D] in [-1, 1], fixed by layer, hook and tokens: a sine a dimension.
 
     The mean of a text's tokens, or the last token alone, is what is read.
     """
@@ -51,7 +51,7 @@ def fake_activations(job: CaptureJob, width: int) -> np.ndarray:
 
 
 def fake_generation(job: GenerateJob) -> list[JobResult]:
-    """The prompt's tokens over again, each as a letter; in pieces of one token for a stream."""
+    """Repeat the prompt's tokens, each as a letter; in pieces of one token for a stream."""
     ids = np.resize(job.tokens, job.max_tokens)
     size = 1 if job.stream else job.max_tokens
     pieces: list[JobResult] = []
@@ -72,7 +72,7 @@ def fake_generation(job: GenerateJob) -> list[JobResult]:
 
 
 def fake_scores(job: ScoreJob) -> list[JobResult]:
-    """Columns that follow from the log-probabilities, each in the range that it really has."""
+    """Return columns made of the log-probabilities, each in the range that it really has."""
     logprobs = fake_logprobs(job)
     values = dict.fromkeys(job.columns, -logprobs / 3) | {
         "logprob": logprobs,
@@ -90,7 +90,7 @@ def fake_scores(job: ScoreJob) -> list[JobResult]:
 
 
 class FakeEngine:
-    """Answers jobs at once. `engine_args`: `vocab_size`, `context_length`, `num_layers`,
+    """Answer jobs at once. `engine_args`: `vocab_size`, `context_length`, `num_layers`,
     `hidden_size`, `delay_s` a step.
 
     A token id of `crash_id` breaks the engine, one of `fail_id` fails its job alone.
@@ -146,7 +146,7 @@ class FakeEngine:
         return bool(self._jobs)
 
     def add(self, jobs: Sequence[tuple[int, Job]]) -> None:
-        """Take jobs in."""
+        """Accept jobs; they are answered by the next step."""
         self._jobs.update(jobs)
 
     def cancel(self, job_ids: Sequence[int]) -> None:
@@ -173,4 +173,4 @@ class FakeEngine:
         return [CaptureOutput(fake_activations(job, self._info.hidden_size))]
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is no model to free."""

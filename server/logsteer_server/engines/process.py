@@ -83,7 +83,7 @@ FromEngine = Ready | Finished | Pong | Failed
 
 
 def build_engine(spec: EngineSpec) -> Engine:
-    """The engine that the specification names, with its model loaded."""
+    """Build the engine that the specification names, with its model loaded."""
     module, _, name = ENGINES[spec.engine].partition(":")
     engine: Engine = getattr(import_module(module), name)(spec)
     return engine
@@ -111,7 +111,7 @@ def run_engine(connection: Connection, spec: EngineSpec) -> None:
 
 
 class EngineLoop:
-    """Takes messages whenever there are any, and steps the engine as long as it has work."""
+    """Take messages whenever there are any, and step the engine as long as it has work."""
 
     def __init__(self, connection: Connection, engine: Engine) -> None:
         self._connection = connection
@@ -142,10 +142,15 @@ class EngineLoop:
             case Close():
                 self._open = False
 
-    def _report(self, ended: Sequence[tuple[int, JobResult]]) -> None:
-        if ended:
-            results = [(i, result, self._taken_at[i]) for i, result in ended]
-            for job_id, result in ended:
-                if result.is_last:
-                    del self._taken_at[job_id]
+    def _report(self, stepped: Sequence[tuple[int, JobResult]]) -> None:
+        """Send the results of a step, without those of jobs that were cancelled."""
+        results = [
+            (job_id, result, self._taken_at[job_id])
+            for job_id, result in stepped
+            if job_id in self._taken_at
+        ]
+        for job_id, result, _ in results:
+            if result.is_last:
+                del self._taken_at[job_id]
+        if results:
             self._connection.send(Finished(results))

@@ -22,7 +22,7 @@ from logsteer_server.contract.jobs import (
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.points import Point
 from logsteer_server.engines.tlens.steering import Span, SteeredRow, Steering
-from logsteer_server.numerics.rows import Exchange, ReferenceFile, RowSpec, read_hidden, unpack
+from logsteer_server.numerics.rows import ReferenceFile, RowFiles, RowSpec, read_hidden, unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +117,9 @@ def _read_group(
     return results
 
 
-def _find_files(job: ScoreJob, vocab_size: int) -> Exchange:
+def _find_files(job: ScoreJob, vocab_size: int) -> RowFiles:
     shape = (len(job.targets), vocab_size)
-    return Exchange(
+    return RowFiles(
         ReferenceFile(job.export, *shape) if job.export else None,
         ReferenceFile(job.reference, *shape) if job.reference else None,
     )

@@ -10,17 +10,17 @@ SCORE = "logsteer_score"
 STEER = "logsteer_steer"
 """How a request is steered: slot, kind of positions, slices, length of its prompt."""
 CAPTURE = "logsteer_capture"
-"""Where a request's activations are summed up: slot, and whether those of every token."""
+"""Where a request's activations are summed up: slot, whether those of every token, its length."""
 
 
-def describe_rows(job: ScoreJob, reading: RowSpec) -> dict[str, Any]:
-    """The extra arguments of a request that is scored."""
+def describe_rows(job: ScoreJob, spec: RowSpec) -> dict[str, Any]:
+    """Return the extra arguments of a request that is scored."""
     return {
         SCORE: {
             "targets": job.targets.tobytes(),
             "shares_row": job.shares_row,
             "first_row": job.first_row,
-            "reading": reading,
+            "spec": spec,
             "export": job.export,
             "reference": job.reference,
         }
@@ -28,12 +28,12 @@ def describe_rows(job: ScoreJob, reading: RowSpec) -> dict[str, Any]:
 
 
 def describe_steering(job: Job, slot: int) -> dict[str, Any]:
-    """The extra arguments of a request that is steered. Errors: AssertionError without a plan."""
+    """Return the extra arguments of a steered request. Errors: AssertionError without a plan."""
     assert job.plan is not None
     where = job.plan.positions
     return {STEER: (slot, where.kind, where.slices, job.prompt_len)}
 
 
 def describe_capture(job: CaptureJob, slot: int) -> dict[str, Any]:
-    """The extra arguments of a request whose activations are captured."""
-    return {CAPTURE: (slot, job.read == "mean")}
+    """Return the extra arguments of a request whose activations are captured."""
+    return {CAPTURE: (slot, job.read == "mean", len(job.tokens))}
