@@ -131,6 +131,7 @@ from pathlib import Path
 from tests.server.test_override_store import make, put
 from logsteer_server.stores.files import OVERRIDES, FileStore
 store = FileStore(OVERRIDES, Path(sys.argv[1]), 2**30)
+put(store, "a", make(1, 20_000))
 print("ready", flush=True)
 for number in range(100_000):
     put(store, "a", make(number % 2, 20_000))
