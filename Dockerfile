@@ -32,8 +32,7 @@ RUN apt-get update \
     && install --directory --owner 10001 --group 10001 /var/lib/logsteer
 
 FROM nvidia/cuda:13.0.3-base-ubuntu24.04 AS os-cuda
-# The locks are resolved for Python 3.11, which this Ubuntu does not have: 3.12 needs another
-# setuptools and one package more. So the interpreter is the cpu target's own, headers included,
+# The interpreter is the cpu target's own, so that both images run one Python, headers included,
 # which Triton compiles against; the lib* packages are what its standard library links.
 COPY --from=python /usr/local/ /usr/local/
 # The `base` flavour has no CUDA libraries, because torch's wheels bring them. vLLM's kernels are
@@ -66,10 +65,10 @@ RUN apt-get update \
 # The project is installed as an editable one, which records where its two packages lie and none of
 # their files. Empty packages stand in for them here, so that an edit of the sources rebuilds a
 # layer of a few megabytes instead of one of several gigabytes. The readme is empty for the same
-# reason. Bytecode is compiled now because the user of the container cannot write it later.
+# reason. install.sh compiles bytecode, which the user of the container could not write later.
 
 FROM os-cpu AS build-cpu
-ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy
+ENV UV_LINK_MODE=copy
 WORKDIR /srv/logsteer
 COPY requirements/install.sh requirements/cpu.lock requirements/
 COPY pyproject.toml LICENSE ./
@@ -79,7 +78,7 @@ RUN --mount=type=cache,target=/root/.cache \
     && VENV=/opt/logsteer LOGSTEER_VARIANT=cpu requirements/install.sh server
 
 FROM os-cuda AS build-cuda
-ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy
+ENV UV_LINK_MODE=copy
 WORKDIR /srv/logsteer
 COPY requirements/install.sh requirements/cuda.lock requirements/
 COPY pyproject.toml LICENSE ./

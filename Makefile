@@ -2,8 +2,12 @@
 PORT ?= 8000
 CONFIG ?= demo/models.yaml
 PYTHON := .venv/bin/python
+WORKERS ?= 2
+# A file stays in one worker, and the order of the files is that of tests/conftest.py.
+PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+EXACT := $(addprefix tests/contract/test_,exactness.py logprob.py quantized.py tlens.py)
 
-.PHONY: serve demo setup test check format bench openapi client lock clean
+.PHONY: serve demo setup test test-fast test-avx2 check format bench openapi client lock clean
 
 serve: ## install what is missing, then serve CONFIG on PORT
 	@requirements/install.sh server
@@ -18,7 +22,13 @@ setup: ## everything into .venv, test and benchmark dependencies included
 
 test: setup ## all checks and all tests
 	@$(MAKE) --no-print-directory check
-	@$(PYTHON) -m pytest
+	@$(PYTEST)
+
+test-fast: setup ## the tests that need no engine
+	@$(PYTEST) -m "not engine"
+
+test-avx2: setup ## the tests of exactness as on a CPU without AVX-512
+	@ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(PYTEST) -k "not two_ranks" $(EXACT)
 
 check: setup ## linters, types, schemas: what the pre-commit hooks run
 	@$(PYTHON) -m pre_commit run --all-files --show-diff-on-failure

@@ -1,20 +1,40 @@
 #!/usr/bin/env bash
-# Writes the lock files anew from the .in files. Needs uv, and the CPU build of torch in reach: set
-# UV_TORCH_BACKEND=cpu to take it from PyTorch's index, or UV_FIND_LINKS where it lies on disk.
+# Writes the lock files anew from the .in files. Needs uv, and the CPU build of torch for each Python
+# in reach: set UV_TORCH_BACKEND=cpu to take it from PyTorch's index, or UV_FIND_LINKS where it lies
+# on disk.
+#
+# One lock serves Python 3.11, 3.12 and 3.13: each is resolved for itself, and a line that not all of
+# them have carries a marker. uv's universal resolution would do that in one go, but it reads the
+# metadata of one wheel for all platforms, and loses intel-cmplr-lib-ur, which intel-openmp's wheel
+# for Linux names.
 set -euo pipefail
 cd "$(dirname "$0")"
-compile() { uv pip compile --quiet --no-header --no-annotate --python-version 3.11 "$@" > /dev/null; }
+versions=(3.11 3.12 3.13)
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
 
-compile cpu.in server.in tlens.in --override cpu-overrides.txt --override tlens-overrides.txt \
-  -o cpu.lock
-env -u UV_TORCH_BACKEND -u UV_FIND_LINKS \
-  uv pip compile --quiet --no-header --no-annotate --python-version 3.11 --python-platform linux \
-  cuda.in server.in tlens.in --override tlens-overrides.txt -o cuda.lock > /dev/null
-# What the output file holds already is kept where it can be, here as above.
-cat cpu.lock dev.lock > dev-all.lock
+# compile LOCK ARGUMENT…: what the lock holds already is kept where it can be.
+compile() {
+  local lock=$1 version
+  shift
+  for version in "${versions[@]}"; do
+    cp "$lock" "$scratch/$version"
+    uv pip compile --quiet --no-header --no-annotate --python-version "$version" \
+      --python-platform linux "$@" -o "$scratch/$version" > /dev/null
+  done
+  (cd "$scratch" && awk -v all="${#versions[@]}" '
+    { seen[$0]++; marker[$0] = marker[$0] (seen[$0] > 1 ? " or " : "") "python_version == \x27" FILENAME "\x27" }
+    END { for (line in seen) print line (seen[line] < all ? " ; " marker[line] : "") }' "${versions[@]}") \
+    | LC_ALL=C sort -t= -k1,1 > "$scratch/joined"
+  mv "$scratch/joined" "$lock"
+}
+
+compile cpu.lock cpu.in server.in tlens.in --override cpu-overrides.txt --override tlens-overrides.txt
+(unset UV_TORCH_BACKEND UV_FIND_LINKS
+  compile cuda.lock cuda.in server.in tlens.in --override tlens-overrides.txt)
+cat cpu.lock dev.lock > "$scratch/dev.lock"
 # Tests interpret the kernel for GPUs on a CPU, so they need Triton all the same.
-grep -v ^triton cpu-overrides.txt > dev-overrides.txt
-compile dev.in -c cpu.lock --override dev-overrides.txt -o dev-all.lock
+grep -v ^triton cpu-overrides.txt > "$scratch/dev-overrides.txt"
+compile "$scratch/dev.lock" dev.in -c cpu.lock --override "$scratch/dev-overrides.txt"
 # dev.lock holds only what the server's own lock does not, so that it fits both of them.
-grep -vxFf cpu.lock dev-all.lock > dev.lock
-rm dev-all.lock dev-overrides.txt
+grep -vxFf cpu.lock "$scratch/dev.lock" > dev.lock

@@ -2,8 +2,9 @@
 # Installs the locked dependencies and the project into .venv: install.sh server | install.sh dev
 #
 # `dev` adds what tests, checks and benchmarks need. CUDA packages are chosen where nvidia-smi finds
-# a GPU, CPU packages elsewhere; LOGSTEER_VARIANT=cpu or cuda overrides that. A second call with
-# unchanged lock files installs nothing.
+# a GPU, CPU packages elsewhere; LOGSTEER_VARIANT=cpu or cuda overrides that. A new .venv takes the
+# newest Python from 3.11 to 3.13 for which torch is to be had; LOGSTEER_PYTHON names one instead.
+# A second call with unchanged lock files installs nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scope=${1:-server}
@@ -21,33 +22,54 @@ stamp=$(cat "${locks[@]}" pyproject.toml requirements/install.sh | sha256sum | c
 stamp_file="$venv/.installed-$scope"
 [[ -f $stamp_file && $(< "$stamp_file") == "$stamp" ]] && exit 0
 
-if [[ ! -x $venv/bin/python ]]; then
-  # The locks are resolved for this version; a later one needs some packages in other versions.
-  for python in python3.11 python3 none; do
-    "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2> /dev/null && break
-  done
-  [[ $python != none ]] || fail "Python 3.11 is not on the PATH; install it (uv python install 3.11)"
-  say "making $venv with $(command -v "$python")"
-  "$python" -m venv "$venv" || fail "could not make $venv; on Debian install python3.11-venv"
-fi
-
 pip=("$venv/bin/python" -m pip --disable-pip-version-check --quiet)
 uv=("$venv/bin/uv" pip --quiet)
+# Bytecode now: where Python may not write it later, every start of an engine would compile anew.
+options=(install --no-deps --compile-bytecode)
 export VIRTUAL_ENV=$PWD/$venv
 [[ $venv == /* ]] && VIRTUAL_ENV=$venv
-"$venv/bin/python" -c 'import uv' 2> /dev/null || "${pip[@]}" install 'uv>=0.9' \
-  || fail "pip could not install uv; is a package index in reach?"
 
-if [[ $variant == cpu ]]; then
+# Whether this interpreter exists, runs, and is of a version that the locks are resolved for.
+supported() {
+  "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2> /dev/null
+}
+
+# Installs uv, and the CPU build of torch; says why where it cannot.
+install_torch() {
+  "$venv/bin/python" -c 'import uv' 2> /dev/null || "${pip[@]}" install 'uv>=0.9' \
+    || fail "pip could not install uv; is a package index in reach?"
+  [[ $variant == cpu ]] || return 0
+  local torch version
   torch=$(grep '^torch==' requirements/cpu.lock)
-  if [[ $("$venv/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))' 2> /dev/null) != "${torch#*==}" ]]; then
-    say "installing $torch"
-    # A build that pip is configured to find comes first, then PyTorch's own index of CPU builds.
-    "${pip[@]}" install --no-deps "$torch" 2> /dev/null \
-      || "${uv[@]}" install --no-deps --torch-backend cpu "$torch" \
-      || fail "$torch was found neither where pip looks nor in PyTorch's index of CPU builds;
-setup: download that wheel for this Python, set PIP_FIND_LINKS to its folder, and try again"
-  fi
+  version=$("$venv/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))' 2> /dev/null)
+  [[ $version != "${torch#*==}" ]] || return 0
+  say "installing $torch"
+  # A build that pip is configured to find comes first, then PyTorch's own index of CPU builds.
+  "${pip[@]}" install --no-deps "$torch" 2> /dev/null && return 0
+  "${uv[@]}" "${options[@]}" --torch-backend cpu "$torch" && return 0
+  say "$torch for $("$venv/bin/python" --version) was found neither where pip looks nor in PyTorch's index"
+  return 1
+}
+
+if [[ -x $venv/bin/python ]]; then
+  supported "$venv/bin/python" \
+    || fail "$venv has $("$venv/bin/python" --version 2>&1); remove it (make clean) and try again"
+  install_torch || fail "set PIP_FIND_LINKS to a folder with that wheel, or remove $venv and try again"
+else
+  made=
+  for python in ${LOGSTEER_PYTHON:-python3.13 python3.12 python3.11 python3}; do
+    supported "$python" || continue
+    say "making $venv with $("$python" -c 'import sys; print(sys.executable)')"
+    if "$python" -m venv "$venv"; then
+      install_torch && made=yes && break
+    else
+      say "$python could not make $venv; on Debian and Ubuntu install $python-venv"
+    fi
+    rm -rf "$venv"
+  done
+  [[ $made ]] || fail "no Python works here (see above): wanted is 3.11, 3.12 or 3.13 on the PATH, or
+setup: named in LOGSTEER_PYTHON, with $(grep '^torch==' requirements/cpu.lock) where pip looks (PIP_FIND_LINKS may name a folder)
+setup: or in PyTorch's index; 'uv python install 3.12' installs a Python"
 fi
 
 say "installing $(cat "${locks[@]}" | wc -l) locked packages ($variant) into $venv"
@@ -55,8 +77,8 @@ wanted=$(mktemp)
 trap 'rm -f "$wanted"' EXIT
 cat "${locks[@]}" | { [[ $variant == cpu ]] && grep -v '^torch==' || cat; } > "$wanted"
 # --no-deps: the lock is the whole list; resolving again would bring back what the overrides leave out.
-"${uv[@]}" install --no-deps -r "$wanted" || "${pip[@]}" install --no-deps -r "$wanted" \
+"${uv[@]}" "${options[@]}" -r "$wanted" || "${pip[@]}" install --no-deps -r "$wanted" \
   || fail "the packages above could not be installed; see the message before this one"
-"${uv[@]}" install --no-deps --editable . || fail "the project itself could not be installed"
+"${uv[@]}" "${options[@]}" --editable . || fail "the project itself could not be installed"
 echo "$stamp" > "$stamp_file"
 say "done"

@@ -1,12 +1,11 @@
-"""Servers that a whole test session shares: each is started once, as a user would start it."""
+"""What all tests share: small models, and servers that are started once, as a user would."""
 
 import json
 import os
-import re
+import shutil
 import subprocess
 import sys
-import threading
-import time
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,16 @@ import hypothesis
 import pytest
 import yaml
 
+# Before anything loads torch: threads that spin while they wait take the cores from all others.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 from logsteer import Client
+from tests.servers import Configuration, Server, SharedServers, Starter, stop_all
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_MODEL = ROOT / "demo" / "model"
 SHARED = ROOT.parent / "shared"
 STORIES_MODEL = SHARED / "models" / "stories260k"
-START_TIMEOUT_S = 300
 VOCAB_SIZE = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
 
 hypothesis.settings.register_profile("shared-machine", deadline=None)
@@ -32,76 +34,6 @@ needs_shared = pytest.mark.skipif(
     reason="SKIPPED BECAUSE ../shared IS ABSENT: its models and data are needed",
 )
 
-
-class Server:
-    """A `logsteer-server` process: `url`, what it has printed so far, and its process."""
-
-    def __init__(self, config: dict[str, Any], directory: Path, **environment: str) -> None:
-        path = directory / "models.yaml"
-        path.write_text(yaml.safe_dump(config))
-        self.config_path = path
-        self.lines: list[str] = []
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "logsteer_server", "--config", str(path), "--port", "0"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=directory,
-            env=os.environ
-            | {"OMP_WAIT_POLICY": "PASSIVE", "XDG_DATA_HOME": str(directory)}
-            | environment,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        self.url = self._wait_for(r"listens on (http://\S+);")
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line)
-
-    def _wait_for(self, pattern: str) -> str:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            if found := re.search(pattern, self.output):
-                return found[1]
-            if self.process.poll() is not None:
-                break
-            time.sleep(0.05)
-        raise RuntimeError(f"the server printed no {pattern!r}:\n{self.output}")
-
-    @property
-    def output(self) -> str:
-        """Everything printed so far."""
-        return "".join(self.lines)
-
-    def wait_until_ready(self) -> None:
-        """Wait until `/readyz` says so. Errors: RuntimeError where a model failed."""
-        deadline = time.monotonic() + START_TIMEOUT_S
-        with Client(self.url, max_retries=0) as client:
-            while time.monotonic() < deadline and self.process.poll() is None:
-                models = {card.id: card for card in client.models().models}
-                failed = [c for c in models.values() if c.state == "failed"]
-                if failed:
-                    raise RuntimeError(f"{failed}\n{self.output}")
-                if client.ready().ready:
-                    return
-                time.sleep(0.2)
-        raise RuntimeError(f"the server did not become ready:\n{self.output}")
-
-    def stop(self) -> None:
-        """End the server as Ctrl-C does."""
-        self.process.terminate()
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self._reader.join()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-
-
 ServerFactory = Callable[..., Server]
 
 
@@ -110,17 +42,16 @@ def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerFac
     """Starts servers that end with the session: `start_server(config, **environment)`."""
     servers: list[Server] = []
 
-    def start(config: dict[str, Any], **environment: str) -> Server:
-        servers.append(Server(config, tmp_path_factory.mktemp("server"), **environment))
+    def start(config: Configuration, **environment: str) -> Server:
+        servers.append(Server.start(config, tmp_path_factory.mktemp("server"), **environment))
         servers[-1].wait_until_ready()
         return servers[-1]
 
     yield start
-    for server in servers:
-        server.stop()
+    stop_all(servers)
 
 
-def fake_model(model_id: str = "fake", **engine_args: Any) -> dict[str, Any]:
+def fake_model(model_id: str = "fake", **engine_args: Any) -> Configuration:
     """Configuration of a fake model with the demo model's tokenizer."""
     return {
         "id": model_id,
@@ -130,40 +61,175 @@ def fake_model(model_id: str = "fake", **engine_args: Any) -> dict[str, Any]:
     }
 
 
-def vllm_model(model_id: str, path: Path, **settings: Any) -> dict[str, Any]:
+def vllm_model(model_id: str, path: Path = DEMO_MODEL, **settings: Any) -> Configuration:
     """Configuration of a small model on vLLM."""
     defaults = {"dtype": "float32", "memory": "256MiB", "compile": False}
     return {"id": model_id, "engine": "vllm", "path": str(path)} | defaults | settings
+
+
+def tlens_model(model_id: str, path: Path = DEMO_MODEL, **settings: Any) -> Configuration:
+    """Configuration of a small model on TransformerLens."""
+    defaults = {"dtype": "float32", "devices": "cpu"}
+    return {"id": model_id, "engine": "transformer_lens", "path": str(path)} | defaults | settings
+
+
+# ------------------------------------------------------------------ servers with real engines
+
+
+def uncached(*models: Configuration, **settings: Any) -> Configuration:
+    """A server without a result cache, so that whatever is compared was computed twice."""
+    return {"models": list(models), "cache_bytes": 0} | settings
+
+
+def configure_vllm(directory: Path) -> Configuration:
+    """`demo`, and `stories` where ../shared has it."""
+    models = [vllm_model("demo")]
+    if STORIES_MODEL.is_dir():
+        models.append(vllm_model("stories", STORIES_MODEL))
+    return uncached(*models)
+
+
+def configure_demo(directory: Path) -> Configuration:
+    """The demo model alone, as `make serve` starts it."""
+    (model,) = yaml.safe_load((ROOT / "demo" / "models.yaml").read_text())["models"]
+    return {"models": [vllm_model("demo") | model | {"path": str(DEMO_MODEL)}]}
+
+
+def configure_quantized(directory: Path) -> Configuration:
+    """The demo model as its script quantises it, `w8a8`, beside `demo`."""
+    checkpoint = directory / "demo-w8a8"
+    script = ROOT / "demo" / "quantize.py"
+    command = [sys.executable, str(script), "--output", str(checkpoint)]
+    subprocess.run(command, check=True, capture_output=True)
+    return uncached(vllm_model("w8a8", checkpoint), vllm_model("demo"))
+
+
+def configure_precision(directory: Path) -> Configuration:
+    """Models whose head is computed in float32 and whose body is not, and models of one dtype."""
+    half = {"dtype": "bfloat16", "logits_dtype": "float32"}
+    return uncached(
+        vllm_model("vllm", **half),
+        tlens_model("tlens", **half),
+        tlens_model("double", dtype="float64"),
+        tlens_model("half", dtype="bfloat16"),
+    )
+
+
+CONFIGURATIONS: dict[str, Callable[[Path], Configuration]] = {
+    "vllm": configure_vllm,
+    "tlens": lambda _: uncached(tlens_model("demo")),
+}
+"""Servers by name, for all files that name their fixture, such as `vllm_server`."""
+
+CONFIGURATIONS_OF_ONE_FILE: dict[str, Callable[[Path], Configuration]] = {
+    "demo": configure_demo,
+    "quantized": configure_quantized,
+    "precision": configure_precision,
+    # vLLM with a compiled model, and with one that is never steered.
+    "compiled": lambda _: uncached(
+        vllm_model("compiled", compile=True), vllm_model("unsteered", steering_slots=0)
+    ),
+    "tensor_parallel": lambda _: uncached(vllm_model("two", tensor_parallel=2)),
+    "pipeline_parallel": lambda _: uncached(vllm_model("two", pipeline_parallel=2)),
+    # Room for all adapters of its tests, and on vLLM for two of them at once.
+    "vllm_adapters": lambda _: uncached(
+        vllm_model("demo", adapter_slots=2, adapter_rank=8), max_adapter_bytes=2**20
+    ),
+    "tlens_adapters": lambda _: uncached(tlens_model("demo"), max_adapter_bytes=2**20),
+    "tlens_cached": lambda _: {"models": [tlens_model("demo")]},
+    "tlens_limited": lambda _: {
+        "models": [tlens_model("demo")],
+        "max_gradient_numbers": 128 * 20,
+        "max_override_bytes": 2048,
+    },
+}
+"""Servers by name that end after the one file whose tests name their fixture."""
+
+SERVERS = pytest.StashKey[SharedServers]()
+STARTER = pytest.StashKey[Starter]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have a directory for the shared servers: an own one, or in a worker the controller's."""
+    if directory := getattr(config, "workerinput", {}).get("servers"):
+        config.stash[SERVERS] = SharedServers(Path(directory))
+        return
+    own = Path(tempfile.mkdtemp(prefix="logsteer-tests-"))
+    config.stash[SERVERS] = SharedServers(own)
+    config.stash[STARTER] = Starter(own, CONFIGURATIONS | CONFIGURATIONS_OF_ONE_FILE)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker of pytest-xdist where the shared servers are."""
+    node.workerinput["servers"] = str(node.config.stash[SERVERS].directory)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the shared servers where this process started them."""
+    if starter := config.stash.get(STARTER, None):
+        starter.close()
+        shutil.rmtree(config.stash[SERVERS].directory)
+
+
+def list_servers(item: pytest.Item) -> list[str]:
+    """The shared servers of a test: by a fixture, or by a parameter that chooses one."""
+    fixtures = getattr(item, "fixturenames", ())
+    parameters = (getattr(item, "callspec", None) and item.callspec.params) or {}
+    chosen = {parameters.get("client"), parameters.get("split")}
+    return [
+        name
+        for name in CONFIGURATIONS | CONFIGURATIONS_OF_ONE_FILE
+        if f"{name}_server" in fixtures or name in chosen
+    ]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run files in the order in which what they need can be there: engines, shared servers, own."""
+    cost: dict[Path, int] = {}
+    for item in items:
+        servers = list_servers(item)
+        own = 1 if item.get_closest_marker("engine") else 0
+        own = max([own, *(3 if name in CONFIGURATIONS_OF_ONE_FILE else 2 for name in servers)])
+        cost[item.path] = max(cost.get(item.path, 0), own)
+    items.sort(key=lambda item: cost[item.path])
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Have the servers of the selected tests started, in the order of the tests."""
+    is_controller = (
+        session.config.getoption("numprocesses", None) and STARTER in session.config.stash
+    )
+    if not is_controller and not session.config.getoption("collectonly"):
+        names = [name for item in session.items for name in list_servers(item)]
+        session.config.stash[SERVERS].want(dict.fromkeys(names))
+
+
+def share(name: str) -> Any:
+    """Make the fixture of a shared server."""
+
+    @pytest.fixture(scope="module" if name in CONFIGURATIONS_OF_ONE_FILE else "session")
+    def server(pytestconfig: pytest.Config) -> Iterator[Server]:
+        servers = pytestconfig.stash[SERVERS]
+        yield servers.find(name)
+        if name in CONFIGURATIONS_OF_ONE_FILE:
+            servers.release(name)
+
+    return server
+
+
+for _name in CONFIGURATIONS | CONFIGURATIONS_OF_ONE_FILE:
+    globals()[f"{_name}_server"] = share(_name)
+
+
+# ------------------------------------------------------------------ clients
 
 
 @pytest.fixture(scope="session")
 def fake_server(start_server: ServerFactory) -> Server:
     """A server with one fake model."""
     return start_server({"models": [fake_model()]})
-
-
-@pytest.fixture(scope="session")
-def vllm_server(start_server: ServerFactory) -> Server:
-    """A server with real vLLM: `demo`, and `stories` where ../shared has it.
-
-    It has no result cache, so that whatever is compared was computed twice.
-    """
-    models = [vllm_model("demo", DEMO_MODEL)]
-    if STORIES_MODEL.is_dir():
-        models.append(vllm_model("stories", STORIES_MODEL))
-    return start_server({"models": models, "cache_bytes": 0})
-
-
-def tlens_model(model_id: str, path: Path, **settings: Any) -> dict[str, Any]:
-    """Configuration of a small model on TransformerLens."""
-    defaults = {"dtype": "float32", "devices": "cpu"}
-    return {"id": model_id, "engine": "transformer_lens", "path": str(path)} | defaults | settings
-
-
-@pytest.fixture(scope="session")
-def tlens_server(start_server: ServerFactory) -> Server:
-    """A server with TransformerLens: `demo`; without a result cache, like vLLM's."""
-    return start_server({"models": [tlens_model("demo", DEMO_MODEL)], "cache_bytes": 0})
 
 
 @pytest.fixture(scope="session")

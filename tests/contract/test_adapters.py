@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from logsteer import APIError, Client
 from logsteer.errors import NotFoundError
-from tests.conftest import DEMO_MODEL, ServerFactory, tlens_model, vllm_model
+from tests.conftest import DEMO_MODEL
 from tests.contract.agreement import check_agreement, check_sweep
 from tests.contract.directions import load_model, read_logprobs
 from tests.contract.lora import merge_adapter, write_adapter
@@ -41,16 +41,10 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     ]
 
 
-@pytest.fixture(scope="module", params=["vllm", "tlens"])
-def client(
-    request: pytest.FixtureRequest, start_server: ServerFactory, directories: list[Path]
-) -> Iterator[Client]:
-    """A client of a server that keeps all of them and, on vLLM, has room for two."""
-    if request.param == "vllm":
-        model = vllm_model("demo", DEMO_MODEL, adapter_slots=SLOTS, adapter_rank=8)
-    else:
-        model = tlens_model("demo", DEMO_MODEL)
-    server = start_server({"models": [model], "cache_bytes": 0, "max_adapter_bytes": 2**20})
+@pytest.fixture(scope="module", params=["vllm_adapters", "tlens_adapters"])
+def client(request: pytest.FixtureRequest, directories: list[Path]) -> Iterator[Client]:
+    """A client of a server that keeps all of them and, on vLLM, has room for SLOTS."""
+    server = request.getfixturevalue(f"{request.param}_server")
     with Client(server.url, max_retries=0, timeout=300) as client:
         for directory in directories:
             client.adapters.put(directory.name, directory)

@@ -19,16 +19,14 @@ from tests.conftest import (
     DEMO_MODEL,
     SHARED,
     STORIES_MODEL,
-    ServerFactory,
     needs_shared,
-    vllm_model,
 )
+from tests.contract.tlens_cases import BATCH
 
 pytestmark = pytest.mark.engine
 
 PER_TOKEN = 1e-4
 WAVE = [0.2 * (-1) ** n for n in range(128)]
-BATCH = 1e-5
 
 MODELS = [
     pytest.param("demo", DEMO_MODEL, id="demo"),
@@ -177,10 +175,9 @@ def test_a_context_is_shared_wherever_it_ends(
 
 @pytest.mark.parametrize("split", ["tensor_parallel", "pipeline_parallel"])
 def test_two_ranks_say_what_one_says(
-    vllm_client: Client, start_server: ServerFactory, split: str
+    vllm_client: Client, request: pytest.FixtureRequest, split: str
 ) -> None:
-    model = vllm_model("two", DEMO_MODEL, **{split: 2})
-    server = start_server({"models": [model], "cache_bytes": 0})
+    server = request.getfixturevalue(f"{split}_server")
     items = make_items(1400, seed=4)
     with Client(server.url, timeout=300) as client:
         plain = compare(flatten(vllm_client, items, "demo"), flatten(client, items, "two"))
@@ -210,7 +207,6 @@ def test_two_ranks_say_what_one_says(
             for found in (vllm_client, client)
         ]
         assert cards[0].norms == pytest.approx(cards[1].norms, rel=1e-4)
-    server.stop()
 
 
 def compare(one: Sequence[ScoredTarget], two: Sequence[ScoredTarget]) -> float:

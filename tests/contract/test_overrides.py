@@ -32,12 +32,20 @@ from tests.contract.directions import (
     write_direction,
 )
 from tests.contract.test_gradient import derive_along
-from tests.contract.tlens_cases import OTHERS, add_plan, build, draw_ids, draw_vector, run, whole
+from tests.contract.tlens_cases import (
+    BATCH,
+    OTHERS,
+    add_plan,
+    build,
+    draw_ids,
+    draw_vector,
+    run,
+    whole,
+)
 
 pytestmark = pytest.mark.engine
 
 PER_TOKEN = 1e-4
-BATCH = 1e-5
 ETA = 0.05
 """Moves each tensor by 5 percent of its length: log-probabilities change by nats."""
 

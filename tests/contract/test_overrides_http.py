@@ -15,7 +15,7 @@ from torch import Tensor
 
 from logsteer import APIError, AsyncClient, Client
 from logsteer.errors import NotFoundError
-from tests.conftest import DEMO_MODEL, ServerFactory, fake_model, tlens_model
+from tests.conftest import DEMO_MODEL, Server, ServerFactory, fake_model
 from tests.contract.agreement import check_agreement, check_sweep
 from tests.contract.directions import (
     draw_direction,
@@ -143,9 +143,8 @@ def test_diagnostics_of_a_generation_are_under_its_override(client: Client) -> N
     assert completion.columns["logprob"] == pytest.approx(completion.logprobs, abs=PER_TOKEN)
 
 
-def test_cached_results_know_the_override(start_server: ServerFactory, tensors: Any) -> None:
-    server = start_server({"models": [tlens_model("demo", DEMO_MODEL)]})
-    with Client(server.url, timeout=300) as client:
+def test_cached_results_know_the_override(tlens_cached_server: Server, tensors: Any) -> None:
+    with Client(tlens_cached_server.url, timeout=300) as client:
         client.overrides.put("v", save(tensors))
         etas = [None, 0.0, ETA, -ETA]
         used = [eta if eta is None else {"name": "v", "eta": eta} for eta in etas]
@@ -288,9 +287,8 @@ def test_bad_uploads_are_refused_and_leave_nothing(client: Client, name: str) ->
         score(client, override={"name": "bad", "eta": 1.0})
 
 
-def test_limits_of_uploads_and_gradients(start_server: ServerFactory) -> None:
-    config = {"models": [tlens_model("demo", DEMO_MODEL)], "max_gradient_numbers": 128 * 20}
-    server = start_server(config, LOGSTEER_MAX_OVERRIDE_BYTES="2048")
+def test_limits_of_uploads_and_gradients(tlens_limited_server: Server) -> None:
+    server = tlens_limited_server
     data = save({"model.norm.weight": torch.ones(128)}) + bytes(4096)
     pieces = (data[i : i + 1024] for i in range(0, len(data), 1024))
     for content in (data, pieces):

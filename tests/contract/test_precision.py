@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from logsteer import Client
-from tests.conftest import DEMO_MODEL, ServerFactory, tlens_model, vllm_model
+from tests.conftest import DEMO_MODEL, Server
 from tests.contract.directions import load_model
 from tests.contract.tlens_cases import PER_TOKEN, draw_ids
 
@@ -18,17 +18,9 @@ ITEM = {"context_ids": IDS[:4].tolist(), "target_ids": [IDS[4:].tolist()]}
 
 
 @pytest.fixture(scope="module")
-def client(start_server: ServerFactory) -> Iterator[Client]:
+def client(precision_server: Server) -> Iterator[Client]:
     """A client of models whose head is computed in float32 and whose body is not."""
-    half = {"dtype": "bfloat16", "logits_dtype": "float32"}
-    models = [
-        vllm_model("vllm", DEMO_MODEL, **half),
-        tlens_model("tlens", DEMO_MODEL, **half),
-        tlens_model("double", DEMO_MODEL, dtype="float64"),
-        tlens_model("half", DEMO_MODEL, dtype="bfloat16"),
-    ]
-    server = start_server({"models": models, "cache_bytes": 0})
-    with Client(server.url, max_retries=0, timeout=300) as client:
+    with Client(precision_server.url, max_retries=0, timeout=300) as client:
         yield client
 
 

@@ -1,5 +1,6 @@
 """An INT8 W8A8 checkpoint on vLLM, against an emulation of its arithmetic in transformers."""
 
+import functools
 import math
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import corpus
 from logsteer import Client
 from logsteer.schemas import ScoredTarget
-from tests.conftest import DEMO_MODEL, ROOT, ServerFactory, vllm_model
+from tests.conftest import DEMO_MODEL, Server
 
 pytestmark = pytest.mark.engine
 
@@ -93,29 +94,38 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(quantized_server: Server) -> Path:
     """The demo model as its script quantises it."""
-    folder = tmp_path_factory.mktemp("quantized") / "demo-w8a8"
-    script = ROOT / "demo" / "quantize.py"
-    subprocess.run([sys.executable, str(script), "--output", str(folder)], check=True)
-    return folder
+    return quantized_server.directory / "demo-w8a8"
 
 
 @pytest.fixture(scope="module")
-def client(checkpoint: Path, start_server: ServerFactory) -> Iterator[Client]:
+def client(quantized_server: Server) -> Iterator[Client]:
     """A client of a server with both models; requests go to `w8a8` unless they name `demo`."""
-    models = [vllm_model("w8a8", checkpoint), vllm_model("demo", DEMO_MODEL)]
-    # With no result cache, whatever is compared was computed twice.
-    server = start_server({"models": models, "cache_bytes": 0})
-    with Client(server.url, model="w8a8", max_retries=0, timeout=300) as client:
+    with Client(quantized_server.url, model="w8a8", max_retries=0, timeout=300) as client:
         yield client
-    server.stop()
 
 
 @pytest.fixture(scope="module")
 def emulation(checkpoint: Path) -> Reference:
     """What W8A8 ought to say."""
     return Reference(checkpoint, Int8Linear)
+
+
+@functools.cache
+def has_exact_int8() -> bool:
+    """Whether this CPU's INT8 products are those of integer arithmetic."""
+    script = Path(__file__).with_name("int8_probe.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    return done.stdout.strip() == "True"
+
+
+@pytest.fixture(autouse=True)
+def known_fault(request: pytest.FixtureRequest) -> None:
+    """Expect comparisons with exact INT8 arithmetic to fail where the CPU's saturates."""
+    if "emulation" in request.fixturenames and not has_exact_int8():
+        reason = "oneDNN's INT8 products saturate on CPUs without VNNI"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
 
 
 def items_of(texts: Sequence[str]) -> list[dict[str, Any]]:

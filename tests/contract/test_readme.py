@@ -11,29 +11,13 @@ import pytest
 import yaml
 
 from logsteer_server.settings import Settings
-from tests.conftest import ROOT, Server, ServerFactory, vllm_model
+from tests.conftest import ROOT, Server
 
 pytestmark = pytest.mark.engine
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
 ADDRESS = "http://127.0.0.1:8000"
-
-
-@pytest.fixture(scope="module")
-def demo_server(start_server: ServerFactory) -> Server:
-    """A server with the demo model alone, as `make serve` starts it."""
-    config = yaml.safe_load((ROOT / "demo" / "models.yaml").read_text())
-    model = config["models"][0]
-    server = start_server(
-        {
-            "models": [
-                vllm_model("demo", ROOT / "demo" / "model")
-                | {key: value for key, value in model.items() if key != "path"}
-            ]
-        }
-    )
-    return server
 
 
 def run(command: str, server: Server) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 import corpus
 from logsteer import APIError, Client
 from logsteer.schemas import SteerAnswer, SteerPiece, SteerStart
-from tests.conftest import DEMO_MODEL, ServerFactory, vllm_model
+from tests.conftest import DEMO_MODEL, Server
 from tests.contract.steering import (
     DATA,
     LAYER,
@@ -36,31 +36,20 @@ def reference() -> HookedReference:
     return HookedReference(DEMO_MODEL)
 
 
-@pytest.fixture(scope="module")
-def more_vllm(start_server: ServerFactory) -> Any:
-    """vLLM with a compiled model, and with one that is never steered."""
-    return start_server({
-        "models": [
-            vllm_model("compiled", DEMO_MODEL, compile=True),
-            vllm_model("unsteered", DEMO_MODEL, steering_slots=0),
-        ],
-        "cache_bytes": 0,
-    })  # fmt: skip
-
-
 @pytest.fixture(params=ENGINES)
 def client(request: pytest.FixtureRequest) -> Any:
     """A client of each engine."""
     if request.param != "compiled":
         yield request.getfixturevalue(f"{request.param}_client")
         return
-    with Client(request.getfixturevalue("more_vllm").url, model="compiled", timeout=300) as found:
+    server = request.getfixturevalue("compiled_server")
+    with Client(server.url, model="compiled", timeout=300) as found:
         yield found
 
 
 @pytest.fixture
-def unsteered_client(more_vllm: Any) -> Any:
-    with Client(more_vllm.url, model="unsteered", timeout=300) as found:
+def unsteered_client(compiled_server: Server) -> Any:
+    with Client(compiled_server.url, model="unsteered", timeout=300) as found:
         yield found
 
 
