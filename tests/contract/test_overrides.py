@@ -257,16 +257,16 @@ def test_directions_in_memory_are_bounded(tmp_path: Path) -> None:
     ids = draw_ids(np.random.default_rng(11), 5)
     for file in (files[0], files[1], files[0], files[2], files[3]):
         run(engine, whole(ids, override=at(file, 0.1)))
-    assert list(engine._directions._kept) == [files[2].sha256, files[3].sha256]
+    assert list(engine._deltas._directions) == [files[2].sha256, files[3].sha256]
     large = write_direction(tmp_path, {"model.embed_tokens.weight": torch.ones(1436, 128)})
     engine.add([(i, whole(ids, override=at(large, 0.1 * i))) for i in range(2)])
     results = engine.step()
     assert engine.busy
-    assert list(engine._directions._kept) == [large.sha256]
+    assert list(engine._deltas._directions) == [large.sha256]
     assert len(results + engine.step()) == 2
     assert not engine.busy
-    assert not engine._directions._kept
-    assert engine._directions._shifted is None
+    assert not engine._deltas._directions
+    assert engine._deltas._applied is None
 
 
 ETAS = [10.0**-n for n in range(3, 10)]
