@@ -31,7 +31,7 @@ from tests.contract.directions import (
     save_model,
     write_direction,
 )
-from tests.contract.test_gradient import derive_along
+from tests.contract.test_gradient import differentiate_along
 from tests.contract.tlens_cases import OTHERS, add_plan, build, draw_ids, draw_vector, run, whole
 
 pytestmark = pytest.mark.engine
@@ -283,7 +283,7 @@ def test_small_etas_are_linear_over_six_decades(engine: Any, tmp_path: Path, dty
     one = engine if dtype == "float32" else build(path, dtype)
     ids = draw_ids(np.random.default_rng(12), 40)
     along = write_direction(tmp_path, follow_gradient(load_model(path), ids, 0.1))
-    slope = float(derive_along(one, ids, along).sum())
+    slope = float(differentiate_along(one, ids, along).sum())
     base, *found = score(
         one,
         whole(ids, double=True),

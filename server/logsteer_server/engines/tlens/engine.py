@@ -154,7 +154,7 @@ class TransformerLensEngine:
         return CheckAdapterOutput()
 
     def close(self) -> None:
-        """Let the model go."""
+        """Free the model."""
         self._turns.clear()
         self._queues.clear()
         del self._model, self._deltas

@@ -233,7 +233,7 @@ class RunningBatch:
         self._select([b for b, row in enumerate(self.rows) if row.job_id not in job_ids])
 
     def _select(self, indices: list[int]) -> None:
-        """Leave the batch these rows alone."""
+        """Remove all rows but these."""
         if len(indices) == len(self.rows):
             return
         self.rows = [self.rows[b] for b in indices]
@@ -276,7 +276,7 @@ class GenerateQueue(JobQueue[GenerationRow]):
         self._enlist = enlist
         self._max_running = max_running
         self._delta_queue = delta_queue
-        # Weak, because a batch holds parameters and a cache until the engine lets it go.
+        # Weak: a batch and its cache are freed once the engine has no more turns for it.
         self._running: WeakSet[RunningBatch] = WeakSet()
 
     @property

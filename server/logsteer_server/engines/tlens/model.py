@@ -81,7 +81,7 @@ def choose_dtype(wanted: str, config: Any) -> torch.dtype:
 
 
 class _GivenBody(nn.Module):
-    """Stands where a causal model has its body, and gives back the hidden states put into it."""
+    """A causal model's body that returns the hidden states that were put into it."""
 
     def __init__(self, output_class: type) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class _GivenBody(nn.Module):
 
 
 class _WideLinear(nn.Module):
-    """A linear layer whose product is computed in float32, whatever it is kept in."""
+    """A linear layer whose product is computed in float32, whatever its weights are."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
