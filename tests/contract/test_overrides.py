@@ -31,7 +31,7 @@ from tests.contract.directions import (
     save_model,
     write_direction,
 )
-from tests.contract.test_gradient import derive_along
+from tests.contract.test_gradient import differentiate_along
 from tests.contract.tlens_cases import (
     BATCH,
     OTHERS,
@@ -265,16 +265,16 @@ def test_directions_in_memory_are_bounded(tmp_path: Path) -> None:
     ids = draw_ids(np.random.default_rng(11), 5)
     for file in (files[0], files[1], files[0], files[2], files[3]):
         run(engine, whole(ids, override=at(file, 0.1)))
-    assert list(engine._directions._kept) == [files[2].sha256, files[3].sha256]
+    assert list(engine._deltas._directions) == [files[2].sha256, files[3].sha256]
     large = write_direction(tmp_path, {"model.embed_tokens.weight": torch.ones(1436, 128)})
     engine.add([(i, whole(ids, override=at(large, 0.1 * i))) for i in range(2)])
     results = engine.step()
     assert engine.busy
-    assert list(engine._directions._kept) == [large.sha256]
+    assert list(engine._deltas._directions) == [large.sha256]
     assert len(results + engine.step()) == 2
     assert not engine.busy
-    assert not engine._directions._kept
-    assert engine._directions._shifted is None
+    assert not engine._deltas._directions
+    assert engine._deltas._applied is None
 
 
 ETAS = [10.0**-n for n in range(3, 10)]
@@ -291,7 +291,7 @@ def test_small_etas_are_linear_over_six_decades(engine: Any, tmp_path: Path, dty
     one = engine if dtype == "float32" else build(path, dtype)
     ids = draw_ids(np.random.default_rng(12), 40)
     along = write_direction(tmp_path, follow_gradient(load_model(path), ids, 0.1))
-    slope = float(derive_along(one, ids, along).sum())
+    slope = float(differentiate_along(one, ids, along).sum())
     base, *found = score(
         one,
         whole(ids, double=True),

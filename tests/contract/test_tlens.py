@@ -62,6 +62,11 @@ def test_the_engine_says_what_it_is(engine: Any) -> None:
     assert not {"attn.hook_pattern", "attn.hook_result", "hook_resid_post"} & set(info.hooks)
 
 
+def test_every_kind_of_job_has_a_queue(engine: Any) -> None:
+    kinds = {kind.__name__ for kind in Job.__subclasses__()}
+    assert {kind.__name__ for kind in engine._queues} == kinds
+
+
 def test_scores_are_transformers_alone_and_in_any_batch(engine: Any, reference: Any) -> None:
     rng = np.random.default_rng(1)
     texts = [draw_ids(rng, int(n)) for n in rng.integers(2, 300, 30)]

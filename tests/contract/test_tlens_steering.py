@@ -71,6 +71,18 @@ def test_half_a_batch_steered_leaves_the_other_half_alone(engine: Any, prompt: n
         assert (np.abs(values - unsteered).max() < BATCH) == (job.plan is None)
 
 
+def test_the_example_of_padded_prompts() -> None:
+    """Of the module `steering`: where the steered tokens are, in the first pass and the next."""
+    from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow, TokenRange
+
+    plan = add_plan("last_prompt")
+    steering = BatchSteering([SteeredRow(plan, (), 2), SteeredRow(plan, (), 4)])
+    tokens = steering._find_tokens([TokenRange(2, 0, 2), TokenRange(0, 0, 4)], 4)
+    assert (tokens.place_N.tolist(), tokens.row_N.tolist()) == ([3, 7], [0, 1])
+    tokens = steering._find_tokens([TokenRange(0, 2, 3), TokenRange(0, 4, 5)], 1)
+    assert not len(tokens.place_N)
+
+
 UNIT = torch.from_numpy(U)
 
 

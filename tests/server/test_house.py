@@ -165,10 +165,6 @@ def test_the_http_process_loads_neither_torch_nor_vllm() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-RENAMED_NEXT = {"Batch", "Continuation", "Generation", "Steering", "SteeringVector"}
-"""Names that stand twice until the engines and tasks are rebuilt."""
-
-
 def test_no_class_name_is_used_twice() -> None:
     places: dict[str, list[str]] = {}
     for path in [*server_modules(), *CLIENT.rglob("*.py")]:
@@ -176,4 +172,4 @@ def test_no_class_name_is_used_twice() -> None:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     twice = {name: found for name, found in places.items() if len(found) > 1}
-    assert {name: found for name, found in twice.items() if name not in RENAMED_NEXT} == {}
+    assert twice == {}

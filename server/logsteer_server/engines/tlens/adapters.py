@@ -9,7 +9,7 @@ from logsteer_server.numerics.lora import AdapterConfig, AdapterLayoutError, pai
 
 
 def read_updates(file: Any, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """scale * B A of every update, float64, by the name of its parameter.
+    """Return scale * B A of every update, float64, by the name of its parameter.
 
     `file` is an opened safetensors file. Errors: AdapterLayoutError for one that does not fit.
     """

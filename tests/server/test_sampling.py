@@ -1,4 +1,4 @@
-"""The sampling policy against its definition, a row at a time, and draws against their numbers."""
+"""Sampling policies against their definition, a row at a time, and draws against their numbers."""
 
 import math
 from itertools import pairwise
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logsteer_server.contract.jobs import Policy
-from logsteer_server.numerics import sampling as policy_module
+from logsteer_server.numerics import sampling
 from logsteer_server.numerics.sampling import draw_rows, shape_rows
 
 NUMBERS = st.floats(-8, 8, width=32) | st.sampled_from([-1.0, 0.0, 1.0])
@@ -59,7 +59,7 @@ def test_the_policy_is_its_definition_whatever_the_other_rows(
 ) -> None:
     size = max(len(logits) for logits, _ in rows)
     logits_RV = torch.tensor([z + [-math.inf] * (size - len(z)) for z, _ in rows])
-    with mock.patch.object(policy_module, "HEAD", head):
+    with mock.patch.object(sampling, "HEAD", head):
         q_RV = shape_rows(logits_RV, [policy for _, policy in rows]).q_RV
     assert q_RV.dtype == torch.float32
     for q_V, (logits, policy) in zip(q_RV.tolist(), rows, strict=True):
@@ -75,10 +75,17 @@ def test_a_likely_head_is_cut_as_the_whole_is() -> None:
             {"min_p": 1e-7, "top_p": 0.99}, {"top_k": 60, "top_p": 0.8}, {}]  # fmt: skip
     policies = [Policy(**cut) for cut in cuts] * 3
     found = shape_rows(logits_RV, policies)
-    with mock.patch.object(policy_module, "HEAD", 5000):
+    with mock.patch.object(sampling, "HEAD", 5000):
         wanted = shape_rows(logits_RV, policies)
     assert torch.equal(found.q_RV > 0, wanted.q_RV > 0)
     assert (found.head_mass_R - wanted.head_mass_R).abs().max() < 1e-6
+
+
+def test_the_example_of_the_cut() -> None:
+    p_V = torch.tensor([0.4, 0.3, 0.2, 0.06, 0.04])
+    shaped = shape_rows(p_V.log()[None], [Policy(min_p=0.2, top_p=0.7)])
+    assert shaped.q_RV[0].tolist() == pytest.approx([4 / 7, 3 / 7, 0, 0, 0])
+    assert shaped.head_mass_R.tolist() == pytest.approx([7 / 9])
 
 
 def test_greedy_is_certain_and_the_first_of_equals() -> None:

@@ -1,4 +1,4 @@
-"""The body of a bridged model without the bridge's components, where no hook is set.
+"""The plain forward: a bridged model's body without the bridge's components where no hook is set.
 
 The bridge puts several Python calls around each of transformers' modules, which for one new token
 cost more than the arithmetic. A block without hooks is the same block without them.
@@ -17,7 +17,7 @@ from logsteer_server.engines.tlens.points import Point
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module with transformers' own modules in place of the bridge's; parameters are shared."""
+    """Return the module with transformers' modules in the bridge's places, parameters shared."""
     if isinstance(module, GeneralizedComponent):
         original = module.original_component
         if original is None:
@@ -30,12 +30,16 @@ def unwrap(module: nn.Module) -> nn.Module:
     return plain
 
 
-class Shortcut:
-    """A body whose blocks are bridged only where they must be.
+class PlainForward:
+    """A model's body whose blocks are bridged only where hooks need it.
 
     A block with a hook inside is the bridge's own. One that is hooked only where the residual
-    stream enters or leaves it is transformers' block between two hook points.
-    `plain`: whether every block is transformers' own now.
+    stream enters or leaves it is transformers' block between two hook points. Of five blocks with
+    hooks on resid_post of layer 1 and mlp_out of layer 3, `bridge` makes these
+
+        0 transformers'   1 transformers' + hooks   2 transformers'   3 bridged   4 transformers'
+
+    `is_plain`: whether no block is bridged now.
     Errors: ValueError where the body has no list of the bridge's blocks.
     """
 
@@ -54,28 +58,28 @@ class Shortcut:
         self._plain: list[nn.Module] = list(self._layers)
         self._bridged = list(blocks)
         # A kind of block with a forward of its own may do more at its edges.
-        self._shells = [
-            _Shell(block, plain) if type(block).forward is BlockBridge.forward else block
+        self._hooked = [
+            _HookedBlock(block, plain) if type(block).forward is BlockBridge.forward else block
             for block, plain in zip(blocks, self._plain, strict=True)
         ]
-        self.plain = True
+        self.is_plain = True
 
     def bridge(self, points: Sequence[Point]) -> None:
-        """Make hooks on these points act, and leave every other block plain."""
-        self.plain = self.is_plain(points)
+        """Make hooks on these points act, and leave the other blocks plain."""
+        self.is_plain = self.stays_plain(points)
         layers = list(self._plain)
         for point in sorted(points, key=lambda point: not point.is_edge):
-            stack = self._shells if point.is_edge else self._bridged
-            layers[point.layer] = stack[point.layer]
+            blocks = self._hooked if point.is_edge else self._bridged
+            layers[point.layer] = blocks[point.layer]
         for index, layer in enumerate(layers):
             self._layers._modules[str(index)] = layer
 
-    def is_plain(self, points: Sequence[Point]) -> bool:
-        """Whether hooks on these points leave every block transformers' own."""
-        return all(p.is_edge and isinstance(self._shells[p.layer], _Shell) for p in points)
+    def stays_plain(self, points: Sequence[Point]) -> bool:
+        """Return whether no hook on these points needs a bridged block."""
+        return all(p.is_edge and isinstance(self._hooked[p.layer], _HookedBlock) for p in points)
 
 
-class _Shell(nn.Module):
+class _HookedBlock(nn.Module):
     """A plain block between the two hook points of the bridge's block."""
 
     def __init__(self, block: Any, plain: nn.Module) -> None:
@@ -83,14 +87,14 @@ class _Shell(nn.Module):
         self.hook_in, self.plain, self.hook_out = block.hook_in, plain, block.hook_out
 
     def __getattr__(self, name: str) -> Any:
-        """Also what a body asks its blocks for, such as their kind of attention."""
+        """Look an attribute up in the plain block too: a body asks for its kind of attention."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("plain"), name)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:
-        """The block's output, its hidden states hooked."""
+        """Return the block's output, its hidden states hooked."""
         output = self.plain(self.hook_in(hidden_states), *args, **options)
         if isinstance(output, tuple):
             return (self.hook_out(output[0]), *output[1:])
@@ -98,6 +102,6 @@ class _Shell(nn.Module):
 
 
 def agree(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
-    """Whether two tensors are the same to within the tolerance times their largest number."""
+    """Return whether two tensors differ by at most the tolerance times the largest number."""
     a, b = a.float(), b.float()
     return bool((a - b).abs().max() <= tolerance * b.abs().max())
