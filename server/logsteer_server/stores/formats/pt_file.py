@@ -25,7 +25,7 @@ HOOKS = {"decoder_block": "hook_resid_post", "self_attn": "hook_attn_out", "mlp"
 """The kinds of layer of the package steering-vectors -> TransformerLens' name of their output."""
 
 
-class SteeringVector:
+class PickledVector:
     """Stands in for the class of the package steering-vectors, whose objects are pickled whole."""
 
     layer_activations: Any = None
@@ -41,7 +41,7 @@ def main() -> None:
         refuse(f"this server cannot read torch's files ({error}); send safetensors")
     data = sys.stdin.buffer.read()
     limit_resources()
-    known: Any = (SteeringVector, "steering_vectors.steering_vector.SteeringVector")
+    known: Any = (PickledVector, "steering_vectors.steering_vector.SteeringVector")
     try:
         with torch.serialization.safe_globals([known]):
             loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -66,7 +66,7 @@ def limit_resources() -> None:
 
 def list_tensors(loaded: Any) -> dict[str, Any]:
     """Return what was loaded as named tensors. Errors: ValueError for another form."""
-    if isinstance(loaded, SteeringVector):
+    if isinstance(loaded, PickledVector):
         loaded = vars(loaded)
     if not isinstance(loaded, Mapping):
         raise ValueError(
