@@ -21,7 +21,7 @@ PROGRESS_EVERY_S = 5.0
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The command line's arguments."""
+    """Parse the command line's arguments."""
     parser = argparse.ArgumentParser(
         prog="logsteer-server",
         description="Keep language models resident and score text with them.",

@@ -35,7 +35,7 @@ MAX_FILE_READERS = 2
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """The application for these settings; engines start and end with its lifespan."""
+    """Create the application for these settings; engines start and end with its lifespan."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -65,7 +65,7 @@ class ModelSettings(BaseModel):
         return self
 
     def to_spec(self, directory: Path) -> EngineSpec:
-        """What the engine gets; a relative path that exists under `directory` is meant there."""
+        """Return what the engine gets; a relative path may be meant from `directory`."""
         local = directory / Path(self.path).expanduser()
         fields = self.model_dump(exclude={"required", "devices", "path"})
         devices = tuple(self.devices) if isinstance(self.devices, list) else self.devices
@@ -137,7 +137,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The environment and `.env` above what the file says, which arrives as init settings."""
+        """Put the environment and `.env` above the file, which arrives as init settings."""
         return env_settings, dotenv_settings, init_settings
 
     @field_validator("models")
@@ -166,7 +166,7 @@ class Settings(BaseSettings):
 
 
 def load_settings(config: Path | None, **overrides: Any) -> Settings:
-    """The settings of a YAML file, the environment, and the arguments that are not None.
+    """Load the settings of a YAML file, the environment, and the arguments that are not None.
 
     Errors: ConfigurationError, for a file that cannot be read or values that do not fit.
     """

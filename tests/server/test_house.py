@@ -173,3 +173,24 @@ def test_no_class_name_is_used_twice() -> None:
                 places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     twice = {name: found for name, found in places.items() if len(found) > 1}
     assert twice == {}
+
+
+NO_VERBS = {
+    "A", "All", "An", "Each", "Every", "How", "Index", "Nothing", "Nothing;", "One", "The", "What",
+    "Whether", "Where", "Why",
+}  # fmt: skip
+
+
+def is_described_as_a_thing(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Properties are; and so are routes, whose docstrings are the descriptions of endpoints."""
+    names = {getattr(part, "id", getattr(part, "attr", "")) for d in node.decorator_list
+             for part in ast.walk(d)}  # fmt: skip
+    return bool(names & {"property", "cached_property", "router"})
+
+
+@pytest.mark.parametrize("path", server_modules(), ids=name_of)
+def test_docstrings_of_functions_begin_with_a_verb(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = (ast.get_docstring(node) or "Do").split()[0]
+            assert is_described_as_a_thing(node) or first not in NO_VERBS, f"{path}: {node.name}"

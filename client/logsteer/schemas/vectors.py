@@ -62,7 +62,7 @@ class VectorAbout(Reply):
 
 
 class VectorCard(Reply):
-    """One kept vector."""
+    """One stored vector."""
 
     name: str
     sha256: str = Field(
@@ -79,7 +79,7 @@ class VectorCard(Reply):
 
 
 class VectorList(Reply):
-    """Every kept vector, by name."""
+    """Every stored vector, by name."""
 
     vectors: list[VectorCard]
     bytes: int = Field(description="Bytes of all contents; one with several names counts once.")
@@ -144,20 +144,20 @@ class TrainRequest(Request):
 
 
 class TrainAnswer(Answer):
-    """The vector that was made and kept."""
+    """The vector that was made and stored."""
 
     vector: VectorCard
 
 
 class WeightedVector(Request):
-    """A kept vector and its weight in a sum."""
+    """A stored vector and its weight in a sum."""
 
     name: VectorName
     weight: Finite = 1.0
 
 
 class CombineRequest(Request):
-    """A weighted sum of kept vectors; a layer that only some of them have sums those.
+    """A weighted sum of stored vectors; a layer that only some of them have sums those.
 
     With `orthogonal_to`, what the sum shares with those vectors is then taken away, layer by layer.
     """

@@ -25,7 +25,7 @@ class LimitedRequest(Request):
     """A request whose body is read up to the limit, and parsed by orjson."""
 
     async def body(self) -> bytes:
-        """The body. Errors: APIError `payload_too_large`."""
+        """Return the body. Errors: APIError `payload_too_large`."""
         if not hasattr(self, "_body"):
             limit = self.app.state.settings.max_body_bytes
             chunks, size = [], 0
@@ -42,7 +42,7 @@ class LimitedRequest(Request):
         return self._body
 
     async def json(self) -> Any:
-        """The parsed body. Errors: json.JSONDecodeError, for broken UTF-8 and surrogates too."""
+        """Parse the body. Errors: json.JSONDecodeError, for broken UTF-8 and surrogates too."""
         if not hasattr(self, "_json"):
             try:
                 self._json = orjson.loads(await self.body())
@@ -55,7 +55,7 @@ class LimitedRoute(APIRoute):
     """A route that reads its request through `LimitedRequest`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler, given a `LimitedRequest`."""
+        """Return the handler, given a `LimitedRequest`."""
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
@@ -65,13 +65,13 @@ class LimitedRoute(APIRoute):
 
 
 def get_settings(request: Request) -> Settings:
-    """The server's settings."""
+    """Return the server's settings."""
     settings: Settings = request.app.state.settings
     return settings
 
 
 def get_models(request: Request) -> ModelRegistry:
-    """The resident models."""
+    """Return the resident models."""
     models: ModelRegistry = request.app.state.models
     return models
 
@@ -95,12 +95,12 @@ def get_adapters(request: Request) -> Store[AdapterCard]:
 
 
 def get_stores(request: Request) -> Stores:
-    """Where the names in a request are looked up."""
+    """Return the stores where the names in a request are looked up."""
     return Stores(get_vectors(request), get_overrides(request), get_adapters(request))
 
 
 def get_file_readers(request: Request) -> asyncio.Semaphore:
-    """Turns at reading uploaded files: some take a process of hundreds of megabytes."""
+    """Return the turns at reading uploaded files: some take a process of hundreds of megabytes."""
     readers: asyncio.Semaphore = request.app.state.file_readers
     return readers
 
@@ -127,7 +127,7 @@ FileReadersDep = Annotated[asyncio.Semaphore, Depends(get_file_readers)]
 
 
 async def read_upload(request: Request, limit: int, setting: str) -> AsyncIterator[bytes]:
-    """The body of an upload, piece by piece.
+    """Yield the body of an upload, piece by piece.
 
     Errors: APIError `payload_too_large`, before it is read where it says its size; `setting` is
     what to raise then.

@@ -40,7 +40,7 @@ class ResolvedSteering:
 def resolve_steering(
     steering: Steering, source: VectorSource, info: EngineInfo
 ) -> ResolvedSteering:
-    """What a steering object means for a model.
+    """Resolve what a steering object means for a model.
 
     Errors: APIError `unknown_vector`, `invalid_vector`, `unsupported_by_engine`.
     """
@@ -104,7 +104,7 @@ def _choose_layers(use: SteeringVector, vectors: LayerVectors) -> dict[int, Vect
 
 
 def _check_place(layer: int, hook: str, vector_D: Vector, info: EngineInfo) -> tuple[int, str]:
-    """The layer and hook that are steered. Errors: APIError where the model has no such place."""
+    """Return the layer and hook that are steered. Errors: APIError where the model lacks them."""
     if layer >= info.num_layers:
         raise invalid_vector(
             f"it has layer {layer}, the model's layers are 0 to {info.num_layers - 1}."
@@ -146,7 +146,7 @@ class _SiteDraft:
         self._ops.append(ResidualOp(direction, **_describe_op(use, norm)))
 
     def finish(self, layer: int, hook: str) -> Site:
-        """The site. Errors: APIError where the sum of its vectors is beyond float32."""
+        """Make the site. Errors: APIError where the sum of its vectors is beyond float32."""
         offset = None
         if self._offset is not None:
             with np.errstate(over="ignore"):
@@ -157,7 +157,7 @@ class _SiteDraft:
 
 
 def _describe_op(use: SteeringVector, norm: float) -> dict[str, float]:
-    """The fields of `ResidualOp` for an operation with a vector of this norm."""
+    """Return the fields of `ResidualOp` for an operation with a vector of this norm."""
     scale = use.scale
     amount = {
         "raw": {"base": scale * norm},

@@ -45,7 +45,7 @@ MAX_WAITING_WRITES = 64
 
 
 def digest_scope(info: EngineInfo, settings: ModelSettings) -> bytes:
-    """What every key of a model begins with: all facts about it that may change its numbers.
+    """Return what every key of a model begins with: all facts about it that may change its numbers.
 
     Settings that cannot are named here, so that a new one counts until somebody knows better.
     """
@@ -64,7 +64,7 @@ def make_key(scope: bytes, job: Job) -> bytes | None:
 
 
 def pack_output(output: ScoreOutput, columns: Iterable[str]) -> bytes:
-    """The trace of an output, then its arrays: dtype, width (0: no table), buffer of each."""
+    """Pack the trace of an output, then its arrays: dtype, width (0: no table), buffer of each."""
     arrays: list[npt.NDArray[np.generic]] = [output.columns[name] for name in columns]
     if output.top_ids is not None and output.top_logprobs is not None:
         arrays += [output.top_ids, output.top_logprobs]
@@ -79,7 +79,7 @@ def pack_output(output: ScoreOutput, columns: Iterable[str]) -> bytes:
 
 
 def unpack_output(value: bytes, columns: Sequence[str]) -> ScoreOutput:
-    """What `pack_output` packed; its arrays are read-only. No token of it was read again."""
+    """Unpack what `pack_output` packed, with read-only arrays. No token of it was read again."""
     fields = iter(msgpack.unpackb(value))
     trace = next(fields)
     if trace is not None:
@@ -127,7 +127,7 @@ class ResultCache:
 
     @classmethod
     def open(cls, settings: Settings) -> "ResultCache":
-        """The cache that the settings describe. Errors: ConfigurationError."""
+        """Open the cache that the settings describe. Errors: ConfigurationError."""
         file = None
         if settings.cache_file is not None:
             path = settings.directory / settings.cache_file.expanduser()
@@ -145,7 +145,7 @@ class ResultCache:
         return int(self._values.currsize)
 
     async def find(self, scope: bytes, jobs: Sequence[Job]) -> Findings:
-        """Outputs of the jobs that are known, and the others, equal ones together."""
+        """Return outputs of the jobs that are known, and the others, equal ones together."""
         loop = asyncio.get_running_loop()
         found = await loop.run_in_executor(self._memory_thread, self._find, scope, jobs)
         keys = [missing.key for missing in found.missing if missing.key is not None]
@@ -172,7 +172,7 @@ class ResultCache:
         return Findings(hits, list(missing.values()))
 
     def _add(self, found: Findings, jobs: Sequence[Job], values: dict[bytes, bytes]) -> Findings:
-        """The findings with those from the disk; they stay in memory from now on."""
+        """Return the findings with those from the disk; they stay in memory from now on."""
         hits, missing = found.hits, []
         for entry in found.missing:
             value = values.get(entry.key) if entry.key is not None else None

@@ -69,7 +69,7 @@ async def upload_adapter(
     readers: FileReadersDep,
     model: Annotated[str | None, Query(description="Whose adapter; null: the only one.")] = None,
 ) -> Response:
-    """Load the adapter and keep it under this name, whatever the name stood for before."""
+    """Load the adapter and store it under this name, whatever the name stood for before."""
     owner = models.find(model)
     _, info = owner.require()
     check_feature("adapter", info, "model")

@@ -55,7 +55,7 @@ async def upload_override(
     readers: FileReadersDep,
     model: Annotated[str | None, Query(description="Whose parameters; null: the only one.")] = None,
 ) -> Response:
-    """Keep the direction in the file under this name, whatever the name stood for before."""
+    """Store the direction in the file under this name, whatever the name stood for before."""
     owner = models.find(model)
     _, info = owner.require()
     check_feature("override", info, "model")

@@ -71,7 +71,7 @@ def make_router(resource: Resource[C]) -> APIRouter:
     @router.get(
         every,
         name=f"list_{kind.plural}",
-        description=f"The card of every kept {kind.noun}, by name.",
+        description=f"The card of every stored {kind.noun}, by name.",
         responses={200: {"model": resource.listed}},
     )
     async def list_all(request: Request) -> Response:
@@ -83,7 +83,7 @@ def make_router(resource: Resource[C]) -> APIRouter:
     @router.get(
         one,
         name=f"show_{kind.noun}",
-        description=f"The card of one kept {kind.noun}.",
+        description=f"The card of one stored {kind.noun}.",
         responses={200: {"model": kind.card}},
     )
     async def show(name: VectorName, request: Request) -> Response:

@@ -31,16 +31,16 @@ async def tokenize(
 ) -> Response:
     """The tokens of each text."""
     check_count("texts", len(body.texts or ()), settings.max_items)
-    resident = models.find(body.model)
-    codec, info = resident.require()
+    model = models.find(body.model)
+    codec, info = model.require()
     if body.texts is not None:
         results = await asyncio.to_thread(_encode, codec, body.texts, body.bos)
-        return answer(request, {"model": resident.id, "results": results})
+        return answer(request, {"model": model.id, "results": results})
     bos: BosPolicy = "auto" if body.add_special_tokens else "never"
     results = await asyncio.to_thread(_encode, codec, [body.prompt or ""], bos)
     ids = results[0]["token_ids"]
     document = {
-        "model": resident.id,
+        "model": model.id,
         "results": results,
         "tokens": ids,
         "count": len(ids),
@@ -71,15 +71,15 @@ async def detokenize(
     """The text of each sequence of token ids, special tokens written out."""
     sequences = body.token_ids if body.token_ids is not None else [body.tokens or []]
     check_count("token_ids", len(sequences), settings.max_items)
-    resident = models.find(body.model)
-    codec, info = resident.require()
+    model = models.find(body.model)
+    codec, info = model.require()
     for index, ids in enumerate(sequences):
         if ids and max(ids) >= info.vocab_size:
             detail = f"token_ids[{index}] has id {max(ids)}; the vocabulary ends at "
             detail += f"{info.vocab_size - 1}."
             raise api_error("invalid_request", detail, param=f"token_ids[{index}]")
     texts = await asyncio.to_thread(lambda: [codec.decode(ids) for ids in sequences])
-    document: dict[str, Any] = {"model": resident.id, "texts": texts}
+    document: dict[str, Any] = {"model": model.id, "texts": texts}
     if body.tokens is not None:
         document["prompt"] = texts[0]
     return answer(request, document)

@@ -80,7 +80,7 @@ async def upload_vector(
     readers: FileReadersDep,
     format: Annotated[VectorFormat | None, FORMAT_OF_FILE] = None,  # noqa: A002
 ) -> Response:
-    """Keep the file's vector under this name, whatever the name stood for before."""
+    """Store the file's vector under this name, whatever the name stood for before."""
     chunks = read_upload(request, settings.max_vector_bytes, "max_vector_bytes")
     data = b"".join([chunk async for chunk in chunks])
     if not data:
@@ -107,7 +107,7 @@ async def _read_and_put(
 async def combine_vector(
     name: VectorName, body: CombineRequest, request: Request, store: VectorsDep
 ) -> Response:
-    """A weighted sum of kept vectors, kept under this name."""
+    """A weighted sum of stored vectors, stored under this name."""
     return answer(request, (await asyncio.to_thread(_combine, name, body, store)).model_dump())
 
 

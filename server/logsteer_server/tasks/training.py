@@ -87,7 +87,7 @@ def plan_captures(
 def train_vectors(
     jobs: Sequence[CaptureJob], outputs: Sequence[CaptureOutput], method: TrainMethod
 ) -> TrainedVectors:
-    """The vectors that the activations of `plan_captures`' jobs give.
+    """Make vectors of the activations of `plan_captures`' jobs.
 
     Errors: APIError `invalid_vector` where an activation is not finite, or no layer differs.
     """
@@ -120,7 +120,7 @@ def _make_vector(positive_ND: Double, negative_ND: Double, method: TrainMethod) 
 
 
 def find_principal_direction(differences_ND: Double) -> Double:
-    """The unit vector along which the pairs' differences are longest, root mean square: [D].
+    """Return the unit vector along which the pairs' differences are longest, root mean square: [D].
 
     It is their first right singular vector: the first principal component about zero, not about
     their mean, which is the very thing that is looked for. repeng's `pca_center` gives the same.
@@ -147,7 +147,7 @@ def find_principal_direction(differences_ND: Double) -> Double:
 
 
 def find_boundary_normal(positive_ND: Double, negative_ND: Double) -> Double:
-    """The normal of a logistic regression's boundary, as long as the means are apart along it: [D].
+    """Return the normal [D] of a logistic regression's boundary, as long as the means are apart.
 
     The activations are centred and divided by one number, the root mean square of what is left, so
     that the penalty (L2, C = 1) means the same for every model and no direction is favoured. With u
@@ -173,7 +173,7 @@ def find_boundary_normal(positive_ND: Double, negative_ND: Double) -> Double:
 
 
 def judge_vector(vector_D: Double, positive_ND: Double, negative_ND: Double) -> LayerQuality:
-    """How well projections onto a vector tell the texts apart; see `LayerQuality`."""
+    """Judge how well projections onto a vector tell the texts apart; see `LayerQuality`."""
     from sklearn.metrics import roc_auc_score
 
     norm = np.linalg.norm(vector_D)
@@ -197,7 +197,7 @@ def judge_vector(vector_D: Double, positive_ND: Double, negative_ND: Double) -> 
 def combine_vectors(
     parts: Sequence[tuple[LayerVectors, float]], orthogonal_to: Sequence[LayerVectors] = ()
 ) -> LayerVectors:
-    """The weighted sum, layer by layer, less what it shares with `orthogonal_to`.
+    """Sum vectors by weight, layer by layer, less what the sum shares with `orthogonal_to`.
 
     A layer that some of the vectors lack sums the others. Errors: APIError `invalid_vector` where
     they do not fit together, or nothing is left.
@@ -230,7 +230,7 @@ def combine_vectors(
 
 
 def _take_away(vector_D: Double, others: Sequence[Vector]) -> Double:
-    """The vector less its projection onto the space that the others span: [D]."""
+    """Return the vector less its projection onto the space that the others span: [D]."""
     if not others:
         return vector_D
     # Least squares, because the others may depend on each other.
