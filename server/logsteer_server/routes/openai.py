@@ -48,7 +48,7 @@ async def completions(
 ) -> Response:
     """Continuations of prompts; `echo` with `logprobs` scores the prompts as well."""
     task = CompletionTask(body, models.find(body.model), stores)
-    return await respond(request, task, CompletionTask.is_streamed(body), OPENAI_CHUNKS)
+    return await respond(request, task, body.is_streamed, OPENAI_CHUNKS)
 
 
 @router.post("/v1/chat/completions", responses={200: {"model": ChatCompletionAnswer}})
@@ -57,4 +57,4 @@ async def chat_completions(
 ) -> Response:
     """The assistant's next turn in a conversation."""
     task = ChatCompletionTask(body, models.find(body.model), stores)
-    return await respond(request, task, body.stream, OPENAI_CHUNKS)
+    return await respond(request, task, body.is_streamed, OPENAI_CHUNKS)

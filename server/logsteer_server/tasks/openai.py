@@ -34,16 +34,12 @@ class OpenAITask(Task):
     shape: str
     """The `object` of an answer."""
 
-    def __init__(
-        self, body: SamplingRequest, model: ResidentModel, stores: Stores, streams: bool
-    ) -> None:
+    def __init__(self, body: SamplingRequest, model: ResidentModel, stores: Stores) -> None:
         super().__init__(model)
         self._sampling = body
         self._stores = stores
-        self._streams = streams
         self._created = int(time.time())
         self._prompts: list[CompletionPrompt] = []
-        self._indices: list[int] = []
         self._started: set[int] = set()
         self._found: list[Any] = []
 
@@ -52,7 +48,7 @@ class OpenAITask(Task):
         codec, info = self.model.require()
         self._prompts = await off_loop(self._plan, codec, info)
         jobs = self.interventions.apply([job for each in self._prompts for job in each.jobs])
-        if self._streams:
+        if self._sampling.is_streamed:
             yield Batch(jobs, self._show)
             return
         collector = Collector(jobs)
@@ -117,14 +113,8 @@ class CompletionTask(OpenAITask):
     shape = "text_completion"
 
     def __init__(self, body: CompletionRequest, model: ResidentModel, stores: Stores) -> None:
-        super().__init__(body, model, stores, self.is_streamed(body))
+        super().__init__(body, model, stores)
         self._body = body
-        self._max_items = 0
-
-    @staticmethod
-    def is_streamed(body: CompletionRequest) -> bool:
-        """Whether the answer is a stream of chunks: an echo is answered whole."""
-        return body.stream and not body.echo
 
     def check_limits(self, settings: Settings) -> None:
         """Bound prompts times completions. Errors: APIError `payload_too_large`."""
@@ -194,7 +184,7 @@ class ChatCompletionTask(OpenAITask):
     kind = "chatcmpl"
 
     def __init__(self, body: ChatCompletionRequest, model: ResidentModel, stores: Stores) -> None:
-        super().__init__(body, model, stores, body.stream)
+        super().__init__(body, model, stores)
         self._body = body
         self.shape = "chat.completion.chunk" if body.stream else "chat.completion"
 
