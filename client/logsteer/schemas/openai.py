@@ -24,7 +24,7 @@ class SamplingRequest(InterventionFields, NamedRefusals):
     """Fields that completions and chat completions share; interventions are logsteer's."""
 
     refused: ClassVar[dict[str, str]] = dict.fromkeys(
-        ("columns", "policy", "precision", "on_overflow", "cache"), COMMON_ELSEWHERE
+        ("columns", "policy", "precision", "on_overflow", "cache", "bos"), COMMON_ELSEWHERE
     )
 
     model_config = ConfigDict(extra="allow", strict=True)
