@@ -68,6 +68,9 @@ class TestSweeps:
         ]
         assert (made.num_texts, [window.text for window in made.windows]) == (2, [0, 1])
         windows = [window.job for window in made.windows]
+        assert [job.tokens.tolist() for job in windows] == [
+            ids[:-1] for ids in CODEC.encode_ids(texts)
+        ]
         assert made.jobs == [*made.targets.jobs, *made.next_jobs, *windows]
 
     def test_next_tokens_follow_what_is_left_of_a_context(self) -> None:

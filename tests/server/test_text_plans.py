@@ -409,9 +409,9 @@ class TestComparison:
         return Comparison(make_model(), make_model(model_id="other"))
 
     def test_runs_of_jobs_fit_on_the_disk(self) -> None:
-        jobs = [job_of(rows) for rows in (3, 3, 6, 9, 1)]
+        jobs = [job_of(rows) for rows in (3, 3, 6, 2, 2, 9, 1)]
         found = list(self.compare().split(jobs, 6 * self.ROW_BYTES))
-        assert found == [range(2), range(2, 3), range(3, 4), range(4, 5)]
+        assert found == [range(2), range(2, 3), range(3, 5), range(5, 6), range(6, 7)]
         assert list(self.compare().split([], 100)) == []
 
     @given(st.lists(st.integers(1, 9), max_size=12), st.integers(1, 20))
@@ -422,6 +422,8 @@ class TestComparison:
         runs = list(self.compare().split(list(map(job_of, rows)), limit * self.ROW_BYTES))
         assert [index for run in runs for index in run] == list(range(len(rows)))
         assert all(len(run) == 1 or sum(rows[i] for i in run) <= limit for run in runs)
+        for run, following in pairwise(runs):
+            assert sum(rows[i] for i in run) + rows[following.start] > limit, "room was left"
 
     def test_vocabularies_must_be_the_same(self) -> None:
         other = make_model(ScriptedHandle(replace(INFO, vocab_size=9)), model_id="other")
