@@ -61,7 +61,7 @@ class Answer:
     digests: list[str]
 
 
-class Shelf:
+class InlineVectors:
     """Named random vectors of norm 1 for the model, the same at every layer."""
 
     def __init__(self, info: EngineInfo) -> None:
@@ -86,8 +86,8 @@ class Shelf:
         return next(found for found in self._found.values() if found.sha256 == sha256)
 
 
-def make_steering(work: Work, info: EngineInfo, shelf: Shelf) -> list[Steering]:
-    """The steering objects of a batch, their vectors on the shelf."""
+def make_steering(work: Work, info: EngineInfo, vectors: InlineVectors) -> list[Steering]:
+    """The steering objects of a batch, their vectors among these."""
     middle = (info.num_layers - work.layers) // 2
     layers = list(range(middle, middle + work.layers))
     scale = {"add": 4.0, "rotate": 10.0}.get(work.op, 1.0)
@@ -95,7 +95,7 @@ def make_steering(work: Work, info: EngineInfo, shelf: Shelf) -> list[Steering]:
     steering = []
     for plan in range(work.plans):
         names = [
-            shelf.put(f"v{drawn}.{plan}.{number}", (drawn, plan, number))
+            vectors.put(f"v{drawn}.{plan}.{number}", (drawn, plan, number))
             for number in range(work.vectors)
         ]
         uses = [{"name": name, "op": work.op, "scale": scale, "layers": layers} for name in names]
@@ -126,12 +126,12 @@ class Ours:
 
     def __init__(self, spec: EngineSpec) -> None:
         self._engine = VllmEngine(spec)
-        self._shelf = Shelf(self._engine.info)
+        self._vectors = InlineVectors(self._engine.info)
 
     def prepare(self, work: Work) -> Callable[[], list[list[int]]]:
         """The function that does the work and gives the tokens of each sequence."""
         info = self._engine.info
-        steering = make_steering(work, info, self._shelf)
+        steering = make_steering(work, info, self._vectors)
         prompts = make_prompts(work.seed, info.vocab_size)
 
         def plan_of(index: int, plans: list[SteeringPlan]) -> SteeringPlan | None:
@@ -140,7 +140,7 @@ class Ours:
             return plans[index // work.every % len(plans)]
 
         def run() -> list[list[int]]:
-            plans = [resolve_steering(given, self._shelf, info).plan for given in steering]
+            plans = [resolve_steering(given, self._vectors, info).plan for given in steering]
             jobs = [
                 GenerateJob(
                     prompt,

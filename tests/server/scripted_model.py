@@ -27,7 +27,7 @@ from logsteer_server.engines.fake import (
     fake_generation,
     fake_scores,
 )
-from logsteer_server.engines.supervisor import JobEnd, now
+from logsteer_server.engines.supervisor import TimedOutput, now
 from logsteer_server.interventions.interventions import Stores
 from logsteer_server.metrics import Metrics
 from logsteer_server.models.cache import ResultCache
@@ -109,7 +109,7 @@ class ScriptedHandle:
             raise api_error("model_loading", "The script has not begun.", retry_after=1)
         return self.info
 
-    async def run(self, jobs: Sequence[Job]) -> AsyncGenerator[JobEnd, None]:
+    async def run(self, jobs: Sequence[Job]) -> AsyncGenerator[TimedOutput, None]:
         self.calls.append(list(jobs))
         self.open += 1
         try:
@@ -118,7 +118,7 @@ class ScriptedHandle:
                     await asyncio.sleep(0)
                     if isinstance(output, JobFailure):
                         raise api_error(output.code, output.detail)
-                    yield JobEnd(index, output, now())
+                    yield TimedOutput(index, output, now())
         finally:
             self.open -= 1
 

@@ -176,8 +176,8 @@ def test_no_class_name_is_used_twice() -> None:
 
 
 NO_VERBS = {
-    "A", "All", "An", "Each", "Every", "How", "Index", "Nothing", "Nothing;", "One", "The", "What",
-    "Whether", "Where", "Why",
+    "A", "All", "An", "Each", "Errors:", "Every", "How", "Index", "Nothing", "Nothing;", "One",
+    "The", "What", "Whether", "Where", "Why",
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import ScoreJob
 from logsteer_server.contract.parameters import Direction, Override
 from logsteer_server.interventions.interventions import Interventions
-from logsteer_server.interventions.overrides import resolve_override
+from logsteer_server.interventions.parameters import resolve_override
 from logsteer_server.stores.formats.tensor_file import (
     PIECE,
     TensorFileError,

@@ -35,7 +35,7 @@ CLOSE_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class JobEnd:
+class TimedOutput:
     """A result of one job of a call: its index, the output, and when the engine took the job."""
 
     index: int
@@ -191,7 +191,7 @@ class EngineHandle:
             self._pings.pop(serial, None)
         return True
 
-    async def run(self, jobs: Sequence[Job]) -> AsyncGenerator[JobEnd, None]:
+    async def run(self, jobs: Sequence[Job]) -> AsyncGenerator[TimedOutput, None]:
         """Yield the results of jobs as they come, in any order; leaving early cancels the rest.
 
         Errors: APIError, where a job failed or the engine died.
@@ -208,7 +208,7 @@ class EngineHandle:
                 for job_id, result, taken_at in results:
                     if result.failed:
                         raise api_error(result.code, result.detail)
-                    yield JobEnd(job_id - waiter.call.first_id, result, taken_at)
+                    yield TimedOutput(job_id - waiter.call.first_id, result, taken_at)
         finally:
             self._leave(waiter)
 
@@ -303,5 +303,5 @@ class EngineHandle:
 
 
 def now() -> float:
-    """Return seconds of the clock of `JobEnd.taken_at`: the same in all processes of a machine."""
+    """Return seconds of the clock of `TimedOutput.taken_at`, which all processes share."""
     return time.monotonic()

@@ -7,8 +7,12 @@ from typing import Any, TypeVar
 from logsteer.schemas import AdapterCard, InterventionFields, OverrideCard, ParameterFields
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Job, Output
-from logsteer_server.interventions.adapters import ResolvedAdapter, resolve_adapter
-from logsteer_server.interventions.overrides import ResolvedOverride, resolve_override
+from logsteer_server.interventions.parameters import (
+    ResolvedAdapter,
+    ResolvedOverride,
+    resolve_adapter,
+    resolve_override,
+)
 from logsteer_server.interventions.receipt import Receipt, check_reach
 from logsteer_server.interventions.steering import ResolvedSteering, resolve_steering
 from logsteer_server.stores.store import Store

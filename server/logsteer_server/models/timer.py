@@ -1,6 +1,6 @@
 """The times of one request, as its answer reports them."""
 
-from logsteer_server.engines.supervisor import JobEnd, now
+from logsteer_server.engines.supervisor import TimedOutput, now
 
 
 class WorkTimer:
@@ -10,7 +10,7 @@ class WorkTimer:
         self._accepted = now()
         self._taken: float | None = None
 
-    def note(self, end: JobEnd) -> None:
+    def note(self, end: TimedOutput) -> None:
         """Count a finished job in."""
         self._taken = end.taken_at if self._taken is None else min(self._taken, end.taken_at)
 

@@ -22,7 +22,7 @@ from logsteer_server.http.dependencies import (
     read_upload,
 )
 from logsteer_server.http.respond import answer, run_within
-from logsteer_server.interventions.features import check_feature
+from logsteer_server.interventions.parameters import check_feature
 from logsteer_server.routes.resources import (
     ADAPTER_RESOURCE,
     make_router,

@@ -18,7 +18,7 @@ from logsteer_server.tasks.openai import ChatCompletionTask, CompletionTask
 from logsteer_server.tasks.perplexity import PerplexityTask
 from logsteer_server.tasks.run import Task
 from logsteer_server.tasks.sweep import SweepTask
-from logsteer_server.tasks.train import TrainTask
+from logsteer_server.tasks.training import TrainTask
 
 MakeTask = Callable[[Any, ModelRegistry, Stores], Task]
 

@@ -13,9 +13,12 @@ from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import GradientJob, GradientOutput, Ids
 from logsteer_server.contract.parameters import Direction
 from logsteer_server.contract.plan import Positions
-from logsteer_server.interventions.features import check_feature
 from logsteer_server.interventions.interventions import Interventions, Stores
-from logsteer_server.interventions.overrides import ResolvedOverride, resolve_direction
+from logsteer_server.interventions.parameters import (
+    ResolvedOverride,
+    check_feature,
+    resolve_direction,
+)
 from logsteer_server.interventions.steering import place_positions
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings

@@ -3,17 +3,30 @@
 Axis letters: N pairs, L layers, D width of an activation. Sums are float64, results float32.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from logsteer.errors import api_error
-from logsteer.schemas import BosPolicy, ContrastPair, LayerQuality, TrainMethod
+from logsteer.schemas import (
+    BosPolicy,
+    ContrastPair,
+    LayerQuality,
+    TrainMethod,
+    TrainRequest,
+    VectorAbout,
+    VectorCard,
+)
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import CaptureJob, CaptureOutput
+from logsteer_server.interventions.interventions import Stores
+from logsteer_server.models.registry import ModelRegistry
+from logsteer_server.settings import Settings
 from logsteer_server.stores.layer_vectors import LayerVectors, Vector, invalid_vector
+from logsteer_server.tasks.run import Batch, Collector, Task, check_count, off_loop
 from logsteer_server.text.tokenizer import TextCodec
 
 Double = npt.NDArray[np.float64]
@@ -238,3 +251,50 @@ def _take_away(vector_D: Double, others: Sequence[Vector]) -> Double:
     weights_K = np.linalg.lstsq(basis_DK, vector_D, rcond=None)[0]
     left: Double = vector_D - basis_DK @ weights_K
     return left
+
+
+class TrainTask(Task):
+    """A vector from the activations of contrasting texts, stored under the name given."""
+
+    kind = "train"
+    applied_fields = ()
+
+    def __init__(self, body: TrainRequest, models: ModelRegistry, stores: Stores) -> None:
+        super().__init__(models.find(body.model))
+        self._body = body
+        self._stores = stores
+        self._card: VectorCard | None = None
+
+    def check_limits(self, settings: Settings) -> None:
+        """Bound the number of texts. Errors: APIError `payload_too_large`."""
+        check_count("pairs", 2 * len(self._body.pairs), settings.max_items)
+
+    async def plan(self, settings: Settings) -> AsyncGenerator[Batch, None]:
+        """Capture all activations in one batch, then train and store."""
+        body = self._body
+        codec, info = self.model.require()
+        site = CaptureSite(body.hook, body.layers, body.read)
+        jobs: list[CaptureJob] = await off_loop(
+            plan_captures, body.pairs, site, body.bos, codec, info, settings.max_training_bytes
+        )
+        collector = Collector(jobs)
+        yield Batch(jobs, collector.take)
+        trained = await off_loop(train_vectors, jobs, collector.outputs, body.method)
+        about = self._describe(trained, info)
+        self._card = await off_loop(self._stores.vectors.put, body.name, trained.vectors, about)
+
+    def _describe(self, trained: TrainedVectors, info: EngineInfo) -> VectorAbout:
+        return VectorAbout(
+            source="training",
+            model=self.model.id,
+            weights_digest=info.weights_digest,
+            method=self._body.method,
+            read=self._body.read,
+            pairs=len(self._body.pairs),
+            quality={str(layer): quality for layer, quality in trained.quality.items()},
+        )
+
+    def report(self) -> dict[str, Any]:
+        """Return the card of the stored vector."""
+        assert self._card is not None
+        return {"vector": self._card.model_dump()}
