@@ -7,7 +7,7 @@ WORKERS ?= 2
 PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 EXACT := $(addprefix tests/contract/test_,exactness.py logprob.py quantized.py tlens.py)
 
-.PHONY: serve demo setup test test-fast test-avx2 check format bench openapi lock clean
+.PHONY: serve demo setup test test-fast test-avx2 check format bench openapi client lock clean
 
 serve: ## install what is missing, then serve CONFIG on PORT
 	@requirements/install.sh server
@@ -42,6 +42,9 @@ bench: setup ## run the benchmarks, write bench/results.json
 
 openapi: setup ## write openapi.json anew from the schemas
 	@$(PYTHON) -m logsteer_server.openapi > openapi.json
+
+client: setup ## write the client's methods anew from the table of endpoints and the schemas
+	@$(PYTHON) -m logsteer._generator
 
 lock: setup ## write the lock files anew
 	@PATH=$(CURDIR)/.venv/bin:$$PATH requirements/compile.sh

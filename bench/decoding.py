@@ -15,14 +15,8 @@ from typing import Any
 import numpy as np
 
 from logsteer.schemas import Steering
-from logsteer_server.contract.jobs import (
-    Engine,
-    EngineInfo,
-    EngineSpec,
-    GenerateJob,
-    GenerateOutput,
-    Policy,
-)
+from logsteer_server.contract.engine import Engine, EngineInfo, EngineSpec
+from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, Policy
 from logsteer_server.contract.plan import SteeringPlan
 from logsteer_server.engines.vllm.config import context_length, engine_args, set_environment
 from logsteer_server.engines.vllm.engine import VllmEngine
@@ -87,7 +81,7 @@ class Shelf:
         """The vectors of a name."""
         return self._found[name]
 
-    def read(self, sha256: str) -> StoredVectors:
+    def find_content(self, sha256: str) -> StoredVectors:
         """The vectors of a content."""
         return next(found for found in self._found.values() if found.sha256 == sha256)
 

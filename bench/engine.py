@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from logsteer_server.contract.jobs import EngineSpec, ScoreJob
+from logsteer_server.contract.engine import EngineSpec
+from logsteer_server.contract.jobs import ScoreJob
 from logsteer_server.engines.vllm.engine import VllmEngine
 from scoring import make_choices
 from timing import summarize, time_in_turn
@@ -33,7 +34,7 @@ def run_jobs(engine: VllmEngine, jobs: list[ScoreJob]) -> None:
 def measure_full_text(engine: VllmEngine, vocab: int, hidden: int, runs: int) -> dict[str, Any]:
     """All rows of every text, against reading one row of each plus the bare product of the rest."""
     rng = np.random.default_rng(0)
-    worker = engine._core.model_executor.driver_worker.worker
+    worker = engine._vllm.engine_core.model_executor.driver_worker.worker
     project = worker.model_runner.model.compute_logits
     hidden_RD = torch.randn(TEXTS * (LENGTH - 1), hidden)
 

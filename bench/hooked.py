@@ -19,7 +19,8 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from decoding import GREEDY, generate
-from logsteer_server.contract.jobs import EngineSpec, GenerateJob
+from logsteer_server.contract.engine import EngineSpec
+from logsteer_server.contract.jobs import GenerateJob
 from logsteer_server.contract.plan import Site, SteeringPlan
 from logsteer_server.engines.tlens.engine import TransformerLensEngine
 from timing import compare, join_results, summarize, time_in_turn

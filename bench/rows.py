@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from logsteer_server.numerics.rows import Reading, read_hidden
+from logsteer_server.numerics.rows import RowSpec, read_hidden
 
 MIB = 2**20
 
@@ -96,8 +96,8 @@ def main() -> None:
     def project(hidden_rD: torch.Tensor) -> torch.Tensor:
         return hidden_rD @ head_VD.T
 
-    def read(reading: Reading, chunk: int) -> torch.Tensor:
-        return read_hidden(hidden_RD, targets_R, project, options.vocab, reading, chunk)
+    def read(spec: RowSpec, chunk: int) -> torch.Tensor:
+        return read_hidden(hidden_RD, targets_R, project, options.vocab, spec, chunk)
 
     def read_whole() -> torch.Tensor:
         log_probs_RV = project(hidden_RD).float().log_softmax(-1)
@@ -107,12 +107,12 @@ def main() -> None:
         "bare matmul": lambda: project(hidden_RD),
         "whole log-softmax, logprob": read_whole,
     }
-    full = Reading(("logprob", "rank", "entropy"), top=5)
+    full = RowSpec(("logprob", "rank", "entropy"), top=5)
     for chunk_mib in options.chunk_mib:
         chunk = chunk_mib * MIB
-        ways[f"rows, logprob, {chunk_mib} MiB"] = lambda c=chunk: read(Reading(("logprob",)), c)
+        ways[f"rows, logprob, {chunk_mib} MiB"] = lambda c=chunk: read(RowSpec(("logprob",)), c)
         ways[f"rows, logprob + rank, {chunk_mib} MiB"] = lambda c=chunk: read(
-            Reading(("logprob", "rank")), c
+            RowSpec(("logprob", "rank")), c
         )
     ways[f"rows, 3 columns + top 5, {options.chunk_mib[0]} MiB"] = lambda: read(
         full, options.chunk_mib[0] * MIB

@@ -69,7 +69,7 @@ def run_logsteer(
         for name, path in models.items()
     ]
     config = directory / "models.yaml"
-    stores = {"vector_file": str(directory / "vectors.sqlite")}
+    stores = {"store_directory": str(directory / "stores")}
     config.write_text(yaml.safe_dump({"models": entries, "cache_bytes": 0} | stores))
     port = find_port()
     command = [

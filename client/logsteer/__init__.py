@@ -9,7 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from logsteer._calls import GenerateEvent, PerplexityEvent, SteerEvent
+    from logsteer._endpoints import GenerateEvent, PerplexityEvent, SteerEvent
+    from logsteer._pairs import LogProb
     from logsteer.async_client import AsyncClient
     from logsteer.client import Client
     from logsteer.errors import (
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
         TransportError,
         UnavailableError,
     )
-    from logsteer.plots import plot_sweep
-    from logsteer.records import LogProb
+    from logsteer.extras.plots import plot_sweep
 
     __version__: str
 
@@ -41,20 +41,20 @@ _HOMES = {
     "AuthenticationError": "errors",
     "Client": "client",
     "DeadlineError": "errors",
-    "GenerateEvent": "_calls",
+    "GenerateEvent": "_endpoints",
     "InternalError": "errors",
     "InvalidRequestError": "errors",
-    "LogProb": "records",
+    "LogProb": "_pairs",
     "LogsteerError": "errors",
     "NotFoundError": "errors",
     "OverloadedError": "errors",
     "PayloadTooLargeError": "errors",
-    "PerplexityEvent": "_calls",
+    "PerplexityEvent": "_endpoints",
     "RequestTimeoutError": "errors",
-    "SteerEvent": "_calls",
+    "SteerEvent": "_endpoints",
     "TransportError": "errors",
     "UnavailableError": "errors",
-    "plot_sweep": "plots",
+    "plot_sweep": "extras.plots",
 }
 
 __all__ = [

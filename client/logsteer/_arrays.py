@@ -11,7 +11,7 @@ _CODES = {"<f4": "f", "<i4": "i"}
 
 
 def unpack(body: bytes) -> Any:
-    """The document in `body`, its arrays as nested lists; non-finite numbers become None.
+    """Return the document in `body`, its arrays as nested lists; non-finite numbers become None.
 
     An array is a map of `dtype` ("<f4" or "<i4"), `shape` and little-endian `data`.
     Raises ValueError where the body is not MessagePack or an array contradicts itself.

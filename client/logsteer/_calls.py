@@ -1,377 +1,221 @@
-"""One pure function per endpoint: arguments -> the call that asks for it.
+"""Arguments of a client's method -> the call that asks for it, as the table of endpoints says.
 
-Each checks its arguments with the schema of the request and raises InvalidRequestError, without a
-request id, before anything is sent.
+Arguments are checked with the schemas of the endpoint: InvalidRequestError, without a request id,
+is raised before anything is sent.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, SupportsFloat, SupportsIndex, TypeVar, get_args
 from urllib.parse import quote, urlencode
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Json, ValidationError, create_model
+from pydantic_core import PydanticSerializationError
 
-from logsteer._call import LAST_EVENT, Call, Download, as_list, checked, fields_of, to_json
-from logsteer._options import (
-    DiagnosticsOptions,
-    GenerateOptions,
-    GradientOptions,
-    LogprobOptions,
-    PairOptions,
-    PerplexityOptions,
-    SteeringLike,
-    SteerOptions,
-    SweepOptions,
-    TokenOptions,
-    TrainOptions,
-    WindowOptions,
-)
-from logsteer._pairs import pair_items
-from logsteer._upload import AsyncSource, Upload
+from logsteer._call import ApiCall, Download
+from logsteer._endpoints import ENDPOINTS, Endpoint
+from logsteer._parameters import NOT_GIVEN, SOURCES, list_parameters, strip_type, takes_texts
+from logsteer._upload import Form, UploadBody
 from logsteer.errors import InvalidRequestError
-from logsteer.schemas import (
-    CombineRequest,
-    ContentFormat,
-    ContrastPair,
-    DeletedVector,
-    DetokenizeAnswer,
-    DetokenizeRequest,
-    DiagnosticsRequest,
-    GenerateAnswer,
-    GenerateRequest,
-    GradientAnswer,
-    GradientRequest,
-    GradientVariable,
-    Health,
-    LogprobAnswer,
-    LogprobItem,
-    LogprobRequest,
-    ModelCard,
-    ModelChanges,
-    ModelList,
-    PerplexityAnswer,
-    PerplexityRequest,
-    PerplexityStreamQuery,
-    Readiness,
-    SteerAnswer,
-    SteerPiece,
-    SteerRequest,
-    SteerStart,
-    SweepAnswer,
-    SweepRequest,
-    TokenizeAnswer,
-    TokenizeRequest,
-    TrainAnswer,
-    TrainRequest,
-    VectorCard,
-    VectorFormat,
-    VectorList,
-    WindowEvent,
-)
-from logsteer.schemas.perplexity import StreamStart
+from logsteer.schemas.common import Request
 
-PerplexityEvent: TypeAlias = StreamStart | WindowEvent | PerplexityAnswer
-"""What a stream of `/perplexity` yields: one start, a window at a time, and the answer."""
+R = TypeVar("R", bound=BaseModel)
 
-GenerateEvent: TypeAlias = SteerStart | SteerPiece | GenerateAnswer
-"""What a stream of `/generate` yields: one start, a piece at a time, and the answer."""
-
-SteerEvent: TypeAlias = SteerStart | SteerPiece | SteerAnswer
-"""What a stream of `/steer` yields: one start, a piece at a time, and the answer."""
-
-_EVENTS: Mapping[str, type[PerplexityEvent]] = {
-    "start": StreamStart,
-    "window": WindowEvent,
-    LAST_EVENT: PerplexityAnswer,
-}
-_GENERATE_EVENTS: Mapping[str, type[GenerateEvent]] = {
-    "start": SteerStart,
-    "piece": SteerPiece,
-    LAST_EVENT: GenerateAnswer,
-}
-_STEER_EVENTS: Mapping[str, type[SteerEvent]] = {
-    "start": SteerStart,
-    "piece": SteerPiece,
-    LAST_EVENT: SteerAnswer,
-}
-
-
-MAX_CHANGES_QUERY = 6000
-"""Bytes of a query that `steering`, `override` and `adapter` may fill.
+MAX_OBJECTS_QUERY = 6000
+"""Bytes of a query that its JSON objects, such as `steering`, may fill.
 
 RFC 9110 wants 8000 of an address to be taken everywhere; httpx builds none beyond 65536.
 """
 
-
-def models() -> Call[ModelList]:
-    """The call for every configured model."""
-    return Call("GET", "/models", ModelList)
+PEFT_FILES = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
+"""Part of an adapter's form -> the file of PEFT's that goes there."""
 
 
-def model(model_id: str) -> Call[ModelCard]:
-    """The call for one model's card."""
-    if not model_id:
-        raise InvalidRequestError("invalid_request", "the model id is empty", param="model_id")
-    return Call("GET", f"/models/{quote(model_id, safe='')}", ModelCard)
+def build_call(
+    name: str, values: Mapping[str, Any], default_model: str | None, *, events: bool = False
+) -> ApiCall[Any]:
+    """Return the call of the endpoint `name`, which is answered by `events` where they are wanted.
+
+    `values` are the arguments of its method; those that are `NOT_GIVEN` are not sent.
+    Raises InvalidRequestError, and OSError for a file that cannot be read.
+    """
+    endpoint = ENDPOINTS[name]
+    given = {n: value for n, value in values.items() if value is not NOT_GIVEN}
+    path = _fill_path(endpoint.path, given)
+    source = given.pop(SOURCES[endpoint.upload]) if endpoint.upload else None
+    fields = _complete(endpoint, given, default_model)
+    body, params = None, {}
+    if endpoint.request is not None:
+        if events:
+            fields["stream"] = True
+        body = to_json(checked(endpoint.request, fields))
+    elif endpoint.query is not None:
+        params = _build_query(endpoint.query, fields)
+    upload, upload_type = _open_upload(endpoint, source)
+    answer = Download if endpoint.file_type else endpoint.answer
+    return ApiCall(
+        endpoint.method,
+        path,
+        None if events else answer,
+        body,
+        upload,
+        upload_type,
+        endpoint.file_type.format(**params) if endpoint.file_type else None,
+        params,
+        endpoint.events if events else {},
+        answer_statuses=endpoint.statuses,
+        retry_safe=endpoint.retry_safe,
+    )
 
 
-def health() -> Call[Health]:
-    """The call that asks whether the process answers."""
-    return Call("GET", "/healthz", Health)
+def fits_query(name: str, values: Mapping[str, Any]) -> bool:
+    """Return whether the endpoint's query has room for these objects; not for long vectors."""
+    query = ENDPOINTS[name].query
+    assert query is not None, "asked of endpoints with a query"
+    return _measure(_write_objects(query, values)) <= MAX_OBJECTS_QUERY
 
 
-def ready() -> Call[Readiness]:
-    """The call that asks whether every required model answers; 503 is an answer, too."""
-    return Call("GET", "/readyz", Readiness, answer_statuses=frozenset({503}))
+def as_list(texts: str | Sequence[str]) -> list[str]:
+    """Return the texts as a list; one string is one text, not its characters."""
+    return [texts] if isinstance(texts, str) else list(texts)
 
 
-def logprob(
-    items: Sequence[LogprobItem | Mapping[str, Any]],
-    options: LogprobOptions,
-    default_model: str | None,
-) -> Call[LogprobAnswer]:
-    """The call that scores targets after their contexts."""
-    fields = fields_of(options, default_model, items=list(items))
-    if "columns" in fields:
-        fields["columns"] = list(fields["columns"])
-    return Call("POST", "/logprob", LogprobAnswer, to_json(checked(LogprobRequest, fields)))
+def checked(schema: type[R], fields: Mapping[str, Any]) -> R:
+    """Return the fields as a message; else raise InvalidRequestError, with the first wrong one."""
+    try:
+        return schema.model_validate(dict(fields))
+    except ValidationError as invalid:
+        first = invalid.errors(include_url=False)[0]
+        param = ".".join(str(part) for part in first["loc"]) or None
+        more = f" (and {invalid.error_count() - 1} more)" if invalid.error_count() > 1 else ""
+        place = f"{param}: " if param else ""
+        raise InvalidRequestError(
+            "invalid_request", f"{place}{first['msg']}{more}", param=param
+        ) from invalid
 
 
-def logprob_pairs(
-    prompts: Sequence[str],
-    targets: Sequence[str],
-    options: PairOptions,
-    default_model: str | None,
-) -> Call[LogprobAnswer]:
-    """The call that scores every target after every prompt and asks for the sums alone."""
-    items = pair_items(prompts, targets)
-    sums = fields_of(options, default_model, items=items, per_token=False, columns=["logprob"])
-    return Call("POST", "/logprob", LogprobAnswer, to_json(checked(LogprobRequest, sums)))
-
-
-def perplexity(
-    texts: str | Sequence[str], options: PerplexityOptions, default_model: str | None
-) -> Call[PerplexityAnswer]:
-    """The call that scores texts and is answered at the end."""
-    request = checked(PerplexityRequest, fields_of(options, default_model, texts=as_list(texts)))
-    return Call("POST", "/perplexity", PerplexityAnswer, to_json(request))
-
-
-def perplexity_events(
-    texts: str | Sequence[str], options: PerplexityOptions, default_model: str | None
-) -> Call[PerplexityEvent]:
-    """The call that scores texts and is answered window by window."""
-    fields = fields_of(options, default_model, texts=as_list(texts), stream=True)
-    request = checked(PerplexityRequest, fields)
-    return Call("POST", "/perplexity", body=to_json(request), events=_EVENTS)
-
-
-def perplexity_stream(
-    source: AsyncSource, options: WindowOptions, default_model: str | None
-) -> Call[PerplexityEvent]:
-    """The call that sends a text while it is read and is answered window by window."""
-    changes = _write_changes(options)
-    if not _fits_query(changes):
+def to_json(request: BaseModel) -> bytes:
+    """Return the body of a request; InvalidRequestError where UTF-8 cannot express it."""
+    try:
+        return request.model_dump_json(exclude_unset=True).encode()
+    except PydanticSerializationError as invalid:
         raise InvalidRequestError(
             "invalid_request",
-            f"steering takes {len(urlencode(changes))} bytes of a query, which has room for "
-            f"{MAX_CHANGES_QUERY}: keep its vectors by vectors.put and name them, or send the text "
-            "by perplexity_events",
+            "a text holds a lone surrogate, which UTF-8 cannot express; decode it with "
+            'errors="replace"',
+        ) from invalid
+
+
+def _fill_path(path: str, given: dict[str, Any]) -> str:
+    """Return the path with its parameters, which are taken out of `given`."""
+
+    def fill(found: re.Match[str]) -> str:
+        name = found[1]
+        value = given.pop(name)
+        if not value:
+            text = f"{name} is empty: {path} needs one"
+            raise InvalidRequestError("invalid_request", text, param=name)
+        return quote(value, safe="")
+
+    return re.sub(r"{(\w+)}", fill, path)
+
+
+def _complete(
+    endpoint: Endpoint, given: Mapping[str, Any], default_model: str | None
+) -> dict[str, Any]:
+    """Return the fields of the request: what was given, as plain lists, and the client's model."""
+    fields = {name: _plain(value) for name, value in given.items()}
+    for parameter in list_parameters(endpoint):
+        value = fields.get(parameter.name)
+        if parameter.name in endpoint.optional and value is None:
+            fields.pop(parameter.name, None)
+        elif isinstance(value, str) and takes_texts(parameter):
+            fields[parameter.name] = [value]
+        elif parameter.name == "model" and value is None and default_model is not None:
+            fields["model"] = default_model
+        elif endpoint.file_type and parameter.default is not None:
+            # What comes back depends on it: it is said, whatever the server's default.
+            fields.setdefault(parameter.name, parameter.default)
+    return fields
+
+
+def _plain(value: Any) -> Any:
+    """Return sequences as lists and numbers as Python's own, at every depth."""
+    if value is None or isinstance(value, str | bytes | int | float | Mapping | BaseModel):
+        return value
+    if isinstance(value, Iterable):
+        return [_plain(item) for item in value]
+    if isinstance(value, SupportsIndex):
+        return int(value)
+    return float(value) if isinstance(value, SupportsFloat) else value
+
+
+def _build_query(query: type[BaseModel], fields: Mapping[str, Any]) -> dict[str, str | list[str]]:
+    objects = _write_objects(query, fields)
+    if (size := _measure(objects)) > MAX_OBJECTS_QUERY:
+        raise InvalidRequestError(
+            "invalid_request",
+            f"steering takes {size} bytes of a query, which has room for {MAX_OBJECTS_QUERY}: keep "
+            "its vectors by vectors.put and name them, or send the text by perplexity_events",
             param="steering",
         )
-    query = checked(PerplexityStreamQuery, fields_of(options, default_model, **changes))
-    given = query.model_dump(mode="json", exclude_unset=True, exclude_none=True)
-    params = {name: changes.get(name, str(value)) for name, value in given.items()}
-    return Call("POST", "/perplexity/stream", upload=Upload(source), params=params, events=_EVENTS)
-
-
-def fits_query(options: WindowOptions) -> bool:
-    """Whether `perplexity_stream` has room for these options; not where they hold long vectors."""
-    return _fits_query(_write_changes(options))
-
-
-def _fits_query(changes: Mapping[str, str]) -> bool:
-    return len(urlencode(changes)) <= MAX_CHANGES_QUERY
-
-
-def _write_changes(options: WindowOptions) -> dict[str, str]:
-    """What the options change of the model, as the texts of a query: objects are JSON there."""
-    fields = {name: value for name, value in options.items() if name in ModelChanges.model_fields}
+    given = {name: value for name, value in fields.items() if value is not None}
+    message = checked(query, given | objects)
+    texts = message.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     return {
-        name: to_json(value).decode() if isinstance(value, BaseModel) else value
-        for name, value in checked(ModelChanges, fields)
-        if value is not None
+        name: objects.get(name, [str(v) for v in value] if isinstance(value, list) else str(value))
+        for name, value in texts.items()
     }
 
 
-def tokenize(
-    texts: str | Sequence[str], options: TokenOptions, default_model: str | None
-) -> Call[TokenizeAnswer]:
-    """The call that cuts texts into tokens."""
-    request = checked(TokenizeRequest, fields_of(options, default_model, texts=as_list(texts)))
-    return Call("POST", "/tokenize", TokenizeAnswer, to_json(request))
+def _write_objects(query: type[BaseModel], fields: Mapping[str, Any]) -> dict[str, str]:
+    """Return those of the fields that a query holds as JSON, written so."""
+    schema = _objects_of(query)
+    given = {name: value for name, value in fields.items() if name in schema.model_fields}
+    return {
+        name: to_json(value).decode()
+        for name, value in checked(schema, given)
+        if isinstance(value, BaseModel)
+    }
 
 
-def detokenize(token_ids: Sequence[Sequence[int]], model: str | None) -> Call[DetokenizeAnswer]:
-    """The call that writes sequences of token ids as text."""
-    fields: dict[str, Any] = {"token_ids": [list(ids) for ids in token_ids]}
-    if model is not None:
-        fields["model"] = model
-    request = checked(DetokenizeRequest, fields)
-    return Call("POST", "/detokenize", DetokenizeAnswer, to_json(request))
+@cache
+def _objects_of(query: type[BaseModel]) -> type[BaseModel]:
+    """Return the message of a query's JSON objects, each of its own type."""
+    found: dict[str, Any] = {
+        name: (strip_type(field.annotation), None)
+        for name, field in query.model_fields.items()
+        for part in get_args(field.annotation)
+        if any(type(mark) is Json for mark in getattr(part, "__metadata__", ()))
+    }
+    return create_model(query.__name__, __base__=Request, **found)
 
 
-def diagnostics(
-    items: Sequence[LogprobItem | Mapping[str, Any]],
-    options: DiagnosticsOptions,
-    default_model: str | None,
-) -> Call[LogprobAnswer]:
-    """The call that looks at targets as a sampling policy saw them."""
-    fields = fields_of(options, default_model, items=list(items))
-    body = to_json(checked(DiagnosticsRequest, fields))
-    return Call("POST", "/diagnostics", LogprobAnswer, body)
+def _measure(objects: Mapping[str, str]) -> int:
+    return len(urlencode(objects))
 
 
-def generate(
-    prompts: str | Sequence[str] | None, options: GenerateOptions, default_model: str | None
-) -> Call[GenerateAnswer]:
-    """The call that continues prompts and is answered at the end."""
-    given = {} if prompts is None else {"prompts": as_list(prompts)}
-    body = to_json(checked(GenerateRequest, fields_of(options, default_model, **given)))
-    return Call("POST", "/generate", GenerateAnswer, body)
+def _open_upload(endpoint: Endpoint, source: Any) -> tuple[UploadBody | None, str]:
+    """Return what is sent, and its media type."""
+    if endpoint.upload is None:
+        return None, ""
+    if endpoint.upload == "text":
+        return UploadBody(source), "text/plain; charset=utf-8"
+    if endpoint.upload == "form":
+        form = _read_directory(Path(source))
+        return UploadBody(form), form.content_type
+    return UploadBody([source] if isinstance(source, bytes) else source), "application/octet-stream"
 
 
-def generate_events(
-    prompts: str | Sequence[str] | None, options: GenerateOptions, default_model: str | None
-) -> Call[GenerateEvent]:
-    """The call that continues prompts and is answered piece by piece."""
-    given = {} if prompts is None else {"prompts": as_list(prompts)}
-    fields = fields_of(options, default_model, **given, stream=True)
-    body = to_json(checked(GenerateRequest, fields))
-    return Call("POST", "/generate", body=body, events=_GENERATE_EVENTS)
-
-
-def steer(
-    prompts: str | Sequence[str] | None,
-    steering: SteeringLike,
-    options: SteerOptions,
-    default_model: str | None,
-) -> Call[SteerAnswer]:
-    """The call that continues prompts under steering and is answered at the end."""
-    body = to_json(checked(SteerRequest, _steer_fields(prompts, steering, options, default_model)))
-    return Call("POST", "/steer", SteerAnswer, body)
-
-
-def steer_events(
-    prompts: str | Sequence[str] | None,
-    steering: SteeringLike,
-    options: SteerOptions,
-    default_model: str | None,
-) -> Call[SteerEvent]:
-    """The call that continues prompts under steering and is answered piece by piece."""
-    fields = _steer_fields(prompts, steering, options, default_model) | {"stream": True}
-    body = to_json(checked(SteerRequest, fields))
-    return Call("POST", "/steer", body=body, events=_STEER_EVENTS)
-
-
-def _steer_fields(
-    prompts: str | Sequence[str] | None,
-    steering: SteeringLike,
-    options: SteerOptions,
-    default_model: str | None,
-) -> dict[str, Any]:
-    given = {} if prompts is None else {"prompts": as_list(prompts)}
-    return fields_of(options, default_model, steering=steering, **given)
-
-
-def sweep(
-    steering: SteeringLike,
-    scales: Sequence[float],
-    options: SweepOptions,
-    default_model: str | None,
-) -> Call[SweepAnswer]:
-    """The call that scores items and texts at every scale of a steering object."""
-    fields = fields_of(options, default_model, steering=steering, scales=list(map(float, scales)))
-    request = checked(SweepRequest, fields)
-    return Call("POST", "/sweep", SweepAnswer, to_json(request))
-
-
-def gradient(
-    items: Sequence[LogprobItem | Mapping[str, Any]],
-    wrt: GradientVariable | Mapping[str, Any],
-    options: GradientOptions,
-    default_model: str | None,
-) -> Call[GradientAnswer]:
-    """The call that derives targets' log-probabilities."""
-    fields = fields_of(options, default_model, items=list(items), wrt=wrt)
-    return Call("POST", "/gradient", GradientAnswer, to_json(checked(GradientRequest, fields)))
-
-
-def list_vectors() -> Call[VectorList]:
-    """The call for every kept vector."""
-    return Call("GET", "/vectors", VectorList)
-
-
-def show_vector(name: str) -> Call[VectorCard]:
-    """The call for one vector's card."""
-    return Call("GET", _vector_path(name), VectorCard)
-
-
-def put_vector(
-    name: str, source: AsyncSource | bytes, file_format: VectorFormat | None
-) -> Call[VectorCard]:
-    """The call that uploads a vector's file."""
-    upload = Upload([source] if isinstance(source, bytes) else source)
-    params = {"format": file_format} if file_format else {}
-    return Call(
-        "PUT",
-        _vector_path(name),
-        VectorCard,
-        upload=upload,
-        upload_type="application/octet-stream",
-        params=params,
-    )
-
-
-def download_vector(name: str, file_format: ContentFormat) -> Call[Download]:
-    """The call for a vector's file."""
-    return Call(
-        "GET",
-        f"{_vector_path(name)}/content",
-        Download,
-        params={"format": file_format},
-        file_type=f"application/vnd.{file_format}",
-    )
-
-
-def delete_vector(name: str) -> Call[DeletedVector]:
-    """The call that forgets a vector; it is not repeated, because it would not find it again."""
-    return Call("DELETE", _vector_path(name), DeletedVector, retry_safe=False)
-
-
-def train_vector(
-    name: str,
-    pairs: Sequence[ContrastPair | Mapping[str, str]],
-    options: TrainOptions,
-    default_model: str | None,
-) -> Call[TrainAnswer]:
-    """The call that trains a vector on pairs of texts."""
-    fields = fields_of(options, default_model, name=name, pairs=list(pairs))
-    if fields.get("layers") is not None:
-        fields["layers"] = list(fields["layers"])
-    return Call("POST", "/vectors/train", TrainAnswer, to_json(checked(TrainRequest, fields)))
-
-
-def combine_vectors(
-    name: str, weights: Mapping[str, float], orthogonal_to: Sequence[str]
-) -> Call[VectorCard]:
-    """The call that keeps a weighted sum of vectors."""
-    vectors = [{"name": part, "weight": float(weight)} for part, weight in weights.items()]
-    fields = {"vectors": vectors, "orthogonal_to": as_list(orthogonal_to)}
-    body = to_json(checked(CombineRequest, fields))
-    return Call("POST", f"{_vector_path(name)}/combine", VectorCard, body)
-
-
-def _vector_path(name: str) -> str:
-    if not name:
-        raise InvalidRequestError("invalid_request", "the vector's name is empty", param="name")
-    return f"/vectors/{quote(name, safe='')}"
+def _read_directory(directory: Path) -> Form:
+    files = {part: directory / file for part, file in PEFT_FILES.items()}
+    missing = [path.name for path in files.values() if not path.is_file()]
+    if missing:
+        detail = (
+            f"{directory} has no {' and no '.join(missing)}: give the directory that PEFT's "
+            f"save_pretrained (with safe_serialization) writes, {' and '.join(PEFT_FILES.values())}"
+        )
+        raise InvalidRequestError("invalid_request", detail, param="directory")
+    return Form(files)

@@ -16,7 +16,7 @@ class ServerSentEvent:
 
 
 class EventParser:
-    """Events from a stream of bytes that is cut anywhere, also inside a character or a CR LF.
+    """Reads events from a stream of bytes that is cut anywhere, also inside a character or a CR LF.
 
     Follows the WHATWG's "interpreting an event stream", less ids and reconnection times. An event
     that the stream ends in the middle of is dropped, as told there.
@@ -31,7 +31,7 @@ class EventParser:
         self._data: list[str] = []
 
     def feed(self, chunk: bytes) -> list[ServerSentEvent]:
-        """The events that `chunk` completes, in order."""
+        """Return the events that `chunk` completes, in order."""
         text = self._decoder.decode(chunk)
         if not text:
             return []

@@ -17,9 +17,9 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from logsteer import _arrays
-from logsteer._call import Call
+from logsteer._call import ApiCall
 from logsteer._events import ServerSentEvent
-from logsteer._upload import Upload
+from logsteer._upload import UploadBody
 from logsteer.errors import (
     AnswerError,
     APIError,
@@ -47,7 +47,7 @@ _PASSING_FAILURES = (
 
 
 @dataclass(frozen=True)
-class Policy:
+class RetryPolicy:
     """How often and after which pauses (seconds) a request is tried again.
 
     The pause before retry k is `first_pause` * 2**k, at most `longest_pause`, shortened at random
@@ -62,7 +62,7 @@ class Policy:
     jitter: Callable[[], float] = random.random
 
     def pause(self, attempt: int, retry_after: float | None) -> float | None:
-        """Seconds to wait after failed attempt number `attempt` (from 0); None: give up."""
+        """Return the seconds to wait after failed attempt `attempt` (from 0); None: give up."""
         if attempt >= self.max_retries:
             return None
         if retry_after is not None:
@@ -76,10 +76,10 @@ class Terms:
     """What a client brings to each of its exchanges."""
 
     build: Callable[..., httpx.Request]
-    chunks: Callable[[Upload], Any]
+    chunks: Callable[[UploadBody], Any]
     base_url: str
     encoding: Encoding
-    policy: Policy
+    policy: RetryPolicy
     clock: Callable[[], float] = time.time
 
 
@@ -114,8 +114,8 @@ Step: TypeAlias = Send | Listen | Pause | Deliver[A]
 Steps: TypeAlias = Generator[Step[A], Any, None]
 
 
-def exchange(call: Call[A], terms: Terms) -> Steps[A]:
-    """The steps of one call; what it is answered with is delivered.
+def exchange(call: ApiCall[A], terms: Terms) -> Steps[A]:
+    """Yield the steps of one call; what it is answered with is delivered.
 
     A step that fails has its httpx error thrown in. Raises the errors of `logsteer.errors`, each
     with the request id, which is one for all attempts. A call that streams is not tried again
@@ -147,7 +147,7 @@ def exchange(call: Call[A], terms: Terms) -> Steps[A]:
 
 
 def _attempt(
-    call: Call[A], terms: Terms, request_id: str
+    call: ApiCall[A], terms: Terms, request_id: str
 ) -> Generator[Step[A], Any, httpx.Response | ServerSentEvent]:
     try:
         response: httpx.Response = yield Send(_build(call, terms, request_id), bool(call.events))
@@ -173,7 +173,7 @@ def _attempt(
     return event
 
 
-def _build(call: Call[Any], terms: Terms, request_id: str) -> httpx.Request:
+def _build(call: ApiCall[Any], terms: Terms, request_id: str) -> httpx.Request:
     accept = _ACCEPT[terms.encoding]
     if call.events:
         accept = f"{_EVENT_STREAM}, {_ACCEPT['json']}"
@@ -191,7 +191,7 @@ def _build(call: Call[Any], terms: Terms, request_id: str) -> httpx.Request:
 
 
 def _relay(
-    call: Call[A], event: ServerSentEvent | None, terms: Terms, request_id: str
+    call: ApiCall[A], event: ServerSentEvent | None, terms: Terms, request_id: str
 ) -> Generator[Step[A], Any, None]:
     while event is not None:
         if event.name == "error":
@@ -208,7 +208,7 @@ def _relay(
     raise TransportError("the stream ended before its result came", request_id=request_id)
 
 
-def _read_answer(call: Call[A], response: httpx.Response, request_id: str) -> A:
+def _read_answer(call: ApiCall[A], response: httpx.Response, request_id: str) -> A:
     assert call.answer is not None, "a call without events has an answer type"
     if call.file_type is not None:
         return _read_file(call.answer, call.file_type, response, request_id)

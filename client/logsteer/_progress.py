@@ -56,7 +56,7 @@ class ScoringProgress(_Bars):
             self.source = self._progress.wrap_file(file, total=size, task_id=self._sent)
 
     def show(self, event: StreamStart | WindowEvent) -> None:
-        """Nothing; the bars say what the event says."""
+        """Show what the event says."""
         if isinstance(event, StreamStart):
             self._progress.start_task(self._scored)
             return
@@ -79,7 +79,7 @@ class SamplingProgress(_Bars):
         self._task = self._progress.add_task("sampling", total=total)
 
     def advance(self, count: int) -> None:
-        """Nothing; so many more prompts are done."""
+        """Count so many more prompts as done."""
         self._progress.advance(self._task, count)
 
 

@@ -8,8 +8,8 @@ from typing import Any, TypedDict
 import httpx
 
 import logsteer
-from logsteer._exchange import Encoding, Policy, Terms
-from logsteer._upload import Upload
+from logsteer._exchange import Encoding, RetryPolicy, Terms
+from logsteer._upload import UploadBody
 from logsteer.errors import LogsteerError
 
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"
@@ -26,7 +26,7 @@ class HttpArguments(TypedDict):
 
 
 @dataclass(frozen=True)
-class Settings:
+class ClientSettings:
     """The settings that both clients share; `model` is the default model of every request."""
 
     base_url: str
@@ -37,15 +37,17 @@ class Settings:
     encoding: Encoding
 
     def http_arguments(self) -> HttpArguments:
-        """The arguments of `httpx.Client` and `httpx.AsyncClient`."""
+        """Return the arguments of `httpx.Client` and `httpx.AsyncClient`."""
         headers = {"User-Agent": f"logsteer/{logsteer.__version__}"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
         return {"base_url": self.base_url, "headers": headers, "timeout": self.timeout}
 
-    def terms(self, build: Callable[..., httpx.Request], chunks: Callable[[Upload], Any]) -> Terms:
-        """The terms of an exchange: `build` makes a request, `chunks` reads an upload."""
-        return Terms(build, chunks, self.base_url, self.encoding, Policy(self.max_retries))
+    def terms(
+        self, build: Callable[..., httpx.Request], chunks: Callable[[UploadBody], Any]
+    ) -> Terms:
+        """Return the terms of an exchange: `build` makes a request, `chunks` reads an upload."""
+        return Terms(build, chunks, self.base_url, self.encoding, RetryPolicy(self.max_retries))
 
 
 def read_settings(
@@ -55,8 +57,8 @@ def read_settings(
     max_retries: int,
     model: str | None,
     encoding: Encoding,
-) -> Settings:
-    """The settings, with LOGSTEER_BASE_URL and LOGSTEER_API_KEY for what is not given.
+) -> ClientSettings:
+    """Read the settings, from LOGSTEER_BASE_URL and LOGSTEER_API_KEY where they are not given.
 
     Raises LogsteerError for a base URL that is none, ValueError for a negative `max_retries` or an
     unknown `encoding`.
@@ -77,4 +79,4 @@ def read_settings(
     elif not isinstance(timeout, httpx.Timeout):
         timeout = httpx.Timeout(timeout)
     key = api_key or os.environ.get("LOGSTEER_API_KEY") or None
-    return Settings(url, key, timeout, max_retries, model, encoding)
+    return ClientSettings(url, key, timeout, max_retries, model, encoding)

@@ -43,7 +43,7 @@ class Form:
         yield f"--{self._boundary}--\r\n".encode()
 
 
-class Upload:
+class UploadBody:
     """The chunks of a source: a path, an open file, or an iterable of bytes or strings.
 
     A `str` is a path, never the text itself. Raises OSError for a path that cannot be read, and
@@ -75,7 +75,7 @@ class Upload:
         return isinstance(self._source, Iterable) and iter(self._source) is not self._source
 
     def chunks(self) -> Iterator[bytes]:
-        """The source's bytes from its beginning; strings are encoded as UTF-8.
+        """Return the source's bytes from its beginning; strings are encoded as UTF-8.
 
         Raises TypeError for an asynchronous source, which takes `AsyncClient`.
         """
@@ -84,7 +84,7 @@ class Upload:
         return self._start_chunks()
 
     def close(self) -> None:
-        """Nothing; files that the last chunks were read from are closed, unless they were given."""
+        """Close what the last chunks were read from, unless it was given as an open file."""
         # A thread may still read for a task that was cancelled; it lets go of its file by itself.
         with suppress(ValueError):
             if self._running is not None:
@@ -110,7 +110,7 @@ class Upload:
             yield from map(_encode, self._source)
 
     async def async_chunks(self) -> AsyncIterator[bytes]:
-        """The same bytes for an event loop; files are read in a thread, so as not to block it."""
+        """Yield the same bytes for an event loop; a thread reads files, so as not to block it."""
         if isinstance(self._source, AsyncIterable):
             self._started = True
             async for chunk in self._source:

@@ -23,7 +23,7 @@ class Wire:
         self._events: Iterator[ServerSentEvent] = iter(())
 
     def run(self, steps: Steps[A]) -> Generator[A, None, None]:
-        """The answers that the steps deliver; raises what they raise."""
+        """Yield the answers that the steps deliver; raise what they raise."""
         try:
             step = next(steps)
             while True:
@@ -74,7 +74,7 @@ class AsyncWire:
         self._events: AsyncIterator[ServerSentEvent] | None = None
 
     async def run(self, steps: Steps[A]) -> AsyncGenerator[A, None]:
-        """The answers that the steps deliver; raises what they raise."""
+        """Yield the answers that the steps deliver; raise what they raise."""
         try:
             step = next(steps)
             while True:

@@ -1,64 +1,40 @@
 """The client for asyncio: the arguments and methods of `logsteer.client.Client`."""
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Self
 
 import httpx
-from pydantic import BaseModel
 
-from logsteer import _calls
-from logsteer._adapters import AsyncAdapters
-from logsteer._call import Call, as_list
-from logsteer._calls import GenerateEvent, PerplexityEvent, SteerEvent
-from logsteer._exchange import Encoding, exchange
-from logsteer._options import (
-    DiagnosticsOptions,
-    GenerateOptions,
-    GradientOptions,
-    LogprobOptions,
-    PairOptions,
-    PerplexityOptions,
-    SteeringLike,
-    SteerOptions,
-    SweepOptions,
-    TokenOptions,
-    WindowOptions,
+from logsteer._async_methods import (
+    AsyncAdapters,
+    AsyncClientMethods,
+    AsyncOverrides,
+    AsyncVectorMethods,
 )
-from logsteer._overrides import AsyncOverrides
-from logsteer._pairs import pair_items, pair_records, pair_scores
-from logsteer._progress import SamplingProgress
+from logsteer._callers import weigh_vectors
+from logsteer._exchange import Encoding
 from logsteer._settings import read_settings
-from logsteer._upload import AsyncSource, Upload
-from logsteer._vectors import AsyncVectors
-from logsteer._wire import AsyncWire
-from logsteer.datasets import PROMPT, draw_prompts, read_prompts
-from logsteer.datasets import Source as PromptSource
-from logsteer.records import LogProb
-from logsteer.samples import Reward, Sample, Samples, collect
-from logsteer.schemas import (
-    DetokenizeAnswer,
-    GenerateAnswer,
-    GradientAnswer,
-    GradientVariable,
-    Health,
-    ItemScore,
-    LogprobAnswer,
-    LogprobItem,
-    ModelCard,
-    ModelList,
-    PerplexityAnswer,
-    Readiness,
-    SteerAnswer,
-    SweepAnswer,
-    TokenizeAnswer,
-)
-
-A = TypeVar("A", bound=BaseModel)
+from logsteer._upload import UploadBody
+from logsteer.schemas import VectorCard
 
 
-class AsyncClient:
+class AsyncVectors(AsyncVectorMethods):
+    """Methods of `AsyncClient.vectors`."""
+
+    async def combine(
+        self, name: str, weights: Mapping[str, float], orthogonal_to: Sequence[str] = ()
+    ) -> VectorCard:
+        """Sum stored vectors, each by its name and weight, store the sum, and return its card.
+
+        What it shares with the vectors named by `orthogonal_to` is taken away, layer by layer.
+        """
+        values = weigh_vectors(name, weights, orthogonal_to)
+        card: VectorCard = await self._ask("vectors.combine", **values)
+        return card
+
+
+class AsyncClient(AsyncClientMethods):
     """A client for asyncio, with the arguments and methods of `Client`."""
 
     def __init__(
@@ -74,7 +50,7 @@ class AsyncClient:
     ) -> None:
         settings = read_settings(base_url, api_key, timeout, max_retries, model, encoding)
         self._http = httpx.AsyncClient(transport=transport, **settings.http_arguments())
-        self._terms = settings.terms(self._http.build_request, Upload.async_chunks)
+        self._terms = settings.terms(self._http.build_request, UploadBody.async_chunks)
         self._model = model
 
     async def __aenter__(self) -> Self:
@@ -95,182 +71,19 @@ class AsyncClient:
 
     @property
     def vectors(self) -> AsyncVectors:
-        """As `Client.vectors`."""
-        return AsyncVectors(self._answer, self._model)
+        """The steering vectors that the server stores."""
+        return AsyncVectors(self._ask)
 
     @property
     def overrides(self) -> AsyncOverrides:
-        """As `Client.overrides`."""
-        return AsyncOverrides(self._answer, self._model)
+        """The directions of the parameters that the server stores."""
+        return AsyncOverrides(self._ask)
 
     @property
     def adapters(self) -> AsyncAdapters:
-        """As `Client.adapters`."""
-        return AsyncAdapters(self._answer, self._model)
+        """The LoRA adapters that the server stores."""
+        return AsyncAdapters(self._ask)
 
     async def aclose(self) -> None:
-        """Nothing; the connections are closed."""
+        """Close the connections."""
         await self._http.aclose()
-
-    async def models(self) -> ModelList:
-        """As `Client.models`."""
-        return await self._answer(_calls.models())
-
-    async def model(self, model_id: str) -> ModelCard:
-        """As `Client.model`."""
-        return await self._answer(_calls.model(model_id))
-
-    async def health(self) -> Health:
-        """As `Client.health`."""
-        return await self._answer(_calls.health())
-
-    async def ready(self) -> Readiness:
-        """As `Client.ready`."""
-        return await self._answer(_calls.ready())
-
-    async def logprob(
-        self,
-        items: Sequence[LogprobItem | Mapping[str, Any]],
-        **options: Unpack[LogprobOptions],
-    ) -> LogprobAnswer:
-        """As `Client.logprob`."""
-        return await self._answer(_calls.logprob(items, options, self._model))
-
-    async def score(
-        self, context: str, targets: str | Sequence[str], **options: Unpack[LogprobOptions]
-    ) -> ItemScore:
-        """As `Client.score`."""
-        targets = as_list(targets)
-        call = _calls.logprob(pair_items([context], targets), options, self._model)
-        return pair_scores(await self._answer(call), 1, len(targets))[0]
-
-    async def get_log_prob(
-        self,
-        prompts: str | Sequence[str],
-        targets: str | Sequence[str],
-        **options: Unpack[PairOptions],
-    ) -> list[LogProb]:
-        """As `Client.get_log_prob`."""
-        prompts, targets = as_list(prompts), as_list(targets)
-        call = _calls.logprob_pairs(prompts, targets, options, self._model)
-        return pair_records(prompts, targets, await self._answer(call))
-
-    async def perplexity(
-        self, texts: str | Sequence[str], **options: Unpack[PerplexityOptions]
-    ) -> PerplexityAnswer:
-        """As `Client.perplexity`."""
-        return await self._answer(_calls.perplexity(texts, options, self._model))
-
-    def perplexity_events(
-        self, texts: str | Sequence[str], **options: Unpack[PerplexityOptions]
-    ) -> AsyncGenerator[PerplexityEvent, None]:
-        """As `Client.perplexity_events`."""
-        return self._run(_calls.perplexity_events(texts, options, self._model))
-
-    def perplexity_stream(
-        self, source: AsyncSource, **options: Unpack[WindowOptions]
-    ) -> AsyncGenerator[PerplexityEvent, None]:
-        """As `Client.perplexity_stream`; an asynchronous iterable is a source, too."""
-        return self._run(_calls.perplexity_stream(source, options, self._model))
-
-    async def diagnostics(
-        self,
-        items: Sequence[LogprobItem | Mapping[str, Any]],
-        **options: Unpack[DiagnosticsOptions],
-    ) -> LogprobAnswer:
-        """As `Client.diagnostics`."""
-        return await self._answer(_calls.diagnostics(items, options, self._model))
-
-    async def generate(
-        self, prompts: str | Sequence[str] | None, **options: Unpack[GenerateOptions]
-    ) -> GenerateAnswer:
-        """As `Client.generate`."""
-        return await self._answer(_calls.generate(prompts, options, self._model))
-
-    def generate_events(
-        self, prompts: str | Sequence[str] | None, **options: Unpack[GenerateOptions]
-    ) -> AsyncGenerator[GenerateEvent, None]:
-        """As `Client.generate_events`."""
-        return self._run(_calls.generate_events(prompts, options, self._model))
-
-    async def sample(
-        self,
-        source: PromptSource,
-        *,
-        field: str = PROMPT,
-        count: int | None = None,
-        with_replacement: bool = False,
-        reward: Reward | None = None,
-        batch_size: int = 32,
-        progress: bool = True,
-        **options: Unpack[GenerateOptions],
-    ) -> Samples:
-        """As `Client.sample`."""
-        seed = options.get("seed") or 0
-        prompts = draw_prompts(read_prompts(source, field), count, with_replacement, seed)
-        samples: list[Sample] = []
-        with SamplingProgress(len(prompts), progress) as bar:
-            for first in range(0, len(prompts), batch_size):
-                batch = prompts[first : first + batch_size]
-                options["seed"] = seed + len(samples)
-                answer = await self.generate([row.prompt for row in batch], **options)
-                samples += collect(first, batch, answer, reward)
-                bar.advance(len(batch))
-        return Samples(samples)
-
-    async def steer(
-        self,
-        prompts: str | Sequence[str] | None,
-        steering: SteeringLike,
-        **options: Unpack[SteerOptions],
-    ) -> SteerAnswer:
-        """As `Client.steer`."""
-        return await self._answer(_calls.steer(prompts, steering, options, self._model))
-
-    def steer_events(
-        self,
-        prompts: str | Sequence[str] | None,
-        steering: SteeringLike,
-        **options: Unpack[SteerOptions],
-    ) -> AsyncGenerator[SteerEvent, None]:
-        """As `Client.steer_events`."""
-        return self._run(_calls.steer_events(prompts, steering, options, self._model))
-
-    async def sweep(
-        self,
-        steering: SteeringLike,
-        scales: Sequence[float],
-        **options: Unpack[SweepOptions],
-    ) -> SweepAnswer:
-        """As `Client.sweep`."""
-        return await self._answer(_calls.sweep(steering, scales, options, self._model))
-
-    async def gradient(
-        self,
-        items: Sequence[LogprobItem | Mapping[str, Any]],
-        wrt: GradientVariable | Mapping[str, Any],
-        **options: Unpack[GradientOptions],
-    ) -> GradientAnswer:
-        """As `Client.gradient`."""
-        return await self._answer(_calls.gradient(items, wrt, options, self._model))
-
-    async def tokenize(
-        self, texts: str | Sequence[str], **options: Unpack[TokenOptions]
-    ) -> TokenizeAnswer:
-        """As `Client.tokenize`."""
-        return await self._answer(_calls.tokenize(texts, options, self._model))
-
-    async def detokenize(
-        self, token_ids: Sequence[Sequence[int]], *, model: str | None = None
-    ) -> DetokenizeAnswer:
-        """As `Client.detokenize`."""
-        return await self._answer(_calls.detokenize(token_ids, model or self._model))
-
-    def _run(self, call: Call[A]) -> AsyncGenerator[A, None]:
-        return AsyncWire(self._http).run(exchange(call, self._terms))
-
-    async def _answer(self, call: Call[A]) -> A:
-        async with aclosing(self._run(call)) as answers:
-            async for answer in answers:
-                return answer
-        raise AssertionError("an exchange delivers an answer or raises")

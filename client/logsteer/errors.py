@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 from logsteer.schemas.problem import Problem, ProblemCode
 
 
-class Kind(NamedTuple):
+class ProblemKind(NamedTuple):
     """What a problem code implies: HTTP status, whether to try again, and a short title."""
 
     status: int
@@ -18,27 +18,27 @@ class Kind(NamedTuple):
     title: str
 
 
-KINDS: Mapping[ProblemCode, Kind] = {
-    "invalid_request": Kind(422, False, "Invalid request"),
-    "context_too_long": Kind(422, False, "Context too long"),
-    "boundary_empty": Kind(422, False, "Target left without a token"),
-    "unsupported_by_engine": Kind(422, False, "Unsupported by this engine"),
-    "invalid_vector": Kind(422, False, "Invalid vector"),
-    "invalid_adapter": Kind(422, False, "Invalid adapter"),
-    "unauthorized": Kind(401, False, "Unauthorized"),
-    "not_found": Kind(404, False, "Not found"),
-    "unknown_model": Kind(404, False, "Unknown model"),
-    "unknown_vector": Kind(404, False, "Unknown vector"),
-    "unknown_override": Kind(404, False, "Unknown override"),
-    "unknown_adapter": Kind(404, False, "Unknown adapter"),
-    "method_not_allowed": Kind(405, False, "Method not allowed"),
-    "payload_too_large": Kind(413, False, "Payload too large"),
-    "overloaded": Kind(429, True, "Overloaded"),
-    "model_loading": Kind(503, True, "Model loading"),
-    "engine_restarting": Kind(503, True, "Engine restarting"),
-    "out_of_memory": Kind(503, True, "Out of memory"),
-    "deadline_exceeded": Kind(504, False, "Deadline exceeded"),
-    "internal": Kind(500, False, "Internal error"),
+KINDS: Mapping[ProblemCode, ProblemKind] = {
+    "invalid_request": ProblemKind(422, False, "Invalid request"),
+    "context_too_long": ProblemKind(422, False, "Context too long"),
+    "boundary_empty": ProblemKind(422, False, "Target left without a token"),
+    "unsupported_by_engine": ProblemKind(422, False, "Unsupported by this engine"),
+    "invalid_vector": ProblemKind(422, False, "Invalid vector"),
+    "invalid_adapter": ProblemKind(422, False, "Invalid adapter"),
+    "unauthorized": ProblemKind(401, False, "Unauthorized"),
+    "not_found": ProblemKind(404, False, "Not found"),
+    "unknown_model": ProblemKind(404, False, "Unknown model"),
+    "unknown_vector": ProblemKind(404, False, "Unknown vector"),
+    "unknown_override": ProblemKind(404, False, "Unknown override"),
+    "unknown_adapter": ProblemKind(404, False, "Unknown adapter"),
+    "method_not_allowed": ProblemKind(405, False, "Method not allowed"),
+    "payload_too_large": ProblemKind(413, False, "Payload too large"),
+    "overloaded": ProblemKind(429, True, "Overloaded"),
+    "model_loading": ProblemKind(503, True, "Model loading"),
+    "engine_restarting": ProblemKind(503, True, "Engine restarting"),
+    "out_of_memory": ProblemKind(503, True, "Out of memory"),
+    "deadline_exceeded": ProblemKind(504, False, "Deadline exceeded"),
+    "internal": ProblemKind(500, False, "Internal error"),
 }
 """Problem code -> what it implies; the Errors section of the contract."""
 
@@ -97,7 +97,7 @@ class APIError(LogsteerError):
         super().__init__(detail, request_id=request_id)
         # Pickle calls the class with `args`, and engine processes send these errors that way.
         self.args = (code, detail)
-        kind = KINDS.get(code, Kind(500, False, "Error"))
+        kind = KINDS.get(code, ProblemKind(500, False, "Error"))
         self.code: str = code
         self.status = kind.status if status is None else status
         self.retryable = kind.retryable if retryable is None else retryable
@@ -109,7 +109,7 @@ class APIError(LogsteerError):
         return f"{self.code}: {super().__str__()}"
 
     def problem(self, request_id: str) -> Problem:
-        """The problem document of this error (RFC 9457), for the answer to `request_id`."""
+        """Return the problem document of this error (RFC 9457), for the answer to `request_id`."""
         return Problem(
             type=f"urn:logsteer:problem:{self.code}",
             title=self.title,
@@ -200,7 +200,7 @@ def api_error(
     retry_after: float | None = None,
     request_id: str | None = None,
 ) -> APIError:
-    """The error of the class that stands for `code`, or, for a code not known here, `status`."""
+    """Return the error of the class for `code`, or, where that is not known here, for `status`."""
     known = code in KINDS
     if status is None:
         status = KINDS[cast(ProblemCode, code)].status if known else 500
@@ -225,7 +225,7 @@ def problem_error(
     retry_after: float | None = None,
     request_id: str | None = None,
 ) -> APIError:
-    """The error that a problem document tells of; fields of the wrong type count as missing.
+    """Return the error that a problem document tells of; fields of the wrong type count as missing.
 
     `status` and `request_id` are used where the document has none; `retry_after` is in seconds.
     A code of a newer server is kept as it is, with the class that fits its status.

@@ -13,15 +13,15 @@ import uvicorn
 from logsteer_server import __version__
 from logsteer_server.app import create_app
 from logsteer_server.models.cachefile import check_cache_file
-from logsteer_server.models.resident import Residents
+from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import ConfigurationError, Settings, load_settings
-from logsteer_server.stores.vectors import check_vector_file
+from logsteer_server.stores.store import check_store_directory
 
 PROGRESS_EVERY_S = 5.0
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The command line's arguments."""
+    """Parse the command line's arguments."""
     parser = argparse.ArgumentParser(
         prog="logsteer-server",
         description="Keep language models resident and score text with them.",
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = load_settings(arguments.config, host=arguments.host, port=arguments.port)
         check_cache_file(settings)
-        check_vector_file(settings)
+        check_store_directory(settings)
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -88,24 +88,24 @@ async def _serve(settings: Settings, listener: socket.socket) -> int:
     if server.started:
         host, port = listener.getsockname()[:2]
         watching = asyncio.create_task(
-            report_start(app.state.residents, f"http://{host}:{port}", settings.api_key is not None)
+            report_start(app.state.models, f"http://{host}:{port}", settings.api_key is not None)
         )
         await serving
         watching.cancel()
     return 0 if server.started else 1
 
 
-async def report_start(residents: Residents, url: str, needs_key: bool) -> None:
+async def report_start(models: ModelRegistry, url: str, needs_key: bool) -> None:
     """Print how each model comes up, and what to ask once all of them have."""
     started = time.monotonic()
     print(f"logsteer {__version__} listens on {url}; models are loading.", flush=True)
-    waiting = dict(residents.by_id)
+    waiting = dict(models.by_id)
     last_report = started
     while waiting:
         await asyncio.sleep(0.1)
         elapsed = time.monotonic() - started
-        for model_id, resident in list(waiting.items()):
-            card = resident.describe()
+        for model_id, model in list(waiting.items()):
+            card = model.describe()
             if card.state == "ready":
                 print(
                     f"  {model_id}: ready after {elapsed:.0f} s ({card.engine}, "
@@ -119,9 +119,9 @@ async def report_start(residents: Residents, url: str, needs_key: bool) -> None:
         if waiting and time.monotonic() - last_report >= PROGRESS_EVERY_S:
             last_report = time.monotonic()
             print(f"  {', '.join(waiting)}: loading, {elapsed:.0f} s", flush=True)
-    ready = [resident for resident in residents.by_id.values() if resident.is_ready]
+    ready = [model for model in models.by_id.values() if model.is_ready]
     if ready:
-        print(_suggest_calls(url, ready[0].id if len(residents.by_id) > 1 else None, needs_key))
+        print(_suggest_calls(url, ready[0].id if len(models.by_id) > 1 else None, needs_key))
 
 
 def _suggest_calls(url: str, model: str | None, needs_key: bool) -> str:

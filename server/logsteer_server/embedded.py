@@ -1,7 +1,7 @@
 """A model in this process, without a server, whose numbers carry their graph.
 
-For losses of one's own: log-probabilities and entropies can be derived by whatever parameters they
-were computed under. The model's own parameters are never written to.
+For losses of one's own: log-probabilities and entropies can be differentiated with respect to the
+parameters that they were computed with. The model's own parameters are never written to.
 
     from logsteer_server.embedded import LocalModel
 
@@ -32,10 +32,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from logsteer_server.contract.jobs import EngineSpec, GenerateJob, GenerateOutput, Policy
-from logsteer_server.engines.tlens.batch import Batch, Continuation
+from logsteer_server.contract.engine import EngineSpec
+from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, Policy
+from logsteer_server.engines.tlens.batch import pad_right
+from logsteer_server.engines.tlens.generation import GenerationRow, RunningBatch
 from logsteer_server.engines.tlens.model import BridgeModel
-from logsteer_server.engines.tlens.reading import pad_right
 from logsteer_server.engines.weights import locate_model
 from logsteer_server.numerics.rows import NEUTRAL
 from logsteer_server.numerics.sampling import is_greedy, shape_rows
@@ -45,8 +46,8 @@ Parameters = Mapping[str, Tensor]
 
 
 @dataclass(eq=False)
-class DerivableRows:
-    """The logits [R, V] in front of the R tokens of one target, and what follows from them.
+class DifferentiableRows:
+    """The logits [R, V] in front of the R tokens of one target, and numbers computed from them.
 
     Float32, or float64 where the model is. All of it carries the graph of the parameters.
     """
@@ -71,13 +72,13 @@ class DerivableRows:
         return _find_entropy(self.log_probs_RV)
 
     def log_q_RV(self, policy: Policy) -> Tensor:
-        """log q of every token, q what the policy draws from; -inf where it draws nothing.
+        """Return log q of every token, q what the policy draws from; -inf where it draws nothing.
 
         Derivatives are those of q with the set of tokens that are drawn held fixed: it changes in
         jumps. Errors: ValueError for a greedy policy, which has no derivative.
         """
         if is_greedy(policy):
-            raise ValueError("temperature 0 draws one token for certain: nothing can be derived")
+            raise ValueError("temperature 0 draws one token for certain: there is no derivative")
         if policy not in self._supports:
             rows = [policy] * len(self.logits_RV)
             with torch.no_grad():
@@ -86,11 +87,11 @@ class DerivableRows:
         return (cut_RV / policy.temperature).log_softmax(-1)
 
     def policy_logprobs_R(self, policy: Policy) -> Tensor:
-        """log q of the targets, -inf for one that the policy would not draw."""
+        """Return log q of the targets, -inf for one that the policy would not draw."""
         return self._pick(self.log_q_RV(policy))
 
     def policy_entropies_R(self, policy: Policy) -> Tensor:
-        """-sum q log q, in nats."""
+        """Return -sum q log q of each row, in nats."""
         return _find_entropy(self.log_q_RV(policy))
 
     def _pick(self, values_RV: Tensor) -> Tensor:
@@ -125,11 +126,11 @@ class LocalModel:
         return list(self._model.parameters.by_name.items())
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, with what the tokenizer adds."""
+        """Return the tokens of a text, with what the tokenizer adds."""
         return list(self._model.tokenizer.encode(text).ids)
 
     def decode(self, ids: Ids) -> str:
-        """The text of tokens."""
+        """Return the text of tokens."""
         return str(self._model.tokenizer.decode(list(map(int, ids)), skip_special_tokens=False))
 
     def read(
@@ -137,11 +138,11 @@ class LocalModel:
         contexts: Sequence[Ids],
         targets: Sequence[Ids],
         parameters: Parameters | None = None,
-    ) -> list[DerivableRows]:
-        """The rows in front of each target's tokens, after its context, in one forward pass.
+    ) -> list[DifferentiableRows]:
+        """Return the rows in front of each target's tokens, read in one forward pass.
 
-        `parameters` stand in for the model's own of their names (any part of them), and what comes
-        back carries their graph. Errors: ValueError for an empty context or target, for parameters
+        `parameters` replace the model's own of their names (any part of them), and the rows carry
+        their graph. Errors: ValueError for an empty context or target, for parameters
         that do not fit, and for more tokens than the model reads.
         """
         if len(contexts) != len(targets) or not contexts:
@@ -155,13 +156,13 @@ class LocalModel:
         tokens_BT = pad_right([np.concatenate([c, t[:-1]]) for c, t in both])
         places = [slice(len(c) - 1, len(c) + len(t) - 1) for c, t in both]
 
-        def work() -> list[Tensor]:
+        def call() -> list[Tensor]:
             hidden_BTD = self._model.read(tokens_BT)
             return [self._model.project(hidden_BTD[b, place]) for b, place in enumerate(places)]
 
-        found = self._model.parameters.under(self._fit(parameters), work)
+        found = self._model.parameters.call_with(self._fit(parameters), call)
         return [
-            DerivableRows(
+            DifferentiableRows(
                 logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float(),
                 torch.from_numpy(target.astype(np.int64)).to(logits_RV.device),
             )
@@ -174,7 +175,7 @@ class LocalModel:
         targets: Sequence[Ids],
         parameters: Parameters | None = None,
     ) -> list[Tensor]:
-        """log p of each target's tokens [R], in nats; see `read`."""
+        """Return log p of each target's tokens [R], in nats; see `read`."""
         return [rows.logprobs_R for rows in self.read(contexts, targets, parameters)]
 
     def entropies(
@@ -184,7 +185,7 @@ class LocalModel:
         parameters: Parameters | None = None,
         policy: Policy = NEUTRAL,
     ) -> list[Tensor]:
-        """The policy's entropy at each token of each target [R], in nats; see `read`."""
+        """Return the policy's entropy at each token of each target [R], in nats; see `read`."""
         found = self.read(contexts, targets, parameters)
         if policy == NEUTRAL:
             return [rows.entropies_R for rows in found]
@@ -198,7 +199,7 @@ class LocalModel:
         seed: int | None = None,
         parameters: Parameters | None = None,
     ) -> list[np.ndarray]:
-        """Continuations that the policy draws, int32, without a graph.
+        """Return continuations that the policy draws, int32, without a graph.
 
         The k-th has the seed `seed` + k. One ends behind a token that ends the sequence.
         """
@@ -208,12 +209,12 @@ class LocalModel:
             self._check_length(ids, np.zeros(max_tokens, np.int32))
             own = None if seed is None else seed + index
             job = GenerateJob(ids, max_tokens, policy, seed=own)
-            rows.append(Continuation.start(index, job, None, self._model))
+            rows.append(GenerationRow.start(index, job, None, self._model))
         given = {name: tensor.detach() for name, tensor in self._fit(parameters).items()}
-        batch = Batch(self._model, rows, given)
+        batch = RunningBatch(self._model, rows, given)
         found: dict[int, np.ndarray] = {}
-        while batch.rows:
-            for index, output in self._model.parameters.under(given, batch.step):
+        while batch.has_work:
+            for index, output in batch.step():
                 if not isinstance(output, GenerateOutput):
                     raise ValueError(f"sample {index}: {output}")
                 found[index] = output.token_ids
@@ -227,7 +228,7 @@ class LocalModel:
             raise ValueError(f"{count} tokens are to be read, the model reads {limit}")
 
     def _fit(self, parameters: Parameters | None) -> dict[str, Tensor]:
-        """The parameters as they are. Errors: ValueError where they do not fit."""
+        """Return the parameters as they are. Errors: ValueError where they do not fit."""
         given = dict(parameters or {})
         for name, tensor in given.items():
             own = self._model.parameters.by_name.get(name)

@@ -48,7 +48,7 @@ class LiveReadings(Collector):
         self.read_cache_bytes: Callable[[], int] = int
 
     def collect(self) -> Iterator[Metric]:
-        """The metric families."""
+        """Yield the metric families."""
         pending = GaugeMetricFamily(
             "logsteer_pending_tokens", "Tokens of accepted unfinished work.", labels=["model"]
         )
@@ -104,7 +104,7 @@ class Metrics:
         return Counter(f"logsteer_{name}", text, ["model"], registry=self._registry)
 
     def for_model(self, model: str) -> ModelCounters:
-        """The model's counters; they are reported from now on, at 0 where nothing happened."""
+        """Return a model's counters; they are reported from now on, at 0 where nothing happened."""
         return ModelCounters(
             self._prompt_tokens.labels(model),
             self._scored_tokens.labels(model),

@@ -10,7 +10,7 @@ from logsteer_server.settings import ModelSettings, Settings
 
 
 def render() -> str:
-    """The document as JSON text."""
+    """Render the document as JSON text."""
     settings = Settings(models=[ModelSettings(id="any", path="any")])
     return json.dumps(create_app(settings).openapi(), indent=1, sort_keys=True) + "\n"
 

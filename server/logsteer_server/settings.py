@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from logsteer.schemas import EngineKind
-from logsteer_server.contract.jobs import EngineSpec
+from logsteer_server.contract.engine import EngineSpec
 
 
 class ConfigurationError(ValueError):
@@ -65,7 +65,7 @@ class ModelSettings(BaseModel):
         return self
 
     def to_spec(self, directory: Path) -> EngineSpec:
-        """What the engine gets; a relative path that exists under `directory` is meant there."""
+        """Return what the engine gets; a relative path may be meant from `directory`."""
         local = directory / Path(self.path).expanduser()
         fields = self.model_dump(exclude={"required", "devices", "path"})
         devices = tuple(self.devices) if isinstance(self.devices, list) else self.devices
@@ -106,22 +106,16 @@ class Settings(BaseSettings):
         None, description="SQLite file behind that memory, so that results survive a restart."
     )
     cache_file_bytes: int = Field(4 * 2**30, ge=2**20, description="Bytes of that file.")
-    vector_file: Path | None = Field(
+    store_directory: Path | None = Field(
         None,
-        description="SQLite file of the steering vectors; null: logsteer/vectors.sqlite under "
-        "$XDG_DATA_HOME or ~/.local/share.",
+        description="Directory of vectors, overrides and adapters, one below it for each; null: "
+        "logsteer under $XDG_DATA_HOME or ~/.local/share.",
     )
-    vector_store_bytes: int = Field(2**30, ge=2**10, description="Bytes of all vectors kept.")
+    vector_store_bytes: int = Field(2**30, ge=2**10, description="Bytes of all vectors stored.")
     max_vector_bytes: int = Field(64 * 2**20, ge=2**10, description="Bytes of one vector's file.")
-    override_directory: Path | None = Field(
-        None, description="Of uploaded overrides; null: overrides beside vector_file."
-    )
-    override_store_bytes: int = Field(2**36, ge=2**10, description="Bytes of all overrides kept.")
+    override_store_bytes: int = Field(2**36, ge=2**10, description="Bytes of all overrides stored.")
     max_override_bytes: int = Field(2**33, ge=2**10, description="Bytes of one override's file.")
-    adapter_directory: Path | None = Field(
-        None, description="Of uploaded LoRA adapters; null: adapters beside vector_file."
-    )
-    adapter_store_bytes: int = Field(2**36, ge=2**10, description="Bytes of all adapters kept.")
+    adapter_store_bytes: int = Field(2**36, ge=2**10, description="Bytes of all adapters stored.")
     max_adapter_bytes: int = Field(2**33, ge=2**10, description="Bytes of one adapter's files.")
     max_gradient_numbers: int = Field(
         2**22, ge=1, description="Numbers that the gradients of one request may come to."
@@ -143,7 +137,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The environment and `.env` above what the file says, which arrives as init settings."""
+        """Put the environment and `.env` above the file, which arrives as init settings."""
         return env_settings, dotenv_settings, init_settings
 
     @field_validator("models")
@@ -155,28 +149,14 @@ class Settings(BaseSettings):
         return models
 
     @property
-    def vector_path(self) -> Path:
-        """Where the steering vectors are kept."""
-        if self.vector_file is not None:
-            return self.directory / self.vector_file.expanduser()
+    def store_path(self) -> Path:
+        """The directory below which vectors, overrides and adapters are stored."""
+        if self.store_directory is not None:
+            return self.directory / self.store_directory.expanduser()
         data = os.environ.get("XDG_DATA_HOME", "")
         # The XDG specification has relative paths ignored.
         home = Path(data) if Path(data).is_absolute() else Path.home() / ".local" / "share"
-        return home / "logsteer" / "vectors.sqlite"
-
-    @property
-    def override_path(self) -> Path:
-        """Where the overrides are kept."""
-        if self.override_directory is not None:
-            return self.directory / self.override_directory.expanduser()
-        return self.vector_path.parent / "overrides"
-
-    @property
-    def adapter_path(self) -> Path:
-        """Where the adapters are kept."""
-        if self.adapter_directory is not None:
-            return self.directory / self.adapter_directory.expanduser()
-        return self.vector_path.parent / "adapters"
+        return home / "logsteer"
 
     @model_validator(mode="after")
     def _has_models(self) -> "Settings":
@@ -186,7 +166,7 @@ class Settings(BaseSettings):
 
 
 def load_settings(config: Path | None, **overrides: Any) -> Settings:
-    """The settings of a YAML file, the environment, and the arguments that are not None.
+    """Load the settings of a YAML file, the environment, and the arguments that are not None.
 
     Errors: ConfigurationError, for a file that cannot be read or values that do not fit.
     """

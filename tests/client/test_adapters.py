@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from logsteer import InvalidRequestError, NotFoundError, OverloadedError, TransportError
-from logsteer._adapters import Adapters, AsyncAdapters
+from logsteer._async_methods import AsyncAdapters
+from logsteer._sync_methods import Adapters
 from logsteer.cli import main
 from logsteer.schemas import UsedAdapter
 
@@ -264,7 +265,8 @@ def test_an_adapter_is_deleted_once(call: Caller, pauses: list[float], directory
 
 def test_the_two_have_the_same_methods_and_options() -> None:
     def methods(kind: type) -> dict[str, list[inspect.Parameter]]:
-        public = {n: m for n, m in vars(kind).items() if not n.startswith("_")}
+        found = inspect.getmembers(kind, inspect.isfunction)
+        public = {n: m for n, m in found if not n.startswith("_")}
         return {n: list(inspect.signature(m).parameters.values()) for n, m in public.items()}
 
     assert methods(Adapters) == methods(AsyncAdapters)

@@ -3,7 +3,7 @@
 import inspect
 import json
 import struct
-from typing import Any, get_type_hints
+from typing import Any
 
 import httpx
 import msgpack
@@ -17,21 +17,7 @@ from logsteer import (
     LogProb,
     UnavailableError,
 )
-from logsteer import _options as options
-from logsteer.schemas import (
-    DiagnosticsRequest,
-    GenerateRequest,
-    GradientRequest,
-    LogprobItem,
-    LogprobRequest,
-    ModelChanges,
-    ParameterChanges,
-    PerplexityRequest,
-    PerplexityStreamQuery,
-    SteerRequest,
-    SweepRequest,
-    TokenizeRequest,
-)
+from logsteer.schemas import LogprobItem
 
 from .documents import (
     ANSWER,
@@ -237,26 +223,6 @@ def test_broken_messagepack_is_no_answer(call: Caller) -> None:
     server = Script(httpx.Response(200, content=msgpack.packb(ANSWER)[:-1], headers=headers))
     with pytest.raises(AnswerError, match="MessagePack"):
         call(server, lambda client: client.logprob([{"context": "", "targets": ["x"]}]))
-
-
-@pytest.mark.parametrize(
-    ("keys", "schema", "apart"),
-    [
-        (options.LogprobOptions, LogprobRequest, {"items"}),
-        (options.PerplexityOptions, PerplexityRequest, {"texts", "stream"}),
-        (options.WindowOptions, PerplexityStreamQuery, set()),
-        (options.TokenOptions, TokenizeRequest, {"texts", "prompt", "add_special_tokens"}),
-        (options.SteerOptions, SteerRequest, {"prompts", "steering", "stream"}),
-        (options.SweepOptions, SweepRequest, {"steering", "scales"}),
-        (options.DiagnosticsOptions, DiagnosticsRequest, {"items"}),
-        (options.GenerateOptions, GenerateRequest, {"prompts", "stream"}),
-        (options.GradientOptions, GradientRequest, {"items", "wrt"}),
-        (options.ChangeOptions, ModelChanges, set()),
-        (options.ParameterOptions, ParameterChanges, set()),
-    ],
-)
-def test_options_are_the_fields_of_the_request(keys: Any, schema: Any, apart: set[str]) -> None:
-    assert set(get_type_hints(keys)) | apart == set(schema.model_fields)
 
 
 def test_both_clients_have_the_same_methods_and_arguments() -> None:

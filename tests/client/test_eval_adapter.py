@@ -73,13 +73,13 @@ def service() -> Service:
 @pytest.fixture
 def make(service: Service, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Makes the harness's model on the service."""
-    from logsteer import lm_eval
+    from logsteer.lm_eval import model
 
     transport = httpx.MockTransport(service)
     monkeypatch.setattr(
-        lm_eval, "Client", lambda url, **more: Client(url, transport=transport, **more)
+        model, "Client", lambda url, **more: Client(url, transport=transport, **more)
     )
-    return lm_eval.LogsteerLM
+    return model.LogsteerLM
 
 
 def score(model: Any) -> Any:

@@ -17,7 +17,7 @@ from logsteer import (
     TransportError,
     UnavailableError,
 )
-from logsteer._exchange import Policy, _retry_after
+from logsteer._exchange import RetryPolicy, _retry_after
 
 from .documents import HEALTH
 from .scripted import Caller, Script, problem
@@ -98,12 +98,12 @@ def test_retry_after_is_read(value: str | None, seconds: float | None) -> None:
 
 
 def test_pauses_grow_to_a_bound() -> None:
-    longest = Policy(max_retries=9, jitter=lambda: 0.0)
+    longest = RetryPolicy(max_retries=9, jitter=lambda: 0.0)
     assert [longest.pause(k, None) for k in range(6)] == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0]
-    shortest = Policy(max_retries=9, jitter=lambda: 1.0)
+    shortest = RetryPolicy(max_retries=9, jitter=lambda: 1.0)
     assert [shortest.pause(k, None) for k in range(3)] == [0.25, 0.5, 1.0]
-    assert Policy(max_retries=2).pause(2, None) is None
-    assert Policy(max_retries=2).pause(2, 1.0) is None
+    assert RetryPolicy(max_retries=2).pause(2, None) is None
+    assert RetryPolicy(max_retries=2).pause(2, 1.0) is None
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from logsteer import Client
-from logsteer.datasets import draw_prompts, read_prompts, register_dataset
 from logsteer.errors import InvalidRequestError
+from logsteer.extras.datasets import draw_prompts, read_prompts, register_dataset
 from tests.client.documents import ANSWER
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from logsteer_server.contract.jobs import Direction, Override
+from logsteer_server.contract.parameters import Direction, Override
 from tests.conftest import DEMO_MODEL
 
 Tensors = Mapping[str, Tensor]

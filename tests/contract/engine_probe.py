@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import (
     CaptureJob,
     CaptureOutput,
-    EngineSpec,
     GenerateJob,
     GenerateOutput,
     Job,
@@ -22,7 +22,7 @@ from logsteer_server.contract.jobs import (
     ScoreJob,
     ScoreOutput,
 )
-from logsteer_server.contract.plan import Positions, Site, SteeringPlan, StreamOp
+from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
 from logsteer_server.engines.vllm.engine import VllmEngine
 
 GREEDY = Policy(temperature=0.0)
@@ -42,7 +42,7 @@ def make_plans(width: int) -> list[SteeringPlan]:
         SteeringPlan(
             (
                 Site(n % 5, "resid_post", draw(2.0)),
-                Site((n + 2) % 5, "resid_post", draw(1.0), (StreamOp(draw(1.0)),)),
+                Site((n + 2) % 5, "resid_post", draw(1.0), (ResidualOp(draw(1.0)),)),
             ),
             positions,
         )
@@ -105,6 +105,16 @@ def read(result: JobResult) -> list[float]:
     return numbers
 
 
+def cancel_refused(engine: VllmEngine) -> None:
+    """Cancel one of two jobs that were refused at once: it gives no result."""
+    job = ScoreJob(np.ones(10_000, np.int32), np.ones(1, np.int32))
+    engine.add([(0, job), (1, job)])
+    engine.cancel([1])
+    reported = [job_id for job_id, _ in engine.step()]
+    assert reported == [0], f"results of {reported}, 1 was cancelled"
+    assert not engine.busy
+
+
 def main() -> None:
     """Run the jobs with and without pressure, and with half of them cancelled in the middle."""
     args = {"max_num_batched_tokens": 32, "max_num_seqs": 16}
@@ -112,7 +122,7 @@ def main() -> None:
         EngineSpec("probe", "vllm", sys.argv[1], dtype="float32", compile=False,
                    max_model_len=320, memory="2MiB", engine_args=args)
     )  # fmt: skip
-    scheduler = engine._core.scheduler
+    scheduler = engine._vllm.engine_core.scheduler
     preempt = scheduler._preempt_request
     preempted: list[Any] = []
 
@@ -121,6 +131,7 @@ def main() -> None:
         return preempt(request, *rest, **more)
 
     scheduler._preempt_request = count
+    cancel_refused(engine)
     jobs = dict(enumerate(make_jobs(engine.info.vocab_size, engine.info.hidden_size)))
     alone = {index: run(engine, {index: job})[index] for index, job in jobs.items()}
     scheduler.reset_prefix_cache()

@@ -46,13 +46,18 @@ def test_every_column_is_its_definition(
         context = client.tokenize(prompt).results[0].token_ids
         for completion in result.completions:
             assert completion.columns is not None
-            assert completion.columns.keys() == set(ALL_COLUMNS)
+            assert completion.ranks is not None
+            columns = completion.columns | {
+                "logprob": completion.logprobs,
+                "rank": [float(rank) for rank in completion.ranks],
+            }
+            assert columns.keys() == set(ALL_COLUMNS)
             ids = torch.tensor([*context, *completion.token_ids])
             with torch.no_grad():
                 logits_RV = reference.model(ids[None]).logits[0, len(context) - 1 : -1]
             expected = reference_columns(logits_RV, ids[len(context) :], policy, eos_ids=(2,))
             for name, values in expected.items():
-                found = finite(completion.columns[name])
+                found = finite(columns[name])
                 same = np.isfinite(found) == np.isfinite(values)
                 close = np.isclose(found, values, atol=2e-3, rtol=1e-3)
                 assert (same & (close | ~np.isfinite(values))).mean() > 0.9, name
@@ -71,10 +76,10 @@ def test_diagnostics_of_a_sample_are_those_it_was_generated_with(client: Client)
             assert completion.columns is not None
             assert completion.aggregates is not None
             assert target.aggregates is not None
-            own = completion.columns["logprob"]
-            assert own == pytest.approx(completion.logprobs, abs=1e-4)
+            assert target.columns is not None
+            assert target.logprobs == pytest.approx(completion.logprobs, abs=1e-4)
             for name in ("log_q", "rb_entropy", "head_mass", "margin"):
-                values = finite(getattr(target, name))
+                values = finite(target.columns[name])
                 assert values == pytest.approx(finite(completion.columns[name]), abs=1e-4)
             assert completion.aggregates["surprisal"].sum == pytest.approx(
                 -(completion.logprob or 0), abs=1e-3
@@ -90,7 +95,7 @@ def test_what_was_sampled_lies_inside_the_policy(client: Client) -> None:
         for completion in result.completions:
             assert completion.columns is not None
             assert all(value is not None for value in completion.columns["log_q"])
-            log_q, logprob = (np.array(completion.columns[n]) for n in ("log_q", "logprob"))
+            log_q, logprob = np.array(completion.columns["log_q"]), np.array(completion.logprobs)
             assert (log_q <= 1e-6).all()
             assert not np.allclose(log_q, logprob)
 
@@ -122,8 +127,9 @@ def test_steered_samples_have_steered_diagnostics(client: Client) -> None:
     assert answer.steering is not None
     assert answer.steering.tokens_steered > 0
     for completion in answer.results[0].completions:
-        assert completion.columns is not None
-        assert completion.columns["logprob"] == pytest.approx(completion.logprobs, abs=1e-4)
+        assert completion.aggregates is not None
+        total = completion.aggregates["logprob"].sum
+        assert total == pytest.approx(completion.logprob, abs=1e-4 * completion.num_tokens)
 
 
 def test_diagnostics_are_not_streamed(client: Client) -> None:

@@ -9,14 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from logsteer_server.contract.jobs import (
-    Direction,
-    GradientJob,
-    GradientOutput,
-    JobFailure,
-    ScoreJob,
-)
-from logsteer_server.contract.plan import Positions, Site, SteeringPlan, StreamOp
+from logsteer_server.contract.jobs import GradientJob, GradientOutput, JobFailure, ScoreJob
+from logsteer_server.contract.parameters import Direction
+from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
 from tests.conftest import DEMO_MODEL
 from tests.contract.directions import (
     at,
@@ -67,11 +62,11 @@ def direction(tensors: Any, tmp_path_factory: pytest.TempPathFactory) -> Directi
 
 
 def tail(ids: np.ndarray, count: int, **fields: Any) -> GradientJob:
-    """The job that derives the last tokens' log-probability."""
+    """The job that differentiates the last tokens' log-probability."""
     return GradientJob(ids[:-1], ids[-count:], **fields)
 
 
-def derive_along(engine: Any, ids: np.ndarray, along: Direction) -> np.ndarray:
+def differentiate_along(engine: Any, ids: np.ndarray, along: Direction) -> np.ndarray:
     """The directional derivative of every token but the first."""
     output = run(engine, tail(ids, len(ids) - 1, along=along))[0]
     assert isinstance(output, GradientOutput)
@@ -146,9 +141,9 @@ def test_positions_choose_tokens_as_they_do_for_steering(engine: Any, kind: str)
 def steered_sites(name: str | None, width: int) -> tuple[Site, ...]:
     u, w = draw_vector(width, norm=1.0), draw_vector(width, seed=3, norm=1.0)
     ops = (
-        StreamOp(u, base=2.0, keep=0.0),
-        StreamOp(u, per_norm=0.3, per_component=1.0),
-        StreamOp(w, degrees=20.0),
+        ResidualOp(u, base=2.0, keep=0.0),
+        ResidualOp(u, per_norm=0.3, per_component=1.0),
+        ResidualOp(w, degrees=20.0),
     )
     return {
         None: (),
@@ -259,7 +254,7 @@ def test_a_directional_derivative_is_the_gradient_of_autograd(
 ) -> None:
     ids = draw_ids(np.random.default_rng(7), 30)
     wanted = sum(map(float, sum_products(load_model(DEMO_MODEL), ids, tensors)))
-    found = derive_along(engine, ids, direction).sum()
+    found = differentiate_along(engine, ids, direction).sum()
     print(f"\ndirectional derivative against autograd, float32: {abs(found / wanted - 1):.1e}")
     assert found == pytest.approx(wanted, rel=1e-4)
 
@@ -294,7 +289,7 @@ def test_other_architectures_are_autograd_on_transformers(name: str, tmp_path: P
     engine, model = build(path), load_model(path)
     tensors = draw_direction(model)
     ids = draw_ids(np.random.default_rng(9), 30)
-    found = derive_along(engine, ids, write_direction(tmp_path, tensors)).sum()
+    found = differentiate_along(engine, ids, write_direction(tmp_path, tensors)).sum()
     wanted = sum(map(float, sum_products(model, ids, tensors)))
     assert found == pytest.approx(wanted, rel=1e-4)
     if name != "opt":  # whose blocks transformers keeps elsewhere
@@ -303,7 +298,7 @@ def test_other_architectures_are_autograd_on_transformers(name: str, tmp_path: P
         assert relative(gradient, expected) < 1e-4
 
 
-def test_rows_are_derived_in_chunks_of_bounded_size(
+def test_rows_are_differentiated_in_chunks_of_bounded_size(
     fine: Any, fine_path: Path, fine_direction: Direction
 ) -> None:
     small = build(fine_path, dtype="float64", chunk_bytes=2**20)  # 15 rows of this vocabulary
@@ -320,7 +315,7 @@ def test_rows_are_derived_in_chunks_of_bounded_size(
             assert relative(parts.gradients[0], whole.gradients[0]) < 1e-9
 
 
-def test_what_cannot_be_derived_is_refused(engine: Any) -> None:
+def test_what_cannot_be_differentiated_is_refused(engine: Any) -> None:
     ids = draw_ids(np.random.default_rng(11), 8)
     for fields, code, reason in (
         ({}, "invalid_request", "activations or a direction"),

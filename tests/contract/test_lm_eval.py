@@ -19,10 +19,10 @@ from lm_eval.tasks import TaskManager
 
 import corpus
 from logsteer import Client
-from logsteer._chat import render_chat
-from logsteer._eval_settings import DEFAULT_BATCH_SIZE
 from logsteer.errors import LogsteerError
 from logsteer.lm_eval import LogsteerLM
+from logsteer.lm_eval.chat import render_chat
+from logsteer.lm_eval.settings import DEFAULT_BATCH_SIZE
 from logsteer.schemas import Steering
 from logsteer.schemas.openai import TokenizerInfo
 from tests.conftest import DEMO_MODEL, SHARED, STORIES_MODEL, Server, needs_shared

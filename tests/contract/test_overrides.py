@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 from logsteer_server.contract.jobs import (
     CheckOverrideJob,
     CheckOverrideOutput,
-    Direction,
     GenerateJob,
     JobFailure,
     Policy,
     ScoreJob,
 )
+from logsteer_server.contract.parameters import Direction
 from logsteer_server.contract.plan import Site, SteeringPlan
 from tests.conftest import DEMO_MODEL
 from tests.contract.directions import (
@@ -31,7 +31,7 @@ from tests.contract.directions import (
     save_model,
     write_direction,
 )
-from tests.contract.test_gradient import derive_along
+from tests.contract.test_gradient import differentiate_along
 from tests.contract.tlens_cases import (
     BATCH,
     OTHERS,
@@ -228,7 +228,7 @@ def test_a_direction_that_does_not_fit_is_refused(engine: Any, name: str, tmp_pa
     shapes, reason = BAD[name]
     file = write_direction(tmp_path, {key: torch.ones(size) for key, size in shapes.items()})
     ids = draw_ids(np.random.default_rng(9), 5)
-    for job in (CheckOverrideJob(shapes), whole(ids, override=at(file, 1.0))):
+    for job in (CheckOverrideJob(shapes=shapes), whole(ids, override=at(file, 1.0))):
         failure = run(engine, job)[0]
         assert isinstance(failure, JobFailure)
         assert failure.code == "invalid_vector"
@@ -236,7 +236,7 @@ def test_a_direction_that_does_not_fit_is_refused(engine: Any, name: str, tmp_pa
 
 
 def test_what_a_direction_moves_is_counted(engine: Any) -> None:
-    output = run(engine, CheckOverrideJob({"model.norm.weight": (128,)}))[0]
+    output = run(engine, CheckOverrideJob(shapes={"model.norm.weight": (128,)}))[0]
     total = sum(parameter.numel() for parameter in load_model(DEMO_MODEL).parameters())
     assert output == CheckOverrideOutput(128, total)
 
@@ -265,16 +265,16 @@ def test_directions_in_memory_are_bounded(tmp_path: Path) -> None:
     ids = draw_ids(np.random.default_rng(11), 5)
     for file in (files[0], files[1], files[0], files[2], files[3]):
         run(engine, whole(ids, override=at(file, 0.1)))
-    assert list(engine._directions._kept) == [files[2].sha256, files[3].sha256]
+    assert list(engine._deltas._directions) == [files[2].sha256, files[3].sha256]
     large = write_direction(tmp_path, {"model.embed_tokens.weight": torch.ones(1436, 128)})
     engine.add([(i, whole(ids, override=at(large, 0.1 * i))) for i in range(2)])
     results = engine.step()
     assert engine.busy
-    assert list(engine._directions._kept) == [large.sha256]
+    assert list(engine._deltas._directions) == [large.sha256]
     assert len(results + engine.step()) == 2
     assert not engine.busy
-    assert not engine._directions._kept
-    assert engine._directions._shifted is None
+    assert not engine._deltas._directions
+    assert engine._deltas._applied is None
 
 
 ETAS = [10.0**-n for n in range(3, 10)]
@@ -291,7 +291,7 @@ def test_small_etas_are_linear_over_six_decades(engine: Any, tmp_path: Path, dty
     one = engine if dtype == "float32" else build(path, dtype)
     ids = draw_ids(np.random.default_rng(12), 40)
     along = write_direction(tmp_path, follow_gradient(load_model(path), ids, 0.1))
-    slope = float(derive_along(one, ids, along).sum())
+    slope = float(differentiate_along(one, ids, along).sum())
     base, *found = score(
         one,
         whole(ids, double=True),

@@ -19,7 +19,7 @@ from logsteer_server.contract.jobs import (
     ScoreJob,
     ScoreOutput,
 )
-from logsteer_server.contract.plan import Positions, Site, SteeringPlan, StreamOp
+from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
 from tests.conftest import DEMO_MODEL
 from tests.contract.directions import read_logprobs
 from tests.contract.tlens_cases import (
@@ -62,6 +62,11 @@ def test_the_engine_says_what_it_is(engine: Any) -> None:
     assert not {"attn.hook_pattern", "attn.hook_result", "hook_resid_post"} & set(info.hooks)
 
 
+def test_every_kind_of_job_has_a_queue(engine: Any) -> None:
+    kinds = {kind.__name__ for kind in Job.__subclasses__()}
+    assert {kind.__name__ for kind in engine._queues} == kinds
+
+
 def test_scores_are_transformers_alone_and_in_any_batch(engine: Any, reference: Any) -> None:
     rng = np.random.default_rng(1)
     texts = [draw_ids(rng, int(n)) for n in rng.integers(2, 300, 30)]
@@ -85,7 +90,7 @@ def test_scores_are_transformers_alone_and_in_any_batch(engine: Any, reference: 
 
 def test_alternatives_are_read_from_the_last_row(engine: Any, prompt: np.ndarray) -> None:
     targets = np.arange(5, 90, dtype=np.int32)
-    output = run(engine, ScoreJob(prompt, targets, alternatives=True))[0]
+    output = run(engine, ScoreJob(prompt, targets, shares_row=True))[0]
     apart = score(engine, *(ScoreJob(prompt, np.array([t], np.int32)) for t in targets))
     assert output.columns["logprob"] == pytest.approx(np.concatenate(apart), abs=BATCH)
 
@@ -177,7 +182,7 @@ def bad_jobs(ids: np.ndarray) -> list[tuple[str, Job, str, str]]:
     v = draw_vector()
     return [
         ("width", steered(Site(1, "resid_post", v[:64])), "invalid_vector", "128 wide"),
-        ("mixed", steered(Site(1, "resid_post", v, (StreamOp(U[:9]),))), "invalid_vector", "9"),
+        ("mixed", steered(Site(1, "resid_post", v, (ResidualOp(U[:9]),))), "invalid_vector", "9"),
         ("nan", steered(Site(1, "resid_post", nan)), "invalid_vector", "finite"),
         ("nothing", steered(Site(1, "resid_post", None)), "invalid_vector", "nothing"),
         ("twice", steered(Site(1, "resid_pre", v), Site(1, "hook_in", v)), "invalid_vector", "two"),

@@ -1,5 +1,6 @@
 """Continuations on the TransformerLens engine: tokens, their text, where they end, who waits."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,8 +8,14 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
 
-from logsteer_server.contract.jobs import CaptureJob, GenerateJob, GenerateOutput, JobResult, Policy
-from tests.contract.directions import read_logprobs
+from logsteer_server.contract.jobs import (
+    CaptureJob,
+    GenerateJob,
+    GenerateOutput,
+    JobResult,
+    Policy,
+)
+from tests.contract.directions import at, read_logprobs, write_direction
 from tests.contract.tlens_cases import (
     BATCH,
     GREEDY,
@@ -165,6 +172,43 @@ def test_cancelled_jobs_go_at_once_and_leave_the_others_as_they_are(
     engine.cancel([5])
     assert not engine.busy
     assert engine.step() == []
+
+
+def test_a_steered_row_is_cancelled_after_another_has_ended(
+    engine: Any, prompt: np.ndarray
+) -> None:
+    jobs = [GenerateJob(prompt, n, seed=n, ignore_eos=True, plan=add_plan()) for n in (3, 40, 20)]
+    alone = run(engine, jobs[2])[0]
+    engine.add(list(enumerate(jobs)))
+    while [i for i, _ in engine.step()] != [0]:
+        pass
+    engine.step()
+    engine.cancel([1])
+    found = dict(result for _ in range(20) for result in engine.step())
+    assert found.keys() == {2}
+    output = found[2]
+    assert isinstance(output, GenerateOutput)
+    assert output.token_ids.tolist() == alone.token_ids.tolist()
+    assert (output.trace and output.trace.tokens) == alone.trace.tokens
+
+
+def test_what_waits_for_cancelled_continuations_starts(
+    engine: Any, prompt: np.ndarray, tmp_path: Path
+) -> None:
+    """Only so many batches under a parameter delta run at once, each with its own parameters."""
+    direction = write_direction(tmp_path, {"model.norm.weight": torch.full((128,), 0.1)})
+    jobs = [
+        GenerateJob(prompt, 40, seed=n, ignore_eos=True, override=at(direction, 0.1 * n))
+        for n in range(3)
+    ]
+    engine.add(list(enumerate(jobs)))
+    for _ in range(8):
+        assert engine.step() == []
+    engine.cancel([0, 1])
+    assert engine.busy
+    found = [i for _ in range(60) for i, _ in engine.step()]
+    assert found == [2]
+    assert not engine.busy
 
 
 def test_nobody_waits_for_a_long_continuation(engine: Any, prompt: np.ndarray) -> None:

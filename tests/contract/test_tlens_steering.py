@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from logsteer_server.contract.jobs import GenerateJob, JobFailure, ScoreJob
-from logsteer_server.contract.plan import Positions, Site, SteeringPlan, StreamOp
+from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
 from tests.conftest import DEMO_MODEL
 from tests.contract.directions import read_logprobs
 from tests.contract.tlens_cases import (
@@ -71,6 +71,18 @@ def test_half_a_batch_steered_leaves_the_other_half_alone(engine: Any, prompt: n
         assert (np.abs(values - unsteered).max() < BATCH) == (job.plan is None)
 
 
+def test_the_example_of_padded_prompts() -> None:
+    """Of the module `steering`: where the steered tokens are, in the first pass and the next."""
+    from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow, TokenRange
+
+    plan = add_plan("last_prompt")
+    steering = BatchSteering([SteeredRow(plan, (), 2), SteeredRow(plan, (), 4)])
+    tokens = steering._find_tokens([TokenRange(2, 0, 2), TokenRange(0, 0, 4)], 4)
+    assert (tokens.place_N.tolist(), tokens.row_N.tolist()) == ([3, 7], [0, 1])
+    tokens = steering._find_tokens([TokenRange(0, 2, 3), TokenRange(0, 4, 5)], 1)
+    assert not len(tokens.place_N)
+
+
 UNIT = torch.from_numpy(U)
 
 
@@ -88,26 +100,26 @@ def along(x: Tensor) -> Tensor:
     return (x @ UNIT)[..., None]
 
 
-OPS: dict[str, tuple[np.ndarray | None, tuple[StreamOp, ...], Callable[[Tensor], Tensor]]] = {
+OPS: dict[str, tuple[np.ndarray | None, tuple[ResidualOp, ...], Callable[[Tensor], Tensor]]] = {
     "add": (4 * U, (), lambda x: x + 4 * UNIT),
-    "ablate": (None, (StreamOp(U),), lambda x: x - along(x) * UNIT),
-    "project": (None, (StreamOp(U, base=3.0),), lambda x: x + (3 - along(x)) * UNIT),
+    "ablate": (None, (ResidualOp(U),), lambda x: x - along(x) * UNIT),
+    "project": (None, (ResidualOp(U, base=3.0),), lambda x: x + (3 - along(x)) * UNIT),
     "clamp": (
         None,
-        (StreamOp(U, per_component=1.0, low=-0.5, high=0.25),),
+        (ResidualOp(U, per_component=1.0, low=-0.5, high=0.25),),
         lambda x: x + (along(x).clamp(-0.5, 0.25) - along(x)) * UNIT,
     ),
     "replace": (
-        None, (StreamOp(U, base=6.0, keep=0.0),), lambda x: (6 * UNIT).expand_as(x),
+        None, (ResidualOp(U, base=6.0, keep=0.0),), lambda x: (6 * UNIT).expand_as(x),
     ),
-    "rotate": (None, (StreamOp(U, degrees=25.0),), lambda x: turn(x, 25.0)),
+    "rotate": (None, (ResidualOp(U, degrees=25.0),), lambda x: turn(x, 25.0)),
     "residual norm": (
         None,
-        (StreamOp(U, per_norm=0.4, per_component=1.0),),
+        (ResidualOp(U, per_norm=0.4, per_component=1.0),),
         lambda x: x + 0.4 * x.norm(dim=-1, keepdim=True) * UNIT,
     ),
     "add, then ablate": (
-        draw_vector(seed=9), (StreamOp(U),),
+        draw_vector(seed=9), (ResidualOp(U),),
         lambda x: (y := x + torch.from_numpy(draw_vector(seed=9))) - along(y) * UNIT,
     ),
 }  # fmt: skip

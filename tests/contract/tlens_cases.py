@@ -7,7 +7,13 @@ import numpy as np
 import torch
 from transformers import Gemma2Config, GPT2Config, OPTConfig
 
-from logsteer_server.contract.jobs import EngineSpec, Job, JobResult, Policy, ScoreJob
+from logsteer_server.contract.engine import EngineSpec
+from logsteer_server.contract.jobs import (
+    Job,
+    JobResult,
+    Policy,
+    ScoreJob,
+)
 from logsteer_server.contract.plan import Positions, Site, SteeringPlan
 from tests.conftest import DEMO_MODEL
 

@@ -10,7 +10,7 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
-from logsteer_server.stores import pt_file
+from logsteer_server.stores.formats import pt_file
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "safetensors.numpy", pt_file.__name__])

@@ -1,7 +1,7 @@
 """A small model's description and a source without vectors, for tests of steering."""
 
 from logsteer.errors import api_error
-from logsteer_server.contract.jobs import EngineInfo
+from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.stores.vectors import StoredVectors
 
 INFO = EngineInfo(
@@ -33,6 +33,6 @@ class NoVectors:
         """Never anything. Errors: APIError `unknown_vector`."""
         raise api_error("unknown_vector", f"No vector is named {name!r}.")
 
-    def read(self, sha256: str) -> StoredVectors:
+    def find_content(self, sha256: str) -> StoredVectors:
         """Never anything. Errors: APIError `unknown_vector`."""
         raise api_error("unknown_vector", f"No vector has the content {sha256}.")

@@ -5,14 +5,8 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from logsteer_server.contract.jobs import (
-    Adapter,
-    Direction,
-    Override,
-    Policy,
-    ScoreJob,
-    ScoreOutput,
-)
+from logsteer_server.contract.jobs import Policy, ScoreJob, ScoreOutput
+from logsteer_server.contract.parameters import Adapter, Direction, Override
 from logsteer_server.contract.plan import Positions, Site, SteeringPlan, SteeringTrace
 from logsteer_server.models.cache import (
     digest_scope,
@@ -33,7 +27,7 @@ VARIED_JOBS = {
     "targets": replace(JOB, targets=np.array([3, 5], dtype=np.int32)),
     "columns": replace(JOB, columns=("logprob", "entropy")),
     "top": replace(JOB, top=1),
-    "alternatives": replace(JOB, alternatives=True),
+    "shares_row": replace(JOB, shares_row=True),
     "plan": replace(JOB, plan=plan_of(1.0)),
     "policy": replace(JOB, policy=Policy(temperature=0.5)),
     "double": replace(JOB, double=True),

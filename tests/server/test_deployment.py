@@ -196,7 +196,7 @@ def test_the_build_context_leaves_out(path: str) -> None:
     assert is_ignored(path, read_ignore_patterns())
 
 
-@pytest.mark.parametrize("path", ["client/logsteer/cli.py", "demo/model/config.json"])
+@pytest.mark.parametrize("path", ["client/logsteer/cli/command.py", "demo/model/config.json"])
 def test_the_build_context_has(path: str) -> None:
     assert not is_ignored(path, read_ignore_patterns())
 
@@ -344,7 +344,7 @@ def test_the_demo_model_lies_where_the_image_puts_it(outside: None) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_steering_vectors_are_kept_in_the_volume(
+def test_stores_lie_in_the_volume(
     target: str, outside: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = re.search(r"HOME=(\S+)", STAGES[target].last("ENV"))
@@ -353,4 +353,4 @@ def test_steering_vectors_are_kept_in_the_volume(
     monkeypatch.delenv("XDG_DATA_HOME", raising=False)
     (volume,) = json.loads(STAGES[target].last("VOLUME"))
     for config in CONFIGS:
-        assert load_settings(config).vector_path.is_relative_to(volume)
+        assert load_settings(config).store_path.is_relative_to(volume)

@@ -31,7 +31,7 @@ ENTRIES = LAYERS[0]
 ONLY_IN = {
     "fastapi": {"app", "http", "routes"},
     "uvicorn": {"__main__"},
-    "torch": {"embedded", "numerics", "engines.tlens", "engines.vllm", "stores.pt_file"},
+    "torch": {"embedded", "numerics", "engines.tlens", "engines.vllm", "stores.formats.pt_file"},
     "vllm": {"engines.vllm"},
     "transformer_lens": {"engines.tlens"},
     "transformers": {"text", "engines.tlens"},
@@ -140,8 +140,14 @@ def test_no_module_is_a_drawer() -> None:
         assert path.stem not in {"utils", "util", "helpers", "common_utils", "manager", "misc"}
 
 
+WRITTEN = {"_sync_methods.py", "_async_methods.py"}
+"""Files that `make client` writes: as long as the schemas have fields."""
+
+
 def test_files_and_functions_are_of_readable_size() -> None:
     for path in [*server_modules(), *CLIENT.rglob("*.py")]:
+        if path.name in WRITTEN:
+            continue
         text = path.read_text()
         assert len(text.splitlines()) <= 400, path
         for node in ast.walk(ast.parse(text)):
@@ -157,3 +163,34 @@ def test_the_http_process_loads_neither_torch_nor_vllm() -> None:
         "sys.exit(bool({'torch', 'vllm', 'scipy', 'sklearn'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_no_class_name_is_used_twice() -> None:
+    places: dict[str, list[str]] = {}
+    for path in [*server_modules(), *CLIENT.rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    twice = {name: found for name, found in places.items() if len(found) > 1}
+    assert twice == {}
+
+
+NO_VERBS = {
+    "A", "All", "An", "Each", "Every", "How", "Index", "Nothing", "Nothing;", "One", "The", "What",
+    "Whether", "Where", "Why",
+}  # fmt: skip
+
+
+def is_described_as_a_thing(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Properties are; and so are routes, whose docstrings are the descriptions of endpoints."""
+    names = {getattr(part, "id", getattr(part, "attr", "")) for d in node.decorator_list
+             for part in ast.walk(d)}  # fmt: skip
+    return bool(names & {"property", "cached_property", "router"})
+
+
+@pytest.mark.parametrize("path", server_modules(), ids=name_of)
+def test_docstrings_of_functions_begin_with_a_verb(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = (ast.get_docstring(node) or "Do").split()[0]
+            assert is_described_as_a_thing(node) or first not in NO_VERBS, f"{path}: {node.name}"

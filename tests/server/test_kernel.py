@@ -11,7 +11,7 @@ SCRIPT = """
 import json
 import numpy as np
 import torch
-from logsteer_server.contract.plan import Site, StreamOp
+from logsteer_server.contract.plan import Site, ResidualOp
 from logsteer_server.engines.vllm import kernel
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.tables import SteeringTables, Step
@@ -26,13 +26,13 @@ def unit():
     return v / np.linalg.norm(v)
 
 
-TURN = StreamOp(unit(), per_component=1, degrees=40)
+TURN = ResidualOp(unit(), per_component=1, degrees=40)
 PLANS = [
     (2 * unit(), ()),
-    (None, (StreamOp(unit()),)),
-    (unit(), (TURN, StreamOp(unit(), per_norm=0.5, keep=0))),
-    (None, (StreamOp(unit(), per_component=1, low=3, high=4),)),
-    (None, (StreamOp(unit(), per_component=1, degrees=-170),)),
+    (None, (ResidualOp(unit()),)),
+    (unit(), (TURN, ResidualOp(unit(), per_norm=0.5, keep=0))),
+    (None, (ResidualOp(unit(), per_component=1, low=3, high=4),)),
+    (None, (ResidualOp(unit(), per_component=1, degrees=-170),)),
 ]
 
 

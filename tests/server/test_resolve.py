@@ -11,7 +11,7 @@ from logsteer.errors import APIError
 from logsteer.schemas import Steering
 from logsteer_server.contract.jobs import GenerateJob, ScoreJob
 from logsteer_server.contract.plan import Positions, SteeringPlan
-from logsteer_server.interventions.changes import Changes
+from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.interventions.steering import ResolvedSteering, resolve_steering
 from tests.server.steering_cases import INFO, NoVectors
 
@@ -124,7 +124,7 @@ def test_the_digest_knows_all_that_makes_a_difference() -> None:
 
 def test_a_plan_that_reaches_no_token_is_an_error() -> None:
     steering = resolve({}, positions="completion")
-    changes = Changes(steering)
+    changes = Interventions(steering)
     one_token = ScoreJob(IDS, IDS[-1:])
     with pytest.raises(APIError, match="reaches no token"):
         changes.apply([one_token])

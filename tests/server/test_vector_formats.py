@@ -20,10 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logsteer.errors import APIError
-from logsteer_server.stores.formats import read_file, write_file
-from logsteer_server.stores.gguf_file import parse_gguf, render_gguf
+from logsteer_server.stores.formats.gguf_file import parse_gguf, render_gguf
+from logsteer_server.stores.formats.pt_file import PickledVector
+from logsteer_server.stores.formats.vector_file import read_file, write_file
 from logsteer_server.stores.layer_vectors import LayerVectors
-from logsteer_server.stores.pt_file import SteeringVector
 from tests.server import forked_reader
 
 FILES = Path(__file__).parent / "vector_files"
@@ -258,7 +258,7 @@ def test_a_pickle_with_code_is_refused_and_not_run(tmp_path: Path) -> None:
     mark = tmp_path / "run"
     refuse(save_torch({1: Exploit(mark)}), "pickles are not run here")
     refuse(pickle.dumps({1: Exploit(mark)}), "the file of torch.save was refused")
-    stand_in = SteeringVector()
+    stand_in = PickledVector()
     stand_in.layer_activations = {1: Exploit(mark)}
     refuse(save_torch(stand_in), "pickles are not run here")
     assert not mark.exists()
@@ -325,7 +325,7 @@ def test_a_broken_torch_file_is_refused() -> None:
 
 def test_reading_files_never_loads_torch_here() -> None:
     code = (
-        "import sys; from logsteer_server.stores.formats import read_file;"
+        "import sys; from logsteer_server.stores.formats.vector_file import read_file;"
         f"read_file(open({str(FILES / 'layers.pt')!r}, 'rb').read());"
         "sys.exit('torch' in sys.modules)"
     )

@@ -1,9 +1,7 @@
-"""The vector store: what is put in comes back, whatever happens to the server or the file."""
+"""The store of vectors: what is put in comes back parsed, whatever happens to the server."""
 
 import asyncio
 import itertools
-import os
-import sqlite3
 import subprocess
 import sys
 import time
@@ -14,12 +12,12 @@ import numpy as np
 import pytest
 
 from logsteer.errors import APIError, NotFoundError, PayloadTooLargeError
-from logsteer.schemas import VectorAbout
-from logsteer_server.settings import ConfigurationError, ModelSettings, Settings
+from logsteer_server.stores import vectors as vectors_module
 from logsteer_server.stores.layer_vectors import LayerVectors, parse_content
-from logsteer_server.stores.vectors import VectorStore, check_vector_file
+from logsteer_server.stores.store import VECTORS, Store, StoredContent
+from logsteer_server.stores.vectors import VectorStore
+from tests.server.store_cases import ABOUT
 
-ABOUT = VectorAbout(source="upload", format="safetensors")
 MIB = 2**20
 
 
@@ -28,25 +26,27 @@ def make(seed: int, width: int = 8, layers: tuple[int, ...] = (2, 10)) -> LayerV
     return LayerVectors({layer: random.standard_normal(width) for layer in layers})
 
 
+def open_store(root: Path, max_bytes: int = MIB) -> VectorStore:
+    return VectorStore(Store(VECTORS, root, max_bytes))
+
+
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "vectors.sqlite"
+def store(tmp_path: Path) -> VectorStore:
+    return open_store(tmp_path)
 
 
-def test_what_is_put_comes_back_after_a_restart(path: Path) -> None:
-    store = VectorStore(path, MIB)
+def test_what_is_put_comes_back_after_a_restart(store: VectorStore, tmp_path: Path) -> None:
     card = store.put("happy", make(1), ABOUT)
-    store.close()
-    store = VectorStore(path, MIB)
+    store = open_store(tmp_path)
     found = store.find("happy")
     assert (found.name, found.sha256, found.vectors) == ("happy", make(1).sha256, make(1))
-    assert store.read(card.sha256).vectors == make(1)
-    assert store.read(card.sha256).name is None
-    assert store.describe("happy") == card
-    assert store.list_all() == ([card], card.bytes)
+    assert store.find_content(card.sha256).vectors == make(1)
+    assert store.find_content(card.sha256).name is None
+    assert store.files.describe("happy") == card
+    assert store.files.list_all() == ([card], card.bytes)
+    assert store.files.find("happy").path.read_bytes() == make(1).content
     assert card.layers == [2, 10]
     assert card.norms["2"] == pytest.approx(np.linalg.norm(make(1).layers[2]))
-    store.close()
 
 
 def test_the_content_address_is_pinned() -> None:
@@ -99,37 +99,18 @@ def test_vectors_that_cannot_be_used_are_refused(layers: object, hook: str, reas
     assert caught.value.code == "invalid_vector"
 
 
-def test_a_content_stays_as_long_as_a_name_points_to_it(path: Path) -> None:
-    store = VectorStore(path, MIB)
+def test_a_content_stays_as_long_as_a_name_points_to_it(store: VectorStore) -> None:
     first = store.put("a", make(1), ABOUT)
     store.put("b", make(1), ABOUT)
-    assert store.list_all()[1] == first.bytes  # kept once
-    assert store.delete("a") == first.sha256
-    assert store.read(first.sha256).vectors == make(1)
+    assert store.files.delete("a") == first.sha256
+    assert store.find_content(first.sha256).vectors == make(1)
     store.put("b", make(2), ABOUT)
-    with pytest.raises(NotFoundError, match=first.sha256):
-        store.read(first.sha256)
-    store.delete("b")
-    assert store.list_all() == ([], 0)
-    store.close()
+    with pytest.raises(NotFoundError, match=first.sha256):  # though it was read a moment ago
+        store.find_content(first.sha256)
 
 
-def test_an_unknown_name_lists_those_that_are_there(path: Path) -> None:
-    store = VectorStore(path, MIB)
-    with pytest.raises(NotFoundError, match="none is there yet"):
-        store.find("happy")
-    for name in ("b", "a"):
-        store.put(name, make(1), ABOUT)
-    for use in (store.find, store.describe, store.delete):
-        with pytest.raises(NotFoundError, match=r"'happy'; these are there: a, b\.") as caught:
-            use("happy")
-        assert caught.value.code == "unknown_vector"
-    store.close()
-
-
-def test_the_store_is_bounded_and_what_does_not_fit_changes_nothing(path: Path) -> None:
-    room = len(make(1, width=64).content)
-    store = VectorStore(path, room)
+def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    store = open_store(tmp_path, len(make(1, width=64).content))
     store.put("a", make(1, width=64), ABOUT)
     with pytest.raises(PayloadTooLargeError, match="vector_store_bytes"):
         store.put("b", make(2, width=64), ABOUT)
@@ -137,12 +118,11 @@ def test_the_store_is_bounded_and_what_does_not_fit_changes_nothing(path: Path) 
         store.put("a", make(3, width=128), ABOUT)
     assert store.find("a").vectors == make(1, width=64)
     store.put("a", make(2, width=64), ABOUT)  # takes the place of the old content
-    assert [card.name for card in store.list_all()[0]] == ["a"]
-    store.close()
+    assert [card.name for card in store.files.list_all()[0]] == ["a"]
 
 
-def test_many_threads_and_two_servers_share_a_file(path: Path) -> None:
-    stores = [VectorStore(path, MIB), VectorStore(path, MIB)]
+def test_many_threads_and_two_servers_share_a_directory(tmp_path: Path) -> None:
+    stores = [open_store(tmp_path), open_store(tmp_path)]
 
     async def use() -> None:
         async def one(index: int) -> None:
@@ -154,13 +134,11 @@ def test_many_threads_and_two_servers_share_a_file(path: Path) -> None:
         await asyncio.gather(*(one(index) for index in range(24)))
 
     asyncio.run(use())
-    assert stores[0].list_all() == stores[1].list_all()
-    assert len(stores[0].list_all()[0]) == 24
-    stores[1].delete("v3")
-    with pytest.raises(NotFoundError):  # whatever this one had cached
-        stores[0].read(make(3).sha256)
-    for store in stores:
-        store.close()
+    assert stores[0].files.list_all() == stores[1].files.list_all()
+    assert len(stores[0].files.list_all()[0]) == 24
+    stores[1].files.delete("v3")
+    with pytest.raises(NotFoundError):  # whatever this one had parsed
+        stores[0].find_content(make(3).sha256)
 
 
 def list_changes(start: int) -> Iterator[tuple[str, int | None]]:
@@ -178,25 +156,24 @@ def make_large(seed: int) -> LayerVectors:
 WRITER = """
 import sys
 from pathlib import Path
-from tests.server.test_vector_store import ABOUT, MIB, list_changes, make_large
-from logsteer_server.stores.vectors import VectorStore
+from tests.server.test_vector_store import ABOUT, MIB, list_changes, make_large, open_store
 
-store = VectorStore(Path(sys.argv[1]), 64 * MIB)
+store = open_store(Path(sys.argv[1]), 64 * MIB)
 for name, seed in list_changes(int(sys.argv[2])):
     if seed is None:
-        store.delete(name)
+        store.files.delete(name)
     else:
         store.put(name, make_large(seed), ABOUT)
     print("done", flush=True)
 """
 
 
-def test_a_server_killed_at_any_moment_has_all_that_it_reported(path: Path) -> None:
+def test_a_server_killed_at_any_moment_has_all_that_it_reported(tmp_path: Path) -> None:
     state: dict[str, int] = {}
     changes_seen = 0
     for attempt in range(8):
         writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path), str(1000 * attempt)],
+            [sys.executable, "-c", WRITER, str(tmp_path), str(1000 * attempt)],
             stdout=subprocess.PIPE,
             text=True,
             cwd=Path(__file__).parents[2],
@@ -213,11 +190,10 @@ def test_a_server_killed_at_any_moment_has_all_that_it_reported(path: Path) -> N
         # The change that was at work may be there or not, but not in part.
         changes = list(itertools.islice(list_changes(1000 * attempt), count + 1))
         states = [apply_changes(state, changes[:count]), apply_changes(state, changes)]
-        store = VectorStore(path, 64 * MIB)  # checks the file's integrity
-        found = {card.name: store.find(card.name).vectors for card in store.list_all()[0]}
+        store = open_store(tmp_path, 64 * MIB)
+        found = {card.name: store.find(card.name).vectors for card in store.files.list_all()[0]}
         (state, *_) = [s for s in states if {n: make_large(v) for n, v in s.items()} == found]
-        assert store.list_all()[1] == sum(len(vectors.content) for vectors in found.values())
-        store.close()
+        assert store.files.list_all()[1] == sum(len(vectors.content) for vectors in found.values())
     assert changes_seen > 16
 
 
@@ -228,84 +204,41 @@ def apply_changes(
     return {name: seed for name, seed in after.items() if seed is not None}
 
 
-def test_a_damaged_file_is_refused_and_left_as_it_is(path: Path) -> None:
-    store = VectorStore(path, MIB)
-    for index in range(8):
-        store.put(f"v{index}", make(index, width=1024), ABOUT)
-    store.close()
-    whole = path.read_bytes()
-    for broken in (
-        b"not a database at all, but long enough to look like some file" * 99,
-        whole[:100] + os.urandom(len(whole) - 100),
-        whole[: len(whole) // 2],
-    ):
-        path.write_bytes(broken)
-        with pytest.raises(ConfigurationError, match=r"vectors\.sqlite cannot hold vectors"):
-            VectorStore(path, MIB)
-        assert path.read_bytes() == broken
-
-
-def test_a_turned_bit_is_noticed(path: Path) -> None:
-    store = VectorStore(path, MIB)
-    vectors = make(1, width=1024)
-    store.put("a", vectors, ABOUT)
-    store.close()
-    whole = bytearray(path.read_bytes())
-    whole[whole.index(vectors.layers[10].tobytes()[:64]) + 5] ^= 4
-    path.write_bytes(whole)
-    store = VectorStore(path, MIB)
-    with pytest.raises(APIError, match="is damaged") as caught:
-        store.find("a")
-    assert caught.value.code == "internal"
-    store.close()
-
-
-def test_another_programs_database_is_refused(path: Path) -> None:
-    with sqlite3.connect(path) as db:
-        db.execute("CREATE TABLE mine (x)")
-    db.close()
-    with pytest.raises(ConfigurationError, match="another program"):
-        VectorStore(path, MIB)
-
-
-def test_a_full_disk_is_told_and_nothing_is_lost(path: Path) -> None:
-    store = VectorStore(path, MIB)
+def test_a_turned_bit_is_noticed(store: VectorStore) -> None:
+    card = store.put("a", make(1), ABOUT)
+    path = store.files.find("a").path
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 4
+    path.write_bytes(content)
+    for find, key in ((store.find, "a"), (store.find_content, card.sha256)):
+        with pytest.raises(APIError, match="is damaged") as caught:
+            find(key)
+        assert caught.value.code == "internal"
     store.put("a", make(1), ABOUT)
-    store._db.execute("PRAGMA max_page_count = 1")  # at least what there is
-    with pytest.raises(APIError, match="full") as caught:
-        store.put("b", make(2, width=8192), ABOUT)
-    assert caught.value.code == "internal"
     assert store.find("a").vectors == make(1)
-    store.close()
 
 
-def settings_of(tmp_path: Path, **fields: object) -> Settings:
-    return Settings(models=[ModelSettings(id="a", path="p")], directory=tmp_path, **fields)  # type: ignore[arg-type]
+def test_a_content_is_parsed_once(store: VectorStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = store.put("a", make(1), ABOUT)
+    first = store.find("a").vectors
+    monkeypatch.setattr(vectors_module, "parse_content", lambda content: pytest.fail("read again"))
+    assert store.find("a").vectors is first
+    assert store.find_content(card.sha256).vectors is first
+    store.put("b", make(1), ABOUT)
+    assert store.find("b").vectors is first
 
 
-def test_where_the_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
-    of_home = tmp_path / "home/.local/share/logsteer/vectors.sqlite"
-    assert settings_of(tmp_path).vector_path == of_home
-    monkeypatch.setenv("XDG_DATA_HOME", "not/absolute")
-    assert settings_of(tmp_path).vector_path == of_home
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    assert settings_of(tmp_path).vector_path == tmp_path / "data/logsteer/vectors.sqlite"
-    named = settings_of(tmp_path, vector_file=Path("here.sqlite"))
-    assert named.vector_path == tmp_path / "here.sqlite"
-
-
-def test_checking_the_settings_makes_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_is_replaced_while_it_is_read_is_read_anew(
+    store: VectorStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    check_vector_file(settings_of(tmp_path))
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ConfigurationError, match="not a directory"):
-        check_vector_file(settings_of(tmp_path, vector_file=Path("none/here.sqlite")))
-    VectorStore.open(settings_of(tmp_path)).close()
-    assert (tmp_path / "data/logsteer/vectors.sqlite").exists()
-    (tmp_path / "text").write_text("this is text, not a database" * 99)
-    with pytest.raises(ConfigurationError, match="cannot hold vectors"):
-        check_vector_file(settings_of(tmp_path, vector_file=Path("text")))
+    first = store.put("a", make(1), ABOUT)
+    find = store.files.find
+
+    def find_late(name: str) -> StoredContent:
+        found = find(name)
+        if found.sha256 == first.sha256:
+            store.put("a", make(2), ABOUT)
+        return found
+
+    monkeypatch.setattr(store.files, "find", find_late)
+    assert store.find("a").vectors == make(2)

@@ -14,6 +14,7 @@ from logsteer.schemas import TrainMethod, TrainRequest
 from logsteer_server.contract.jobs import CaptureJob, CaptureOutput
 from logsteer_server.stores.layer_vectors import LayerVectors
 from logsteer_server.tasks.training import (
+    CaptureSite,
     TrainedVectors,
     combine_vectors,
     find_principal_direction,
@@ -158,7 +159,9 @@ PAIR = {"positive": "once upon a time", "negative": "the end"}
 
 def plan(max_bytes: int = 2**30, **fields: Any) -> list[CaptureJob]:
     request = TrainRequest.model_validate({"name": "v", "pairs": [PAIR]} | fields)
-    return plan_captures(request, TextCodec.load(str(DEMO_MODEL)), INFO, max_bytes)
+    site = CaptureSite(request.hook, request.layers, request.read)
+    codec = TextCodec.load(str(DEMO_MODEL))
+    return plan_captures(request.pairs, site, request.bos, codec, INFO, max_bytes)
 
 
 def test_a_job_for_each_text() -> None:

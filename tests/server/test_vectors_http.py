@@ -235,10 +235,9 @@ def test_combinations_that_are_refused(client: Client, http: httpx.Client) -> No
 
 
 def test_limits_and_a_restart(start_server: ServerFactory, tmp_path: Path) -> None:
-    path = tmp_path / "kept.sqlite"
     config = {
         "models": [fake_model()],
-        "vector_file": str(path),
+        "store_directory": str(tmp_path / "stores"),
         "max_vector_bytes": 2048,
         "vector_store_bytes": 3000,
         "max_training_bytes": 2048,
@@ -292,15 +291,16 @@ def test_a_key_is_asked_for() -> None:
     assert asyncio.run(ask()) == [401] * 6
 
 
-def test_a_damaged_store_keeps_the_server_from_starting(tmp_path: Path) -> None:
-    (tmp_path / "bad.sqlite").write_bytes(b"no database" * 999)
-    config = {"models": [fake_model()], "vector_file": "bad.sqlite"}
+def test_a_directory_that_cannot_serve_keeps_the_server_from_starting(tmp_path: Path) -> None:
+    (tmp_path / "bad").write_bytes(b"no directory")
+    config = {"models": [fake_model()], "store_directory": "bad"}
     (tmp_path / "models.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "logsteer_server", "--config", "models.yaml"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "bad.sqlite cannot hold vectors" in done.stderr
-    assert (tmp_path / "bad.sqlite").read_bytes() == b"no database" * 999
+    assert "store_directory: " in done.stderr
+    assert "bad is not a directory" in done.stderr
+    assert (tmp_path / "bad").read_bytes() == b"no directory"
 
 
 def test_answers_are_of_the_contract(client: Client, http: httpx.Client) -> None:

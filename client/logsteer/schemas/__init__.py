@@ -5,12 +5,6 @@ from them: they are the only place where the contract is written down.
 """
 
 from logsteer.schemas.adapters import AdapterCard, AdapterList, DeletedAdapter, UsedAdapter
-from logsteer.schemas.changes import (
-    ModelChanges,
-    ParameterChanges,
-    UsedChanges,
-    UsedParameters,
-)
 from logsteer.schemas.common import (
     ALL_COLUMNS,
     Aggregate,
@@ -35,6 +29,12 @@ from logsteer.schemas.gradient import (
     GradientVariable,
     ItemGradients,
     TargetGradient,
+)
+from logsteer.schemas.interventions import (
+    AppliedInterventions,
+    AppliedParameters,
+    InterventionFields,
+    ParameterFields,
 )
 from logsteer.schemas.logprob import (
     Boundary,
@@ -130,6 +130,8 @@ __all__ = [
     "AdapterList",
     "Aggregate",
     "Answer",
+    "AppliedInterventions",
+    "AppliedParameters",
     "BosPolicy",
     "Boundary",
     "BoundaryFinding",
@@ -154,6 +156,7 @@ __all__ = [
     "GradientRequest",
     "GradientVariable",
     "Health",
+    "InterventionFields",
     "ItemGradients",
     "ItemScore",
     "LayerQuality",
@@ -162,13 +165,12 @@ __all__ = [
     "LogprobRequest",
     "Message",
     "ModelCard",
-    "ModelChanges",
     "ModelList",
     "ModelState",
     "OverflowPolicy",
     "OverrideCard",
     "OverrideList",
-    "ParameterChanges",
+    "ParameterFields",
     "ParameterOverride",
     "PerplexityAnswer",
     "PerplexityRequest",
@@ -219,9 +221,7 @@ __all__ = [
     "TrainRequest",
     "Usage",
     "UsedAdapter",
-    "UsedChanges",
     "UsedOverride",
-    "UsedParameters",
     "UsedVector",
     "VectorAbout",
     "VectorCard",

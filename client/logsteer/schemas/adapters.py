@@ -13,7 +13,7 @@ class UsedAdapter(Reply):
 
 
 class AdapterCard(Reply):
-    """One kept adapter."""
+    """One stored adapter."""
 
     name: str
     sha256: str = Field(description="Content address: SHA-256 of its configuration and weights.")
@@ -29,7 +29,7 @@ class AdapterCard(Reply):
 
 
 class AdapterList(Reply):
-    """Every kept adapter, by name."""
+    """Every stored adapter, by name."""
 
     adapters: list[AdapterCard]
     bytes: int = Field(description="Bytes of all contents; one with several names counts once.")

@@ -1,8 +1,9 @@
 """What several endpoints share: options of a request, and what every answer carries."""
 
-from typing import Annotated, Literal, get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 BosPolicy = Literal["auto", "always", "never"]
 OverflowPolicy = Literal["error", "truncate_left"]
@@ -30,6 +31,21 @@ class Reply(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
+class NamedRefusals(Request):
+    """A request that has not every common field: those that it lacks are refused with a reason."""
+
+    refused: ClassVar[Mapping[str, str]] = {}
+    """Field -> why it is not taken, and what to do instead."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_by_name(cls, data: Any) -> Any:
+        given = [name for name in cls.refused if isinstance(data, dict) and name in data]
+        if given:
+            raise ValueError(" ".join(f"{name}: {cls.refused[name]}." for name in given))
+        return data
+
+
 class RequestOptions(Request):
     """Fields that every request about a model accepts."""
 
@@ -53,13 +69,17 @@ class RequestOptions(Request):
     )
 
 
+TOP_P = "The most probable tokens that come to this probability are drawn from."
+MIN_P = "Tokens less probable than this share of the most probable one are not drawn."
+
+
 class SamplingPolicy(Request):
     """How tokens are drawn: temperature, then min_p, then top_k, then top_p, renormalised."""
 
     temperature: float = Field(default=1.0, ge=0, le=100, description="0: greedy.")
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, gt=0, le=1, description=TOP_P)
     top_k: int = Field(default=0, ge=0, description="0: every token.")
-    min_p: float = Field(default=0.0, ge=0, le=1)
+    min_p: float = Field(default=0.0, ge=0, le=1, description=MIN_P)
 
 
 class Aggregate(Reply):
@@ -79,28 +99,48 @@ Window = Annotated[
 ]
 
 
-class RowOptions(RequestOptions):
-    """Which columns are read from every scored row."""
+class PrecisionOption(Request):
+    """The precision of softmax and columns."""
 
-    columns: list[Column] = Field(
-        default=["logprob", "rank"],
-        min_length=1,
-        description="Columns read from each scored row.",
-    )
-    policy: SamplingPolicy = Field(
-        default_factory=SamplingPolicy, description="What the policy columns refer to."
-    )
     precision: Precision = Field(
         default="float32",
         description="What softmax and columns are computed in, from the model's logits. Numbers of "
         "MessagePack answers are float32 all the same.",
     )
 
-    @model_validator(mode="after")
-    def _columns_are_distinct(self) -> "RowOptions":
-        if len(set(self.columns)) != len(self.columns):
-            raise ValueError(f"columns has an entry twice: {self.columns}; name each column once")
-        return self
+
+def _distinct(columns: list[Column]) -> list[Column]:
+    if len(set(columns)) != len(columns):
+        raise ValueError(f"columns has an entry twice: {columns}; name each column once")
+    return columns
+
+
+Columns = Annotated[list[Column], Field(min_length=1), AfterValidator(_distinct)]
+"""Columns to read from each scored row, each once."""
+
+
+class RowOptions(RequestOptions, PrecisionOption):
+    """Which columns are read from every scored row."""
+
+    columns: Columns = Field(
+        default=["logprob", "rank"], description="Columns read from each scored row."
+    )
+    policy: SamplingPolicy = Field(
+        default_factory=SamplingPolicy, description="What the policy columns refer to."
+    )
+
+
+class RowColumns(Reply):
+    """What was read from the scored rows of a sequence of T tokens: an entry for each token."""
+
+    ranks: list[int] | None = Field(
+        default=None, description="1 + the number of tokens with a strictly larger logit."
+    )
+    columns: dict[str, list[Float]] | None = Field(
+        default=None,
+        description="An array for each column that was asked for, but for `logprob` and `rank`, "
+        "which are `logprobs` and `ranks`.",
+    )
 
 
 class Message(Request):

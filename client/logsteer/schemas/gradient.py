@@ -1,14 +1,15 @@
 """`POST /gradient`: derivatives of targets' log-probabilities."""
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
-from logsteer.schemas.changes import ModelChanges, UsedChanges
-from logsteer.schemas.common import Answer, BosPolicy, Float, OverflowPolicy, Reply, Request
+from logsteer.schemas.common import Answer, Float, NamedRefusals, Reply, Request, RequestOptions
+from logsteer.schemas.interventions import AppliedInterventions, InterventionFields
 from logsteer.schemas.logprob import Boundary, BoundaryFinding, LogprobItem
 from logsteer.schemas.overrides import UsedOverride
 from logsteer.schemas.steering import (
+    HOOK,
     HookName,
     PositionName,
     SlicePositions,
@@ -17,14 +18,15 @@ from logsteer.schemas.steering import (
 
 
 class GradientVariable(Request):
-    """What log-probabilities are derived by: activations, or eta along a kept direction.
+    """What log-probabilities are differentiated with respect to: activations, or eta along a
+    stored direction.
 
     An activation is what leaves its place, steering there included: the gradient says what a
     vector added to it would do.
     """
 
     layers: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, min_length=1)
-    hook: HookName = "resid_post"
+    hook: HookName = Field(default="resid_post", description=HOOK)
     positions: PositionName | SlicePositions = Field(
         default="all", description="Of the input token whose activation it is, as for steering."
     )
@@ -43,17 +45,22 @@ class GradientVariable(Request):
         return self
 
 
-class GradientRequest(ModelChanges):
-    """Targets whose summed log-probability is derived, one by one.
+class GradientRequest(RequestOptions, InterventionFields, NamedRefusals):
+    """Targets whose summed log-probability is differentiated, one by one.
 
     `steering`, `override` and `adapter` say for which model: derivatives are taken there.
     """
 
-    model: str | None = None
-    items: list[LogprobItem] = Field(min_length=1)
-    wrt: GradientVariable
-    bos: BosPolicy = "auto"
-    on_overflow: OverflowPolicy = "error"
+    refused: ClassVar[dict[str, str]] = {
+        "columns": "a gradient comes with log-probabilities alone; /logprob gives columns",
+        "policy": "a gradient comes with log-probabilities alone; /logprob gives columns",
+        "precision": "gradients are computed in the model's dtype; serve it with dtype float64",
+    }
+
+    items: list[LogprobItem] = Field(
+        min_length=1, description="Contexts and the targets scored after each."
+    )
+    wrt: GradientVariable = Field(description="What to differentiate with respect to.")
     boundary: Boundary = "joint"
 
 
@@ -87,7 +94,7 @@ class ItemGradients(Reply):
     targets: list[TargetGradient]
 
 
-class GradientAnswer(Answer, UsedChanges):
+class GradientAnswer(Answer, AppliedInterventions):
     """One result per item, in the order given; `along` is the direction, where there is one."""
 
     results: list[ItemGradients]

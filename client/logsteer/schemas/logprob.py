@@ -4,21 +4,22 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from logsteer.schemas.changes import ModelChanges, UsedChanges
 from logsteer.schemas.common import (
     ALL_COLUMNS,
     Aggregate,
     Answer,
-    Column,
+    Columns,
     Float,
     Message,
     Reply,
     Request,
+    RowColumns,
     RowOptions,
     TokenId,
     TopAlternatives,
     Window,
 )
+from logsteer.schemas.interventions import AppliedInterventions, InterventionFields
 
 Boundary = Literal["joint", "separate"]
 BoundaryFinding = Literal["exact", "merged"]
@@ -56,10 +57,12 @@ class LogprobItem(Request):
                 )
 
 
-class LogprobRequest(RowOptions, ModelChanges):
+class LogprobRequest(RowOptions, InterventionFields):
     """Targets to score, and how text is cut into tokens."""
 
-    items: list[LogprobItem] = Field(min_length=1)
+    items: list[LogprobItem] = Field(
+        min_length=1, description="Contexts and the targets scored after each."
+    )
     boundary: Boundary = Field(
         default="joint",
         description="`joint` encodes context + target together and cuts at the context's length; "
@@ -86,15 +89,14 @@ class LogprobRequest(RowOptions, ModelChanges):
 class DiagnosticsRequest(LogprobRequest):
     """Sequences whose tokens are looked at as a sampling policy saw them."""
 
-    columns: list[Column] = Field(
+    columns: Columns = Field(
         default_factory=lambda: list(ALL_COLUMNS),
-        min_length=1,
         description="Columns read from each scored row; all of them unless given.",
     )
     window: Window = 16
 
 
-class TargetScore(Reply):
+class TargetScore(RowColumns):
     """The score of one target of T tokens; the arrays have one entry per token."""
 
     target: str = Field(description="The target as given; for ids, their text.")
@@ -106,29 +108,6 @@ class TargetScore(Reply):
         "negative where white space of the context was moved to the target. Null for ids.",
     )
     logprobs: list[Float] | None = None
-    ranks: list[int] | None = Field(
-        default=None, description="1 + the number of tokens with a strictly larger logit."
-    )
-    entropy: list[Float] | None = Field(default=None, description="-sum p log p, in nats.")
-    logit_mean: list[Float] | None = Field(default=None, description="Over the vocabulary.")
-    logit_std: list[Float] | None = Field(default=None, description="Likewise, population.")
-    log_q: list[Float] | None = Field(
-        default=None, description="log q(token), q being what the policy draws from; null outside."
-    )
-    rb_entropy: list[Float] | None = Field(default=None, description="-sum q log q, in nats.")
-    head_mass: list[Float] | None = Field(default=None, description="Mass that top_p keeps.")
-    tail_mass: list[Float] | None = Field(default=None, description="1 - head_mass.")
-    top1_prob: list[Float] | None = Field(default=None, description="The largest q.")
-    margin: list[Float] | None = Field(default=None, description="Largest q less the second.")
-    two_point_entropy: list[Float] | None = Field(
-        default=None, description="Entropy of (largest q, 1 - largest q), in nats."
-    )
-    collision: list[Float] | None = Field(default=None, description="sum q^2.")
-    renyi2: list[Float] | None = Field(default=None, description="-log sum q^2, in nats.")
-    effective_support: list[Float] | None = Field(default=None, description="exp(rb_entropy).")
-    eos_prob: list[Float] | None = Field(
-        default=None, description="q of the tokens that end a sequence."
-    )
     top: TopAlternatives | None = None
     aggregates: dict[str, Aggregate] | None = Field(
         default=None, description="Of each column, and of surprisal; in /diagnostics alone."
@@ -173,7 +152,7 @@ class ItemScore(Reply):
     )
 
 
-class LogprobAnswer(Answer, UsedChanges):
+class LogprobAnswer(Answer, AppliedInterventions):
     """One result per item, in the order given."""
 
     results: list[ItemScore]

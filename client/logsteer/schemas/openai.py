@@ -4,12 +4,12 @@ Unlike logsteer's own requests these ignore fields that they do not know, as suc
 fields that would change the answer and are not supported are named and refused.
 """
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from logsteer.schemas.changes import ModelChanges, UsedChanges
-from logsteer.schemas.common import Float, Message, Reply, TokenId
+from logsteer.schemas.common import MIN_P, TOP_P, Float, Message, NamedRefusals, Reply, TokenId
+from logsteer.schemas.interventions import AppliedInterventions, InterventionFields
 
 FinishReason = Literal["stop", "length"]
 REFUSED = ("suffix", "logit_bias", "tools", "response_format", "presence_penalty",
@@ -17,16 +17,23 @@ REFUSED = ("suffix", "logit_bias", "tools", "response_format", "presence_penalty
 NEUTRAL: tuple[object, ...] = (None, {}, [], 0, 0.0, {"type": "text"})
 
 
-class SamplingRequest(ModelChanges):
-    """Fields that completions and chat completions share; what changes the model is logsteer's."""
+COMMON_ELSEWHERE = "OpenAI's shape has no place for it; send /logprob or /generate"
+
+
+class SamplingRequest(InterventionFields, NamedRefusals):
+    """Fields that completions and chat completions share; interventions are logsteer's."""
+
+    refused: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("columns", "policy", "precision", "on_overflow", "cache"), COMMON_ELSEWHERE
+    )
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = None
     temperature: float = Field(default=1.0, ge=0, le=2)
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, gt=0, le=1, description=TOP_P)
     top_k: int = Field(default=0, ge=0, description="0: every token.")
-    min_p: float = Field(default=0.0, ge=0, le=1)
+    min_p: float = Field(default=0.0, ge=0, le=1, description=MIN_P)
     n: int = Field(default=1, ge=1, le=1024)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | None = None
@@ -101,7 +108,7 @@ class OpenAIUsage(Reply):
     total_tokens: int
 
 
-class CompletionAnswer(UsedChanges):
+class CompletionAnswer(AppliedInterventions):
     """The answer of `/v1/completions`, or one piece of its stream."""
 
     id: str
@@ -122,7 +129,7 @@ class ChatChoice(Reply):
     finish_reason: FinishReason | None
 
 
-class ChatCompletionAnswer(UsedChanges):
+class ChatCompletionAnswer(AppliedInterventions):
     """The answer of `/v1/chat/completions`, or one piece of its stream."""
 
     id: str

@@ -7,7 +7,7 @@ from logsteer.schemas.steering import Finite, VectorName
 
 
 class ParameterOverride(Request):
-    """The model's parameters are theta + eta v for this request alone; v is the direction kept.
+    """The model's parameters are theta + eta v for this request alone; v is the stored direction.
 
     Each sum is computed in float64 and rounded once to the parameter's own type: there, an eta v
     far below the parameter's last place is lost.
@@ -26,7 +26,7 @@ class UsedOverride(Reply):
 
 
 class OverrideCard(Reply):
-    """One kept direction."""
+    """One stored direction."""
 
     name: str
     sha256: str = Field(description="Content address: SHA-256 of the file as it was uploaded.")
@@ -41,7 +41,7 @@ class OverrideCard(Reply):
 
 
 class OverrideList(Reply):
-    """Every kept direction, by name."""
+    """Every stored direction, by name."""
 
     overrides: list[OverrideCard]
     bytes: int = Field(description="Bytes of all contents; one with several names counts once.")

@@ -1,11 +1,23 @@
 """`POST /perplexity`: log-likelihood of long texts, window by window."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import ConfigDict, Field, Json, model_validator
 
-from logsteer.schemas.changes import ModelChanges, UsedChanges
-from logsteer.schemas.common import Answer, Float, Provenance, Reply, RequestOptions, Usage
+from logsteer.schemas.common import (
+    Answer,
+    Columns,
+    Float,
+    NamedRefusals,
+    PrecisionOption,
+    Provenance,
+    Reply,
+    RequestOptions,
+    RowColumns,
+    RowOptions,
+    Usage,
+)
+from logsteer.schemas.interventions import AppliedInterventions, InterventionFields
 from logsteer.schemas.overrides import ParameterOverride
 from logsteer.schemas.steering import Steering, VectorName
 
@@ -26,6 +38,15 @@ class WindowOptions(RequestOptions):
     )
 
     @model_validator(mode="after")
+    def _windows_fit(self) -> "WindowOptions":
+        if self.on_overflow != "error":
+            raise ValueError(
+                "on_overflow: a text is cut into windows that fit the context, so that nothing is "
+                "truncated; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _stride_belongs_to_sliding(self) -> "WindowOptions":
         if self.stride is not None and self.protocol != "sliding":
             raise ValueError(f"stride belongs to protocol sliding, not to {self.protocol}")
@@ -37,12 +58,13 @@ class WindowOptions(RequestOptions):
         return self
 
 
-class PerplexityRequest(WindowOptions, ModelChanges):
+class PerplexityRequest(WindowOptions, RowOptions, InterventionFields):
     """Texts to score."""
 
-    texts: list[str] = Field(min_length=1)
+    texts: list[str] = Field(min_length=1, description="Texts to score.")
+    columns: Columns = Field(default=["logprob"], description="Columns listed with `tokens`.")
     windows: bool = Field(default=False, description="List the score of every window.")
-    tokens: bool = Field(default=False, description="List the log-probability of every token.")
+    tokens: bool = Field(default=False, description="List the columns of every scored token.")
     reference: str | None = Field(
         default=None,
         description="A second resident model with the same vocabulary to compare with, as it is: "
@@ -53,6 +75,12 @@ class PerplexityRequest(WindowOptions, ModelChanges):
     )
 
     @model_validator(mode="after")
+    def _columns_are_listed(self) -> "PerplexityRequest":
+        if "columns" in self.model_fields_set and not self.tokens:
+            raise ValueError("columns are listed with each token; send tokens: true as well")
+        return self
+
+    @model_validator(mode="after")
     def _texts_have_content(self) -> "PerplexityRequest":
         for index, text in enumerate(self.texts):
             if not text:
@@ -60,10 +88,14 @@ class PerplexityRequest(WindowOptions, ModelChanges):
         return self
 
 
-class PerplexityStreamQuery(WindowOptions):
+class PerplexityStreamQuery(WindowOptions, PrecisionOption, NamedRefusals):
     """Query parameters of `POST /perplexity/stream`; the body is the text, in UTF-8."""
 
     model_config = ConfigDict(strict=False)
+    refused: ClassVar[dict[str, str]] = {
+        "columns": "a stream of any length keeps no tokens; send the text to /perplexity",
+        "policy": "a stream of any length keeps no columns; send the text to /perplexity",
+    }
 
     steering: Json[Steering] | None = Field(default=None, description="As JSON.")
     override: Json[ParameterOverride] | None = Field(default=None, description="As JSON.")
@@ -113,7 +145,7 @@ class WindowScore(Reply):
     sum_squared_logprob: Float
 
 
-class TokenScores(Reply):
+class TokenScores(RowColumns):
     """Every scored token of a text, in order."""
 
     positions: list[int]
@@ -128,7 +160,7 @@ class TextResult(TextScore):
     tokens: TokenScores | None = None
 
 
-class PerplexityAnswer(Answer, UsedChanges):
+class PerplexityAnswer(Answer, AppliedInterventions):
     """One result per text, in the order given, and the total."""
 
     results: list[TextResult]

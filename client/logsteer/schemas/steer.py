@@ -1,28 +1,31 @@
 """`POST /steer` and `/generate`: continuations. `POST /sweep`: what steering does by its scale."""
 
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from logsteer.schemas.changes import (
-    ModelChanges,
-    ParameterChanges,
-    UsedChanges,
-    UsedParameters,
-)
 from logsteer.schemas.common import (
-    ALL_COLUMNS,
+    MIN_P,
+    TOP_P,
     Aggregate,
     Answer,
-    BosPolicy,
-    Column,
+    Columns,
     Float,
     Message,
-    Precision,
+    NamedRefusals,
+    PrecisionOption,
     Provenance,
     Reply,
+    RequestOptions,
+    RowColumns,
     TokenId,
     Window,
+)
+from logsteer.schemas.interventions import (
+    AppliedInterventions,
+    AppliedParameters,
+    InterventionFields,
+    ParameterFields,
 )
 from logsteer.schemas.logprob import Boundary, LogprobItem
 from logsteer.schemas.openai import FinishReason
@@ -31,24 +34,29 @@ from logsteer.schemas.steering import Finite, Steering, SteeringReceipt
 MAX_SWEEP = 256
 
 
-class PromptRequest(ModelChanges):
+class PromptRequest(RequestOptions, PrecisionOption, InterventionFields, NamedRefusals):
     """Prompts to continue, and how; one of `prompts`, `prompt_ids` and `messages`."""
 
-    model: str | None = None
-    prompts: list[Annotated[str, Field(min_length=1)]] | None = Field(default=None, min_length=1)
+    refused: ClassVar[dict[str, str]] = {
+        "policy": "tokens are drawn by temperature, top_p, top_k and min_p, and the policy columns "
+        "refer to those; leave it out"
+    }
+
+    prompts: list[Annotated[str, Field(min_length=1)]] | None = Field(
+        default=None, min_length=1, description="Texts to continue."
+    )
     prompt_ids: list[Annotated[list[TokenId], Field(min_length=1)]] | None = Field(
-        default=None, min_length=1
+        default=None, min_length=1, description="Prompts as token ids, in place of `prompts`."
     )
     messages: list[Message] | None = Field(
         default=None, min_length=1, description="One conversation, through the chat template."
     )
-    bos: BosPolicy = "auto"
-    max_tokens: int = Field(default=64, ge=1)
+    max_tokens: int = Field(default=64, ge=1, description="Tokens at most of each completion.")
     n: int = Field(default=1, ge=1, le=1024, description="Completions of each prompt.")
     temperature: float = Field(default=1.0, ge=0, le=2, description="0: greedy.")
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, gt=0, le=1, description=TOP_P)
     top_k: int = Field(default=0, ge=0, description="0: every token.")
-    min_p: float = Field(default=0.0, ge=0, le=1)
+    min_p: float = Field(default=0.0, ge=0, le=1, description=MIN_P)
     seed: int | None = Field(
         default=None,
         ge=0,
@@ -58,12 +66,25 @@ class PromptRequest(ModelChanges):
         "A seed gives the same tokens whatever else is in the batch, in float32; in half precision "
         "a near tie may fall otherwise, unless provenance says batch_invariant.",
     )
-    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=64)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=list, max_length=64, description="Texts that end a completion."
+    )
     include_stop: bool = Field(
         default=False, description="Keep the stop string that ended a completion in its text."
     )
     ignore_eos: bool = Field(default=False, description="Go on after the end of sequence.")
     stream: bool = Field(default=False, description="Answer with server-sent events.")
+    columns: Columns | None = Field(
+        default=None,
+        description="Columns of each generated token, under the policy that drew it. They are read "
+        "in a second pass over what was generated. Null: none.",
+    )
+
+    @model_validator(mode="after")
+    def _streams_have_no_columns(self) -> Self:
+        if self.stream and self.columns:
+            raise ValueError("columns are not streamed; leave out stream or columns")
+        return self
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
@@ -88,14 +109,8 @@ class GenerateRequest(PromptRequest):
     """Prompts to continue, with what the sampling policy saw at every step where asked for."""
 
     diagnostics: bool = Field(
-        default=False, description="Add columns and aggregates, under the request's own policy."
+        default=False, description="Add aggregates of the columns, and all columns unless named."
     )
-    columns: list[Column] = Field(
-        default_factory=lambda: list(ALL_COLUMNS),
-        min_length=1,
-        description="Columns of the diagnostics; all of them unless given.",
-    )
-    precision: Precision = "float32"
     window: Window = 16
 
     @model_validator(mode="after")
@@ -105,7 +120,7 @@ class GenerateRequest(PromptRequest):
         return self
 
 
-class Completion(Reply):
+class Completion(RowColumns):
     """One continuation; the arrays have one entry per token."""
 
     text: str
@@ -118,9 +133,6 @@ class Completion(Reply):
     num_tokens: int
     finish_reason: FinishReason
     seed: int = Field(description="Gives this completion again.")
-    columns: dict[str, list[Float]] | None = Field(
-        default=None, description="Of diagnostics: an array per column, as long as `token_ids`."
-    )
     aggregates: dict[str, Aggregate] | None = None
 
 
@@ -131,16 +143,19 @@ class PromptCompletions(Reply):
     baseline: list[Completion] | None = Field(
         default=None, description="Without steering, where asked for."
     )
+    truncated_tokens: int = Field(
+        default=0, description="Leftmost tokens of the prompt that were dropped to fit the context."
+    )
 
 
-class SteerAnswer(Answer, UsedChanges):
+class SteerAnswer(Answer, AppliedInterventions):
     """One result per prompt, in the order given."""
 
     results: list[PromptCompletions]
     steering: SteeringReceipt
 
 
-class GenerateAnswer(Answer, UsedChanges):
+class GenerateAnswer(Answer, AppliedInterventions):
     """One result per prompt, in the order given."""
 
     results: list[PromptCompletions]
@@ -166,12 +181,20 @@ class SteerPiece(Reply):
     finish_reason: FinishReason | None
 
 
-class SweepRequest(ParameterChanges):
+class SweepRequest(RequestOptions, PrecisionOption, ParameterFields, NamedRefusals):
     """Targets and texts to score at every scale, with every set of layers."""
 
-    model: str | None = None
-    items: list[LogprobItem] = Field(default_factory=list)
-    texts: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    refused: ClassVar[dict[str, str]] = {
+        "columns": "a sweep gives sums, no tokens; /logprob with steering gives columns",
+        "policy": "a sweep gives sums, no columns; /logprob with steering gives them",
+    }
+
+    items: list[LogprobItem] = Field(
+        default_factory=list, description="Contexts and the targets scored after each."
+    )
+    texts: list[Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=list, description="Texts to score."
+    )
     steering: Steering
     scales: list[Finite] = Field(
         min_length=1,
@@ -185,7 +208,6 @@ class SweepRequest(ParameterChanges):
         description="Sets of layers, each in place of the vectors' own; null: the vectors' own.",
     )
     boundary: Boundary = "joint"
-    bos: BosPolicy = "auto"
 
     @model_validator(mode="after")
     def _has_work(self) -> "SweepRequest":
@@ -231,7 +253,7 @@ class SweepPoint(Reply):
     )
 
 
-class SweepAnswer(Answer, UsedParameters):
+class SweepAnswer(Answer, AppliedParameters):
     """The unsteered values, and a point for each set of layers and scale, in the order given."""
 
     unsteered: SweepPoint

@@ -43,6 +43,9 @@ class ClampBounds(Request):
         return self
 
 
+HOOK = "Which activation of the layer; resid_post is the residual stream that leaves block L."
+
+
 class SteeringVector(Request):
     """One vector and what is done with it to the activations x of each steered token.
 

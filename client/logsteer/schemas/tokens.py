@@ -9,7 +9,9 @@ class TokenizeRequest(Request):
     """Texts to encode; or, in the form of vLLM's server, one `prompt`."""
 
     model: str | None = None
-    texts: list[str] | None = Field(default=None, min_length=1)
+    texts: list[str] | None = Field(
+        default=None, min_length=1, description="Texts to cut into tokens."
+    )
     bos: BosPolicy = "auto"
     prompt: str | None = None
     add_special_tokens: bool = Field(
@@ -45,7 +47,9 @@ class DetokenizeRequest(Request):
     """Sequences of token ids to decode; or, in the form of vLLM's server, one of `tokens`."""
 
     model: str | None = None
-    token_ids: list[list[TokenId]] | None = Field(default=None, min_length=1)
+    token_ids: list[list[TokenId]] | None = Field(
+        default=None, min_length=1, description="Sequences of token ids."
+    )
     tokens: list[TokenId] | None = None
 
     @model_validator(mode="after")

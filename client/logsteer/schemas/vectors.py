@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from logsteer.schemas.common import Answer, BosPolicy, Float, Reply, Request
-from logsteer.schemas.steering import Finite, HookName, VectorName
+from logsteer.schemas.steering import HOOK, Finite, HookName, VectorName
 
 VectorFormat = Literal["safetensors", "gguf", "pt"]
 ContentFormat = Literal["safetensors", "gguf"]
@@ -62,7 +62,7 @@ class VectorAbout(Reply):
 
 
 class VectorCard(Reply):
-    """One kept vector."""
+    """One stored vector."""
 
     name: str
     sha256: str = Field(
@@ -79,7 +79,7 @@ class VectorCard(Reply):
 
 
 class VectorList(Reply):
-    """Every kept vector, by name."""
+    """Every stored vector, by name."""
 
     vectors: list[VectorCard]
     bytes: int = Field(description="Bytes of all contents; one with several names counts once.")
@@ -111,15 +111,22 @@ class TrainRequest(Request):
 
     model: str | None = None
     name: VectorName
-    pairs: list[ContrastPair] = Field(min_length=1)
-    method: TrainMethod = "mean_difference"
+    pairs: list[ContrastPair] = Field(
+        min_length=1,
+        description="Texts that differ in what the vector is to stand for.",
+    )
+    method: TrainMethod = Field(
+        default="mean_difference",
+        description="The mean of the differences of each pair, their first principal component, or "
+        "the normal of a logistic regression.",
+    )
     read: TrainRead = Field(
         default="last", description="Activation after a text's last token, or their mean."
     )
     layers: list[Annotated[int, Field(ge=0)]] | None = Field(
         default=None, min_length=1, description="null: every layer."
     )
-    hook: HookName = "resid_post"
+    hook: HookName = Field(default="resid_post", description=HOOK)
     bos: BosPolicy = "auto"
 
     @model_validator(mode="after")
@@ -137,20 +144,20 @@ class TrainRequest(Request):
 
 
 class TrainAnswer(Answer):
-    """The vector that was made and kept."""
+    """The vector that was made and stored."""
 
     vector: VectorCard
 
 
 class WeightedVector(Request):
-    """A kept vector and its weight in a sum."""
+    """A stored vector and its weight in a sum."""
 
     name: VectorName
     weight: Finite = 1.0
 
 
 class CombineRequest(Request):
-    """A weighted sum of kept vectors; a layer that only some of them have sums those.
+    """A weighted sum of stored vectors; a layer that only some of them have sums those.
 
     With `orthogonal_to`, what the sum shares with those vectors is then taken away, layer by layer.
     """

@@ -42,27 +42,27 @@ class Positions:
         }[self.kind]
 
     def contain(self, positions_T: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Whether each position lies in one of the slices."""
+        """Return whether each position lies in one of the slices."""
         found_T = np.zeros(len(positions_T), dtype=bool)
         for first, end in self.slices:
             found_T |= (positions_T >= first) & (positions_T < end)
         return found_T
 
     def mask(self, begin: int, end: int, prompt_len: int) -> npt.NDArray[np.bool_]:
-        """Whether each token of [begin, end) is steered."""
+        """Return whether each token of [begin, end) is steered."""
         positions_T = np.arange(begin, end)
         first, last = self.bounds(prompt_len)
         steered_T = (positions_T >= first) & (positions_T < (end if last is None else last))
         return steered_T & self.contain(positions_T) if self.slices else steered_T
 
     def holds(self, position: int, prompt_len: int) -> bool:
-        """Whether one token is steered."""
+        """Return whether one token is steered."""
         first, last = self.bounds(prompt_len)
         inside = first <= position and (last is None or position < last)
         return inside and (not self.slices or any(s <= position < e for s, e in self.slices))
 
     def count(self, num_tokens: int, prompt_len: int) -> int:
-        """How many of a sequence's tokens are steered."""
+        """Count a sequence's steered tokens."""
         return int(self.mask(0, num_tokens, prompt_len).sum())
 
     @property
@@ -72,7 +72,7 @@ class Positions:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StreamOp:
+class ResidualOp:
     """A change that depends on the activation x: with c = x . u, u = `direction` of norm 1,
 
         c' = clip(base + per_norm |x| + per_component c, low, high)
@@ -106,7 +106,7 @@ class Site:
     layer: int
     hook: str
     offset: Vector | None
-    ops: tuple[StreamOp, ...] = ()
+    ops: tuple[ResidualOp, ...] = ()
 
     @property
     def name(self) -> str:

@@ -1,36 +1,32 @@
 """A fake engine for tests of the HTTP surface: log-probabilities from a hash, no model."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
 from logsteer.schemas import Column
+from logsteer_server.contract.engine import EngineInfo, EngineSpec
 from logsteer_server.contract.jobs import (
     CaptureJob,
     CaptureOutput,
-    CheckJob,
-    EngineInfo,
-    EngineSpec,
     GenerateJob,
     GenerateOutput,
-    GradientJob,
     Job,
     JobFailure,
     JobResult,
     ScoreJob,
     ScoreOutput,
-    refuse_feature,
 )
 
 FAKE_COLUMNS = get_args(Column)
 
 
 def fake_logprobs(job: ScoreJob) -> np.ndarray:
-    """A log-probability in [-9, -0.1] per target, fixed by the token before it and itself."""
-    rows = -1 if job.alternatives else slice(len(job.tokens) - len(job.targets), None)
+    """Return log-probabilities in [-9, -0.1], fixed by each target and the token before it."""
+    rows = -1 if job.shares_row else slice(job.first_row, None)
     mixed = (
         job.tokens[rows].astype(np.int64) * 2654435761
         + job.targets.astype(np.int64) * 40503
@@ -40,7 +36,7 @@ def fake_logprobs(job: ScoreJob) -> np.ndarray:
 
 
 def fake_activations(job: CaptureJob, width: int) -> np.ndarray:
-    """Activations [L, D] in [-1, 1], fixed by layer, hook and tokens: a sine for each dimension.
+    """Return activations [L, D] in [-1, 1], fixed by layer, hook and tokens: a sine a dimension.
 
     The mean of a text's tokens, or the last token alone, is what is read.
     """
@@ -55,7 +51,7 @@ def fake_activations(job: CaptureJob, width: int) -> np.ndarray:
 
 
 def fake_generation(job: GenerateJob) -> list[JobResult]:
-    """The prompt's tokens over again, each as a letter; in pieces of one token for a stream."""
+    """Repeat the prompt's tokens, each as a letter; in pieces of one token for a stream."""
     ids = np.resize(job.tokens, job.max_tokens)
     size = 1 if job.stream else job.max_tokens
     pieces: list[JobResult] = []
@@ -70,14 +66,31 @@ def fake_generation(job: GenerateJob) -> list[JobResult]:
                 np.zeros(shape, dtype=np.int32),
                 np.zeros(shape, dtype=np.float32),
                 "length" if start + size >= job.max_tokens else None,
-                0,
             )
         )
     return pieces
 
 
+def fake_scores(job: ScoreJob) -> list[JobResult]:
+    """Return columns made of the log-probabilities, each in the range that it really has."""
+    logprobs = fake_logprobs(job)
+    values = dict.fromkeys(job.columns, -logprobs / 3) | {
+        "logprob": logprobs,
+        "rank": (1 - logprobs).astype(np.int32),
+        "entropy": -logprobs / 2,
+        "kl": np.zeros_like(logprobs),
+        "top1_agrees": np.ones_like(logprobs),
+    }
+    columns = {name: values[name] for name in job.columns}
+    if not job.top:
+        return [ScoreOutput(columns)]
+    top_ids = np.arange(job.top, dtype=np.int32)[None].repeat(len(logprobs), 0)
+    top = logprobs[:, None] - np.arange(job.top, dtype=np.float32)
+    return [ScoreOutput(columns, top_ids, top)]
+
+
 class FakeEngine:
-    """Answers jobs at once. `engine_args`: `vocab_size`, `context_length`, `num_layers`,
+    """Answer jobs at once. `engine_args`: `vocab_size`, `context_length`, `num_layers`,
     `hidden_size`, `delay_s` a step.
 
     A token id of `crash_id` breaks the engine, one of `fail_id` fails its job alone.
@@ -110,7 +123,17 @@ class FakeEngine:
             num_layers=int(args.get("num_layers", 4)),
             hidden_size=int(args.get("hidden_size", 16)),
             hooks=("resid_post",),
+            lacks={
+                "override": "the engine fake has no parameter overrides; use transformer_lens",
+                "gradient": "the engine fake has no gradients; use transformer_lens",
+                "adapter": "the engine fake has no adapters; use vllm or transformer_lens",
+            },
         )
+        self._answers: dict[type[Job], Callable[[Any], list[JobResult]]] = {
+            ScoreJob: fake_scores,
+            GenerateJob: fake_generation,
+            CaptureJob: self._capture,
+        }
 
     @property
     def info(self) -> EngineInfo:
@@ -123,7 +146,7 @@ class FakeEngine:
         return bool(self._jobs)
 
     def add(self, jobs: Sequence[tuple[int, Job]]) -> None:
-        """Take jobs in."""
+        """Accept jobs; they are answered by the next step."""
         self._jobs.update(jobs)
 
     def cancel(self, job_ids: Sequence[int]) -> None:
@@ -135,41 +158,19 @@ class FakeEngine:
         """Answer every job."""
         time.sleep(self._delay_s)
         jobs, self._jobs = self._jobs, {}
-        return [
-            (job_id, result) for job_id, job in jobs.items() for result in self._answer_all(job)
-        ]
+        return [(job_id, result) for job_id, job in jobs.items() for result in self._answer(job)]
 
-    def _answer_all(self, job: Job) -> list[JobResult]:
-        if failure := refuse_feature(job, self._info.features, "fake"):
+    def _answer(self, job: Job) -> list[JobResult]:
+        if failure := self._info.refuse(job):
             return [failure]
-        assert not isinstance(job, GradientJob | CheckJob)
-        if isinstance(job, GenerateJob):
-            return fake_generation(job)
-        return [self._answer(job)]
-
-    def _answer(self, job: ScoreJob | CaptureJob) -> JobResult:
         if self._crash_id is not None and self._crash_id in job.tokens:
             raise RuntimeError("the fake engine was told to crash")
         if self._fail_id is not None and self._fail_id in job.tokens:
-            return JobFailure("internal", "the fake engine was told to fail this job")
-        if isinstance(job, CaptureJob):
-            return CaptureOutput(fake_activations(job, self._info.hidden_size))
-        logprobs = fake_logprobs(job)
-        values = dict.fromkeys(job.columns, -logprobs / 3) | {
-            "logprob": logprobs,
-            "rank": (1 - logprobs).astype(np.int32),
-            "entropy": -logprobs / 2,
-            "kl": np.zeros_like(logprobs),
-            "top1_agrees": np.ones_like(logprobs),
-        }
-        top_ids = np.arange(job.top, dtype=np.int32)[None].repeat(len(logprobs), 0)
-        top = logprobs[:, None] - np.arange(job.top, dtype=np.float32)
-        return ScoreOutput(
-            {name: values[name] for name in job.columns},
-            top_ids if job.top else None,
-            top if job.top else None,
-            0,
-        )
+            return [JobFailure("internal", "the fake engine was told to fail this job")]
+        return self._answers[type(job)](job)
+
+    def _capture(self, job: CaptureJob) -> list[JobResult]:
+        return [CaptureOutput(fake_activations(job, self._info.hidden_size))]
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is no model to free."""

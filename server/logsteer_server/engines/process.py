@@ -10,7 +10,8 @@ from importlib import import_module
 from multiprocessing import util
 from multiprocessing.connection import Connection
 
-from logsteer_server.contract.jobs import Engine, EngineInfo, EngineSpec, Job, JobResult, is_last
+from logsteer_server.contract.engine import Engine, EngineInfo, EngineSpec
+from logsteer_server.contract.jobs import Job, JobResult
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ FromEngine = Ready | Finished | Pong | Failed
 
 
 def build_engine(spec: EngineSpec) -> Engine:
-    """The engine that the specification names, with its model loaded."""
+    """Build the engine that the specification names, with its model loaded."""
     module, _, name = ENGINES[spec.engine].partition(":")
     engine: Engine = getattr(import_module(module), name)(spec)
     return engine
@@ -125,7 +126,7 @@ def _serve(connection: Connection, spec: EngineSpec) -> None:
 
 
 class EngineLoop:
-    """Takes messages whenever there are any, and steps the engine as long as it has work."""
+    """Take messages whenever there are any, and step the engine as long as it has work."""
 
     def __init__(self, connection: Connection, engine: Engine) -> None:
         self._connection = connection
@@ -156,10 +157,15 @@ class EngineLoop:
             case Close():
                 self._open = False
 
-    def _report(self, ended: Sequence[tuple[int, JobResult]]) -> None:
-        if ended:
-            results = [(i, result, self._taken_at[i]) for i, result in ended]
-            for job_id, result in ended:
-                if is_last(result):
-                    del self._taken_at[job_id]
+    def _report(self, stepped: Sequence[tuple[int, JobResult]]) -> None:
+        """Send the results of a step, without those of jobs that were cancelled."""
+        results = [
+            (job_id, result, self._taken_at[job_id])
+            for job_id, result in stepped
+            if job_id in self._taken_at
+        ]
+        for job_id, result, _ in results:
+            if result.is_last:
+                del self._taken_at[job_id]
+        if results:
             self._connection.send(Finished(results))

@@ -4,11 +4,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from logsteer_server.contract.jobs import Job, count_positions
+from logsteer_server.contract.jobs import Job
 
 
 @dataclass(eq=False)
-class Call:
+class EngineCall:
     """The jobs of one caller; `unsent` holds the ids of those that the engine does not have."""
 
     jobs: Sequence[Job]
@@ -19,51 +19,51 @@ class Call:
         self.unsent = deque(range(self.first_id, self.first_id + len(self.jobs)))
 
     def job(self, job_id: int) -> Job:
-        """The job of that id."""
+        """Return the job of that id."""
         return self.jobs[job_id - self.first_id]
 
 
 class FairQueue:
-    """Gives the engine the next jobs, one from each waiting call in turn, within a token budget.
+    """Give the engine the next jobs, one from each waiting call in turn, within a token budget.
 
-    The engine holds at most `max_tokens` tokens of unfinished jobs (and always at least one job).
+    The engine holds at most `max_tokens` tokens of unfinished jobs, and always at least one job.
     """
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self._waiting: deque[Call] = deque()
+        self._waiting: deque[EngineCall] = deque()
         self._sent_tokens: dict[int, int] = {}
         self._tokens_in_engine = 0
 
-    def put(self, call: Call) -> None:
-        """Let a call wait for its turns."""
+    def put(self, call: EngineCall) -> None:
+        """Append a call to those that take turns."""
         if call.unsent:
             self._waiting.append(call)
 
     def take(self) -> list[tuple[int, Job]]:
-        """The jobs that the engine has room for now."""
+        """Return the jobs that the engine has room for now, and count them as its own."""
         taken: list[tuple[int, Job]] = []
         while self._waiting and self._has_room(self._waiting[0]):
             call = self._waiting.popleft()
             job_id = call.unsent.popleft()
             job = call.job(job_id)
-            self._sent_tokens[job_id] = count_positions(job)
-            self._tokens_in_engine += count_positions(job)
+            self._sent_tokens[job_id] = job.num_positions
+            self._tokens_in_engine += job.num_positions
             taken.append((job_id, job))
             if call.unsent:
                 self._waiting.append(call)
         return taken
 
-    def _has_room(self, call: Call) -> bool:
-        size = count_positions(call.job(call.unsent[0]))
+    def _has_room(self, call: EngineCall) -> bool:
+        size = call.job(call.unsent[0]).num_positions
         return not self._sent_tokens or self._tokens_in_engine + size <= self._max_tokens
 
     def finish(self, job_id: int) -> None:
-        """Note that the engine no longer has the job."""
+        """Free the room of a job that the engine no longer has."""
         self._tokens_in_engine -= self._sent_tokens.pop(job_id, 0)
 
-    def drop(self, call: Call) -> list[int]:
-        """Forget a call; the ids of its jobs that the engine has."""
+    def drop(self, call: EngineCall) -> list[int]:
+        """Remove a call; return the ids of its jobs that the engine has."""
         if call in self._waiting:
             self._waiting.remove(call)
         ids = range(call.first_id, call.first_id + len(call.jobs))
@@ -73,7 +73,7 @@ class FairQueue:
         return sent
 
     def clear(self) -> None:
-        """Forget everything: the engine is gone."""
+        """Remove all calls and jobs: the engine is gone."""
         self._waiting.clear()
         self._sent_tokens.clear()
         self._tokens_in_engine = 0

@@ -12,15 +12,8 @@ from dataclasses import dataclass, field
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import ModelState
-from logsteer_server.contract.jobs import (
-    EngineInfo,
-    EngineSpec,
-    Job,
-    JobFailure,
-    JobOutput,
-    JobResult,
-    is_last,
-)
+from logsteer_server.contract.engine import EngineInfo, EngineSpec
+from logsteer_server.contract.jobs import Job, JobResult, Output
 from logsteer_server.engines.process import (
     Add,
     Cancel,
@@ -34,7 +27,7 @@ from logsteer_server.engines.process import (
     ToEngine,
     run_engine,
 )
-from logsteer_server.engines.queue import Call, FairQueue
+from logsteer_server.engines.queue import EngineCall, FairQueue
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +39,7 @@ class JobEnd:
     """A result of one job of a call: its index, the output, and when the engine took the job."""
 
     index: int
-    output: JobOutput
+    output: Output
     taken_at: float
 
 
@@ -64,14 +57,14 @@ class SupervisionLimits:
 class _Waiter:
     """Where the results of one call go."""
 
-    call: Call
+    call: EngineCall
     results: asyncio.Queue[Sequence[tuple[int, JobResult, float]] | APIError] = field(
         default_factory=asyncio.Queue
     )
 
 
 class _Process:
-    """One life of an engine process: the process, and the threads that send and receive.
+    """Run one engine process, with the threads that send to it and receive from it.
 
     Both directions have a thread of their own, because a pipe blocks when its reader is busy, and
     the event loop must not.
@@ -128,7 +121,7 @@ class _Process:
 
 
 class EngineHandle:
-    """A resident model: give it jobs, get results; its process is restarted when it dies."""
+    """Run jobs on a resident model, and restart its process when that dies."""
 
     def __init__(
         self,
@@ -169,7 +162,7 @@ class EngineHandle:
             await asyncio.to_thread(self._process.close)
 
     def check_ready(self) -> EngineInfo:
-        """What the engine is. Errors: APIError `model_loading` or `engine_restarting`."""
+        """Return what the engine is. Errors: APIError `model_loading` or `engine_restarting`."""
         if self.state == "ready" and self.info is not None:
             return self.info
         if self.state == "loading":
@@ -184,7 +177,7 @@ class EngineHandle:
         return f"The engine of model {self.spec.id} is being restarted; try again shortly."
 
     async def ping(self) -> bool:
-        """Whether the engine's loop answers within the ping timeout."""
+        """Return whether the engine's loop answers within the ping timeout."""
         if self.state != "ready" or self._process is None:
             return False
         serial = next(self._ids)
@@ -199,7 +192,7 @@ class EngineHandle:
         return True
 
     async def run(self, jobs: Sequence[Job]) -> AsyncIterator[JobEnd]:
-        """The results of jobs as they come, in any order. Leaving the loop early cancels the rest.
+        """Yield the results of jobs as they come, in any order; leaving early cancels the rest.
 
         Errors: APIError, where a job failed or the engine died.
         """
@@ -211,9 +204,9 @@ class EngineHandle:
                 results = await waiter.results.get()
                 if isinstance(results, APIError):
                     raise results
-                missing -= sum(is_last(result) for _, result, _ in results)
+                missing -= sum(result.is_last for _, result, _ in results)
                 for job_id, result, taken_at in results:
-                    if isinstance(result, JobFailure):
+                    if result.failed:
                         raise api_error(result.code, result.detail)
                     yield JobEnd(job_id - waiter.call.first_id, result, taken_at)
         finally:
@@ -222,10 +215,10 @@ class EngineHandle:
     def _enter(self, jobs: Sequence[Job]) -> _Waiter:
         first = next(self._ids)
         self._ids = itertools.count(first + max(1, len(jobs)))
-        waiter = _Waiter(Call(jobs, first))
+        waiter = _Waiter(EngineCall(jobs, first))
         self._waiters |= dict.fromkeys(waiter.call.unsent, waiter)
         self._queue.put(waiter.call)
-        self._pump()
+        self._send_jobs()
         return waiter
 
     def _leave(self, waiter: _Waiter) -> None:
@@ -234,9 +227,9 @@ class EngineHandle:
         in_engine = self._queue.drop(waiter.call)
         if in_engine and self._process is not None:
             self._process.send(Cancel(in_engine))
-            self._pump()
+            self._send_jobs()
 
-    def _pump(self) -> None:
+    def _send_jobs(self) -> None:
         jobs = self._queue.take()
         if jobs and self._process is not None:
             self._process.send(Add(jobs))
@@ -261,7 +254,7 @@ class EngineHandle:
     def _deliver(self, results: Iterable[tuple[int, JobResult, float]]) -> None:
         by_waiter: dict[_Waiter, list[tuple[int, JobResult, float]]] = {}
         for result in results:
-            last = is_last(result[1])
+            last = result[1].is_last
             if last:
                 self._queue.finish(result[0])
             find = self._waiters.pop if last else self._waiters.get
@@ -269,7 +262,7 @@ class EngineHandle:
                 by_waiter.setdefault(waiter, []).append(result)
         for waiter, own in by_waiter.items():
             waiter.results.put_nowait(own)
-        self._pump()
+        self._send_jobs()
 
     def _fail(self, failure: Failed) -> None:
         log.error("engine %s: %s", self.spec.id, failure.detail)
@@ -310,5 +303,5 @@ class EngineHandle:
 
 
 def now() -> float:
-    """The clock of `JobEnd.taken_at`: seconds, the same in every process of this machine."""
+    """Return seconds of the clock of `JobEnd.taken_at`: the same in all processes of a machine."""
     return time.monotonic()

@@ -11,9 +11,9 @@ SAMPLE = 16 * 2**20
 
 
 def locate_model(path: str) -> Path | str:
-    """The directory of a checkpoint: a path as it is, a hub id where the hub's cache has it.
+    """Return the directory of a checkpoint, given by its path or by a hub id.
 
-    A hub id that is not cached is given back unchanged, for the engine to download.
+    A hub id that the hub's cache lacks is downloaded. Errors: ValueError for a path that is none.
     """
     if Path(path).exists():
         return Path(path)
@@ -29,7 +29,7 @@ def locate_model(path: str) -> Path | str:
 
 
 def limit_context(path: Path | str, text_config: Any, limit: int | None) -> int:
-    """Tokens that a model reads: what its text config says, or `limit` where that is less.
+    """Return how many tokens a model reads: what its text config says, or `limit` if that is less.
 
     Errors: ValueError where neither names a number.
     """
@@ -40,7 +40,7 @@ def limit_context(path: Path | str, text_config: Any, limit: int | None) -> int:
 
 
 def digest_weights(path: Path | str) -> str:
-    """SHA-256 over the names, sizes and bytes of config and weights, as `sha256:<hex>`.
+    """Return the SHA-256 over names, sizes and bytes of config and weights, as `sha256:<hex>`.
 
     Checkpoints above HASHED_WHOLE are read at the start and end of each file only, and the digest
     then says `sampled-sha256`.

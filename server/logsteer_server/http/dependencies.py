@@ -3,23 +3,19 @@
 import asyncio
 import hmac
 import json
-import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Annotated, Any, TypeVar
 
 import orjson
 from fastapi import Depends, Request, Response
-from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
-from starlette.requests import ClientDisconnect
 
 from logsteer.errors import api_error
-from logsteer.schemas import AdapterCard, Answer, OverrideCard
-from logsteer_server.http.encoding import choose_encoding, encode
-from logsteer_server.interventions.changes import Stores
-from logsteer_server.models.resident import Residents
+from logsteer.schemas import AdapterCard, OverrideCard
+from logsteer_server.interventions.interventions import Stores
+from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
-from logsteer_server.stores.files import FileStore
+from logsteer_server.stores.store import Store
 from logsteer_server.stores.vectors import VectorStore
 
 T = TypeVar("T")
@@ -29,7 +25,7 @@ class LimitedRequest(Request):
     """A request whose body is read up to the limit, and parsed by orjson."""
 
     async def body(self) -> bytes:
-        """The body. Errors: APIError `payload_too_large`."""
+        """Return the body. Errors: APIError `payload_too_large`."""
         if not hasattr(self, "_body"):
             limit = self.app.state.settings.max_body_bytes
             chunks, size = [], 0
@@ -46,7 +42,7 @@ class LimitedRequest(Request):
         return self._body
 
     async def json(self) -> Any:
-        """The parsed body. Errors: json.JSONDecodeError, for broken UTF-8 and surrogates too."""
+        """Parse the body. Errors: json.JSONDecodeError, for broken UTF-8 and surrogates too."""
         if not hasattr(self, "_json"):
             try:
                 self._json = orjson.loads(await self.body())
@@ -59,7 +55,7 @@ class LimitedRoute(APIRoute):
     """A route that reads its request through `LimitedRequest`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler, given a `LimitedRequest`."""
+        """Return the handler, given a `LimitedRequest`."""
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
@@ -69,42 +65,42 @@ class LimitedRoute(APIRoute):
 
 
 def get_settings(request: Request) -> Settings:
-    """The server's settings."""
+    """Return the server's settings."""
     settings: Settings = request.app.state.settings
     return settings
 
 
-def get_residents(request: Request) -> Residents:
-    """The resident models."""
-    residents: Residents = request.app.state.residents
-    return residents
+def get_models(request: Request) -> ModelRegistry:
+    """Return the resident models."""
+    models: ModelRegistry = request.app.state.models
+    return models
 
 
 def get_vectors(request: Request) -> VectorStore:
-    """The steering vectors that are kept."""
+    """Return the store of steering vectors."""
     vectors: VectorStore = request.app.state.vectors
     return vectors
 
 
-def get_overrides(request: Request) -> FileStore[OverrideCard]:
-    """The overrides that are kept."""
-    overrides: FileStore[OverrideCard] = request.app.state.overrides
+def get_overrides(request: Request) -> Store[OverrideCard]:
+    """Return the store of overrides."""
+    overrides: Store[OverrideCard] = request.app.state.overrides
     return overrides
 
 
-def get_adapters(request: Request) -> FileStore[AdapterCard]:
-    """The adapters that are kept."""
-    adapters: FileStore[AdapterCard] = request.app.state.adapters
+def get_adapters(request: Request) -> Store[AdapterCard]:
+    """Return the store of adapters."""
+    adapters: Store[AdapterCard] = request.app.state.adapters
     return adapters
 
 
 def get_stores(request: Request) -> Stores:
-    """Where the names in a request are looked up."""
+    """Return the stores where the names in a request are looked up."""
     return Stores(get_vectors(request), get_overrides(request), get_adapters(request))
 
 
 def get_file_readers(request: Request) -> asyncio.Semaphore:
-    """Turns at reading uploaded files: some take a process of hundreds of megabytes."""
+    """Return the turns at reading uploaded files: some take a process of hundreds of megabytes."""
     readers: asyncio.Semaphore = request.app.state.file_readers
     return readers
 
@@ -122,50 +118,16 @@ def check_key(request: Request, settings: Annotated[Settings, Depends(get_settin
 
 
 SettingsDep = Annotated[Settings, Depends(get_settings)]
-ResidentsDep = Annotated[Residents, Depends(get_residents)]
+ModelsDep = Annotated[ModelRegistry, Depends(get_models)]
 VectorsDep = Annotated[VectorStore, Depends(get_vectors)]
-OverridesDep = Annotated[FileStore[OverrideCard], Depends(get_overrides)]
-AdaptersDep = Annotated[FileStore[AdapterCard], Depends(get_adapters)]
+OverridesDep = Annotated[Store[OverrideCard], Depends(get_overrides)]
+AdaptersDep = Annotated[Store[AdapterCard], Depends(get_adapters)]
 StoresDep = Annotated[Stores, Depends(get_stores)]
 FileReadersDep = Annotated[asyncio.Semaphore, Depends(get_file_readers)]
 
 
-def new_id(kind: str) -> str:
-    """A fresh id for an answer, such as `logprob-3f2a…`."""
-    return f"{kind}-{uuid.uuid4().hex[:24]}"
-
-
-async def run_within(request: Request, timeout_s: float, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns; it is cancelled when time runs out or the caller hangs up.
-
-    Errors: APIError `deadline_exceeded`; ClientDisconnect.
-    """
-    task = asyncio.create_task(work)
-    gone = asyncio.create_task(_wait_for_disconnect(request))
-    try:
-        await asyncio.wait({task, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        if gone.done():
-            raise ClientDisconnect
-        detail = (
-            f"The work was not done within {timeout_s:g} s and was cancelled: send less at once, "
-            "or raise request_timeout_s."
-        )
-        raise api_error("deadline_exceeded", detail)
-    finally:
-        for pending in (task, gone):
-            pending.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _wait_for_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 async def read_upload(request: Request, limit: int, setting: str) -> AsyncIterator[bytes]:
-    """The body of an upload, piece by piece.
+    """Yield the body of an upload, piece by piece.
 
     Errors: APIError `payload_too_large`, before it is read where it says its size; `setting` is
     what to raise then.
@@ -182,47 +144,3 @@ async def read_upload(request: Request, limit: int, setting: str) -> AsyncIterat
     if size > limit:
         detail = f"The file is larger than {limit} bytes: raise {setting} to take it."
         raise api_error("payload_too_large", detail)
-
-
-def check_count(name: str, count: int, limit: int) -> None:
-    """Errors: APIError `payload_too_large` for more entries than the limit."""
-    if count > limit:
-        detail = f"{name} has {count} entries, at most {limit} are taken: split the request."
-        raise api_error("payload_too_large", detail, param=name)
-
-
-def answer(request: Request, document: dict[str, Any]) -> Response:
-    """The document in the encoding that the caller accepts."""
-    media_type = choose_encoding(request.headers.get("accept", ""))
-    return Response(encode(document, media_type), media_type=media_type)
-
-
-def stream_events(events: AsyncIterator[bytes]) -> StreamingResponse:
-    """An answer of server-sent events, kept from being buffered or cached on its way."""
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
-
-
-def describe_answer(model: type[Answer]) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route, for the OpenAPI document."""
-    return {200: {"model": model, "content": {"application/msgpack": {}}}}
-
-
-__all__ = [
-    "AdaptersDep",
-    "FileReadersDep",
-    "LimitedRoute",
-    "OverridesDep",
-    "ResidentsDep",
-    "SettingsDep",
-    "StoresDep",
-    "VectorsDep",
-    "answer",
-    "check_count",
-    "check_key",
-    "describe_answer",
-    "new_id",
-    "read_upload",
-    "run_within",
-    "stream_events",
-]

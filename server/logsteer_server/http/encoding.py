@@ -12,7 +12,7 @@ MSGPACK = "application/msgpack"
 
 
 def encode_json(document: Any) -> bytes:
-    """The document as JSON; numbers that are not finite become null."""
+    """Encode a document as JSON; numbers that are not finite become null."""
     return orjson.dumps(document, default=_to_list, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
@@ -23,7 +23,7 @@ def _to_list(value: Any) -> Any:
 
 
 def encode_msgpack(document: Any) -> bytes:
-    """The document as MessagePack; an array is a map of `dtype`, `shape` and little-endian `data`.
+    """Encode a document as MessagePack; an array is a map of `dtype`, `shape` and raw `data`.
 
     Numbers that are not finite become nil, but stay NaN inside arrays.
     """
@@ -51,12 +51,12 @@ def _to_buffer(value: Any) -> Any:
 
 
 def choose_encoding(accept: str) -> str:
-    """The media type of the answer: MessagePack where the Accept header names it, else JSON."""
+    """Choose the media type of an answer: MessagePack where Accept names it, else JSON."""
     return MSGPACK if MSGPACK in accept else JSON
 
 
 def encode(document: Any, media_type: str) -> bytes:
-    """The document in a media type of `choose_encoding`."""
+    """Encode a document in a media type of `choose_encoding`."""
     return encode_msgpack(document) if media_type == MSGPACK else encode_json(document)
 
 
@@ -65,10 +65,10 @@ DONE = b"data: [DONE]\n\n"
 
 
 def encode_data(document: Any) -> bytes:
-    """One server-sent event without a name, as OpenAI's streams have them."""
+    """Encode a server-sent event without a name, as OpenAI's streams have them."""
     return b"data: " + encode_json(document) + b"\n\n"
 
 
 def encode_event(name: str, document: Any) -> bytes:
-    """One server-sent event."""
+    """Encode a server-sent event."""
     return b"event: " + name.encode() + b"\ndata: " + encode_json(document) + b"\n\n"

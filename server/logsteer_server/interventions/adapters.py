@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-from logsteer_server.contract.jobs import Adapter, EngineInfo
+from logsteer.schemas import AdapterCard
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.parameters import Adapter
 from logsteer_server.interventions.features import check_feature
-from logsteer_server.stores.files import FileSource
+from logsteer_server.stores.store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,15 +19,15 @@ class ResolvedAdapter:
 
 
 def resolve_adapter(
-    name: str | None, source: FileSource, info: EngineInfo
+    name: str | None, store: Store[AdapterCard], info: EngineInfo
 ) -> ResolvedAdapter | None:
-    """What a request's adapter means for a model; None for a request without one.
+    """Return what a request's adapter means for a model; None for a request without one.
 
     Errors: APIError `unknown_adapter`, `unsupported_by_engine`.
     """
     if name is None:
         return None
     check_feature("adapter", info, "adapter")
-    found = source.find(name)
+    found = store.find(name)
     used = {"name": name, "sha256": found.sha256}
-    return ResolvedAdapter(Adapter(found.path, found.sha256), used)
+    return ResolvedAdapter(Adapter(str(found.path), found.sha256), used)

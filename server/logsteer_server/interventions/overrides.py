@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-from logsteer.schemas import ParameterOverride
-from logsteer_server.contract.jobs import Direction, EngineInfo, Override
+from logsteer.schemas import OverrideCard, ParameterOverride
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.parameters import Direction, Override
 from logsteer_server.interventions.features import check_feature
-from logsteer_server.stores.files import FileSource
+from logsteer_server.stores.store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,24 +19,24 @@ class ResolvedOverride:
 
 
 def resolve_override(
-    given: ParameterOverride | None, source: FileSource, info: EngineInfo
+    given: ParameterOverride | None, store: Store[OverrideCard], info: EngineInfo
 ) -> ResolvedOverride | None:
-    """What a request's override means for a model; None for a request without one.
+    """Return what a request's override means for a model; None for a request without one.
 
     Errors: APIError `unknown_override`, `unsupported_by_engine`.
     """
     if given is None:
         return None
     check_feature("override", info, "override")
-    return _resolve(given.name, given.eta, source)
+    return _resolve(given.name, given.eta, store)
 
 
-def resolve_direction(name: str | None, source: FileSource) -> ResolvedOverride | None:
-    """The direction of that name, at eta 0; None for None. Errors: APIError `unknown_override`."""
-    return None if name is None else _resolve(name, 0.0, source)
+def resolve_direction(name: str | None, store: Store[OverrideCard]) -> ResolvedOverride | None:
+    """Return the direction of a name, at eta 0; None for None. Errors: `unknown_override`."""
+    return None if name is None else _resolve(name, 0.0, store)
 
 
-def _resolve(name: str, eta: float, source: FileSource) -> ResolvedOverride:
-    found = source.find(name)
+def _resolve(name: str, eta: float, store: Store[OverrideCard]) -> ResolvedOverride:
+    found = store.find(name)
     used = {"name": name, "sha256": found.sha256, "eta": eta}
-    return ResolvedOverride(Override(Direction(found.path, found.sha256), eta), used)
+    return ResolvedOverride(Override(Direction(str(found.path), found.sha256), eta), used)

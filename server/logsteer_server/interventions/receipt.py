@@ -4,24 +4,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from logsteer.errors import api_error
-from logsteer_server.contract.jobs import (
-    GenerateJob,
-    GenerateOutput,
-    GradientJob,
-    GradientOutput,
-    ScoreJob,
-    ScoreOutput,
-)
+from logsteer_server.contract.jobs import Job, Output
 from logsteer_server.interventions.steering import ResolvedSteering
 
-ChangedOutput = ScoreOutput | GenerateOutput | GradientOutput
-AnyJob = ScoreJob | GenerateJob | GradientJob
 
+def check_reach(steering: ResolvedSteering, jobs: Sequence[Job]) -> None:
+    """Make sure that steering reaches a token of some job.
 
-def check_reach(steering: ResolvedSteering, jobs: Sequence[AnyJob]) -> None:
-    """Errors: APIError `invalid_request` where no token of any job would be steered."""
+    Errors: APIError `invalid_request` where no token of any job would be steered.
+    """
     where = steering.plan.positions
-    reached = any(where.count(_count_read(job), job.prompt_len) for job in jobs)
+    reached = any(where.count(job.num_read, job.prompt_len) for job in jobs)
     if jobs and not reached:
         raise api_error(
             "invalid_request",
@@ -29,11 +22,6 @@ def check_reach(steering: ResolvedSteering, jobs: Sequence[AnyJob]) -> None:
             "the model reads here (the last token is only predicted). Choose other positions.",
             param="steering.positions",
         )
-
-
-def _count_read(job: AnyJob) -> int:
-    """Tokens that the model reads: the last one that is generated is not among them."""
-    return len(job.tokens) + (job.max_tokens - 1 if isinstance(job, GenerateJob) else 0)
 
 
 class Receipt:
@@ -46,7 +34,7 @@ class Receipt:
         self._sites = {site.name: (0, 0.0) for site in steering.plan.sites}
         self._had_cached = False
 
-    def add(self, output: ChangedOutput) -> None:
+    def add(self, output: Output) -> None:
         """Count the (last) output of a job in."""
         self._had_cached = self._had_cached or bool(output.cached_tokens)
         if output.trace is None:
@@ -57,7 +45,7 @@ class Receipt:
             self._sites[name] = (tokens + count, total + count * mean)
 
     def write(self) -> dict[str, Any]:
-        """The fields of `SteeringReceipt`.
+        """Return the fields of `SteeringReceipt`.
 
         Errors: APIError `internal` where vectors were to be added and no activation changed.
         """

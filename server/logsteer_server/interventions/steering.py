@@ -10,21 +10,22 @@ import numpy as np
 
 from logsteer.errors import api_error
 from logsteer.schemas import Steering, SteeringVector
-from logsteer_server.contract.jobs import EngineInfo
-from logsteer_server.contract.plan import Positions, Site, SteeringPlan, StreamOp, Vector
+from logsteer.schemas.steering import PositionName, SlicePositions
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan, Vector
 from logsteer_server.stores.layer_vectors import RESID_POST, LayerVectors, invalid_vector
 from logsteer_server.stores.vectors import StoredVectors
 
 
 class VectorSource(Protocol):
-    """Where vectors are kept. Errors: APIError `unknown_vector`."""
+    """What finds vectors: a `VectorStore`. Errors: APIError `unknown_vector`."""
 
     def find(self, name: str) -> StoredVectors:
-        """The vectors of a name."""
+        """Return the vectors of a name."""
         ...
 
-    def read(self, sha256: str) -> StoredVectors:
-        """The vectors of a content."""
+    def find_content(self, sha256: str) -> StoredVectors:
+        """Return the vectors with a SHA-256."""
         ...
 
 
@@ -39,7 +40,7 @@ class ResolvedSteering:
 def resolve_steering(
     steering: Steering, source: VectorSource, info: EngineInfo
 ) -> ResolvedSteering:
-    """What a steering object means for a model.
+    """Resolve what a steering object means for a model.
 
     Errors: APIError `unknown_vector`, `invalid_vector`, `unsupported_by_engine`.
     """
@@ -56,20 +57,23 @@ def resolve_steering(
             place = _check_place(layer, hook, vector_D, info)
             sites.setdefault(place, _SiteDraft()).take(use, vector_D, layer)
     finished = [draft.finish(*place) for place, draft in sorted(sites.items())]
-    return ResolvedSteering(SteeringPlan(tuple(finished), _place(steering)), used)
+    return ResolvedSteering(
+        SteeringPlan(tuple(finished), place_positions(steering.positions)), used
+    )
 
 
-def _place(steering: Steering) -> Positions:
-    if isinstance(steering.positions, str):
-        return Positions(steering.positions)
-    return Positions("slices", tuple(steering.positions.slices))
+def place_positions(given: PositionName | SlicePositions) -> Positions:
+    """Return the positions that a request names."""
+    if isinstance(given, str):
+        return Positions(given)
+    return Positions("slices", tuple(given.slices))
 
 
 def _fetch(use: SteeringVector, source: VectorSource) -> StoredVectors:
     if use.name is not None:
         return source.find(use.name)
     if use.sha256 is not None:
-        return source.read(use.sha256)
+        return source.find_content(use.sha256)
     numbers = {int(layer): _read_numbers(given) for layer, given in (use.data or {}).items()}
     vectors = LayerVectors(numbers, use.hook or RESID_POST)
     return StoredVectors(None, vectors.sha256, vectors)
@@ -100,7 +104,7 @@ def _choose_layers(use: SteeringVector, vectors: LayerVectors) -> dict[int, Vect
 
 
 def _check_place(layer: int, hook: str, vector_D: Vector, info: EngineInfo) -> tuple[int, str]:
-    """The layer and hook that are steered. Errors: APIError where the model has no such place."""
+    """Return the layer and hook that are steered. Errors: APIError where the model lacks them."""
     if layer >= info.num_layers:
         raise invalid_vector(
             f"it has layer {layer}, the model's layers are 0 to {info.num_layers - 1}."
@@ -123,7 +127,7 @@ class _SiteDraft:
 
     def __init__(self) -> None:
         self._offset: np.ndarray | None = None
-        self._ops: list[StreamOp] = []
+        self._ops: list[ResidualOp] = []
 
     def take(self, use: SteeringVector, vector_D: Vector, layer: int) -> None:
         """Put one vector behind the others. Plain additions in front cost nothing each."""
@@ -139,10 +143,10 @@ class _SiteDraft:
         if use.op == "rotate" and abs(use.scale) > 180:
             raise invalid_vector(f"it turns by {use.scale} degrees, at most 180 are possible.")
         direction = vector_D / np.float32(norm) if norm else vector_D
-        self._ops.append(StreamOp(direction, **_describe_op(use, norm)))
+        self._ops.append(ResidualOp(direction, **_describe_op(use, norm)))
 
     def finish(self, layer: int, hook: str) -> Site:
-        """The site. Errors: APIError where the sum of its vectors is beyond float32."""
+        """Make the site. Errors: APIError where the sum of its vectors is beyond float32."""
         offset = None
         if self._offset is not None:
             with np.errstate(over="ignore"):
@@ -153,7 +157,7 @@ class _SiteDraft:
 
 
 def _describe_op(use: SteeringVector, norm: float) -> dict[str, float]:
-    """The fields of `StreamOp` for an operation with a vector of this norm."""
+    """Return the fields of `ResidualOp` for an operation with a vector of this norm."""
     scale = use.scale
     amount = {
         "raw": {"base": scale * norm},

@@ -12,26 +12,26 @@ import asyncio
 import hashlib
 import json
 import logging
-import struct
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, astuple, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, cast
 
 import msgpack
 import numpy as np
 import numpy.typing as npt
 from cachetools import LRUCache
 
-from logsteer_server.contract.jobs import EngineInfo, ScoreJob, ScoreOutput
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import Job, Output, ScoreJob, ScoreOutput
 from logsteer_server.contract.plan import SteeringTrace
 from logsteer_server.models.cachefile import CacheFile
 from logsteer_server.settings import ModelSettings, Settings
 
 log = logging.getLogger(__name__)
 
-VERSION = "logsteer-results-3"
+VERSION = "logsteer-results-4"
 """Part of every key: another number makes all older results unreachable."""
 
 ENTRY_BYTES = 360
@@ -43,41 +43,28 @@ Measured with tracemalloc at 267 to 360, by how full the dictionaries are.
 MAX_WAITING_WRITES = 64
 """Batches that may wait for the disk; further ones stay in memory only."""
 
-_HEAD = struct.Struct("<IIII?")
-
 
 def digest_scope(info: EngineInfo, settings: ModelSettings) -> bytes:
-    """What every key of a model begins with: all facts about it that may change its numbers.
+    """Return what every key of a model begins with: all facts about it that may change its numbers.
 
     Settings that cannot are named here, so that a new one counts until somebody knows better.
     """
     engine = asdict(info)
-    for name in ("tokenizer_path", "columns", "features"):
+    for name in ("tokenizer_path", "columns", "lacks"):
         del engine[name]
     harmless = {"id", "path", "required", "memory", "max_model_len"}
     facts = [VERSION, engine, settings.model_dump(mode="json", exclude=harmless)]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
 
 
-def make_key(scope: bytes, job: ScoreJob) -> bytes | None:
-    """The key of a job's result; None for a job that also writes or reads a file.
-
-    Lengths stand before what they measure, so two different jobs never give the same bytes.
-    """
-    if job.export is not None or job.reference is not None:
-        return None
-    moved = job.override and (job.override.direction.sha256, job.override.eta)
-    added = job.adapter and job.adapter.sha256
-    columns = repr((job.columns, astuple(job.policy), job.double, moved, added)).encode()
-    sizes = (len(job.tokens), len(job.targets), len(columns), job.top, job.alternatives)
-    # What bends the model for this job. A test fails for a field of ScoreJob unknown to the key.
-    bent = b"" if job.plan is None else job.plan.digest(job.prompt_len)
-    parts = (scope, _HEAD.pack(*sizes), columns, job.tokens.tobytes(), job.targets.tobytes(), bent)
-    return hashlib.sha256(b"".join(parts)).digest()
+def make_key(scope: bytes, job: Job) -> bytes | None:
+    """Return the key of a job's result; None for a job whose result is used once."""
+    own = job.fingerprint
+    return None if own is None else hashlib.sha256(scope + own).digest()
 
 
 def pack_output(output: ScoreOutput, columns: Iterable[str]) -> bytes:
-    """The trace of an output, then its arrays: dtype, width (0: no table), buffer of each."""
+    """Pack the trace of an output, then its arrays: dtype, width (0: no table), buffer of each."""
     arrays: list[npt.NDArray[np.generic]] = [output.columns[name] for name in columns]
     if output.top_ids is not None and output.top_logprobs is not None:
         arrays += [output.top_ids, output.top_logprobs]
@@ -92,7 +79,7 @@ def pack_output(output: ScoreOutput, columns: Iterable[str]) -> bytes:
 
 
 def unpack_output(value: bytes, columns: Sequence[str]) -> ScoreOutput:
-    """What `pack_output` packed; its arrays are read-only. No token of it was read again."""
+    """Unpack what `pack_output` packed, with read-only arrays. No token of it was read again."""
     fields = iter(msgpack.unpackb(value))
     trace = next(fields)
     if trace is not None:
@@ -124,7 +111,7 @@ class Findings:
     missing: list[MissingJob]
 
 
-Computed = tuple[bytes | None, ScoreJob, ScoreOutput]
+Computed = tuple[bytes, Job, Output]
 
 
 class ResultCache:
@@ -140,7 +127,7 @@ class ResultCache:
 
     @classmethod
     def open(cls, settings: Settings) -> "ResultCache":
-        """The cache that the settings describe. Errors: ConfigurationError."""
+        """Open the cache that the settings describe. Errors: ConfigurationError."""
         file = None
         if settings.cache_file is not None:
             path = settings.directory / settings.cache_file.expanduser()
@@ -157,8 +144,8 @@ class ResultCache:
         """Memory that the results in it take."""
         return int(self._values.currsize)
 
-    async def find(self, scope: bytes, jobs: Sequence[ScoreJob]) -> Findings:
-        """Outputs of the jobs that are known, and the others, equal ones together."""
+    async def find(self, scope: bytes, jobs: Sequence[Job]) -> Findings:
+        """Return outputs of the jobs that are known, and the others, equal ones together."""
         loop = asyncio.get_running_loop()
         found = await loop.run_in_executor(self._memory_thread, self._find, scope, jobs)
         keys = [missing.key for missing in found.missing if missing.key is not None]
@@ -169,7 +156,7 @@ class ResultCache:
             return found
         return await loop.run_in_executor(self._memory_thread, self._add, found, jobs, values)
 
-    def _find(self, scope: bytes, jobs: Sequence[ScoreJob]) -> Findings:
+    def _find(self, scope: bytes, jobs: Sequence[Job]) -> Findings:
         values, hits = self._values, []
         missing: dict[bytes | int, MissingJob] = {}
         for index, job in enumerate(jobs):
@@ -177,17 +164,15 @@ class ResultCache:
             if key is None:
                 missing[index] = MissingJob(None, [index])
             elif (value := values.get(key)) is not None:
-                hits.append((index, unpack_output(value, job.columns)))
+                hits.append((index, unpack_output(value, _columns(job))))
             elif key in missing:
                 missing[key].indices.append(index)
             else:
                 missing[key] = MissingJob(key, [index])
         return Findings(hits, list(missing.values()))
 
-    def _add(
-        self, found: Findings, jobs: Sequence[ScoreJob], values: dict[bytes, bytes]
-    ) -> Findings:
-        """The findings with those from the disk; they stay in memory from now on."""
+    def _add(self, found: Findings, jobs: Sequence[Job], values: dict[bytes, bytes]) -> Findings:
+        """Return the findings with those from the disk; they stay in memory from now on."""
         hits, missing = found.hits, []
         for entry in found.missing:
             value = values.get(entry.key) if entry.key is not None else None
@@ -195,7 +180,7 @@ class ResultCache:
                 missing.append(entry)
                 continue
             self._remember(entry.key, value)
-            hits += [(i, unpack_output(value, jobs[i].columns)) for i in entry.indices]
+            hits += [(i, unpack_output(value, _columns(jobs[i]))) for i in entry.indices]
         return Findings(hits, missing)
 
     def _remember(self, key: bytes, value: bytes) -> None:
@@ -208,7 +193,9 @@ class ResultCache:
             self._memory_thread.submit(self._keep, computed).add_done_callback(_report)
 
     def _keep(self, computed: Sequence[Computed]) -> None:
-        packed = [(k, pack_output(out, job.columns)) for k, job, out in computed if k is not None]
+        packed = [
+            (k, pack_output(cast(ScoreOutput, out), _columns(job))) for k, job, out in computed
+        ]
         for key, value in packed:
             self._remember(key, value)
         if self._file is None or not packed:
@@ -227,6 +214,10 @@ class ResultCache:
         if self._file is not None:
             self._disk_thread.submit(self._file.close)
         self._disk_thread.shutdown()
+
+
+def _columns(job: Job) -> tuple[str, ...]:
+    return cast(ScoreJob, job).columns  # no other job has a fingerprint, and so a key
 
 
 def _measure(value: bytes) -> int:

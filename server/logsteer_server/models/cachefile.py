@@ -98,12 +98,12 @@ class CacheFile:
             self._db.execute("VACUUM")  # rows leave holes in the file, which only this gives back
 
     def _ask(self, statement: str) -> int:
-        """The one number that a statement gives."""
+        """Return the one number that a statement gives."""
         number: int = self._db.execute(statement).fetchone()[0]
         return number
 
     def read(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
-        """The values of the keys that are there."""
+        """Return the values of the keys that are there."""
         found: dict[bytes, bytes] = {}
         if not self._is_sound:
             return found
@@ -144,7 +144,7 @@ class CacheFile:
     def _split(
         self, rows: Sequence[tuple[bytes, bytes]]
     ) -> Iterator[tuple[list[tuple[bytes, bytes]], int]]:
-        """Runs of rows for one transaction each, and their size; too large ones are left out."""
+        """Yield rows for a transaction each, and their size; rows that are too large are left out."""
         part: list[tuple[bytes, bytes]] = []
         size = 0
         for row in rows:
@@ -188,7 +188,7 @@ class CacheFile:
             self._db.executemany("DELETE FROM results WHERE id = ?", gone)
 
     def _count_bytes(self) -> int:
-        """Bytes of the file's pages that hold something."""
+        """Count the bytes of the file's pages that hold something."""
         pages = self._ask("PRAGMA page_count") - self._ask("PRAGMA freelist_count")
         return pages * PAGE_BYTES
 
@@ -215,7 +215,7 @@ class CacheFile:
 
 
 def _seal(value: bytes) -> bytes:
-    """The value behind its checksum: SQLite does not notice a bit that the disk has turned."""
+    """Put a checksum in front of a value: SQLite does not notice a bit that the disk has turned."""
     return zlib.crc32(value).to_bytes(CRC_BYTES, "little") + value
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from logsteer_server.contract.jobs import CONFIG_KEY
+from logsteer_server.contract.parameters import CONFIG_KEY
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
 
@@ -36,7 +36,7 @@ class AdapterLayoutError(ValueError):
 class AdapterConfig:
     """What a LoRA configuration says.
 
-    `by_root`: ranks count by their square roots; `transposed`: the model keeps weights [in, out].
+    `by_root`: ranks count by their square roots; `transposed`: the model has weights [in, out].
     """
 
     rank: int
@@ -46,7 +46,7 @@ class AdapterConfig:
 
     @classmethod
     def parse(cls, data: str | bytes) -> "AdapterConfig":
-        """The configuration in PEFT's JSON. Errors: AdapterLayoutError."""
+        """Return the configuration in PEFT's JSON. Errors: AdapterLayoutError."""
         try:
             found: Any = json.loads(data)
         except ValueError as error:
@@ -70,7 +70,7 @@ class AdapterConfig:
 
     @classmethod
     def read(cls, metadata: Mapping[str, str]) -> "AdapterConfig":
-        """The configuration in the metadata of a kept file. Errors: AdapterLayoutError."""
+        """Return the configuration in the metadata of a stored file. Errors: AdapterLayoutError."""
         return cls.parse(metadata.get(CONFIG_KEY, ""))
 
     @property
@@ -89,7 +89,7 @@ class Factors:
 
 
 def pair_factors(names: Iterable[str]) -> list[Factors]:
-    """The updates that tensors of these names make. Errors: AdapterLayoutError."""
+    """Return the updates that tensors of these names make. Errors: AdapterLayoutError."""
     found: dict[str, dict[str, str]] = {}
     for name in names:
         match = _NAME.fullmatch(name)

@@ -9,14 +9,14 @@ from math import inf
 import torch
 from torch import Tensor
 
-from logsteer_server.contract.plan import StreamOp
+from logsteer_server.contract.plan import ResidualOp
 
 UNCHANGED = (0.0, 0.0, 1.0, -inf, inf, 1.0, 0.0)
-"""The `numbers` of a `StreamOp` that changes nothing, in their order."""
+"""The `numbers` of a `ResidualOp` that changes nothing, in their order."""
 
 
-def pack_ops(ops: Sequence[StreamOp], depth: int, width: int) -> tuple[Tensor, Tensor]:
-    """Directions [K, D] and numbers [K, P] of a site's operations, float32, K = `depth`.
+def pack_ops(ops: Sequence[ResidualOp], depth: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return directions [K, D] and numbers [K, P] of a site's operations, float32, K = `depth`.
 
     Places behind the last operation change nothing. Errors: ValueError for more than `depth`.
     """
@@ -31,14 +31,18 @@ def pack_ops(ops: Sequence[StreamOp], depth: int, width: int) -> tuple[Tensor, T
 
 
 def change_stream(stream_TD: Tensor, directions_TKD: Tensor, numbers_TKP: Tensor) -> Tensor:
-    """What K operations in turn add to each token's activation: float32 [T, D].
+    """Return what K operations in turn add to each token's activation: float32 [T, D].
 
     Args:
         stream_TD: activations, float32.
         directions_TKD: unit vectors, or zeros for a place without an operation.
-        numbers_TKP: `StreamOp.numbers` of each operation.
+        numbers_TKP: `ResidualOp.numbers` of each operation.
 
-    The formula is `logsteer_server.contract.plan.StreamOp`'s.
+    The formula is `logsteer_server.contract.plan.ResidualOp`'s. For x = (3, 4) and u = (1, 0):
+
+        ablate, c' = 0              x' = (0, 4)     returns (-3, 0)
+        clamp, c' = min(c, 1)       x' = (1, 4)     returns (-2, 0)
+        rotate by 90 degrees        x' = (5, 0)     returns (2, -4); x is 53 degrees from u
 
     """
     changed_TD = stream_TD

@@ -23,7 +23,7 @@ MAX_EXACT_ID = 2**24
 
 
 class Rows:
-    """R rows of logits z with their targets x; what several columns need is computed once.
+    """Hold R rows of logits z and their targets x; compute once what several columns need.
 
     Args:
         logits_RV: logits of any floating dtype, converted to float32 or, with `double`, float64.
@@ -92,100 +92,100 @@ class Rows:
 
 
 def logprob(rows: Rows) -> Tensor:
-    """log p(x) per row, in nats, with p = softmax(z)."""
+    """Return log p(x) per row, in nats, with p = softmax(z)."""
     return rows.log_probs_RV.gather(-1, rows.targets_R[:, None]).squeeze(-1)
 
 
 def rank(rows: Rows) -> Tensor:
-    """1 + the number of tokens with a strictly larger logit than x, per row."""
+    """Return 1 + the number of tokens with a strictly larger logit than x, per row."""
     return 1 + (rows.logits_RV > rows.target_logits_R[:, None]).sum(-1)
 
 
 def entropy(rows: Rows) -> Tensor:
-    """-sum p log p per row, in nats."""
+    """Return -sum p log p per row, in nats."""
     return -_expect(rows.log_probs_RV, rows.log_probs_RV)
 
 
 def kl(rows: Rows) -> Tensor:
-    """KL(reference || model) = sum p_ref (log p_ref - log p) per row, in nats."""
+    """Return KL(reference || model) = sum p_ref (log p_ref - log p) per row, in nats."""
     return _expect(rows.reference_RV, rows.reference_RV - rows.log_probs_RV)
 
 
 def top1_agrees(rows: Rows) -> Tensor:
-    """1 where the most probable token is also the reference's, else 0."""
+    """Return 1 where the most probable token is also the reference's, else 0."""
     return rows.logits_RV.argmax(-1) == rows.reference_RV.argmax(-1)
 
 
 def log_q(rows: Rows) -> Tensor:
-    """log q(x) per row, in nats; minus infinity where the policy cannot draw x."""
+    """Return log q(x) per row, in nats; minus infinity where the policy cannot draw x."""
     return rows.shaped.log_q(rows.targets_R)
 
 
 def rb_entropy(rows: Rows) -> Tensor:
-    """-sum q log q per row, in nats: the mean of -log q(x) over draws x, without drawing."""
+    """Return -sum q log q per row, in nats: the mean of -log q(x) over draws x, without drawing."""
     return rows.sampling_entropy_R
 
 
 def head_mass(rows: Rows) -> Tensor:
-    """The mass that `top_p` keeps, of what temperature, `min_p` and `top_k` left, per row."""
+    """Return the mass that `top_p` keeps of what temperature, `min_p` and `top_k` left, per row."""
     return rows.shaped.head_mass_R
 
 
 def tail_mass(rows: Rows) -> Tensor:
-    """1 - `head_mass`: the mass that `top_p` cuts off, per row."""
+    """Return 1 - `head_mass`: the mass that `top_p` cuts off, per row."""
     return 1 - rows.shaped.head_mass_R
 
 
 def top1_prob(rows: Rows) -> Tensor:
-    """The largest q per row."""
+    """Return the largest q per row."""
     return rows.two_largest_R2[:, 0]
 
 
 def margin(rows: Rows) -> Tensor:
-    """The largest q less the second largest, per row."""
+    """Return the largest q less the second largest, per row."""
     return rows.two_largest_R2[:, 0] - rows.two_largest_R2[:, 1]
 
 
 def two_point_entropy(rows: Rows) -> Tensor:
-    """-t log t - (1 - t) log(1 - t) per row, with t the largest q, in nats."""
+    """Return -t log t - (1 - t) log(1 - t) per row, with t the largest q, in nats."""
     top_R = rows.two_largest_R2[:, 0]
     rest_R = (1 - top_R).clamp(min=0)
     return -torch.xlogy(top_R, top_R) - torch.xlogy(rest_R, rest_R)
 
 
 def collision(rows: Rows) -> Tensor:
-    """sum q^2 per row: the chance that two draws are the same token."""
+    """Return sum q^2 per row: the chance that two draws are the same token."""
     return rows.squared_mass_R
 
 
 def renyi2(rows: Rows) -> Tensor:
-    """-log sum q^2 per row: the Renyi entropy of order 2, in nats."""
+    """Return -log sum q^2 per row: the Renyi entropy of order 2, in nats."""
     return -rows.squared_mass_R.log()
 
 
 def effective_support(rows: Rows) -> Tensor:
-    """exp(-sum q log q) per row: so many equally likely tokens have the same entropy."""
+    """Return exp(-sum q log q) per row: so many equally likely tokens have the same entropy."""
     return rows.sampling_entropy_R.exp()
 
 
 def logit_mean(rows: Rows) -> Tensor:
-    """The mean of z over the vocabulary, per row."""
+    """Return the mean of z over the vocabulary, per row."""
     return rows.logits_RV.mean(-1)
 
 
 def logit_std(rows: Rows) -> Tensor:
-    """The standard deviation of z over the vocabulary (population), per row."""
+    """Return the standard deviation of z over the vocabulary (population), per row."""
     return rows.logits_RV.std(-1, correction=0)
 
 
 def eos_prob(rows: Rows) -> Tensor:
-    """q of the tokens that end a sequence, summed, per row."""
+    """Return q of the tokens that end a sequence, summed, per row."""
     q_RV = rows.shaped.q_RV
     return q_RV[:, list(rows.eos_ids)].sum(-1)
 
 
 def _expect(log_p_RV: Tensor, values_RV: Tensor) -> Tensor:
-    """sum p v per row; a token with p = 0 adds nothing, whatever its v."""
+    """Return sum p v per row; a token with p = 0 adds nothing, whatever its v."""
     return (log_p_RV.exp() * values_RV).nan_to_num(nan=0.0).sum(-1)
 
 
@@ -218,7 +218,7 @@ BYTES_PER_SHAPED_LOGIT = 72
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class RowSpec:
     """What is read from each row: columns by name, and K most probable alternatives."""
 
     columns: tuple[str, ...] = ("logprob",)
@@ -228,8 +228,8 @@ class Reading:
     double: bool = False
 
     @classmethod
-    def of(cls, job: ScoreJob, eos_ids: tuple[int, ...]) -> "Reading":
-        """What a job wants read, on a model whose sequences end with these tokens."""
+    def of(cls, job: ScoreJob, eos_ids: tuple[int, ...]) -> "RowSpec":
+        """Take from a job what it wants read, on a model whose sequences end with these tokens."""
         return cls(job.columns, job.top, job.policy, eos_ids, job.double)
 
     @property
@@ -250,29 +250,29 @@ class Reading:
         return 2 * size if self.double else size
 
 
-def read_rows(rows: Rows, reading: Reading) -> Tensor:
-    """The reading of each row [R, width]: columns, then K ids, then K log-probabilities.
+def read_rows(rows: Rows, spec: RowSpec) -> Tensor:
+    """Read what `spec` names from each row [R, width]: columns, K ids, K log-probabilities.
 
     Errors: ValueError where the vocabulary is too large for ids to be exact in float32.
     """
     if rows.logits_RV.shape[-1] > MAX_EXACT_ID:
         raise ValueError(f"a vocabulary of more than {MAX_EXACT_ID} tokens cannot be ranked")
-    parts = [COLUMNS[name](rows).to(reading.dtype)[:, None] for name in reading.columns]
-    if reading.top:
-        top = rows.logits_RV.topk(min(reading.top, rows.logits_RV.shape[-1]), dim=-1)
-        parts += [top.indices.to(reading.dtype), rows.log_probs_RV.gather(-1, top.indices)]
+    parts = [COLUMNS[name](rows).to(spec.dtype)[:, None] for name in spec.columns]
+    if spec.top:
+        top = rows.logits_RV.topk(min(spec.top, rows.logits_RV.shape[-1]), dim=-1)
+        parts += [top.indices.to(spec.dtype), rows.log_probs_RV.gather(-1, top.indices)]
     return torch.cat(parts, dim=-1)
 
 
 def split_chunks(count: int, bytes_per_row: int, chunk_bytes: int) -> Iterator[slice]:
-    """Slices that cover `count` rows, each of at most `chunk_bytes` and at least one row."""
+    """Yield slices that cover `count` rows, each of at most `chunk_bytes` or of one row."""
     step = max(1, chunk_bytes // max(1, bytes_per_row))
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))
 
 
 class ReferenceFile:
-    """Log-probabilities of R rows over V tokens, passed from one engine to another on disk."""
+    """Pass log-probabilities of R rows over V tokens from one engine to another, on disk."""
 
     def __init__(self, path: str, num_rows: int, vocab_size: int) -> None:
         self._shape = (num_rows, vocab_size)
@@ -284,14 +284,14 @@ class ReferenceFile:
         table_RV[first : first + len(log_probs_rV)] = log_probs_rV.cpu().numpy()
 
     def read(self, first: int, count: int, device: torch.device) -> Tensor:
-        """Rows [first, first + count) on a device. Errors: OSError."""
+        """Load rows [first, first + count) to a device. Errors: OSError."""
         table_RV = np.memmap(self._path, np.float32, "r", shape=self._shape)
         return torch.from_numpy(np.array(table_RV[first : first + count])).to(device)
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
-    """Where log-probabilities go to or come from; `first` is the first row's place in the file."""
+class RowFiles:
+    """Where log-probabilities are written to or read from; `first` is the first row's place."""
 
     export: ReferenceFile | None = None
     reference: ReferenceFile | None = None
@@ -303,55 +303,53 @@ def read_hidden(
     targets_R: Tensor,
     project: Callable[[Tensor], Tensor],
     vocab_size: int,
-    reading: Reading,
+    spec: RowSpec,
     chunk_bytes: int,
-    exchange: Exchange | None = None,
+    files: RowFiles | None = None,
 ) -> Tensor:
-    """The reading of R hidden states [R, width], in the reading's dtype.
+    """Read what `spec` names from R hidden states [R, width], in the dtype of the spec.
 
     `project` maps hidden states [r, D] to logits [r, V]; it is called on chunks whose logits take
     at most `chunk_bytes`, so nothing of size rows x vocabulary outlives a chunk.
     """
-    exchange = exchange or Exchange()
-    out_RW = torch.empty(
-        (len(targets_R), reading.width), device=hidden_RD.device, dtype=reading.dtype
-    )
-    for part in split_chunks(len(targets_R), vocab_size * reading.bytes_per_logit, chunk_bytes):
-        first, count = exchange.first + part.start, part.stop - part.start
+    files = files or RowFiles()
+    out_RW = torch.empty((len(targets_R), spec.width), device=hidden_RD.device, dtype=spec.dtype)
+    for part in split_chunks(len(targets_R), vocab_size * spec.bytes_per_logit, chunk_bytes):
+        first, count = files.first + part.start, part.stop - part.start
         reference_rV = None
-        if exchange.reference:
-            reference_rV = exchange.reference.read(first, count, hidden_RD.device)
+        if files.reference:
+            reference_rV = files.reference.read(first, count, hidden_RD.device)
         rows = Rows(
             project(hidden_RD[part]),
             targets_R[part],
             reference_rV,
-            reading.policy,
-            reading.eos_ids,
-            reading.double,
+            spec.policy,
+            spec.eos_ids,
+            spec.double,
         )
-        if exchange.export:
-            exchange.export.write(first, rows.log_probs_RV)
-        out_RW[part] = read_rows(rows, reading)
+        if files.export:
+            files.export.write(first, rows.log_probs_RV)
+        out_RW[part] = read_rows(rows, spec)
     return out_RW
 
 
 @dataclass(frozen=True, slots=True)
 class RowValues:
-    """The reading of R rows, as arrays on the host."""
+    """What was read from R rows, as arrays on the host."""
 
     columns: dict[str, np.ndarray]
     top_ids: np.ndarray | None
     top_logprobs: np.ndarray | None
 
 
-def unpack(values_RW: np.ndarray, reading: Reading) -> RowValues:
-    """The columns and alternatives that `read_rows` put side by side; ranks and ids as int32."""
-    names: Sequence[str] = reading.columns
+def unpack(values_RW: np.ndarray, spec: RowSpec) -> RowValues:
+    """Split what `read_rows` put side by side: columns and alternatives; ranks and ids as int32."""
+    names: Sequence[str] = spec.columns
     columns = {
         name: values_RW[:, i].astype(np.int32) if name == "rank" else values_RW[:, i]
         for i, name in enumerate(names)
     }
-    if not reading.top:
+    if not spec.top:
         return RowValues(columns, None, None)
-    first, middle = len(names), len(names) + reading.top
+    first, middle = len(names), len(names) + spec.top
     return RowValues(columns, values_RW[:, first:middle].astype(np.int32), values_RW[:, middle:])

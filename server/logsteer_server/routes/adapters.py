@@ -1,49 +1,41 @@
-"""`/adapters`: LoRA adapters that are kept."""
+"""`/adapters`: LoRA adapters, stored by name."""
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query, Request, Response
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 
 from logsteer.errors import api_error
-from logsteer.schemas import AdapterCard, AdapterList, DeletedAdapter
+from logsteer.schemas import AdapterCard
 from logsteer.schemas.steering import VectorName
-from logsteer_server.contract.jobs import Adapter, CheckAdapterJob
+from logsteer_server.contract.jobs import CheckAdapterJob
+from logsteer_server.contract.parameters import Adapter
 from logsteer_server.http.dependencies import (
     AdaptersDep,
     FileReadersDep,
-    LimitedRoute,
-    ResidentsDep,
+    ModelsDep,
     SettingsDep,
-    answer,
     read_upload,
-    run_within,
 )
+from logsteer_server.http.respond import answer, run_within
 from logsteer_server.interventions.features import check_feature
-from logsteer_server.models.resident import Resident
-from logsteer_server.routes.kept import answer_card, answer_cards, answer_deleted
-from logsteer_server.stores.adapters import join_files, read_adapter
-from logsteer_server.stores.files import FileStore, IncomingFile, stamp
+from logsteer_server.routes.resources import (
+    ADAPTER_RESOURCE,
+    make_router,
+    open_upload,
+    store_upload,
+)
+from logsteer_server.stores.formats.adapter_file import AdapterContent, join_files, read_adapter
+from logsteer_server.stores.store import stamp
 
-router = APIRouter(route_class=LimitedRoute, tags=["adapters"])
+router = make_router(ADAPTER_RESOURCE)
 
 MAX_CONFIG_BYTES = 2**20
 PARTS = ("config", "weights")
-
-
-@router.get("/adapters", responses={200: {"model": AdapterList}})
-async def list_adapters(request: Request, store: AdaptersDep) -> Response:
-    """The card of every kept adapter, by name."""
-    return await answer_cards(request, store)
-
-
-@router.get("/adapters/{name}", responses={200: {"model": AdapterCard}})
-async def show_adapter(name: VectorName, request: Request, store: AdaptersDep) -> Response:
-    """The card of one kept adapter."""
-    return await answer_card(request, store, name)
 
 
 @router.put(
@@ -71,18 +63,48 @@ async def show_adapter(name: VectorName, request: Request, store: AdaptersDep) -
 async def upload_adapter(
     name: VectorName,
     request: Request,
-    residents: ResidentsDep,
+    models: ModelsDep,
     settings: SettingsDep,
     store: AdaptersDep,
     readers: FileReadersDep,
     model: Annotated[str | None, Query(description="Whose adapter; null: the only one.")] = None,
 ) -> Response:
-    """Load the adapter and keep it under this name, whatever the name stood for before."""
-    resident = residents.find(model)
-    _, info = resident.require()
+    """Load the adapter and store it under this name, whatever the name stood for before."""
+    owner = models.find(model)
+    _, info = owner.require()
     check_feature("adapter", info, "model")
-    form = await _read_form(request, settings.max_adapter_bytes)
-    incoming = await asyncio.to_thread(store.receive)
+
+    async def check(sha256: str, content: AdapterContent) -> AdapterCard:
+        await owner.check(CheckAdapterJob(adapter=Adapter(str(upload.path), sha256)))
+        return AdapterCard(
+            name=name,
+            sha256=sha256,
+            model=owner.id,
+            weights_digest=owner.provenance().weights_digest,
+            rank=content.rank,
+            alpha=content.alpha,
+            modules=content.modules,
+            tensors=content.tensors,
+            norm=content.norm,
+            bytes=upload.size,
+            created=stamp(),
+        )
+
+    async with (
+        _open_form(request, settings.max_adapter_bytes) as (config, weights),
+        open_upload(store) as upload,
+    ):
+        async with readers:
+            await asyncio.to_thread(join_files, await config.read(), weights.file, upload.write)
+        work = store_upload(upload, store, readers, read_adapter, check)
+        card = await run_within(request, settings.request_timeout_s, work)
+    return answer(request, card.model_dump())
+
+
+@asynccontextmanager
+async def _open_form(request: Request, limit: int) -> AsyncIterator[tuple[UploadFile, UploadFile]]:
+    """Give the two files in the body, and close them afterwards. Errors: APIError."""
+    form = await _read_form(request, limit)
     try:
         config, weights = (form.get(part) for part in PARTS)
         if not isinstance(config, UploadFile) or not isinstance(weights, UploadFile):
@@ -91,19 +113,13 @@ async def upload_adapter(
         if config.size is None or config.size > MAX_CONFIG_BYTES:
             detail = f"config is larger than {MAX_CONFIG_BYTES} bytes; send adapter_config.json."
             raise api_error("payload_too_large", detail)
-        async with readers:
-            data = await config.read()
-            await asyncio.to_thread(join_files, data, weights.file, incoming.write)
-        work = _keep(name, incoming, resident, store, readers)
-        card = await run_within(request, settings.request_timeout_s, work)
+        yield config, weights
     finally:
-        await asyncio.to_thread(incoming.discard)
         await form.close()
-    return answer(request, card.model_dump())
 
 
 async def _read_form(request: Request, limit: int) -> FormData:
-    """The form in the body. Errors: APIError, for one that is too large or no form."""
+    """Return the form in the body. Errors: APIError, for one that is too large or no form."""
     try:
         return await _LimitedForm(request, limit).form(max_files=len(PARTS), max_fields=0)
     except HTTPException as error:
@@ -120,43 +136,6 @@ class _LimitedForm(Request):
         self._limit = limit
 
     async def stream(self) -> AsyncIterator[bytes]:  # type: ignore[override]
-        """The body. Errors: APIError `payload_too_large`."""
+        """Give the body, piece by piece. Errors: APIError `payload_too_large`."""
         async for chunk in read_upload(self._request, self._limit, "max_adapter_bytes"):
             yield chunk
-
-
-async def _keep(
-    name: str,
-    incoming: IncomingFile,
-    resident: Resident,
-    store: FileStore[AdapterCard],
-    readers: asyncio.Semaphore,
-) -> AdapterCard:
-    async with readers:
-        sha256 = await asyncio.to_thread(incoming.finish)
-        content = await asyncio.to_thread(read_adapter, incoming.path)
-    await resident.check_adapter(CheckAdapterJob(Adapter(str(incoming.path.resolve()), sha256)))
-    card = AdapterCard(
-        name=name,
-        sha256=sha256,
-        model=resident.id,
-        weights_digest=resident.provenance().weights_digest,
-        rank=content.rank,
-        alpha=content.alpha,
-        modules=content.modules,
-        tensors=content.tensors,
-        norm=content.norm,
-        bytes=incoming.size,
-        created=stamp(),
-    )
-    await asyncio.to_thread(store.keep, incoming, card)
-    return card
-
-
-@router.delete("/adapters/{name}", responses={200: {"model": DeletedAdapter}})
-async def delete_adapter(name: VectorName, request: Request, store: AdaptersDep) -> Response:
-    """The name is gone, and the content too where it had no other.
-
-    An engine that has it loaded forgets it when it needs its place for another.
-    """
-    return await answer_deleted(request, store, name)

@@ -7,23 +7,23 @@ from fastapi.responses import PlainTextResponse
 
 from logsteer.schemas import Health, ModelCard, ModelList, ModelState, Readiness
 from logsteer_server import __version__
-from logsteer_server.http.dependencies import ResidentsDep, check_key
+from logsteer_server.http.dependencies import ModelsDep, check_key
 from logsteer_server.metrics import METRICS_TYPE, Metrics
-from logsteer_server.models.resident import Resident
+from logsteer_server.models.model import ResidentModel
 
 router = APIRouter(tags=["operations"])
 
 
 @router.get("/models", dependencies=[Depends(check_key)])
-async def list_models(residents: ResidentsDep) -> ModelList:
+async def list_models(models: ModelsDep) -> ModelList:
     """Every configured model and its state."""
-    return ModelList(models=[resident.describe() for resident in residents.by_id.values()])
+    return ModelList(models=[model.describe() for model in models.by_id.values()])
 
 
 @router.get("/models/{model_id:path}", dependencies=[Depends(check_key)])
-async def get_model(model_id: str, residents: ResidentsDep) -> ModelCard:
+async def get_model(model_id: str, models: ModelsDep) -> ModelCard:
     """One model and its state."""
-    return residents.find(model_id).describe()
+    return models.find(model_id).describe()
 
 
 @router.get("/healthz")
@@ -33,17 +33,17 @@ async def healthz() -> Health:
 
 
 @router.get("/readyz")
-async def readyz(residents: ResidentsDep, response: Response) -> Readiness:
+async def readyz(models: ModelsDep, response: Response) -> Readiness:
     """Whether the engine of every required model answers now; status 503 where one does not."""
-    found = list(residents.by_id.values())
-    states = await asyncio.gather(*(_probe(resident) for resident in found))
+    found = list(models.by_id.values())
+    states = await asyncio.gather(*(_probe(model) for model in found))
     ready = all(
-        state == "ready" or not resident.settings.required
-        for state, resident in zip(states, found, strict=True)
+        state == "ready" or not model.settings.required
+        for state, model in zip(states, found, strict=True)
     )
     response.status_code = 200 if ready else 503
     return Readiness(
-        ready=ready, models=dict(zip((resident.id for resident in found), states, strict=True))
+        ready=ready, models=dict(zip((model.id for model in found), states, strict=True))
     )
 
 
@@ -54,8 +54,8 @@ async def metrics(request: Request) -> Response:
     return Response(counted.render(), media_type=METRICS_TYPE)
 
 
-async def _probe(resident: Resident) -> ModelState:
-    state = resident.describe().state
-    if state == "ready" and not await resident.handle.ping():
-        return "restarting" if resident.handle.state == "ready" else resident.handle.state
+async def _probe(model: ResidentModel) -> ModelState:
+    state = model.describe().state
+    if state == "ready" and not await model.handle.ping():
+        return "restarting" if model.handle.state == "ready" else model.handle.state
     return state

@@ -1,104 +1,35 @@
-"""`/vectors`: the steering vectors that are kept, uploaded, downloaded, trained and combined."""
+"""`/vectors`: steering vectors, stored by name: uploaded, downloaded and combined."""
 
 import asyncio
-from typing import Annotated, Any
+from typing import Annotated
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query, Request, Response
 
 from logsteer.schemas import (
     CombineRequest,
     ContentFormat,
-    DeletedVector,
-    TrainAnswer,
-    TrainRequest,
     VectorAbout,
     VectorCard,
     VectorFormat,
-    VectorList,
     VectorPart,
 )
 from logsteer.schemas.steering import VectorName
 from logsteer_server.http.dependencies import (
     FileReadersDep,
-    LimitedRoute,
-    ResidentsDep,
     SettingsDep,
     VectorsDep,
-    answer,
-    check_count,
-    describe_answer,
-    new_id,
     read_upload,
-    run_within,
 )
-from logsteer_server.models.resident import Resident, WorkClock, collect
-from logsteer_server.stores.formats import MEDIA_TYPES, read_file, write_file
+from logsteer_server.http.respond import answer, run_within
+from logsteer_server.routes.resources import VECTOR_RESOURCE, describe_file, make_router
+from logsteer_server.stores.formats.vector_file import MEDIA_TYPES, read_file, write_file
 from logsteer_server.stores.layer_vectors import invalid_vector
 from logsteer_server.stores.vectors import StoredVectors, VectorStore
-from logsteer_server.tasks.training import combine_vectors, plan_captures, train_vectors
-from logsteer_server.text.sums import sum_usage
+from logsteer_server.tasks.training import combine_vectors
 
-router = APIRouter(route_class=LimitedRoute, tags=["vectors"])
+router = make_router(VECTOR_RESOURCE)
 
 FORMAT_OF_FILE = Query(description="null: what the file looks like.")
-
-
-@router.get("/vectors", responses={200: {"model": VectorList}})
-async def list_vectors(request: Request, store: VectorsDep) -> Response:
-    """The card of every kept vector, by name."""
-    cards, total = await asyncio.to_thread(store.list_all)
-    vectors = [card.model_dump() for card in cards]
-    return answer(request, {"vectors": vectors, "bytes": total, "max_bytes": store.max_bytes})
-
-
-@router.post("/vectors/train", responses=describe_answer(TrainAnswer))
-async def train_vector(
-    body: TrainRequest,
-    request: Request,
-    residents: ResidentsDep,
-    settings: SettingsDep,
-    store: VectorsDep,
-) -> Response:
-    """A vector from the activations of contrasting texts, kept under the name given."""
-    check_count("pairs", 2 * len(body.pairs), settings.max_items)
-    resident = residents.find(body.model)
-    work = _train(body, resident, store, settings.max_training_bytes)
-    return answer(request, await run_within(request, settings.request_timeout_s, work))
-
-
-async def _train(
-    body: TrainRequest, resident: Resident, store: VectorStore, max_bytes: int
-) -> dict[str, Any]:
-    clock = WorkClock()
-    codec, info = resident.require()
-    jobs = await asyncio.to_thread(plan_captures, body, codec, info, max_bytes)
-    outputs = await collect(resident.capture(jobs, clock))
-    timing = clock.read()
-    trained = await asyncio.to_thread(train_vectors, jobs, outputs, body.method)
-    about = VectorAbout(
-        source="training",
-        model=resident.id,
-        weights_digest=info.weights_digest,
-        method=body.method,
-        read=body.read,
-        pairs=len(body.pairs),
-        quality={str(layer): quality for layer, quality in trained.quality.items()},
-    )
-    card = await asyncio.to_thread(store.put, body.name, trained.vectors, about)
-    return {
-        "id": new_id("train"),
-        "model": resident.id,
-        "vector": card.model_dump(),
-        "usage": sum_usage(jobs, outputs),
-        "timing": timing,
-        "provenance": resident.provenance().model_dump(),
-    }
-
-
-@router.get("/vectors/{name}", responses={200: {"model": VectorCard}})
-async def show_vector(name: VectorName, request: Request, store: VectorsDep) -> Response:
-    """The card of one kept vector."""
-    return answer(request, (await asyncio.to_thread(store.describe, name)).model_dump())
 
 
 @router.get(
@@ -121,7 +52,7 @@ async def download_vector(
     format: Annotated[ContentFormat, Query()] = "safetensors",  # noqa: A002
 ) -> Response:
     """The vector as a file: safetensors, or a GGUF control vector for llama.cpp and repeng."""
-    card = await asyncio.to_thread(store.describe, name)
+    card = await asyncio.to_thread(store.files.describe, name)
     found = await asyncio.to_thread(store.find, name)
     hint = card.about.model_hint or card.about.model
     headers = {
@@ -137,16 +68,9 @@ async def download_vector(
 @router.put(
     "/vectors/{name}",
     responses={200: {"model": VectorCard}},
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "description": "The file as it is: safetensors, GGUF, or a dictionary that torch.save "
-            "has written.",
-            "content": {
-                "application/octet-stream": {"schema": {"type": "string", "format": "binary"}}
-            },
-        }
-    },
+    openapi_extra=describe_file(
+        "The file as it is: safetensors, GGUF, or a dictionary that torch.save has written."
+    ),
 )
 async def upload_vector(
     name: VectorName,
@@ -156,17 +80,17 @@ async def upload_vector(
     readers: FileReadersDep,
     format: Annotated[VectorFormat | None, FORMAT_OF_FILE] = None,  # noqa: A002
 ) -> Response:
-    """Keep the file's vector under this name, whatever the name stood for before."""
+    """Store the file's vector under this name, whatever the name stood for before."""
     chunks = read_upload(request, settings.max_vector_bytes, "max_vector_bytes")
     data = b"".join([chunk async for chunk in chunks])
     if not data:
         raise invalid_vector("the body is empty; send the file's bytes.")
-    work = _keep(name, data, format, store, readers)
+    work = _read_and_put(name, data, format, store, readers)
     card = await run_within(request, settings.request_timeout_s, work)
     return answer(request, card.model_dump())
 
 
-async def _keep(
+async def _read_and_put(
     name: str,
     data: bytes,
     given: VectorFormat | None,
@@ -179,18 +103,11 @@ async def _keep(
     return await asyncio.to_thread(store.put, name, read.vectors, about)
 
 
-@router.delete("/vectors/{name}", responses={200: {"model": DeletedVector}})
-async def delete_vector(name: VectorName, request: Request, store: VectorsDep) -> Response:
-    """The name is gone, and the content too where it had no other."""
-    sha256 = await asyncio.to_thread(store.delete, name)
-    return answer(request, {"name": name, "sha256": sha256})
-
-
 @router.post("/vectors/{name}/combine", responses={200: {"model": VectorCard}})
 async def combine_vector(
     name: VectorName, body: CombineRequest, request: Request, store: VectorsDep
 ) -> Response:
-    """A weighted sum of kept vectors, kept under this name."""
+    """A weighted sum of stored vectors, stored under this name."""
     return answer(request, (await asyncio.to_thread(_combine, name, body, store)).model_dump())
 
 

@@ -77,7 +77,7 @@ class LayerVectors:
         return 4 * self.width * len(self.layers)
 
     def norms(self) -> dict[int, float]:
-        """The Euclidean norm of each layer's vector, summed in float64."""
+        """Return the Euclidean norm of each layer's vector, summed in float64."""
         return {
             layer: float(np.linalg.norm(vector_D.astype(np.float64)))
             for layer, vector_D in self.layers.items()
@@ -99,17 +99,17 @@ class LayerVectors:
 
 
 def invalid_vector(detail: str) -> APIError:
-    """The error for vectors that cannot be used; `detail` goes on after "The vector is invalid"."""
+    """Return the error for unusable vectors; `detail` goes on after "The vector is invalid"."""
     return api_error("invalid_vector", f"The vector is invalid: {detail}")
 
 
 def name_tensor(layer: int, hook: str) -> str:
-    """TransformerLens' name of an activation, such as `blocks.3.hook_resid_post`."""
+    """Return TransformerLens' name of an activation, such as `blocks.3.hook_resid_post`."""
     return f"blocks.{layer}.{hook if '.' in hook else 'hook_' + hook}"
 
 
 def parse_tensor_name(name: str) -> tuple[int, str] | None:
-    """Layer and hook of a name that `name_tensor` gives, None for any other."""
+    """Return layer and hook of a name that `name_tensor` gives, None for any other."""
     found = _NAME.fullmatch(name)
     if found is None:
         return None
@@ -123,7 +123,7 @@ def parse_tensor_name(name: str) -> tuple[int, str] | None:
 
 
 def parse_content(content: bytes) -> LayerVectors:
-    """The vectors of `LayerVectors.content`. Errors: ValueError for anything else."""
+    """Return the vectors of `LayerVectors.content`. Errors: ValueError for anything else."""
     try:
         tensors = load(content)
     except SafetensorError as error:
@@ -145,7 +145,7 @@ def parse_content(content: bytes) -> LayerVectors:
 
 
 def _check_numbers(layer: int, numbers: npt.NDArray[np.floating]) -> Vector:
-    """The numbers as a read-only float32 array; -0.0 becomes 0.0, so that equals look alike."""
+    """Return the numbers as read-only float32; -0.0 becomes 0.0, so that equals look alike."""
     if numbers.ndim != 1:
         shape = list(numbers.shape)
         raise invalid_vector(f"layer {layer} has shape {shape}; give one number per dimension.")

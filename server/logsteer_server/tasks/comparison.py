@@ -1,12 +1,12 @@
-"""Two resident models on the same windows: how far their next-token distributions are apart.
+"""Two models on the same rows: how far their next-token distributions are apart.
 
-The reference scores a window first and leaves its log-probabilities in a file; the model reads
-them while it scores the same window. The file lives as long as the window is at work.
+The reference scores first and leaves its log-probabilities in a file; the other reads them while it
+scores the same rows. Files live as long as they are needed.
 """
 
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,38 +16,48 @@ import numpy.typing as npt
 
 from logsteer.errors import api_error
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
-from logsteer_server.models.resident import Resident, WorkClock
+from logsteer_server.models.model import ResidentModel
+
+COMPARED = ("kl", "top1_agrees")
+"""Columns that a job with a reference's file has."""
 
 
-@asynccontextmanager
-async def export_rows(
-    model: Resident, jobs: Sequence[ScoreJob], directory: Path | None
-) -> AsyncIterator[list[str]]:
-    """Files with the unsteered model's log-probabilities at each job's rows, while they are needed.
+@contextmanager
+def export_files(
+    jobs: Sequence[ScoreJob], vocab_size: int, directory: Path | None
+) -> Iterator[list[str]]:
+    """Give each job a file with room for the log-probabilities of its rows, float32 [R, V].
 
-    They lie in `directory`, or where the system keeps temporary files.
+    They lie in `directory`, or where the system keeps temporary files, while the block runs.
     """
-    _, info = model.require()
     with tempfile.TemporaryDirectory(prefix="logsteer-", dir=directory) as scratch:
         files = [str(Path(scratch, str(i))) for i in range(len(jobs))]
         for file, job in zip(files, jobs, strict=True):
             with Path(file).open("wb") as stream:
-                stream.truncate(4 * len(job.targets) * info.vocab_size)
-        exports = [replace(j, export=f, plan=None) for j, f in zip(jobs, files, strict=True)]
-        async for _ in model.score(exports, WorkClock()):
-            pass
+                stream.truncate(4 * len(job.targets) * vocab_size)
         yield files
 
 
+def export_jobs(jobs: Sequence[ScoreJob], files: Sequence[str]) -> list[ScoreJob]:
+    """Return the jobs that write the unsteered model's log-probabilities to the files."""
+    return [replace(job, export=file, plan=None) for job, file in zip(jobs, files, strict=True)]
+
+
+def compare_jobs(jobs: Sequence[ScoreJob], files: Sequence[str]) -> list[ScoreJob]:
+    """Return the jobs that compare their rows with the files."""
+    return [
+        replace(job, reference=file, columns=(*job.columns, *COMPARED))
+        for job, file in zip(jobs, files, strict=True)
+    ]
+
+
 class Comparison:
-    """Scores jobs on a model and collects its divergence from a reference.
+    """A model's divergence from a reference, collected output by output.
 
     Errors: APIError `invalid_request` where the two have different vocabularies.
     """
 
-    def __init__(
-        self, model: Resident, reference: Resident, max_bytes: int, directory: Path | None
-    ) -> None:
+    def __init__(self, model: ResidentModel, reference: ResidentModel) -> None:
         codec, info = model.require()
         other_codec, other_info = reference.require()
         if (codec.digest, info.vocab_size) != (other_codec.digest, other_info.vocab_size):
@@ -57,54 +67,43 @@ class Comparison:
             )
             raise api_error("invalid_request", detail, param="reference")
         self.context_length = min(info.context_length, other_info.context_length)
-        self._model = model
-        self._reference = reference
-        self._bytes_per_row = 4 * info.vocab_size
-        self._max_bytes = max_bytes
-        self._directory = directory
+        self.vocab_size = info.vocab_size
+        self.reference = reference
         self._divergences: list[npt.NDArray[np.float32]] = []
         self._agreements: list[npt.NDArray[np.float32]] = []
 
-    async def score(
-        self, jobs: Sequence[ScoreJob], clock: WorkClock
-    ) -> AsyncIterator[tuple[int, ScoreOutput]]:
-        """Index and output of each job as the model ends it."""
-        for first, count in self._split(jobs):
-            part = jobs[first : first + count]
-            async with export_rows(self._reference, part, self._directory) as files:
-                compared = [
-                    replace(job, reference=file, columns=(*job.columns, "kl", "top1_agrees"))
-                    for job, file in zip(part, files, strict=True)
-                ]
-                async for index, output in self._model.score(compared, clock):
-                    self._divergences.append(output.columns["kl"])
-                    self._agreements.append(output.columns["top1_agrees"])
-                    yield first + index, output
+    def add(self, output: ScoreOutput) -> None:
+        """Count the output of a compared job in."""
+        self._divergences.append(output.columns["kl"])
+        self._agreements.append(output.columns["top1_agrees"])
 
-    def _split(self, jobs: Sequence[ScoreJob]) -> Iterator[tuple[int, int]]:
-        """Runs of jobs, as start and count, whose log-probabilities fit on disk together."""
+    def split(self, jobs: Sequence[ScoreJob], max_bytes: int) -> Iterator[range]:
+        """Yield runs of jobs whose log-probabilities fit on disk together (or one job alone).
+
+        With files of 3, 3 and 6 bytes and at most 6: jobs 0 and 1, then job 2.
+        """
         start = size = 0
         for index, job in enumerate(jobs):
-            own = len(job.targets) * self._bytes_per_row
-            if size and size + own > self._max_bytes:
-                yield start, index - start
+            own = 4 * len(job.targets) * self.vocab_size
+            if size and size + own > max_bytes:
+                yield range(start, index)
                 start, size = index, 0
             size += own
         if start < len(jobs):
-            yield start, len(jobs) - start
+            yield range(start, len(jobs))
 
     def summarize(self) -> dict[str, Any]:
-        """The fields of `Divergence`, over the tokens scored so far."""
+        """Return the fields of `Divergence`, over the tokens scored so far."""
         values = np.concatenate([*self._divergences, np.zeros(0)]).astype(np.float64)
         agreements = np.concatenate([*self._agreements, np.zeros(0)])
         if not len(values):
             return {
-                "reference": self._reference.id,
+                "reference": self.reference.id,
                 "num_tokens": 0,
                 **dict.fromkeys(("kl_mean", "kl_median", "kl_p99", "kl_max", "top1_agreement")),
             }
         return {
-            "reference": self._reference.id,
+            "reference": self.reference.id,
             "kl_mean": float(values.mean()),
             "kl_median": float(np.median(values)),
             "kl_p99": float(np.quantile(values, 0.99)),

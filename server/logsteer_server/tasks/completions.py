@@ -5,29 +5,28 @@ token that lm-evaluation-harness asks for on top of it is read from the prompt's
 nothing is generated.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from logsteer.errors import api_error
-from logsteer.schemas import BosPolicy
 from logsteer.schemas.openai import ChatCompletionRequest, CompletionRequest, SamplingRequest
+from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import (
-    EngineInfo,
     GenerateJob,
     GenerateOutput,
     Ids,
+    Job,
     Policy,
     ScoreJob,
     ScoreOutput,
 )
+from logsteer_server.text.prompts import fit_prompt, read_prompts
 from logsteer_server.text.tokenizer import TextCodec
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class CompletionPrompt:
     """One prompt: its text, its tokens, and the job that scores it where it is echoed so.
 
     `reads_next`: the last row of that job gives the one greedy token that was asked for.
@@ -37,83 +36,51 @@ class Prompt:
     ids: list[int]
     echo_job: ScoreJob | None
     reads_next: bool
-    jobs: list[GenerateJob]
+    samples: list[GenerateJob]
 
     @property
-    def all_jobs(self) -> list[ScoreJob | GenerateJob]:
-        """What is scored and what is generated."""
-        return [*([self.echo_job] if self.echo_job else []), *self.jobs]
+    def jobs(self) -> list[Job]:
+        """What is scored, then what is generated."""
+        return [*([self.echo_job] if self.echo_job else []), *self.samples]
 
 
 def plan_completions(
     request: CompletionRequest, codec: TextCodec, info: EngineInfo
-) -> list[Prompt]:
-    """The prompts of a request, in order. Errors: APIError `invalid_request`, `context_too_long`.
+) -> list[CompletionPrompt]:
+    """Plan the prompts of a request. Errors: APIError `invalid_request`, `context_too_long`.
 
     Text is encoded with a BOS where the tokenizer adds one; ids are taken as they are.
     """
     prompts = []
-    for text, ids in read_prompts(request.prompt, codec, info):
+    for text, ids in read_prompts(request.prompt, codec, info.vocab_size):
         echo_job, reads_next = None, False
         if request.echo and request.logprobs is not None:
             reads_next = request.max_tokens == 1 and request.temperature == 0 and request.n == 1
             echo_job = _plan_echo(ids, request.logprobs, reads_next)
         generates = request.max_tokens > 0 and not reads_next
-        check_length(ids, request.max_tokens if generates else 0, info)
-        jobs = (
+        fit_prompt(ids, request.max_tokens if generates else 0, info.context_length)
+        samples = (
             _plan_samples(request, ids, request.max_tokens, request.logprobs) if generates else []
         )
-        prompts.append(Prompt(text, ids, echo_job, reads_next, jobs))
+        prompts.append(CompletionPrompt(text, ids, echo_job, reads_next, samples))
     return prompts
 
 
-def plan_chat(request: ChatCompletionRequest, codec: TextCodec, info: EngineInfo) -> Prompt:
-    """The conversation as a prompt. Errors: APIError `invalid_request`, `context_too_long`."""
+def plan_chat(
+    request: ChatCompletionRequest, codec: TextCodec, info: EngineInfo
+) -> CompletionPrompt:
+    """Plan a conversation. Errors: APIError `invalid_request`, `context_too_long`."""
     text = codec.render_chat(request.messages)
     ids = codec.encode_ids([text])[0]
     asked = request.max_completion_tokens or request.max_tokens
     max_tokens = asked or max(1, info.context_length - len(ids))
-    check_length(ids, max_tokens, info)
+    fit_prompt(ids, max_tokens, info.context_length)
     top = request.top_logprobs if request.logprobs else None
-    return Prompt(text, ids, None, False, _plan_samples(request, ids, max_tokens, top))
-
-
-def read_prompts(
-    prompt: str | list[str] | list[int] | list[list[int]],
-    codec: TextCodec,
-    info: EngineInfo,
-    bos: BosPolicy = "auto",
-) -> list[tuple[str, list[int]]]:
-    """Text and tokens of each prompt. Errors: APIError `invalid_request`."""
-    given = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
-    texts = [entry for entry in given if isinstance(entry, str)]
-    encoded = iter(codec.encode_ids(texts))
-    prompts = []
-    for entry in given:
-        if isinstance(entry, str):
-            ids = next(encoded)
-            prompts.append((entry, codec.bos_ids(bos, ids) + ids))
-            continue
-        ids = list(entry)
-        if not ids or max(ids) >= info.vocab_size:
-            detail = f"prompt must have token ids from 0 to {info.vocab_size - 1}, at least one."
-            raise api_error("invalid_request", detail, param="prompt")
-        prompts.append((codec.decode(ids), ids))
-    return prompts
-
-
-def check_length(ids: Sequence[int], max_tokens: int, info: EngineInfo) -> None:
-    """Errors: APIError `context_too_long` for more tokens than the context holds."""
-    if len(ids) + max_tokens > info.context_length:
-        detail = (
-            f"The prompt has {len(ids)} tokens and max_tokens is {max_tokens}; this model's "
-            f"context holds {info.context_length}: shorten one of them."
-        )
-        raise api_error("context_too_long", detail, param="max_tokens")
+    return CompletionPrompt(text, ids, None, False, _plan_samples(request, ids, max_tokens, top))
 
 
 def _plan_echo(ids: list[int], top: int, reads_next: bool) -> ScoreJob | None:
-    """The job that scores a prompt's tokens from the second on, and reads the next one's row."""
+    """Return the job that scores a prompt from its second token on, and reads the next row."""
     if reads_next:
         # No target follows the last row; the alternatives that are read there say what would.
         targets = np.array([*ids[1:], 0], dtype=np.int32)
@@ -127,7 +94,7 @@ def _plan_echo(ids: list[int], top: int, reads_next: bool) -> ScoreJob | None:
 def _plan_samples(
     request: SamplingRequest, ids: list[int], max_tokens: int, top: int | None
 ) -> list[GenerateJob]:
-    """The jobs of one prompt's samples; without log-probabilities where `top` is None."""
+    """Return the jobs of one prompt's samples; without log-probabilities where `top` is None."""
     return [
         GenerateJob(
             np.array(ids, dtype=np.int32),
@@ -161,13 +128,13 @@ class TokenColumns:
             self.top_logprobs + other.top_logprobs,
         )
 
-    def render(self, codec: TextCodec, offset: int) -> dict[str, Any]:
-        """The columns as `CompletionLogprobs`; `offset` is where the first token's text begins.
+    def render(self, codec: TextCodec) -> dict[str, Any]:
+        """Write the columns as `CompletionLogprobs`.
 
         The alternatives name the token itself, too, as OpenAI's do.
         """
         tokens = [codec.piece(token_id) for token_id in self.token_ids]
-        offsets = []
+        offsets, offset = [], 0
         for token in tokens:
             offsets.append(offset)
             offset += len(token)
@@ -189,7 +156,7 @@ class TokenColumns:
 
 
 def read_generated(output: GenerateOutput) -> TokenColumns:
-    """The columns of sampled tokens."""
+    """Return the columns of sampled tokens."""
     return TokenColumns(
         output.token_ids.tolist(),
         output.logprobs.tolist(),
@@ -198,8 +165,8 @@ def read_generated(output: GenerateOutput) -> TokenColumns:
     )
 
 
-def read_echo(prompt: Prompt, output: ScoreOutput | None, top: int) -> TokenColumns:
-    """The columns of a prompt's own tokens; the first has no log-probability."""
+def read_echo(prompt: CompletionPrompt, output: ScoreOutput | None, top: int) -> TokenColumns:
+    """Return the columns of a prompt's own tokens; the first has no log-probability."""
     if output is None:
         return TokenColumns(prompt.ids, [None], [None], [None])
     count = len(prompt.ids) - 1
@@ -216,7 +183,7 @@ def _cut(values: np.ndarray | None, count: int, top: int) -> list[list[Any]]:
 
 
 def read_next(output: ScoreOutput, codec: TextCodec, top: int) -> GenerateOutput:
-    """The greedy token that an echoed prompt's last row gives, as if it had been generated."""
+    """Return the greedy token of an echoed prompt's last row, as if it had been generated."""
     assert output.top_ids is not None
     assert output.top_logprobs is not None
     ids: Ids = output.top_ids[-1:]
@@ -228,12 +195,12 @@ def read_next(output: ScoreOutput, codec: TextCodec, top: int) -> GenerateOutput
         ids[:, :top],
         output.top_logprobs[-1:, :top],
         "stop" if ends else "length",
-        output.cached_tokens,
+        cached_tokens=output.cached_tokens,
     )
 
 
 def render_chat_logprobs(columns: TokenColumns, codec: TextCodec) -> dict[str, Any]:
-    """The columns in the shape of chat completions' `logprobs`."""
+    """Write the columns in the shape of chat completions' `logprobs`."""
 
     def name(token_id: int, logprob: float | None) -> dict[str, Any]:
         text = codec.piece(token_id)

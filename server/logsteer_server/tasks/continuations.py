@@ -1,4 +1,4 @@
-"""`/steer` and `/generate`: prompts as jobs, and their outputs as completions."""
+"""Prompts as generation jobs, and their outputs as completions."""
 
 import math
 import secrets
@@ -8,52 +8,50 @@ from typing import Any
 
 import numpy as np
 
-from logsteer.schemas import GenerateRequest, PromptRequest
-from logsteer_server.contract.jobs import (
-    EngineInfo,
-    GenerateJob,
-    GenerateOutput,
-    Policy,
-    ScoreJob,
-    ScoreOutput,
-)
-from logsteer_server.tasks.aggregates import aggregate_columns
-from logsteer_server.tasks.completions import check_length, read_prompts
-from logsteer_server.text.sums import sum_usage
+from logsteer.schemas import BosPolicy, Message, OverflowPolicy
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, ScoreJob, ScoreOutput
+from logsteer_server.tasks.columns import ColumnOptions, aggregate_columns, show_columns
+from logsteer_server.text.prompts import fit_prompt, read_prompts
 from logsteer_server.text.tokenizer import TextCodec
+
+MAX_DRAWN_SEED = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """What is to be continued: texts or ids, or one conversation for the chat template."""
+
+    given: Sequence[str] | Sequence[list[int]] = ()
+    messages: Sequence[Message] | None = None
+    bos: BosPolicy = "auto"
+    on_overflow: OverflowPolicy = "error"
+
+    def encode(self, codec: TextCodec, info: EngineInfo) -> list[list[int]]:
+        """Return the tokens of each prompt. Errors: APIError `invalid_request`."""
+        if self.messages is not None:
+            return codec.encode_ids([codec.render_chat(self.messages)])
+        return [ids for _, ids in read_prompts(self.given, codec, info.vocab_size, self.bos)]
 
 
 def plan_continuations(
-    request: PromptRequest, codec: TextCodec, info: EngineInfo
-) -> list[GenerateJob]:
-    """An unsteered job for each completion, `n` of the first prompt, then those of the next.
+    prompts: Prompts, first: GenerateJob, count: int, codec: TextCodec, info: EngineInfo
+) -> tuple[list[GenerateJob], list[int]]:
+    """Plan an unsteered job for each completion, `count` of the first prompt, then of the next.
 
-    Errors: APIError `invalid_request`, `context_too_long`.
+    `first` has everything but the tokens. Seeds count on from its own over all completions; the
+    server draws the first one where it is None. Returned besides: how many tokens of each prompt
+    were dropped. Errors: APIError `invalid_request`, `context_too_long`.
     """
-    seed = secrets.randbelow(2**31) if request.seed is None else request.seed
+    seed = secrets.randbelow(MAX_DRAWN_SEED) if first.seed is None else first.seed
     jobs: list[GenerateJob] = []
-    for ids in _encode_prompts(request, codec, info):
-        check_length(ids, request.max_tokens, info)
-        first = GenerateJob(
-            np.array(ids, dtype=np.int32),
-            request.max_tokens,
-            Policy(request.temperature, request.top_k, request.top_p, request.min_p),
-            seed=seed,
-            stop=tuple(request.stop),
-            include_stop=request.include_stop,
-            ignore_eos=request.ignore_eos,
-            stream=request.stream,
-        )
-        jobs += [replace(first, seed=seed + len(jobs) + k) for k in range(request.n)]
-    return jobs
-
-
-def _encode_prompts(request: PromptRequest, codec: TextCodec, info: EngineInfo) -> list[list[int]]:
-    if request.messages is not None:
-        text = codec.render_chat(request.messages)
-        return [codec.encode_ids([text])[0]]
-    given = request.prompts or request.prompt_ids or []
-    return [ids for _, ids in read_prompts(given, codec, info, request.bos)]
+    truncated = []
+    for given in prompts.encode(codec, info):
+        ids, dropped = fit_prompt(given, first.max_tokens, info.context_length, prompts.on_overflow)
+        truncated.append(dropped)
+        tokens = np.array(ids, dtype=np.int32)
+        jobs += [replace(first, tokens=tokens, seed=seed + len(jobs) + k) for k in range(count)]
+    return jobs, truncated
 
 
 @dataclass(slots=True)
@@ -68,8 +66,22 @@ class Continuation:
         """All its tokens so far."""
         return [token for piece in self.pieces for token in piece.token_ids.tolist()]
 
+    def score_job(self, read: ColumnOptions) -> ScoreJob:
+        """Return the job that reads the completion's rows, under the policy that drew it."""
+        job, ids = self.job, np.array(self.token_ids, dtype=np.int32)
+        return ScoreJob(
+            np.concatenate([job.tokens, ids[:-1]]),
+            ids,
+            read.columns,
+            plan=job.plan,
+            override=job.override,
+            adapter=job.adapter,
+            policy=job.policy,
+            double=read.double,
+        )
+
     def write(self, codec: TextCodec) -> dict[str, Any]:
-        """The whole as a `Completion`."""
+        """Write the whole as a `Completion`."""
         ids = self.token_ids
         logprobs = np.concatenate([piece.logprobs for piece in self.pieces])
         total = float(logprobs.astype(np.float64).sum())
@@ -85,26 +97,17 @@ class Continuation:
         }
 
 
-class Diagnosis:
-    """What the policy saw at each step of the completions: they are scored as they were sampled."""
+def show_diagnostics(
+    output: ScoreOutput, asked: Sequence[str], window: int | None
+) -> dict[str, Any]:
+    """Return the columns of a completion, and their aggregates where there is a window.
 
-    def __init__(self, jobs: Sequence[ScoreJob], window: int) -> None:
-        self.jobs = jobs
-        self._window = window
-        self._outputs: dict[int, ScoreOutput] = {}
-
-    def add(self, index: int, output: ScoreOutput) -> None:
-        """Take the scores of a completion in."""
-        self._outputs[index] = output
-
-    def write(self, index: int) -> dict[str, Any]:
-        """Columns and aggregates of a completion."""
-        columns = self._outputs[index].columns
-        return {"columns": columns, "aggregates": aggregate_columns(columns.items(), self._window)}
-
-    def count_usage(self) -> dict[str, int]:
-        """What it adds to the fields of `Usage`."""
-        return sum_usage(self.jobs, self._outputs.values())
+    The completion has its log-probabilities already, from when its tokens were drawn.
+    """
+    shown = show_columns(output.columns, [name for name in asked if name != "logprob"])
+    if window is None:
+        return shown
+    return shown | {"aggregates": aggregate_columns(output.columns, window)}
 
 
 class Continuations:
@@ -114,12 +117,12 @@ class Continuations:
         self, jobs: Sequence[GenerateJob], baseline: Sequence[GenerateJob], per_prompt: int
     ) -> None:
         self.jobs = [*jobs, *baseline]
+        self.entries = [Continuation(job) for job in self.jobs]
         self._per_prompt = per_prompt
         self._num_own = len(jobs)
-        self.entries = [Continuation(job) for job in self.jobs]
 
     def add(self, index: int, piece: GenerateOutput) -> dict[str, Any]:
-        """Take a piece of a job's output in; the piece as a `SteerPiece`."""
+        """Take a piece of a job's output in; return it as a `SteerPiece`."""
         self.entries[index].pieces.append(piece)
         place = index % self._num_own
         return {
@@ -132,52 +135,19 @@ class Continuations:
             "finish_reason": piece.finish_reason,
         }
 
-    @property
-    def steered_ends(self) -> list[GenerateOutput]:
-        """The last piece of each steered job."""
-        return [entry.pieces[-1] for entry in self.entries if entry.job.plan is not None]
-
-    def write(self, codec: TextCodec, diagnosis: Diagnosis | None) -> list[dict[str, Any]]:
-        """All of them as `PromptCompletions`, once every job has ended."""
+    def write(
+        self, codec: TextCodec, truncated: Sequence[int], more: Sequence[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Write all of them as `PromptCompletions`, each with its entry of `more`."""
         written = [entry.write(codec) for entry in self.entries]
-        if diagnosis is not None:
-            for index in range(self._num_own):
-                written[index] |= diagnosis.write(index)
+        for completion, fields in zip(written, more, strict=False):
+            completion |= fields
         size, own = self._per_prompt, self._num_own
-        results = []
-        for start in range(0, own, size):
-            baseline = written[own + start : own + start + size] or None
-            results.append({"completions": written[start : start + size], "baseline": baseline})
-        return results
-
-    def count_usage(self, diagnosis: Diagnosis | None) -> dict[str, int]:
-        """The fields of `Usage`."""
-        pieces = [piece for entry in self.entries for piece in entry.pieces]
-        usage = {
-            "prompt_tokens": sum(len(job.tokens) for job in self.jobs),
-            "scored_tokens": 0,
-            "generated_tokens": sum(len(piece.token_ids) for piece in pieces),
-            "cached_tokens": sum(entry.pieces[-1].cached_tokens for entry in self.entries),
-        }
-        more = diagnosis.count_usage() if diagnosis else {}
-        return {name: count + more.get(name, 0) for name, count in usage.items()}
-
-
-def plan_diagnosis(request: GenerateRequest, continuations: Continuations) -> Diagnosis:
-    """The jobs that score each completion under the policy that drew it."""
-    jobs = []
-    for entry in continuations.entries:
-        ids = np.array(entry.token_ids, dtype=np.int32)
-        jobs.append(
-            ScoreJob(
-                np.concatenate([entry.job.tokens, ids[:-1]]),
-                ids,
-                tuple(dict.fromkeys(["logprob", *request.columns])),
-                plan=entry.job.plan,
-                override=entry.job.override,
-                adapter=entry.job.adapter,
-                policy=entry.job.policy,
-                double=request.precision == "float64",
-            )
-        )
-    return Diagnosis(jobs, request.window)
+        return [
+            {
+                "completions": written[start : start + size],
+                "baseline": written[own + start : own + start + size] or None,
+                "truncated_tokens": truncated[start // size],
+            }
+            for start in range(0, own, size)
+        ]

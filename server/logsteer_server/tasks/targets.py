@@ -1,4 +1,4 @@
-"""`/logprob`: a request's contexts and targets as score jobs, and the jobs' outputs as results."""
+"""Contexts and targets as score jobs, and the jobs' outputs as their scores."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,22 +8,40 @@ from typing import Any
 import numpy as np
 
 from logsteer.errors import api_error
-from logsteer.schemas import DiagnosticsRequest, LogprobRequest, OverflowPolicy
-from logsteer_server.contract.jobs import EngineInfo, Ids, Policy, ScoreJob, ScoreOutput
-from logsteer_server.tasks.aggregates import aggregate_columns
+from logsteer.schemas import BosPolicy, LogprobItem, OverflowPolicy
+from logsteer.schemas.logprob import Boundary, SpacePolicy
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import Ids, ScoreJob, ScoreOutput
+from logsteer_server.settings import Settings
+from logsteer_server.tasks.columns import ColumnOptions, aggregate_columns, show_columns
+from logsteer_server.tasks.run import check_count
 from logsteer_server.text.boundaries import Cut, Pair, cut_pairs, space_variants
 from logsteer_server.text.sums import exp_mean, log_sum_exp
 from logsteer_server.text.tokenizer import TextCodec
 
-ARRAY_NAMES = {"logprob": "logprobs", "rank": "ranks"}
-"""Names of columns in the answer, where they differ from the request's."""
+
+@dataclass(frozen=True, slots=True)
+class TargetOptions:
+    """How contexts and targets are cut into tokens."""
+
+    boundary: Boundary = "joint"
+    space: SpacePolicy = "as_given"
+    bos: BosPolicy = "auto"
+    on_overflow: OverflowPolicy = "error"
+
+
+def check_items(items: Sequence[LogprobItem], settings: Settings) -> None:
+    """Bound items and targets. Errors: APIError `payload_too_large`."""
+    check_count("items", len(items), settings.max_items)
+    targets = sum(len(item.targets or item.target_ids or ()) for item in items)
+    check_count("items[].targets", targets, settings.max_targets)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTarget:
     """One string or id sequence to score: its tokens, and where its scores will be.
 
-    They are all of job `job`'s rows, or only row `slot` where the job scores alternatives.
+    They are all of job `job`'s rows, or only entry `slot` where the job shares a row.
     """
 
     text: str
@@ -33,7 +51,7 @@ class PlannedTarget:
     slot: int | None
 
     def pick(self, outputs: Sequence[ScoreOutput]) -> ScoreOutput:
-        """The target's own rows of the jobs' outputs."""
+        """Return the target's own rows of the jobs' outputs."""
         output = outputs[self.job]
         if self.slot is None:
             return output
@@ -55,17 +73,22 @@ class PlannedItem:
 
 
 @dataclass(frozen=True, slots=True)
-class LogprobPlan:
-    """Everything to score for one request; `items` point into `planned`, that into `jobs`."""
+class TargetPlan:
+    """Everything to score; `items` point into `planned`, that into `jobs`."""
 
-    request: LogprobRequest
     planned: list[PlannedTarget]
     items: list[PlannedItem]
     jobs: list[ScoreJob]
 
 
-def plan_targets(request: LogprobRequest, codec: TextCodec, info: EngineInfo) -> LogprobPlan:
-    """The jobs of a request.
+def plan_targets(
+    given: Sequence[LogprobItem],
+    codec: TextCodec,
+    info: EngineInfo,
+    options: TargetOptions,
+    read: ColumnOptions,
+) -> TargetPlan:
+    """Plan one job a target, but one for all single tokens after a context.
 
     Errors: APIError `invalid_request`, `boundary_empty`, `context_too_long`.
     """
@@ -73,31 +96,32 @@ def plan_targets(request: LogprobRequest, codec: TextCodec, info: EngineInfo) ->
     pairs: list[Pair] = []
     items: list[PlannedItem] = []
     by_ids: dict[int, Cut] = {}
-    for index, item in enumerate(request.items):
+    for index, item in enumerate(given):
         first = len(texts)
-        if item.context_ids is not None:
+        if (context_ids := item.context_ids) is not None:
             for target_ids in item.target_ids or []:
-                by_ids[len(texts)] = _cut_ids(codec, info, request, index, target_ids)
+                cut = _cut_ids(codec, info, options.bos, index, context_ids, target_ids)
+                by_ids[len(texts)] = cut
                 texts.append(codec.decode(target_ids))
             items.append(PlannedItem(list(range(first, len(texts))), None))
             continue
         context, rendered = item.context or "", False
         if item.messages is not None:
             context, rendered = codec.render_chat(item.messages), True
-        given, variants = _lay_out(item.targets or [], request.space == "both", texts)
+        as_given, variants = _lay_out(item.targets or [], options.space == "both", texts)
         pairs += [Pair(context, text, rendered) for text in texts[first:]]
-        items.append(PlannedItem(given, variants))
-    text_cuts = iter(cut_pairs(codec, pairs, request.boundary, request.bos))
+        items.append(PlannedItem(as_given, variants))
+    text_cuts = iter(cut_pairs(codec, pairs, options.boundary, options.bos))
     cuts = [by_ids[i] if i in by_ids else next(text_cuts) for i in range(len(texts))]
-    desk = _JobDesk(request, info)
-    planned = [desk.place(text, cut) for text, cut in zip(texts, cuts, strict=True)]
-    return LogprobPlan(request, planned, items, desk.make_jobs())
+    builder = _JobBuilder(options.on_overflow, read, info)
+    planned = [builder.place(text, cut) for text, cut in zip(texts, cuts, strict=True)]
+    return TargetPlan(planned, items, builder.make_jobs())
 
 
 def _lay_out(
     targets: Sequence[str], both: bool, texts: list[str]
 ) -> tuple[list[int], list[tuple[int, int]] | None]:
-    """Append what is scored for these targets to `texts`; where each target and variant is."""
+    """Append what is scored for these targets to `texts`; return where each is."""
     if not both:
         first = len(texts)
         texts += targets
@@ -116,9 +140,13 @@ def _lay_out(
 
 
 def _cut_ids(
-    codec: TextCodec, info: EngineInfo, request: LogprobRequest, index: int, target_ids: list[int]
+    codec: TextCodec,
+    info: EngineInfo,
+    bos: BosPolicy,
+    index: int,
+    context_ids: list[int],
+    target_ids: list[int],
 ) -> Cut:
-    context_ids = request.items[index].context_ids or []
     for name, ids in (("context_ids", context_ids), ("target_ids", target_ids)):
         if ids and max(ids) >= info.vocab_size:
             detail = (
@@ -127,7 +155,7 @@ def _cut_ids(
             )
             raise api_error("invalid_request", detail, param=f"items[{index}].{name}")
     if not context_ids:
-        front = codec.bos_ids(request.bos, target_ids)
+        front = codec.bos_ids(bos, target_ids)
         if not front:
             detail = f"items[{index}].context_ids is empty: nothing precedes the target; give one."
             raise api_error("boundary_empty", detail, param=f"items[{index}].context_ids")
@@ -135,18 +163,17 @@ def _cut_ids(
     return Cut(context_ids, target_ids, None)
 
 
-class _JobDesk:
-    """Makes the jobs of one request: one a target, but one for all single tokens after a context.
+class _JobBuilder:
+    """Makes the jobs: one a target, but one for all single tokens after a context.
 
-    Those need the same one row of logits, so their context is read once.
+    Those need the same one row of logits, so their context is read once: after "2 + 2 =", the
+    targets " 4" and " 5" are two entries of the last row of one job.
     """
 
-    def __init__(self, request: LogprobRequest, info: EngineInfo) -> None:
-        self._request = request
+    def __init__(self, on_overflow: OverflowPolicy, read: ColumnOptions, info: EngineInfo) -> None:
+        self._on_overflow = on_overflow
+        self._read = read
         self._limit = info.context_length
-        self._columns = tuple(dict.fromkeys(["logprob", *request.columns]))
-        self._top = min(request.top, info.vocab_size)
-        self._policy = Policy(**request.policy.model_dump())
         self._tokens: list[Ids] = []
         self._targets: list[list[int]] = []
         self._sharing: dict[bytes, int] = {}
@@ -155,7 +182,7 @@ class _JobDesk:
         """Put a target into a job. Errors: APIError `context_too_long`."""
         sequence = cut.context_ids + cut.target_ids
         count = len(cut.target_ids)
-        excess = fit_context(len(sequence) - 1, count, self._limit, self._request.on_overflow)
+        excess = fit_context(len(sequence) - 1, count, self._limit, self._on_overflow)
         tokens = np.array(sequence[excess:-1], dtype=np.int32)
         if count > 1:
             return PlannedTarget(text, cut, excess, self._open(tokens, cut.target_ids), None)
@@ -172,24 +199,24 @@ class _JobDesk:
         return len(self._tokens) - 1
 
     def make_jobs(self) -> list[ScoreJob]:
-        """The jobs, by their numbers."""
+        """Return the jobs, by their numbers."""
         shared = set(self._sharing.values())
         return [
             ScoreJob(
                 tokens,
                 np.array(targets, dtype=np.int32),
-                self._columns,
-                self._top,
-                alternatives=job in shared and len(targets) > 1,
-                policy=self._policy,
-                double=self._request.precision == "float64",
+                self._read.columns,
+                self._read.top,
+                shares_row=job in shared and len(targets) > 1,
+                policy=self._read.policy,
+                double=self._read.double,
             )
             for job, (tokens, targets) in enumerate(zip(self._tokens, self._targets, strict=True))
         ]
 
 
 def fit_context(num_read: int, num_targets: int, limit: int, policy: OverflowPolicy) -> int:
-    """How many tokens to drop at the left, so that the model can read the rest.
+    """Return how many tokens to drop at the left, so that the model can read the rest.
 
     Errors: APIError `context_too_long` where that is not wanted, or would drop scored tokens.
     """
@@ -211,12 +238,20 @@ def fit_context(num_read: int, num_targets: int, limit: int, policy: OverflowPol
     return excess
 
 
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What an answer shows of each target: its tokens, these columns, aggregates over `window`."""
+
+    columns: Sequence[str]
+    per_token: bool = True
+    window: int | None = None
+
+
 def assemble_targets(
-    plan: LogprobPlan, outputs: Sequence[ScoreOutput], codec: TextCodec
+    plan: TargetPlan, outputs: Sequence[ScoreOutput], codec: TextCodec, shown: Shown
 ) -> list[dict[str, Any]]:
-    """The `results` of the answer, in the shape of `ItemScore`, with numpy arrays for columns."""
-    request = plan.request
-    scores = [_score(target, target.pick(outputs), request, codec) for target in plan.planned]
+    """Return the `results` of an answer, as `ItemScore`, with numpy arrays for columns."""
+    scores = [_score(target, target.pick(outputs), shown, codec) for target in plan.planned]
     return [_score_item(item, scores) for item in plan.items]
 
 
@@ -245,7 +280,7 @@ def _rank_choices(logprobs: Sequence[float | None]) -> dict[str, Any]:
 
 
 def _score(
-    target: PlannedTarget, output: ScoreOutput, request: LogprobRequest, codec: TextCodec
+    target: PlannedTarget, output: ScoreOutput, shown: Shown, codec: TextCodec
 ) -> dict[str, Any]:
     total = float(output.columns["logprob"].astype(np.float64).sum())
     count = len(target.cut.target_ids)
@@ -263,22 +298,21 @@ def _score(
         "truncated_tokens": target.truncated,
         "flags": [] if finite else ["non_finite"],
     }
-    if isinstance(request, DiagnosticsRequest):
-        asked = [(name, output.columns[name]) for name in request.columns]
-        score["aggregates"] = aggregate_columns(asked, request.window)
-    if request.per_token:
-        score |= dict(_list_tokens(target, output, request, codec))
+    if shown.window is not None:
+        asked = {name: output.columns[name] for name in shown.columns}
+        score["aggregates"] = aggregate_columns(asked, shown.window)
+    if shown.per_token:
+        score |= dict(_list_tokens(target, output, shown, codec))
     return score
 
 
 def _list_tokens(
-    target: PlannedTarget, output: ScoreOutput, request: LogprobRequest, codec: TextCodec
+    target: PlannedTarget, output: ScoreOutput, shown: Shown, codec: TextCodec
 ) -> Iterator[tuple[str, Any]]:
     yield "token_ids", target.cut.target_ids
     yield "tokens", [codec.piece(token_id) for token_id in target.cut.target_ids]
     yield "offsets", target.cut.offsets
-    for name in request.columns:
-        yield ARRAY_NAMES.get(name, name), output.columns[name]
+    yield from show_columns(output.columns, shown.columns).items()
     if output.top_ids is not None:
         yield (
             "top",

@@ -1,4 +1,4 @@
-"""`/perplexity`: texts as windows to score, and the windows' log-probabilities as sums."""
+"""Texts as windows to score, and the windows' log-probabilities as sums."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,12 +8,30 @@ import numpy as np
 import numpy.typing as npt
 
 from logsteer.errors import api_error
-from logsteer.schemas.perplexity import WindowOptions
-from logsteer_server.contract.jobs import EngineInfo, ScoreJob, ScoreOutput
+from logsteer.schemas import BosPolicy
+from logsteer.schemas.perplexity import Protocol, WindowOptions
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
+from logsteer_server.tasks.columns import ColumnOptions, show_columns
 from logsteer_server.text.incremental import EncodedPiece, IncrementalEncoder
 from logsteer_server.text.sums import Counts, Tally, count_text, exp_mean
 from logsteer_server.text.tokenizer import TextCodec
 from logsteer_server.text.windows import Window, WindowCutter, make_cutter
+
+
+@dataclass(frozen=True, slots=True)
+class Windowing:
+    """How a text is cut into windows: as `WindowOptions` says."""
+
+    protocol: Protocol = "sliding"
+    context_length: int | None = None
+    stride: int | None = None
+    bos: BosPolicy = "auto"
+
+    @classmethod
+    def of(cls, options: WindowOptions) -> "Windowing":
+        """Return the windowing of a request's fields."""
+        return cls(options.protocol, options.context_length, options.stride, options.bos)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +57,15 @@ class TextWindows:
     """
 
     def __init__(
-        self, text: int, options: WindowOptions, codec: TextCodec, info: EngineInfo
+        self,
+        text: int,
+        options: Windowing,
+        read: ColumnOptions,
+        codec: TextCodec,
+        info: EngineInfo,
     ) -> None:
         self.num_tokens = 0
+        self._read = read
         self._text = text
         self._vocab_size = info.vocab_size
         self._codec = codec
@@ -52,7 +76,7 @@ class TextWindows:
         self._rolling = options.protocol == "rolling"
         self._cutter = self._make_cutter(options, info)
 
-    def _make_cutter(self, options: WindowOptions, info: EngineInfo) -> WindowCutter:
+    def _make_cutter(self, options: Windowing, info: EngineInfo) -> WindowCutter:
         length = options.context_length or info.context_length
         if length > info.context_length:
             detail = f"context_length {length} is more than the {info.context_length} tokens that "
@@ -72,7 +96,7 @@ class TextWindows:
         return make_cutter(options.protocol, length, options.stride, special_id)
 
     def feed(self, piece: EncodedPiece) -> list[TextWindow]:
-        """Windows that these tokens complete."""
+        """Return the windows that these tokens complete."""
         if piece.ids and max(piece.ids) >= self._vocab_size:
             detail = f"The text has token {max(piece.ids)}, the model's vocabulary is smaller."
             raise api_error("invalid_request", detail, param="texts")
@@ -86,7 +110,7 @@ class TextWindows:
         return self._to_jobs(self._cutter.feed(ids))
 
     def finish(self) -> list[TextWindow]:
-        """The windows that are left when the text has ended."""
+        """Return the windows that are left when the text has ended."""
         return self._to_jobs(self._cutter.finish())
 
     def _to_jobs(self, windows: Sequence[Window]) -> list[TextWindow]:
@@ -98,6 +122,9 @@ class TextWindows:
             job = ScoreJob(
                 np.array(window.tokens, dtype=np.int32),
                 np.array(window.targets, dtype=np.int32),
+                self._read.columns,
+                policy=self._read.policy,
+                double=self._read.double,
             )
             jobs.append(TextWindow(self._text, max(0, window.start - shift), end, counts, job))
         if jobs:  # no later window scores a token before the end of this one
@@ -107,12 +134,16 @@ class TextWindows:
 
 
 def cut_texts(
-    texts: Sequence[str], options: WindowOptions, codec: TextCodec, info: EngineInfo
+    texts: Sequence[str],
+    options: Windowing,
+    read: ColumnOptions,
+    codec: TextCodec,
+    info: EngineInfo,
 ) -> tuple[list[TextWindow], list[int]]:
-    """The windows of whole texts, in order, and the number of tokens of each text."""
+    """Cut whole texts; return their windows in order, and the number of tokens of each text."""
     windows, lengths = [], []
     for index, (text, encoded) in enumerate(zip(texts, codec.encode(texts), strict=True)):
-        cut = TextWindows(index, options, codec, info)
+        cut = TextWindows(index, options, read, codec, info)
         piece = EncodedPiece(encoded.ids, count_text(text, encoded.offsets))
         windows += cut.feed(piece) + cut.finish()
         lengths.append(cut.num_tokens)
@@ -122,9 +153,11 @@ def cut_texts(
 class StreamedText:
     """Windows of a text that arrives in pieces. Memory does not grow with the text."""
 
-    def __init__(self, options: WindowOptions, codec: TextCodec, info: EngineInfo) -> None:
+    def __init__(
+        self, options: Windowing, read: ColumnOptions, codec: TextCodec, info: EngineInfo
+    ) -> None:
         self._encoder = IncrementalEncoder(codec)
-        self._windows = TextWindows(0, options, codec, info)
+        self._windows = TextWindows(0, options, read, codec, info)
 
     @property
     def num_tokens(self) -> int:
@@ -132,11 +165,11 @@ class StreamedText:
         return self._windows.num_tokens
 
     def feed(self, text: str) -> list[TextWindow]:
-        """Windows that this piece of text completes."""
+        """Return the windows that this piece of text completes."""
         return self._windows.feed(self._encoder.feed(text))
 
     def finish(self) -> list[TextWindow]:
-        """The windows that are left when the text has ended."""
+        """Return the windows that are left when the text has ended."""
         return self._windows.feed(self._encoder.finish()) + self._windows.finish()
 
     @property
@@ -153,10 +186,10 @@ class TextScores:
     windows: list[dict[str, Any]] = field(default_factory=list)
     positions: list[npt.NDArray[np.int32]] = field(default_factory=list)
     token_ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
-    logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)
+    columns: list[dict[str, npt.NDArray[Any]]] = field(default_factory=list)
 
     def add(self, window: TextWindow, output: ScoreOutput, keep_tokens: bool) -> dict[str, Any]:
-        """Count a scored window in; its entry, in the shape of `WindowScore`."""
+        """Count a scored window in; return its entry, as `WindowScore`."""
         logprobs = output.columns["logprob"]
         own = Tally()
         own.add_scores(logprobs, window.counts_R3)
@@ -173,24 +206,26 @@ class TextScores:
             first = window.end - window.num_scored
             self.positions.append(np.arange(first, window.end, dtype=np.int32))
             self.token_ids.append(window.job.targets)
-            self.logprobs.append(logprobs)
+            self.columns.append(output.columns)
         return entry
 
-    def list_tokens(self) -> dict[str, npt.NDArray[Any]]:
-        """Every scored token, in the shape of `TokenScores`, in the order of the text."""
-        if not self.positions:
-            return {"positions": np.zeros(0, np.int32), "token_ids": [], "logprobs": []}  # type: ignore[dict-item]
-        positions = np.concatenate(self.positions)
+    def list_tokens(self, asked: Sequence[str]) -> dict[str, Any]:
+        """Return every scored token, as `TokenScores`, in the order of the text."""
+        none = np.zeros(0, np.int32)
+        positions = np.concatenate([none, *self.positions])
         order = np.argsort(positions, kind="stable")
+        names = list(dict.fromkeys(["logprob", *asked]))
+        parts = self.columns or [dict.fromkeys(names, np.zeros(0, np.float32))]
+        read = {name: np.concatenate([part[name] for part in parts])[order] for name in names}
         return {
             "positions": positions[order],
-            "token_ids": np.concatenate(self.token_ids)[order],
-            "logprobs": np.concatenate(self.logprobs)[order],
+            "token_ids": np.concatenate([none, *self.token_ids])[order],
+            **show_columns(read, names),
         }
 
 
 def summarize_progress(scores: Sequence[TextScores]) -> dict[str, Any]:
-    """The totals so far, as a `WindowEvent` has them."""
+    """Return the totals so far, as a `WindowEvent` has them."""
     total = sum_tallies(scores)
     return {
         "sum_logprob": total.sum_logprob,
@@ -200,7 +235,7 @@ def summarize_progress(scores: Sequence[TextScores]) -> dict[str, Any]:
 
 
 def sum_tallies(scores: Sequence[TextScores]) -> Tally:
-    """The tally of all texts together."""
+    """Return the tally of all texts together."""
     total = Tally()
     for score in scores:
         total.merge(score.tally)

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from logsteer.errors import api_error
-from logsteer.schemas import LayerQuality, TrainMethod, TrainRequest
-from logsteer_server.contract.jobs import CaptureJob, CaptureOutput, EngineInfo
+from logsteer.schemas import BosPolicy, ContrastPair, LayerQuality, TrainMethod
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import CaptureJob, CaptureOutput
 from logsteer_server.stores.layer_vectors import LayerVectors, Vector, invalid_vector
 from logsteer_server.text.tokenizer import TextCodec
 
@@ -29,23 +30,37 @@ class TrainedVectors:
     quality: Mapping[int, LayerQuality]
 
 
+@dataclass(frozen=True, slots=True)
+class CaptureSite:
+    """Which activations are read: `hook` of some layers (None: all), of the last token or mean."""
+
+    hook: str
+    layers: Sequence[int] | None
+    read: str
+
+
 def plan_captures(
-    request: TrainRequest, codec: TextCodec, info: EngineInfo, max_bytes: int
+    pairs: Sequence[ContrastPair],
+    site: CaptureSite,
+    bos: BosPolicy,
+    codec: TextCodec,
+    info: EngineInfo,
+    max_bytes: int,
 ) -> list[CaptureJob]:
-    """One job for each text: the pairs in order, of each the positive text first.
+    """Plan one job for each text: the pairs in order, of each the positive text first.
 
     Errors: APIError `unsupported_by_engine`, `invalid_vector`, `context_too_long`,
     `invalid_request`, and `payload_too_large` for activations of more than `max_bytes`.
     """
-    if request.hook not in info.hooks:
+    if site.hook not in info.hooks:
         known = f"it has {', '.join(info.hooks)}" if info.hooks else "it gives none"
-        detail = f"This model's engine does not give the activations of {request.hook}: {known}."
+        detail = f"This model's engine does not give the activations of {site.hook}: {known}."
         raise api_error("unsupported_by_engine", detail, param="hook")
-    layers = tuple(sorted(request.layers)) if request.layers else tuple(range(info.num_layers))
+    layers = tuple(sorted(site.layers)) if site.layers else tuple(range(info.num_layers))
     if layers[-1] >= info.num_layers:
         detail = f"layers has {layers[-1]}; this model's layers are 0 to {info.num_layers - 1}."
         raise api_error("invalid_vector", detail, param="layers")
-    texts = [text for pair in request.pairs for text in (pair.positive, pair.negative)]
+    texts = [text for pair in pairs for text in (pair.positive, pair.negative)]
     needed = 4 * len(texts) * len(layers) * info.hidden_size
     if needed > max_bytes:
         detail = (
@@ -55,7 +70,7 @@ def plan_captures(
         raise api_error("payload_too_large", detail)
     jobs = []
     for index, ids in enumerate(codec.encode_ids(texts)):
-        tokens = codec.bos_ids(request.bos, ids) + ids
+        tokens = codec.bos_ids(bos, ids) + ids
         place = f"pairs[{index // 2}].{'negative' if index % 2 else 'positive'}"
         if not tokens:
             raise api_error("invalid_request", f"{place} has no token.", param=place)
@@ -65,16 +80,14 @@ def plan_captures(
                 f"{info.context_length}: shorten the text."
             )
             raise api_error("context_too_long", detail, param=place)
-        jobs.append(
-            CaptureJob(np.array(tokens, dtype=np.int32), layers, request.hook, request.read)
-        )
+        jobs.append(CaptureJob(np.array(tokens, dtype=np.int32), layers, site.hook, site.read))
     return jobs
 
 
 def train_vectors(
     jobs: Sequence[CaptureJob], outputs: Sequence[CaptureOutput], method: TrainMethod
 ) -> TrainedVectors:
-    """The vectors that the activations of `plan_captures`' jobs give.
+    """Make vectors of the activations of `plan_captures`' jobs.
 
     Errors: APIError `invalid_vector` where an activation is not finite, or no layer differs.
     """
@@ -107,7 +120,7 @@ def _make_vector(positive_ND: Double, negative_ND: Double, method: TrainMethod) 
 
 
 def find_principal_direction(differences_ND: Double) -> Double:
-    """The unit vector along which the pairs' differences are longest, root mean square: [D].
+    """Return the unit vector along which the pairs' differences are longest, root mean square: [D].
 
     It is their first right singular vector: the first principal component about zero, not about
     their mean, which is the very thing that is looked for. repeng's `pca_center` gives the same.
@@ -134,7 +147,7 @@ def find_principal_direction(differences_ND: Double) -> Double:
 
 
 def find_boundary_normal(positive_ND: Double, negative_ND: Double) -> Double:
-    """The normal of a logistic regression's boundary, as long as the means are apart along it: [D].
+    """Return the normal [D] of a logistic regression's boundary, as long as the means are apart.
 
     The activations are centred and divided by one number, the root mean square of what is left, so
     that the penalty (L2, C = 1) means the same for every model and no direction is favoured. With u
@@ -160,7 +173,7 @@ def find_boundary_normal(positive_ND: Double, negative_ND: Double) -> Double:
 
 
 def judge_vector(vector_D: Double, positive_ND: Double, negative_ND: Double) -> LayerQuality:
-    """How well projections onto a vector tell the texts apart; see `LayerQuality`."""
+    """Judge how well projections onto a vector tell the texts apart; see `LayerQuality`."""
     from sklearn.metrics import roc_auc_score
 
     norm = np.linalg.norm(vector_D)
@@ -184,7 +197,7 @@ def judge_vector(vector_D: Double, positive_ND: Double, negative_ND: Double) -> 
 def combine_vectors(
     parts: Sequence[tuple[LayerVectors, float]], orthogonal_to: Sequence[LayerVectors] = ()
 ) -> LayerVectors:
-    """The weighted sum, layer by layer, less what it shares with `orthogonal_to`.
+    """Sum vectors by weight, layer by layer, less what the sum shares with `orthogonal_to`.
 
     A layer that some of the vectors lack sums the others. Errors: APIError `invalid_vector` where
     they do not fit together, or nothing is left.
@@ -217,7 +230,7 @@ def combine_vectors(
 
 
 def _take_away(vector_D: Double, others: Sequence[Vector]) -> Double:
-    """The vector less its projection onto the space that the others span: [D]."""
+    """Return the vector less its projection onto the space that the others span: [D]."""
     if not others:
         return vector_D
     # Least squares, because the others may depend on each other.

@@ -38,7 +38,7 @@ class Cut:
 def cut_pairs(
     codec: TextCodec, pairs: Sequence[Pair], boundary: Boundary, bos: BosPolicy
 ) -> list[Cut]:
-    """Each pair as tokens, in order.
+    """Cut each pair into tokens, in order.
 
     Errors: APIError `boundary_empty` where no token is left for a target, or none before it.
     """
@@ -99,6 +99,6 @@ def _with_bos(codec: TextCodec, cut: Cut, bos: BosPolicy) -> Cut:
 
 
 def space_variants(target: str) -> tuple[str, str]:
-    """The target with one leading space, and without."""
+    """Return the target with one leading space, and without."""
     bare = target.removeprefix(" ")
     return f" {bare}", bare

@@ -37,14 +37,14 @@ class IncrementalEncoder:
         self._done = 0
 
     def feed(self, text: str) -> EncodedPiece:
-        """The tokens that are certain after this piece of text; often none."""
+        """Return the tokens that are certain after this piece of text; often none."""
         self._text += text
         if len(self._text) - self._done < self._chunk_chars + self._margin_chars:
             return EncodedPiece([], count_text("", [])[:0])
         return self._release(len(self._text) - self._margin_chars)
 
     def finish(self) -> EncodedPiece:
-        """The tokens that are left when the text has ended."""
+        """Return the tokens that are left when the text has ended."""
         return self._release(len(self._text))
 
     def _release(self, limit: int) -> EncodedPiece:
@@ -62,7 +62,7 @@ class IncrementalEncoder:
         return result
 
     def _encode_open(self) -> EncodedText:
-        """Tokens of the text at hand, with one that begins where the last released one ended."""
+        """Encode the text at hand so that a token begins where the last released one ended."""
         encoded = self._codec.encode([self._text])[0]
         if self._done and all(start != self._done for start, _ in encoded.offsets):
             if self._done == len(self._text):
@@ -73,7 +73,7 @@ class IncrementalEncoder:
         return encoded
 
     def _find_seam(self, starts: list[int], limit: int) -> int:
-        """The last token start up to `limit` that begins a word, or else the last one at all."""
+        """Return the last token start up to `limit` that begins a word, or else the last one."""
         candidates = [start for start in starts if start <= limit]
         for start in reversed(candidates):
             if start and self._text[start].isspace() and not self._text[start - 1].isspace():

@@ -2,13 +2,13 @@
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from logsteer_server.contract.jobs import CaptureJob, GradientJob, JobOutput, ScoreJob
 from logsteer_server.text.tokenizer import Offsets
 
 Counts = npt.NDArray[np.int64]
@@ -16,7 +16,7 @@ Counts = npt.NDArray[np.int64]
 
 
 def count_text(text: str, offsets: Offsets, before: str = "") -> Counts:
-    """What each of T tokens covers: from its own first character to the next token's.
+    """Count what each of T tokens covers: from its own first character to the next token's.
 
     Tokens that share a character (bytes of one) leave it to the last of them, so the counts of
     consecutive tokens add up to those of their text. `before` is the character before `text`.
@@ -34,18 +34,6 @@ def count_text(text: str, offsets: Offsets, before: str = "") -> Counts:
         for match in list(re.finditer(r"\S+", text))[first:]:
             per_char[match.start() + 1, 2] = 1
     return np.diff(per_char.cumsum(axis=0)[edges], axis=0)
-
-
-def sum_usage(
-    jobs: Sequence[ScoreJob | GradientJob | CaptureJob], outputs: Iterable[JobOutput]
-) -> dict[str, int]:
-    """The fields of `Usage` for work that generates nothing."""
-    return {
-        "prompt_tokens": sum(len(job.tokens) for job in jobs),
-        "scored_tokens": sum(len(job.targets) for job in jobs if not isinstance(job, CaptureJob)),
-        "generated_tokens": 0,
-        "cached_tokens": sum(output.cached_tokens for output in outputs),
-    }
 
 
 @dataclass(slots=True)
@@ -76,8 +64,8 @@ class Tally:
         for name in self.__slots__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
-    def summarize(self) -> dict[str, object]:
-        """The fields of `TextScore`; what is not finite is None, with a flag."""
+    def summarize(self) -> dict[str, Any]:
+        """Return the fields of `TextScore`; what is not finite is None, with a flag."""
         nll = -self.sum_logprob
         values: dict[str, float | int | None] = {
             name: getattr(self, name) for name in self.__slots__
@@ -104,7 +92,7 @@ class Tally:
 
 
 def exp_mean(total: float, count: int) -> float | None:
-    """exp(total / count); None for a count of 0 or where it is not finite."""
+    """Return exp(total / count); None for a count of 0 or where it is not finite."""
     if not count or not math.isfinite(total):
         return None
     try:
@@ -114,7 +102,7 @@ def exp_mean(total: float, count: int) -> float | None:
 
 
 def log_sum_exp(values: Sequence[float]) -> float:
-    """log(sum exp(v)), stable; -inf for values that all are."""
+    """Return log(sum exp(v)), stable; -inf for values that all are."""
     top = max(values)
     if not math.isfinite(top):
         return top

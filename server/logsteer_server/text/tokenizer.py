@@ -45,7 +45,7 @@ class TextCodec:
 
     @classmethod
     def load(cls, path: str) -> "TextCodec":
-        """The tokenizer of a checkpoint. Errors: OSError or ValueError where there is none."""
+        """Load the tokenizer of a checkpoint. Errors: OSError or ValueError where there is none."""
         with _import_lock:
             return cls._load(path)
 
@@ -64,17 +64,17 @@ class TextCodec:
         return cls(tokenizer, f"sha256:{hashlib.sha256(content).hexdigest()}")
 
     def encode(self, texts: Sequence[str]) -> list[EncodedText]:
-        """The tokens of each text with their character offsets."""
+        """Encode texts; return the tokens of each with their character offsets."""
         encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
         return [EncodedText(encoding.ids, encoding.offsets) for encoding in encodings]
 
     def encode_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """The token ids of each text; cheaper than `encode`."""
+        """Encode texts; return the token ids of each. Cheaper than `encode`."""
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def bos_ids(self, policy: BosPolicy, ids: Sequence[int] = ()) -> list[int]:
-        """What stands in front of `ids`: the BOS token or nothing; never a second BOS.
+        """Return what stands in front of `ids`: the BOS token or nothing; never a second BOS.
 
         Errors: APIError `invalid_request` where BOS is wanted and the tokenizer has none.
         """
@@ -86,7 +86,7 @@ class TextCodec:
         return [] if list(ids[:1]) == [self.bos_id] else [self.bos_id]
 
     def prefix_id(self) -> int:
-        """The token that stands before a text in the rolling protocol: BOS, else EOS."""
+        """Return the token that stands before a text in the rolling protocol: BOS, else EOS."""
         prefix = self.bos_id if self.bos_id is not None else self.eos_id
         if prefix is None:
             detail = "protocol rolling needs a BOS or EOS token, and this tokenizer has neither."
@@ -94,7 +94,7 @@ class TextCodec:
         return prefix
 
     def render_chat(self, messages: Sequence[Message]) -> str:
-        """The conversation as text, up to where the assistant's next turn begins.
+        """Render a conversation as text, up to where the assistant's next turn begins.
 
         Errors: APIError `invalid_request` without a chat template, or where it refuses.
         """
@@ -121,12 +121,12 @@ class TextCodec:
         return {"tokenizer_class": type(tokenizer).__name__, **found}
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens written out."""
+        """Decode token ids, special tokens written out."""
         return self._decode(list(ids))
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._backend.decode(ids, skip_special_tokens=False))
 
     def _piece(self, token_id: int) -> str:
-        """The text that a token adds after other text, with its leading space if it has one."""
+        """Return the text that a token adds after other text, its leading space included."""
         return self._decode([*self._anchor, token_id])[self._anchor_length :]

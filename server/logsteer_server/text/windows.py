@@ -42,7 +42,7 @@ class WindowCutter:
         self._kept_from = 0
 
     def feed(self, ids: Sequence[int]) -> list[Window]:
-        """Windows that these tokens complete."""
+        """Return windows that these tokens complete."""
         self._kept.extend(ids)
         self.count += len(ids)
         windows = list(self._cut_full())
@@ -50,7 +50,7 @@ class WindowCutter:
         return windows
 
     def finish(self) -> list[Window]:
-        """The windows that are left when no more tokens come."""
+        """Return the windows that are left when no more tokens come."""
         return list(self._cut_rest())
 
     def _tokens(self, start: int, end: int) -> list[int]:
@@ -188,7 +188,7 @@ class LlamaCppCutter(WindowCutter):
 def make_cutter(
     protocol: Protocol, context_length: int, stride: int | None, special_id: int | None
 ) -> WindowCutter:
-    """A cutter for one text.
+    """Make a cutter for one text.
 
     `stride` is for `sliding` (None: half of the window). `special_id` is the prefix token of
     `rolling`, which needs one, and the BOS of `llamacpp` (None: the first token stays).

@@ -9,7 +9,7 @@ from logsteer_server.numerics.lora import AdapterConfig, AdapterLayoutError, pai
 
 
 def read_updates(file: Any, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """scale * B A of every update, float64, by the name of its parameter.
+    """Return scale * B A of every update, float64, by the name of its parameter.
 
     `file` is an opened safetensors file. Errors: AdapterLayoutError for one that does not fit.
     """
@@ -24,7 +24,7 @@ def read_updates(file: Any, parameters: Mapping[str, Tensor]) -> dict[str, Tenso
             raise AdapterLayoutError(f"{name} is quantised in the model, and cannot be added to")
         down_RI, up_OR = (file.get_tensor(key).double() for key in (factors.down, factors.up))
         update_OI: Tensor = config.scale * (up_OR @ down_RI)
-        if config.transposed:  # as GPT-2 keeps its weights
+        if config.transposed:  # as in GPT-2
             update_OI = update_OI.T
         if update_OI.shape != parameter.shape:
             shapes = f"{list(update_OI.shape)}, the parameter {list(parameter.shape)}"

@@ -12,27 +12,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging as transformers_logging
 
-from logsteer_server.contract.jobs import EngineSpec
-from logsteer_server.engines.tlens.parameters import Parameters, UnfitParametersError
+from logsteer_server.contract.engine import EngineSpec
+from logsteer_server.engines.tlens.parameters import Parameters
+from logsteer_server.engines.tlens.plain_forward import PlainForward, agree, unwrap
 from logsteer_server.engines.tlens.points import (
     HOOK_LEVEL,
     HookFunction,
     Point,
     PointMap,
+    RefusedJobError,
     find_points,
 )
-from logsteer_server.engines.tlens.shortcut import Shortcut, agree, unwrap
 from logsteer_server.engines.weights import limit_context
 
 PROBE_LENGTH = 32
 HEAD_TOLERANCE = 1e-3
-SHORTCUT_TOLERANCE = 1e-5
+FORWARD_TOLERANCE = 1e-5
 """How much the model's parts may differ from the whole, per unit of the largest number."""
 
 
@@ -44,8 +46,8 @@ class Placement:
     num_gpus: int = 1
 
 
-def place(spec: EngineSpec) -> Placement:
-    """Where the specification wants the model. Errors: ValueError where that cannot be.
+def place_model(spec: EngineSpec) -> Placement:
+    """Return where the specification wants the model. Errors: ValueError where that cannot be.
 
     GPUs are chosen by CUDA_VISIBLE_DEVICES, which counts only until CUDA is first used.
     """
@@ -70,7 +72,7 @@ def place(spec: EngineSpec) -> Placement:
 
 
 def choose_dtype(wanted: str, config: Any) -> torch.dtype:
-    """The dtype of that name; for `auto` the checkpoint's own."""
+    """Return the dtype of that name; for `auto` the checkpoint's own."""
     if wanted != "auto":
         found = getattr(torch, wanted)
     else:
@@ -79,7 +81,7 @@ def choose_dtype(wanted: str, config: Any) -> torch.dtype:
 
 
 class _GivenBody(nn.Module):
-    """Stands where a causal model has its body, and gives back the hidden states put into it."""
+    """A causal model's body that returns the hidden states that were put into it."""
 
     def __init__(self, output_class: type) -> None:
         super().__init__()
@@ -92,19 +94,19 @@ class _GivenBody(nn.Module):
         return self
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """The hidden states, in the body's own kind of output."""
+        """Return the hidden states, in the body's own kind of output."""
         return self._output_class(last_hidden_state=self.hidden_1RD)
 
 
 class _WideLinear(nn.Module):
-    """A linear layer whose product is computed in float32, whatever it is kept in."""
+    """A linear layer whose product is computed in float32, whatever its weights are."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self._linear = linear
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The product, float32; the weight is widened for as long as it takes."""
+        """Return the product in float32; the weight is widened for as long as it takes."""
         weight, bias = self._linear.weight, self._linear.bias
         wide_bias = None if bias is None else bias.float()
         return nn.functional.linear(hidden.float(), weight.float(), wide_bias)
@@ -122,7 +124,7 @@ class BridgeModel:
         transformers_logging.disable_progress_bar()
         torch.set_float32_matmul_precision("high" if spec.tf32 else "highest")
         config = AutoConfig.from_pretrained(path)
-        placement = place(spec)
+        placement = place_model(spec)
         options: dict[str, Any] = (
             {"device": placement.device} if placement.device else {"n_devices": placement.num_gpus}
         )
@@ -138,8 +140,8 @@ class BridgeModel:
         # A body that takes no positions finds them in the mask.
         body_takes = inspect.signature(type(self._body).forward).parameters
         self._takes_positions = "position_ids" in body_takes
-        self._shortcut: Shortcut | None = None
-        self._fuses = False
+        self._plain_forward: PlainForward | None = None
+        self._fuses_attention = False
         self._refuse_recurrence(path)
         self.device = self._causal.get_input_embeddings().weight.device
         self.dtype = self._causal.dtype
@@ -150,14 +152,14 @@ class BridgeModel:
         self.quantization = _name_quantization(self._causal.config)
         self.tokenizer = bridge.tokenizer.backend_tokenizer
         self.eos_ids = _find_eos(self._causal, bridge.tokenizer)
-        self._given_body, self._head = self._take_head_off()
+        self._given_body, self._head = self._detach_head()
         self.vocab_size = self._compare_head(path)
         if spec.logits_dtype != "auto":
             self._widen_head(path)
         self.logits_dtype = str(self._project_probe().dtype).removeprefix("torch.")
         self.points: PointMap = find_points(bridge.hook_dict, self.num_layers, self._probe)
-        self._shortcut = self._find_shortcut(list(bridge.blocks))
-        self._fuses = self._shortcut is not None and self._check_fused()
+        self._plain_forward = self._find_plain_forward(list(bridge.blocks))
+        self._fuses_attention = self._plain_forward is not None and self._check_fused_attention()
         self.parameters = Parameters(self._causal)
 
     def _refuse_recurrence(self, path: Path | str) -> None:
@@ -168,7 +170,7 @@ class BridgeModel:
             )
 
     def new_cache(self) -> DynamicCache:
-        """An empty cache of keys and values."""
+        """Return an empty cache of keys and values."""
         return DynamicCache(config=self._causal.config)
 
     def read(
@@ -178,7 +180,7 @@ class BridgeModel:
         positions_BT: Tensor | None = None,
         cache: DynamicCache | None = None,
     ) -> Tensor:
-        """The hidden states [B, T, D] that the head is applied to.
+        """Return the hidden states [B, T, D] that the head is applied to.
 
         Without a mask, padding must stand behind each sequence, where nothing looks back at it.
         With a cache, the tokens follow those in it, and the mask covers both.
@@ -191,24 +193,25 @@ class BridgeModel:
         if positions_BT is not None and self._takes_positions:
             options["position_ids"] = positions_BT.to(self.device)
         body = self._body
-        if self._shortcut:
-            body = self._shortcut.body
-            # Fused attention has no forward derivative, and the bridge's blocks have none of it.
-            fused = self._fuses and self._shortcut.plain and torch.is_inference_mode_enabled()
+        if self._plain_forward:
+            body = self._plain_forward.body
+            # Fused attention has no forward derivative, and bridged blocks have no fused attention.
+            fused = self._fuses_attention and self._plain_forward.is_plain
+            fused = fused and torch.is_inference_mode_enabled()
             self._choose_attention("sdpa" if fused else "eager")
         hidden_BTD: Tensor = body(input_ids=tokens_BT.to(self.device), **options).last_hidden_state
         return hidden_BTD
 
     def _choose_attention(self, name: str) -> None:
-        """Which of transformers' functions attention is computed by."""
+        """Have transformers compute attention by its function of this name."""
         if self._causal.config._attn_implementation != name:
             self._causal.config._attn_implementation = name
 
     @contextmanager
     def hooked(self, hooks: Sequence[tuple[Point, HookFunction]]) -> Iterator[None]:
         """Let functions act on activations in every `read` of this context."""
-        if self._shortcut:
-            self._shortcut.bridge([point for point, _ in hooks])
+        if self._plain_forward:
+            self._plain_forward.bridge([point for point, _ in hooks])
         try:
             for point, function in hooks:
                 point.hook.add_hook(function, level=HOOK_LEVEL)
@@ -217,14 +220,24 @@ class BridgeModel:
             for point, _ in hooks:
                 point.hook.remove_hooks("fwd", level=HOOK_LEVEL)
 
-    def check_override(self, points: Sequence[Point]) -> None:
-        """Errors: UnfitParametersError where other parameters would not act everywhere.
+    def check_tokens(self, tokens: np.ndarray) -> None:
+        """Check that these are tokens of the vocabulary. Errors: RefusedJobError."""
+        if not len(tokens):
+            raise RefusedJobError("invalid_request", "there are no tokens; give at least one")
+        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
+            detail = f"token ids must lie from 0 to {self.vocab_size - 1}, the vocabulary"
+            raise RefusedJobError("invalid_request", detail)
 
-        That is where hooks on these points need blocks that hold parts of them a second time.
+    def check_delta(self, points: Sequence[Point]) -> None:
+        """Check that a parameter delta acts everywhere while these points are hooked.
+
+        It does not where that needs bridged blocks that have copies of parameters.
+        Errors: RefusedJobError.
         """
-        if self.parameters.are_shared or (self._shortcut and self._shortcut.is_plain(points)):
+        plain_forward = self._plain_forward
+        if self.parameters.are_shared or (plain_forward and plain_forward.stays_plain(points)):
             return
-        raise UnfitParametersError(
+        raise RefusedJobError(
             "unsupported_by_engine",
             "TransformerLens keeps copies of this model's attention weights for the activations "
             "inside its blocks, which an override or adapter would not reach; use resid_pre and "
@@ -232,15 +245,15 @@ class BridgeModel:
         )
 
     def project(self, hidden_RD: Tensor) -> Tensor:
-        """The logits [R, V] of hidden states, with all that the model itself does to them."""
+        """Return the logits [R, V] of hidden states, with all that the model does to them."""
         self._given_body.hidden_1RD = hidden_RD[None]
         dummy = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
         logits_1RV: Tensor = self._head(input_ids=dummy, use_cache=False).logits
         self._given_body.hidden_1RD = None
         return logits_1RV[0]
 
-    def _take_head_off(self) -> tuple[_GivenBody, Any]:
-        """A copy of the causal model around its weights, whose body gives what is put into it.
+    def _detach_head(self) -> tuple[_GivenBody, Any]:
+        """Return the causal model, sharing its weights, with a body that gives what is put into it.
 
         So the scaling and capping of logits that some architectures do is theirs and not a copy.
         """
@@ -254,8 +267,8 @@ class BridgeModel:
         return given_body, head
 
     @torch.inference_mode()
-    def _find_shortcut(self, blocks: list[Any]) -> Shortcut | None:
-        """A body that leaves the bridge out, if it gives the same; None where it does not.
+    def _find_plain_forward(self, blocks: list[Any]) -> PlainForward | None:
+        """Return a body that leaves the bridge out; None where it would give something else.
 
         Where layers are spread over GPUs, their forwards are tied to the modules that they are of.
         """
@@ -264,19 +277,19 @@ class BridgeModel:
         tokens_BT = self._probe_tokens(4)
         whole_BTD = self.read(tokens_BT)
         try:
-            self._shortcut = Shortcut(self._body, blocks)
+            self._plain_forward = PlainForward(self._body, blocks)
         except ValueError:
             return None
         edges = [self.points.find(layer, "resid_post") for layer in range(self.num_layers)]
         for hooks in ([], [(point, lambda activation, hook: None) for point in edges]):  # noqa: ARG005
             with self.hooked(hooks):
-                if not agree(self.read(tokens_BT), whole_BTD, SHORTCUT_TOLERANCE):
+                if not agree(self.read(tokens_BT), whole_BTD, FORWARD_TOLERANCE):
                     return None
-        return self._shortcut
+        return self._plain_forward
 
     @torch.inference_mode()
-    def _check_fused(self) -> bool:
-        """Whether attention can be computed in one operation, without its pattern in memory."""
+    def _check_fused_attention(self) -> bool:
+        """Return whether attention can be one operation, without its pattern in memory."""
         config = self._causal.config.get_text_config()
         # Transformers' function leaves a cap on scores out, which shows only where they are large.
         if not self._causal._supports_sdpa or getattr(config, "attn_logit_softcapping", None):
@@ -285,11 +298,11 @@ class BridgeModel:
         mask_BT = torch.ones_like(tokens_BT)
         mask_BT[1, : PROBE_LENGTH // 2] = 0  # padding in front, as where continuations start
         found = []
-        for self._fuses in (False, True):
+        for self._fuses_attention in (False, True):
             whole_BTD, padded_BTD = self.read(tokens_BT), self.read(tokens_BT, mask_BT)
             found.append(torch.cat([whole_BTD.flatten(0, 1), padded_BTD[mask_BT.bool()]]))
         # In half precision they differ by rounding, and a hook in a block must change just that.
-        return agree(found[0], found[1], SHORTCUT_TOLERANCE)
+        return agree(found[0], found[1], FORWARD_TOLERANCE)
 
     def _probe_tokens(self, length: int) -> Tensor:
         return (torch.arange(2 * length, device=self.device) % 7 + 1).view(2, length)
@@ -312,7 +325,7 @@ class BridgeModel:
 
     @torch.inference_mode()
     def _compare_head(self, path: Path | str) -> int:
-        """The number of logits. Errors: ValueError where body and head do not add up."""
+        """Return the number of logits. Errors: ValueError where body and head do not add up."""
         tokens_BT = self._probe_tokens(4)
         whole_BTV = self._causal(input_ids=tokens_BT, use_cache=False).logits
         hidden_BTD = self.read(tokens_BT)
@@ -322,7 +335,7 @@ class BridgeModel:
         return logits_RV.shape[-1]
 
     def _probe(self, length: int) -> Tensor:
-        """A number that depends on every activation of two short sequences."""
+        """Return a number that depends on every activation of two short sequences."""
         hidden_BTD = self.read(self._probe_tokens(length))
         logits_RV = self.project(hidden_BTD.flatten(0, 1)).float()
         return logits_RV.log_softmax(-1)[:, ::3].sum()
@@ -337,7 +350,7 @@ def _name_quantization(config: Any) -> str | None:
 
 
 def _find_eos(causal: Any, tokenizer: Any) -> frozenset[int]:
-    """The tokens that end a sequence, by the tokenizer and by the generation config."""
+    """Return the tokens that end a sequence, by the tokenizer and by the generation config."""
     named = causal.generation_config.eos_token_id if causal.generation_config else None
     ids = named if isinstance(named, list) else [named]
     return frozenset(int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None)

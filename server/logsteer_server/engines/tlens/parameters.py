@@ -1,4 +1,4 @@
-"""A model's parameters by name, and the model under other ones.
+"""A model's parameters by name, parameter deltas, and calls of the model with both added up.
 
 The resident parameters are never written to: `torch.func.functional_call` puts other tensors in
 their places for one call and takes them out again.
@@ -8,7 +8,6 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,17 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from logsteer_server.contract.jobs import (
-    Adapter,
-    CaptureJob,
-    CheckJob,
-    CheckOverrideOutput,
-    Direction,
-    Job,
-    Override,
-)
+from logsteer_server.contract.jobs import CheckOverrideOutput
+from logsteer_server.contract.parameters import Adapter, Direction, ParameterDelta
 from logsteer_server.engines.tlens.adapters import read_updates
-from logsteer_server.engines.tlens.shortcut import unwrap
+from logsteer_server.engines.tlens.plain_forward import unwrap
+from logsteer_server.engines.tlens.points import RefusedJobError
 from logsteer_server.numerics.lora import AdapterLayoutError
 
 T = TypeVar("T")
@@ -37,25 +30,16 @@ PIECE = 2**22
 """Numbers that are computed together in float64."""
 
 
-class UnfitParametersError(Exception):
-    """A direction or adapter cannot be used with the model: code and detail of the failure."""
-
-    def __init__(self, code: str, detail: str) -> None:
-        super().__init__(detail)
-        self.code = code
-        self.detail = detail
-
-
-class _Work(nn.Module):
-    """A model whose forward is whatever is to be done with it."""
+class _CallingModel(nn.Module):
+    """A model whose forward is any call, so that `functional_call` serves for all of them."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, work: Callable[[], T]) -> T:
-        """What the work gives."""
-        return work()
+    def forward(self, call: Callable[[], T]) -> T:
+        """Return what the call returns."""
+        return call()
 
 
 class Parameters:
@@ -67,22 +51,22 @@ class Parameters:
 
     def __init__(self, causal: nn.Module) -> None:
         plain = unwrap(causal)
-        self._work = _Work(plain)
+        self._calling = _CallingModel(plain)
         self.by_name: dict[str, Tensor] = dict(plain.named_parameters(remove_duplicate=False))
         known = {id(tensor) for tensor in self.by_name.values()}
         # The bridge's blocks may hold parts of a parameter as parameters of their own.
         self.are_shared = all(id(tensor) in known for tensor in causal.parameters())
 
-    def under(self, tensors: Mapping[str, Tensor], work: Callable[[], T]) -> T:
-        """What `work` gives while these tensors stand in for the parameters of their names."""
+    def call_with(self, tensors: Mapping[str, Tensor], call: Callable[[], T]) -> T:
+        """Return what `call` returns while these tensors replace the parameters of their names."""
         if not tensors:
-            return work()
+            return call()
         named = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        found: T = torch.func.functional_call(self._work, named, (work,))
+        found: T = torch.func.functional_call(self._calling, named, (call,))
         return found
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> CheckOverrideOutput:
-        """How much a direction of these shapes moves. Errors: UnfitParametersError."""
+        """Count the numbers that a direction of these shapes changes. Errors: RefusedJobError."""
         unknown = [name for name in shapes if name not in self.by_name]
         if unknown:
             raise _invalid(
@@ -103,122 +87,116 @@ class Parameters:
         total = {id(tensor): tensor.numel() for tensor in self.by_name.values()}
         return CheckOverrideOutput(sum(total[i] for i in first), sum(total.values()))
 
-    def shift(
-        self, direction: Mapping[str, Tensor], eta: float, moved: Mapping[str, Tensor]
+    def add_scaled(
+        self, direction: Mapping[str, Tensor], eta: float, changed: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """theta + eta v of each parameter that v has, rounded once to the parameter's dtype.
+        """Return theta + eta v of each parameter that v has, rounded once to the parameter's dtype.
 
-        `moved` are parameters that take theta's place, and stay in the result.
+        `changed` are parameters that take theta's place, and stay in the result.
         """
         # Outside of inference mode, because a gradient may be taken under them later.
         with torch.inference_mode(False), torch.no_grad():
-            return dict(moved) | {
-                name: _shift(moved.get(name, self.by_name[name]), v, eta)
+            return dict(changed) | {
+                name: _add_scaled(changed.get(name, self.by_name[name]), v, eta)
                 for name, v in direction.items()
             }
 
 
-def _shift(parameter: Tensor, v: Tensor, eta: float) -> Tensor:
-    """theta + eta v; in float64 a piece at a time, which takes memory beside the result."""
-    moved = torch.empty_like(parameter, memory_format=torch.contiguous_format)
-    moved_N, theta_N, v_N = moved.view(-1), parameter.reshape(-1), v.reshape(-1)
+def _add_scaled(parameter: Tensor, v: Tensor, eta: float) -> Tensor:
+    """Return theta + eta v, computed in float64 a piece at a time, to bound the memory."""
+    changed = torch.empty_like(parameter, memory_format=torch.contiguous_format)
+    changed_N, theta_N, v_N = changed.view(-1), parameter.reshape(-1), v.reshape(-1)
     for start in range(0, len(v_N), PIECE):
         part = slice(start, start + PIECE)
-        moved_N[part] = theta_N[part].double() + eta * v_N[part].to(theta_N.device).double()
-    return moved
+        changed_N[part] = theta_N[part].double() + eta * v_N[part].to(theta_N.device).double()
+    return changed
 
 
-@dataclass(frozen=True, slots=True)
-class Moves:
-    """What moves the parameters of a job: what an adapter adds, then what an override does."""
+class DeltaCache:
+    """Directions that were used last, and the parameters that the last delta gave.
 
-    override: Override | None = None
-    adapter: Adapter | None = None
+    While there is work, the newest of each stays in memory whatever its size; without work, only
+    what takes at most `max_bytes`. With room for 8 bytes, directions of 4, 4 and 12 bytes that are
+    used in this order leave
 
-    @classmethod
-    def of(cls, job: Job) -> "Moves":
-        """Those of a job."""
-        if isinstance(job, CaptureJob | CheckJob):
-            return cls()
-        return cls(job.override, job.adapter)
-
-
-class Directions:
-    """Directions that were read lately, of at most about `max_bytes`; and the last sum with theta.
-
-    The newest of each is kept whatever its size while there is work, and no larger than that for
-    work that may come.
+        4      4 4      12      nothing once there is no work
     """
 
     def __init__(self, parameters: Parameters, max_bytes: int) -> None:
         self._parameters = parameters
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
-        self._shifted: tuple[Moves, dict[str, Tensor]] | None = None
+        self._directions: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
+        self._applied: tuple[ParameterDelta, dict[str, Tensor]] | None = None
 
     def load(self, direction: Direction) -> dict[str, Tensor]:
-        """The tensors of a direction. Errors: UnfitParametersError."""
-        found = self._kept.pop(direction.sha256, None)
+        """Return the tensors of a direction. Errors: RefusedJobError."""
+        found = self._directions.pop(direction.sha256, None)
         if found is None:
             found = self._read(direction)
-        self._kept[direction.sha256] = found
-        while len(self._kept) > 1 and sum(map(_count_bytes, self._kept.values())) > self._max_bytes:
-            self._kept.popitem(last=False)
+        self._directions[direction.sha256] = found
+        while len(self._directions) > 1 and self._count_direction_bytes() > self._max_bytes:
+            self._directions.popitem(last=False)
         return found
 
-    def shift(self, moves: Moves) -> dict[str, Tensor]:
-        """What is moved of theta, by name; nothing without moves. Errors: UnfitParametersError."""
-        if moves == Moves():
-            return {}
-        if self._shifted is None or self._shifted[0] != moves:
-            self._shifted = None  # before the next one takes its place, not after
-            found: dict[str, Tensor] = {}
-            if moves.adapter is not None:
-                found = self._parameters.shift(self.read_adapter(moves.adapter), 1.0, found)
-            if moves.override is not None:
-                direction = self.load(moves.override.direction)
-                found = self._parameters.shift(direction, moves.override.eta, found)
-            self._shifted = (moves, found)
-        return self._shifted[1]
+    def apply(self, delta: ParameterDelta) -> dict[str, Tensor]:
+        """Return the parameters that a delta changes, by name, with it added.
 
-    def rest(self) -> None:
-        """Let go of what is too large to be kept without work."""
-        if self._shifted and _count_bytes(self._shifted[1]) > self._max_bytes:
-            self._shifted = None
-        if sum(map(_count_bytes, self._kept.values())) > self._max_bytes:
-            self._kept.clear()
+        Errors: RefusedJobError where its files are damaged or do not fit the model.
+        """
+        if not delta:
+            return {}
+        if self._applied is None or self._applied[0] != delta:
+            self._applied = None  # before the next one takes its place, not after
+            found: dict[str, Tensor] = {}
+            if delta.adapter is not None:
+                found = self._parameters.add_scaled(self.read_adapter(delta.adapter), 1.0, found)
+            if delta.override is not None:
+                direction = self.load(delta.override.direction)
+                found = self._parameters.add_scaled(direction, delta.override.eta, found)
+            self._applied = (delta, found)
+        return self._applied[1]
+
+    def trim(self) -> None:
+        """Free what is too large to stay in memory without work."""
+        if self._applied and _count_bytes(self._applied[1]) > self._max_bytes:
+            self._applied = None
+        if self._count_direction_bytes() > self._max_bytes:
+            self._directions.clear()
+
+    def _count_direction_bytes(self) -> int:
+        return sum(map(_count_bytes, self._directions.values()))
 
     def _read(self, direction: Direction) -> dict[str, Tensor]:
-        with _open_kept(direction.path, direction.sha256, "override") as tensors:
+        with _open_stored(direction.path, direction.sha256, "override") as tensors:
             shapes = {n: tuple(tensors.get_slice(n).get_shape()) for n in tensors.keys()}  # noqa: SIM118
             self._parameters.check(shapes)
             return {name: tensors.get_tensor(name) for name in shapes}
 
     def read_adapter(self, adapter: Adapter) -> dict[str, Tensor]:
-        """What the adapter adds to parameters, by name. Errors: UnfitParametersError."""
-        with _open_kept(adapter.path, adapter.sha256, "adapter") as tensors:
+        """Return what the adapter adds to parameters, by name. Errors: RefusedJobError."""
+        with _open_stored(adapter.path, adapter.sha256, "adapter") as tensors:
             try:
                 return read_updates(tensors, self._parameters.by_name)
             except AdapterLayoutError as error:
                 detail = f"the adapter does not fit the model: {error}"
-                raise UnfitParametersError("invalid_adapter", detail) from error
+                raise RefusedJobError("invalid_adapter", detail) from error
 
 
 @contextmanager
-def _open_kept(path: str, sha256: str, noun: str) -> Iterator[Any]:
-    """A kept safetensors file, opened. Errors: UnfitParametersError."""
+def _open_stored(path: str, sha256: str, noun: str) -> Iterator[Any]:
+    """Open a stored safetensors file. Errors: RefusedJobError where it is gone or damaged."""
     try:
         with Path(path).open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
                 detail = f"{path} is damaged; DELETE the {noun} and upload it again"
-                raise UnfitParametersError("internal", detail)
+                raise RefusedJobError("internal", detail)
         with safe_open(path, "pt") as tensors:
             yield tensors
     except FileNotFoundError as error:
         detail = f"the {noun} was deleted while the request waited; upload it again"
-        raise UnfitParametersError(f"unknown_{noun}", detail) from error
+        raise RefusedJobError(f"unknown_{noun}", detail) from error
     except (OSError, SafetensorError) as error:
-        raise UnfitParametersError("internal", f"{path} cannot be read: {error}") from error
+        raise RefusedJobError("internal", f"{path} cannot be read: {error}") from error
 
 
 def _count_bytes(tensors: Mapping[str, Tensor]) -> int:
@@ -230,5 +208,5 @@ def _list(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
-def _invalid(detail: str) -> UnfitParametersError:
-    return UnfitParametersError("invalid_vector", f"The direction does not fit: {detail}.")
+def _invalid(detail: str) -> RefusedJobError:
+    return RefusedJobError("invalid_vector", f"The direction does not fit: {detail}.")

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from logsteer_server.contract.jobs import JobFailure
+
 SHORT_NAMES = {
     "resid_pre": "hook_resid_pre",
     "resid_mid": "hook_resid_mid",
@@ -21,7 +23,7 @@ SHORT_NAMES = {
 }
 """Names of activations that every engine knows, and the bridge's names for them."""
 
-DERIVED = (".hook_normalized", ".hook_scale")
+RECOMPUTING = (".hook_normalized", ".hook_scale")
 """Points beside the computation: a change there makes the bridge compute every row another way."""
 
 PROBE_LENGTHS = (5, 7)
@@ -33,13 +35,12 @@ HOOK_LEVEL = 1001
 HookFunction = Callable[..., Tensor | None]
 
 
-class UnknownPointError(Exception):
-    """There is no such layer or activation: `code` and `detail` of the job's failure."""
+class RefusedJobError(Exception):
+    """A job does not fit the model: `failure`, of this problem code, is its result."""
 
     def __init__(self, code: str, detail: str) -> None:
         super().__init__(detail)
-        self.code = code
-        self.detail = detail
+        self.failure = JobFailure(code, detail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,23 +78,26 @@ class PointMap:
         return (*short, *(name for name in shared if name not in hidden))
 
     def find(self, layer: int, name: str) -> Point:
-        """The point of that name. Errors: UnknownPointError."""
+        """Return the point of that name. Errors: RefusedJobError where there is none."""
         if not 0 <= layer < len(self._layers):
             detail = f"there is no layer {layer}; the model's are 0 to {len(self._layers) - 1}"
-            raise UnknownPointError("invalid_request", detail)
+            raise RefusedJobError("invalid_request", detail)
         point = self._layers[layer].get(name.removeprefix(f"blocks.{layer}."))
         if point is None:
             known = ", ".join(self.names)
             detail = f"layer {layer} has no activation {name!r} to change or read; it has {known}"
-            raise UnknownPointError("unsupported_by_engine", detail)
+            raise RefusedJobError("unsupported_by_engine", detail)
         return point
 
 
 def find_points(
     hooks: Mapping[str, Any], num_layers: int, probe: Callable[[int], Tensor]
 ) -> PointMap:
-    """The useful points among a bridge's hooks; `probe(length)` runs two sequences of `length`."""
-    hooks = {name: hook for name, hook in hooks.items() if not name.endswith(DERIVED)}
+    """Return the useful points among a bridge's hooks.
+
+    `probe(length)` runs two sequences of that length and returns a number that depends on them.
+    """
+    hooks = {name: hook for name, hook in hooks.items() if not name.endswith(RECOMPUTING)}
     named = {id(hook): hook for name, hook in hooks.items() if name.startswith("blocks.")}
     short, long = (_observe(named, probe, length) for length in PROBE_LENGTHS)
     shapes = {
@@ -119,7 +123,7 @@ def find_points(
 def _observe(
     hooks: Mapping[int, Any], probe: Callable[[int], Tensor], length: int
 ) -> dict[int, tuple[int, ...]]:
-    """The shapes of activations that the probe's number depends on, by id of the hook."""
+    """Return the shapes of activations that the probe's number depends on, by id of the hook."""
     added: dict[int, Tensor] = {}
 
     def add_zeros(activation: Tensor, hook: Any) -> Tensor | None:

@@ -1,5 +1,16 @@
 """Steering of a batch: each row by its own plan, in the hooks of the model's activations.
 
+Rows are steered together: their vectors stand in tables with a slot for each steered row, and the
+steered tokens of a forward pass are listed by their places in it. Two continuations whose prompts
+have 2 and 4 tokens, both steered at `last_prompt`, are padded on the left, and their first pass is
+
+    column    0    1    2    3
+    row 0     pad  pad  0    1     TokenRange(first=2, begin=0, end=2)
+    row 1     0    1    2    3     TokenRange(first=0, begin=0, end=4)
+
+Token 1 of row 0 and token 3 of row 1 are steered: places 0 * 4 + 3 = 3 and 1 * 4 + 3 = 7 of the
+2 x 4 tokens. The next pass has one column, token 2 of row 0 and token 4 of row 1, and no hooks.
+
 Axis letters: B rows, T tokens, N steered tokens of a batch, S slots (its steered rows), G parts of
 an activation that a vector acts on alike, M all of these, W the width of a vector, K operations,
 P parameters.
@@ -14,17 +25,18 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from logsteer_server.contract.plan import Site, SteeringPlan, SteeringTrace
-from logsteer_server.engines.tlens.points import HookFunction, Point, PointMap
+from logsteer_server.engines.tlens.points import (
+    HookFunction,
+    Point,
+    PointMap,
+    RefusedJobError,
+)
 from logsteer_server.numerics.residual_ops import change_stream, pack_ops
-
-
-class InvalidPlanError(Exception):
-    """The plan does not fit the model; the message is the failure's detail."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedSite:
-    """A site with the model's activation that it means; `width` is its vectors'.
+    """A site with the activation of the model that it names; `width` is that of its vectors.
 
     A vector is as wide as the whole activation of a token, or as its last axis: then it acts on
     each head alike, as it would in a hook that adds it to the tensor.
@@ -41,12 +53,12 @@ class PlacedSite:
 
 
 def place_sites(plan: SteeringPlan, points: PointMap) -> tuple[PlacedSite, ...]:
-    """The plan's sites in the model. Errors: UnknownPointError, InvalidPlanError."""
+    """Return the plan's sites in the model. Errors: RefusedJobError where they do not fit."""
     placed = tuple(_place_site(site, points.find(site.layer, site.hook)) for site in plan.sites)
     keys = [site.point.key for site in placed]
     if len(set(keys)) < len(keys):
         twice = next(s.site.name for s in placed if keys.count(s.point.key) > 1)
-        raise InvalidPlanError(f"{twice}: two sites change the same activation; join them")
+        raise _invalid_plan(f"{twice}: two sites change the same activation; join them")
     return placed
 
 
@@ -55,19 +67,23 @@ def _place_site(site: Site, point: Point) -> PlacedSite:
     if site.offset is not None:
         vectors.append(site.offset)
     if not vectors:
-        raise InvalidPlanError(f"{site.name}: the site changes nothing")
+        raise _invalid_plan(f"{site.name}: the site changes nothing; leave it out")
     widths = {vector.shape for vector in vectors}
     width = len(vectors[0])
     if widths != {(width,)} or width not in (point.width, point.shape[-1]):
         found = sorted(vector.size for vector in vectors)
         wanted = " or ".join(map(str, sorted({point.width, point.shape[-1]}, reverse=True)))
-        raise InvalidPlanError(
+        raise _invalid_plan(
             f"{site.name}: the activation is {wanted} wide, and the vectors are {found}"
         )
     numbers = np.array([op.numbers for op in site.ops])
     if not all(np.isfinite(vector).all() for vector in vectors) or np.isnan(numbers).any():
-        raise InvalidPlanError(f"{site.name}: a vector or number is not finite")
+        raise _invalid_plan(f"{site.name}: a vector or number is not finite")
     return PlacedSite(site, point, width)
+
+
+def _invalid_plan(detail: str) -> RefusedJobError:
+    return RefusedJobError("invalid_vector", detail)
 
 
 @dataclass(slots=True)
@@ -79,8 +95,13 @@ class SteeredRow:
     prompt_len: int
     counts: dict[str, tuple[int, float]] = field(default_factory=dict)
 
+    @property
+    def points(self) -> list[Point]:
+        """The activations that are steered."""
+        return [placed.point for placed in self.sites]
+
     def trace(self, num_tokens: int) -> SteeringTrace:
-        """What was measured, for a sequence of which so many tokens were read."""
+        """Return what was measured, for a sequence of which so many tokens were read."""
         sites = {
             placed.site.name: (count, total / count if count else 0.0)
             for placed in self.sites
@@ -90,8 +111,8 @@ class SteeredRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Where a row's tokens lie in a forward pass: tokens [begin, end) from column `first` on."""
+class TokenRange:
+    """The tokens of a row in a forward pass: tokens [begin, end), from column `first` on."""
 
     first: int
     begin: int
@@ -99,18 +120,18 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tokens:
-    """The steered tokens of a forward pass among its B x T, and the row of each."""
+class _TokenIndex:
+    """The places of steered tokens among a forward pass's B x T, and the row or slot of each."""
 
-    index_N: Tensor
+    place_N: Tensor
     row_N: Tensor
 
-    def to(self, device: torch.device) -> "_Tokens":
-        return _Tokens(self.index_N.to(device), self.row_N.to(device))
+    def to(self, device: torch.device) -> "_TokenIndex":
+        return _TokenIndex(self.place_N.to(device), self.row_N.to(device))
 
 
-class _Group:
-    """One activation's vectors and operations, for the rows that are steered there."""
+class _SiteGroup:
+    """One activation's vectors and operations, in a slot for each row that is steered there."""
 
     def __init__(self, sites: dict[int, PlacedSite], num_rows: int) -> None:
         first = next(iter(sites.values()))
@@ -131,29 +152,29 @@ class _Group:
         self._directions_SKW = torch.stack([directions for directions, _ in packed])
         self._numbers_SKP = torch.stack([numbers for _, numbers in packed])
         # By slot: tokens of one pass, of all passes, and the sum of their relative changes.
-        self._aimed_S = torch.zeros(len(sites), dtype=torch.int64)
-        self._counts_S = torch.zeros_like(self._aimed_S)
+        self._in_pass_S = torch.zeros(len(sites), dtype=torch.int64)
+        self._counts_S = torch.zeros_like(self._in_pass_S)
         self._ratios_S = torch.zeros(len(sites), dtype=torch.float64)
-        self._tokens: _Tokens | None = None
-        self._source: _Tokens | None = None
+        self._tokens: _TokenIndex | None = None
+        self._source: _TokenIndex | None = None
 
-    def aim(self, tokens: _Tokens) -> None:
-        """Take the tokens of the next forward pass; the same ones as before cost nothing."""
+    def select(self, tokens: _TokenIndex) -> None:
+        """Steer these tokens in the next forward pass; the same ones as before cost nothing."""
         if tokens is not self._source:
             self._source = tokens
             slot_N = self._slot_B[tokens.row_N]
             own = slot_N >= 0
-            self._tokens = _Tokens(tokens.index_N[own], slot_N[own])
-            self._aimed_S = slot_N[own].bincount(minlength=len(self._names))
+            self._tokens = _TokenIndex(tokens.place_N[own], slot_N[own])
+            self._in_pass_S = slot_N[own].bincount(minlength=len(self._names))
 
     def steer(self, activation: Tensor, hook: object) -> Tensor | None:  # noqa: ARG002
-        """The activation with this forward pass's tokens changed: TransformerLens's hook."""
-        if self._tokens is None or not len(self._tokens.index_N):
+        """Return the activation with the selected tokens changed: a hook of TransformerLens."""
+        if self._tokens is None or not len(self._tokens.place_N):
             return None
-        self._move(activation)
+        self._move_tables(activation)
         slot_N = self._tokens.row_N
         changed = activation.reshape(activation.shape[0] * activation.shape[1], -1, self._width)
-        before_NGW = changed[self._tokens.index_N]
+        before_NGW = changed[self._tokens.place_N]
         after_NGW = before_NGW
         if self._offsets_SW is not None:
             after_NGW = after_NGW + self._offsets_SW[slot_N][:, None]
@@ -161,12 +182,12 @@ class _Group:
             after_NGW = self._apply_ops(after_NGW, slot_N)
         self._measure(before_NGW.detach().float(), after_NGW.detach().float(), slot_N)
         # Never in place: the tensor may also be the residual that goes past this module.
-        return changed.index_put((self._tokens.index_N,), after_NGW).view(activation.shape)
+        return changed.index_put((self._tokens.place_N,), after_NGW).view(activation.shape)
 
-    def _move(self, activation: Tensor) -> None:
+    def _move_tables(self, activation: Tensor) -> None:
         """Bring the tables to the activation's device, and the offsets to its dtype."""
         assert self._tokens is not None
-        if self._tokens.index_N.device != activation.device:
+        if self._tokens.place_N.device != activation.device:
             self._tokens = self._tokens.to(activation.device)
         if self._ratios_S.device != activation.device:
             self._ratios_S = self._ratios_S.to(activation.device)
@@ -190,10 +211,10 @@ class _Group:
         # Nothing is relative to an activation of 0.
         ratio_N = (change_N / norm_N).masked_fill(norm_N == 0, 0.0)
         self._ratios_S.index_add_(0, slot_N, ratio_N.double())
-        self._counts_S += self._aimed_S
+        self._counts_S += self._in_pass_S
 
     def collect(self, rows: Sequence[SteeredRow | None]) -> None:
-        """Add what was measured to the rows' own counts, and start anew."""
+        """Add what was measured to the rows' own counts, and reset it."""
         measured = zip(self._counts_S.tolist(), self._ratios_S.tolist(), strict=True)
         for (index, name), (count, total) in zip(self._names.items(), measured, strict=True):
             row = rows[index]
@@ -204,7 +225,7 @@ class _Group:
         self._ratios_S.zero_()
 
 
-class Steering:
+class BatchSteering:
     """The steering of a batch whose rows stay the same; None stands for an unsteered row."""
 
     def __init__(self, rows: Sequence[SteeredRow | None]) -> None:
@@ -213,40 +234,44 @@ class Steering:
         for index, row in enumerate(rows):
             for placed in row.sites if row else ():
                 sites.setdefault(placed.group, {})[index] = placed
-        self._groups = [_Group(found, len(rows)) for found in sites.values()]
+        self._groups = [_SiteGroup(found, len(rows)) for found in sites.values()]
         self._last: tuple[list[int], list[int]] = ([], [])
-        self._tokens = _Tokens(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
+        self._tokens = _TokenIndex(
+            torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+        )
 
-    def hooks(self, spans: Sequence[Span], num_columns: int) -> list[tuple[Point, HookFunction]]:
-        """What steers a forward pass [B, num_columns] whose rows have their tokens at `spans`."""
+    def hooks(
+        self, ranges: Sequence[TokenRange], num_columns: int
+    ) -> list[tuple[Point, HookFunction]]:
+        """Return what steers a forward pass [B, num_columns] with these tokens of each row."""
         if not self._groups:
             return []
-        tokens = self._find_tokens(spans, num_columns)
-        if not len(tokens.index_N):
+        tokens = self._find_tokens(ranges, num_columns)
+        if not len(tokens.place_N):
             return []
         for group in self._groups:
-            group.aim(tokens)
+            group.select(tokens)
         return [(group.point, group.steer) for group in self._groups]
 
-    def _find_tokens(self, spans: Sequence[Span], num_columns: int) -> _Tokens:
-        index: list[int] = []
+    def _find_tokens(self, ranges: Sequence[TokenRange], num_columns: int) -> _TokenIndex:
+        places: list[int] = []
         row_of: list[int] = []
-        for b, (row, span) in enumerate(zip(self._rows, spans, strict=True)):
+        for b, (row, tokens) in enumerate(zip(self._rows, ranges, strict=True)):
             if row is None:
                 continue
-            positions, start = row.plan.positions, b * num_columns + span.first
-            if span.end - span.begin == 1:  # the newest token of a continuation
-                found = [start] if positions.holds(span.begin, row.prompt_len) else []
+            positions, start = row.plan.positions, b * num_columns + tokens.first
+            if tokens.end - tokens.begin == 1:  # the newest token of a continuation
+                found = [start] if positions.holds(tokens.begin, row.prompt_len) else []
             else:
-                mask = positions.mask(span.begin, span.end, row.prompt_len)
+                mask = positions.mask(tokens.begin, tokens.end, row.prompt_len)
                 found = (np.nonzero(mask)[0] + start).tolist()
-            index += found
+            places += found
             row_of += [b] * len(found)
         # While a batch decodes, the steered tokens lie in the same places step after step.
-        if (index, row_of) != self._last:
-            self._last = (index, row_of)
-            self._tokens = _Tokens(
-                torch.tensor(index, dtype=torch.int64), torch.tensor(row_of, dtype=torch.int64)
+        if (places, row_of) != self._last:
+            self._last = (places, row_of)
+            self._tokens = _TokenIndex(
+                torch.tensor(places, dtype=torch.int64), torch.tensor(row_of, dtype=torch.int64)
             )
         return self._tokens
 

@@ -33,7 +33,7 @@ class GrowingText:
         self._out = 0
 
     def add(self, token: int) -> bool:
-        """Take a token in; whether a stop string ends the text here."""
+        """Take a token in, and return whether a stop string ends the text here."""
         self._ids.append(token)
         before = self._decode(self._ids[self._begin : self._done])
         text = self._decode(self._ids[self._begin :])
@@ -44,7 +44,7 @@ class GrowingText:
         return self._extend(text[len(before) :])
 
     def end(self) -> bool:
-        """Take in what is left of a character that no token completed; see `add`."""
+        """Take in what is left of a character that no token completed, and return as `add` does."""
         before = self._decode(self._ids[self._begin : self._done])
         text = self._decode(self._ids[self._begin :])
         self._begin = self._done = len(self._ids)
@@ -64,7 +64,7 @@ class GrowingText:
         return bool(found)
 
     def take(self, is_last: bool) -> str:
-        """The text that is new and certain; all that is left where it is the last."""
+        """Return the text that is new and certain; all that is left where it is the last."""
         end = len(self._text) if is_last else max(self._out, len(self._text) - self._held)
         piece = self._text[self._out : end]
         self._out = end

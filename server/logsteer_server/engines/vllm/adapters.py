@@ -1,4 +1,4 @@
-"""LoRA adapters in vLLM: which are loaded, and which running requests use them.
+"""LoRA adapters in vLLM: which are loaded, and which running jobs use them.
 
 An adapter is loaded before its first request is handed to the scheduler and stays for as long as
 one runs, so a file that is deleted or does not fit fails a job and not the engine.
@@ -6,70 +6,99 @@ one runs, so a file that is deleted or does not fit fails a job and not the engi
 
 import json
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
-from vllm.lora.request import LoRARequest
 
-from logsteer_server.contract.jobs import CONFIG_KEY, Adapter, JobFailure
+from logsteer_server.contract.parameters import CONFIG_KEY, Adapter
 from logsteer_server.engines.vllm.slots import SlotPool
 
+if TYPE_CHECKING:
+    from logsteer_server.engines.vllm.core import VllmCore
 
-class AdapterShelf:
-    """The adapters that one engine has loaded; `core` is vLLM's EngineCore."""
 
-    def __init__(self, core: Any, slots: int, max_rank: int) -> None:
-        self._core = core
+class UnfitAdapterError(Exception):
+    """An adapter that cannot be loaded: `code` is a problem code, `detail` says what to do."""
+
+    def __init__(self, code: str, detail: str) -> None:
+        super().__init__(detail)
+        self.code = code
+        self.detail = detail
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSlot:
+    """A slot that has an adapter, and what vLLM's requests with that adapter carry."""
+
+    number: int
+    lora_request: Any
+
+
+class AdapterSlots:
+    """Load adapters into the slots of one engine, and count the jobs that use each."""
+
+    def __init__(self, vllm: "VllmCore", slots: int, max_rank: int) -> None:
+        self._vllm = vllm
         self._max_rank = max_rank
         self._pool = SlotPool(slots)
+        self._loaded: dict[int, AdapterSlot] = {}
         # vLLM's cache of prefixes knows an adapter by name and path, so both follow the content.
         self._directory = tempfile.TemporaryDirectory(prefix="logsteer-adapters-")
 
-    def take(self, adapter: Adapter) -> LoRARequest | JobFailure | None:
-        """What a request that uses the adapter carries; None where it has to wait for a slot."""
+    def take(self, adapter: Adapter) -> AdapterSlot | None:
+        """Return a slot that has the adapter, for one more job; None where all are in use.
+
+        Errors: UnfitAdapterError.
+        """
         found = self._pool.take(adapter.sha256.encode())
         if found is None:
             return None
-        slot, is_new = found
-        request = LoRARequest(adapter.sha256, slot, str(Path(self._directory.name, adapter.sha256)))
+        number, is_new = found
         if is_new:
-            self._core.remove_lora(slot)
-            failure = self._load(adapter, request)
-            if failure is not None:
-                self._pool.forget(slot)
-                return failure
-        return request
+            self._vllm.unload_adapter(number)
+            try:
+                self._loaded[number] = AdapterSlot(number, self._load(adapter, number))
+            except UnfitAdapterError:
+                self._pool.forget(number)
+                raise
+        return self._loaded[number]
 
-    def release(self, request: LoRARequest) -> None:
-        """One request fewer that uses it."""
-        self._pool.release(request.lora_int_id)
+    def release(self, slot: AdapterSlot) -> None:
+        """Count one job fewer that uses a slot."""
+        self._pool.release(slot.number)
 
-    def _load(self, adapter: Adapter, request: LoRARequest) -> JobFailure | None:
-        """Have vLLM read the adapter, from a directory as PEFT writes it; why not, if it fails."""
-        directory = Path(request.lora_path)
+    def _load(self, adapter: Adapter, number: int) -> Any:
+        """Have vLLM read the adapter, from a directory as PEFT writes it.
+
+        Errors: UnfitAdapterError.
+        """
+        directory = Path(self._directory.name, adapter.sha256)
         weights = directory / "adapter_model.safetensors"
         try:
             with safe_open(adapter.path, "numpy") as file:
                 config = json.loads(file.metadata()[CONFIG_KEY])
             if config["r"] > self._max_rank:
                 detail = f"the adapter's rank is {config['r']}, this model takes {self._max_rank}"
-                return JobFailure("invalid_adapter", f"{detail} at most: raise adapter_rank")
+                detail = f"{detail} at most: raise adapter_rank"
+                raise UnfitAdapterError("invalid_adapter", detail)
             directory.mkdir(exist_ok=True)
             (directory / "adapter_config.json").write_text(json.dumps(config))
             weights.symlink_to(adapter.path)
         except FileNotFoundError:
             detail = "the adapter was deleted while the request waited; upload it again"
-            return JobFailure("unknown_adapter", detail)
+            raise UnfitAdapterError("unknown_adapter", detail) from None
         except (OSError, SafetensorError) as error:
-            return JobFailure("internal", f"{adapter.path} cannot be read: {error}")
+            detail = f"{adapter.path} cannot be read: {error}"
+            raise UnfitAdapterError("internal", detail) from error
         try:
-            self._core.add_lora(request)
+            return self._vllm.load_adapter(adapter.sha256, number, str(directory))
         except Exception as error:  # whatever vLLM's checks and a worker's process raise
-            return JobFailure("invalid_adapter", f"the adapter does not fit the model: {error}")
+            detail = f"the adapter does not fit the model: {error}"
+            raise UnfitAdapterError("invalid_adapter", detail) from error
         finally:
             weights.unlink()
-        return None
 
     def close(self) -> None:
         """Remove what lies on disk."""

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from logsteer_server.contract.jobs import EngineInfo, EngineSpec
+from logsteer_server.contract.engine import EngineInfo, EngineSpec
 from logsteer_server.engines.weights import digest_weights, limit_context
 from logsteer_server.numerics.rows import PUBLIC_COLUMNS
 
@@ -32,7 +32,7 @@ def set_environment(spec: EngineSpec) -> None:
 
 
 def _bind_cores(ranks: int) -> str:
-    """Cores for each rank, in vLLM's syntax: `0,1|2,3` shares four cores between two ranks."""
+    """Assign cores to ranks in vLLM's syntax: `0,1|2,3` shares four cores between two ranks."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < ranks:
         return "auto"  # vLLM says what is wrong where it runs on the CPU; a GPU does not care
@@ -41,7 +41,7 @@ def _bind_cores(ranks: int) -> str:
 
 
 def parse_bytes(size: str) -> int:
-    """Bytes of a size such as `512MiB` or `1GiB`. Errors: ValueError for anything else."""
+    """Return the bytes of a size such as `512MiB`. Errors: ValueError for anything else."""
     for suffix, unit in (("GiB", 2**30), ("MiB", 2**20)):
         if size.endswith(suffix):
             return int(float(size.removesuffix(suffix)) * unit)
@@ -49,7 +49,7 @@ def parse_bytes(size: str) -> int:
 
 
 def engine_args(spec: EngineSpec, path: Path | str, on_cpu: bool, limit: int) -> dict[str, Any]:
-    """The arguments of vLLM's `EngineArgs`."""
+    """Return the arguments of vLLM's `EngineArgs`."""
     args: dict[str, Any] = {
         "model": str(path),
         "dtype": spec.dtype,
@@ -105,13 +105,13 @@ class SteeringSize:
 
 
 def steering_size(spec: EngineSpec) -> SteeringSize:
-    """Room of the steering tables; without slots there are no tables."""
+    """Return the room of the steering tables; without slots there are no tables."""
     captures = CAPTURE_SLOTS if spec.steering_slots else 0
     return SteeringSize(spec.steering_slots, spec.steering_depth, captures)
 
 
 def context_length(path: Path | str, limit: int | None) -> int:
-    """Tokens that the model reads. Errors: ValueError where nothing names them."""
+    """Return how many tokens the model reads. Errors: ValueError where nothing says it."""
     from vllm.transformers_utils.config import get_config
 
     config = get_config(str(path), trust_remote_code=False)
@@ -121,7 +121,7 @@ def context_length(path: Path | str, limit: int | None) -> int:
 def describe(
     spec: EngineSpec, path: Path | str, config: Any, limit: int, steerable_layers: int
 ) -> EngineInfo:
-    """What the engine is; `config` is vLLM's."""
+    """Describe the engine; `config` is vLLM's."""
     import vllm
     import vllm.envs
 
@@ -148,13 +148,27 @@ def describe(
         num_layers=int(model.hf_text_config.num_hidden_layers),
         hidden_size=int(model.get_hidden_size()),
         hooks=("resid_post",) if steerable_layers else (),
-        features=("adapter",) if spec.adapter_slots else (),
+        lacks=_find_missing(spec, steerable_layers),
         tf32=spec.tf32 and config.device_config.device_type == "cuda",
     )
 
 
+def _find_missing(spec: EngineSpec, steerable_layers: int) -> dict[str, str]:
+    """Return what this model cannot do, and what to do instead."""
+    other = "serve the model with engine transformer_lens"
+    lacks = {
+        "override": f"the engine vllm has no parameter overrides; {other}",
+        "gradient": f"the engine vllm has no gradients; {other}",
+    }
+    if not steerable_layers:
+        lacks["steering"] = "this model takes no steering; set steering_slots above 0"
+    if not spec.adapter_slots:
+        lacks["adapter"] = "this model takes no adapters; configure it with adapter_slots above 0"
+    return lacks
+
+
 def _find_eos(model: Any) -> tuple[int, ...]:
-    """The tokens at which vLLM ends a sequence, by the model's two configurations."""
+    """Return the tokens at which vLLM ends a sequence, by the model's two configurations."""
     named = [
         model.try_get_generation_config().get("eos_token_id"),
         getattr(model.hf_text_config, "eos_token_id", None),

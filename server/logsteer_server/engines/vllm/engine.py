@@ -1,101 +1,61 @@
-"""The vLLM engine: steps vLLM's EngineCore itself and hands whole jobs to its scheduler.
+"""The vLLM engine: takes slots for jobs, hands them to vLLM, and collects their results."""
 
-Score jobs enter the scheduler as `Request` objects that are built here, because vLLM's own front
-end costs more than the work on a short text: it copies the sampling parameters of every request
-deeply and makes Python objects of every token.
-"""
-
-import itertools
 from collections.abc import Sequence
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from logsteer_server.contract.engine import EngineInfo, EngineSpec
 from logsteer_server.contract.jobs import (
-    Adapter,
     CaptureJob,
-    CaptureOutput,
     CheckAdapterJob,
     CheckAdapterOutput,
-    CheckOverrideJob,
-    CommonJob,
-    EngineInfo,
-    EngineSpec,
     GenerateJob,
-    GenerateOutput,
-    GradientJob,
     Job,
     JobFailure,
     JobResult,
+    Output,
     ScoreJob,
-    ScoreOutput,
-    count_positions,
-    is_last,
-    refuse_feature,
 )
-from logsteer_server.engines.vllm.allotment import Allotment, Lease
-from logsteer_server.engines.vllm.config import (
-    context_length,
-    describe,
-    engine_args,
-    set_environment,
-    steering_size,
+from logsteer_server.engines.vllm.adapters import AdapterSlot, AdapterSlots, UnfitAdapterError
+from logsteer_server.engines.vllm.config import describe, set_environment, steering_size
+from logsteer_server.engines.vllm.generation import GenerationRequests
+from logsteer_server.engines.vllm.requests import (
+    CaptureRequests,
+    JobRequests,
+    RunningJob,
+    ScoreRequests,
 )
-from logsteer_server.engines.vllm.extra_args import describe_rows
-from logsteer_server.engines.vllm.hits import HitLimit
+from logsteer_server.engines.vllm.steering_slots import SteeringSlot, SteeringSlots
 from logsteer_server.engines.weights import locate_model
-from logsteer_server.numerics.rows import Reading, unpack
 
-
-@dataclass(frozen=True, slots=True)
-class _Running:
-    """A job that vLLM works on, and what it holds: a slot, an adapter."""
-
-    job_id: int
-    job: CommonJob
-    lease: Lease
-    adapter: Any
+ADAPTER_ANSWERS: dict[type[Job], Output] = {CheckAdapterJob: CheckAdapterOutput()}
+"""Jobs that are done as soon as their adapter is loaded, and what they answer."""
 
 
 class VllmEngine:
-    """A model resident in vLLM. Errors: ValueError where the specification cannot be served."""
+    """Run jobs on a model in vLLM. Errors: ValueError where the spec cannot be served."""
 
     def __init__(self, spec: EngineSpec) -> None:
         set_environment(spec)
         path = locate_model(spec.path)
 
-        from vllm import SamplingParams
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.platforms import current_platform
-        from vllm.v1.engine.llm_engine import LLMEngine
-        from vllm.v1.executor import Executor
+        from logsteer_server.engines.vllm.core import VllmCore
 
-        from logsteer_server.engines.vllm.adapters import AdapterShelf
-        from logsteer_server.engines.vllm.generation import Generation
-
-        on_cpu = current_platform.is_cpu()
-        if spec.devices == "cpu" and not on_cpu:
-            raise ValueError("devices: cpu needs vLLM's build for CPUs; this is the one for GPUs")
-        limit = context_length(path, spec.max_model_len)
-        config = EngineArgs(**engine_args(spec, path, on_cpu, limit)).create_engine_config()
-        vllm = LLMEngine(config, Executor.get_class(config), log_stats=False)
-        self._core = vllm.engine_core.engine_core
-        HitLimit(self._core.scheduler.kv_cache_manager)
-        call_workers = self._core.model_executor.collective_rpc
-        layers = call_workers("count_layers")[0] if spec.steering_slots else 0
-        self._info = describe(spec, path, config, limit, layers)
+        self._vllm = VllmCore(spec, path)
+        layers = self._vllm.call_workers("count_layers")[0] if spec.steering_slots else 0
+        self._info = describe(spec, path, self._vllm.config, self._vllm.context_length, layers)
         self._depth = spec.steering_depth
-        self._generation = Generation(vllm)
-        self._allotment = Allotment(call_workers, steering_size(spec))
-        self._shelf = AdapterShelf(self._core, spec.adapter_slots, spec.adapter_rank)
-        self._running: dict[str, _Running] = {}
-        self._request_ids: dict[int, str] = {}
-        self._waiting: dict[int, CommonJob | CheckAdapterJob] = {}
-        self._serial = itertools.count()
+        self._slots = SteeringSlots(self._vllm.call_workers, steering_size(spec))
+        self._adapters = AdapterSlots(self._vllm, spec.adapter_slots, spec.adapter_rank)
+        self._kinds: dict[type[Job], JobRequests] = {
+            ScoreJob: ScoreRequests(self._vllm, self._slots, self._info.eos_ids),
+            CaptureJob: CaptureRequests(self._vllm, self._slots),
+            GenerateJob: GenerationRequests(self._vllm, self._slots),
+        }
+        self._waiting: dict[int, Job] = {}
+        self._running: dict[int, RunningJob] = {}
+        self._by_request_id: dict[str, RunningJob] = {}
         self._known: list[tuple[int, JobResult]] = []
-        self._params = SamplingParams(
-            temperature=0.0, max_tokens=1, detokenize=False, skip_reading_prefix_cache=False
-        )
 
     @property
     def info(self) -> EngineInfo:
@@ -108,202 +68,123 @@ class VllmEngine:
         return bool(self._running or self._waiting or self._known)
 
     def add(self, jobs: Sequence[tuple[int, Job]]) -> None:
-        """Hand jobs to vLLM's scheduler; those that need a plan's or an adapter's slot in turn."""
+        """Hand jobs to vLLM; those that need a slot of steering or adapters in turn."""
         for job_id, job in jobs:
-            failure = refuse_feature(job, self._info.features, "vllm")
-            if failure or isinstance(job, GradientJob | CheckOverrideJob):
-                assert failure is not None
+            if failure := self._info.refuse(job) or self._check_depth(job):
                 self._known.append((job_id, failure))
-            elif isinstance(job, CheckAdapterJob):
-                self._waiting[job_id] = job
-            elif failure := self._check(job):
-                self._known.append((job_id, failure))
-            elif self._needs_slot(job) or _adapter_of(job):
+            elif job.features:
                 self._waiting[job_id] = job
             else:
-                self._submit(job_id, job, Lease(), None)
+                self._submit(RunningJob(job_id, job, self._kinds[type(job)], SteeringSlot(), None))
         self._admit()
 
-    def _check(self, job: CommonJob) -> JobFailure | None:
-        limit = self._info.context_length
-        if count_positions(job) > limit:
-            detail = f"{count_positions(job)} tokens do not fit into a context of {limit}"
-            return JobFailure("context_too_long", detail)
-        if self._needs_slot(job) and not self._info.hooks:
-            detail = "this model takes no steering; set steering_slots, or use transformer_lens"
-            return JobFailure("unsupported_by_engine", detail)
-        plan = None if isinstance(job, CaptureJob) else job.plan
-        deepest = max((len(site.ops) for site in plan.sites), default=0) if plan else 0
-        if deepest > self._depth:
-            detail = (
-                f"{deepest} operations at one layer, this model has room for {self._depth} beside "
-                "additions: use fewer, or raise steering_depth"
-            )
-            return JobFailure("unsupported_by_engine", detail)
-        return None
-
-    @staticmethod
-    def _needs_slot(job: CommonJob) -> bool:
-        return isinstance(job, CaptureJob) or job.plan is not None
+    def _check_depth(self, job: Job) -> JobFailure | None:
+        deepest = max((len(site.ops) for site in job.plan.sites), default=0) if job.plan else 0
+        if deepest <= self._depth:
+            return None
+        detail = (
+            f"{deepest} operations at one layer, this model has room for {self._depth} beside "
+            "additions: use fewer, or raise steering_depth"
+        )
+        return JobFailure("unsupported_by_engine", detail)
 
     def _admit(self) -> None:
-        """Submit the jobs that wait for a slot, in order, as far as there are any free."""
+        """Submit the jobs that wait for slots, in order, as far as there are any free."""
         for job_id, job in list(self._waiting.items()):
-            wanted = _adapter_of(job)
-            adapter = self._shelf.take(wanted) if wanted else None
-            if wanted and adapter is None:
+            try:
+                adapter = self._adapters.take(job.adapter) if job.adapter else None
+            except UnfitAdapterError as error:
+                self._known.append((job_id, JobFailure(error.code, error.detail)))
+                del self._waiting[job_id]
+                continue
+            if job.adapter and adapter is None:
                 return
-            if isinstance(adapter, JobFailure):
-                self._known.append((job_id, adapter))
-            elif isinstance(job, CheckAdapterJob):
-                self._give_back(Lease(), adapter)
-                self._known.append((job_id, CheckAdapterOutput()))
+            if answer := ADAPTER_ANSWERS.get(type(job)):
+                self._release(SteeringSlot(), adapter)
+                self._known.append((job_id, answer))
             else:
-                lease = self._allotment.lease(job)
-                if lease is None:
-                    self._give_back(Lease(), adapter)
+                kind = self._kinds[type(job)]
+                slot = kind.take_slot(job)
+                if slot is None:
+                    self._release(SteeringSlot(), adapter)
                     return
-                self._submit(job_id, job, lease, adapter)
+                self._submit(RunningJob(job_id, job, kind, slot, adapter))
             del self._waiting[job_id]
 
-    def _give_back(self, lease: Lease, adapter: Any) -> None:
-        self._allotment.give_back(lease)
+    def _release(self, slot: SteeringSlot, adapter: AdapterSlot | None) -> None:
+        self._slots.release(slot)
         if adapter is not None:
-            self._shelf.release(adapter)
+            self._adapters.release(adapter)
 
-    def _submit(
-        self, job_id: int, job: CommonJob, lease: Lease, adapter: Any, use_cache: bool = True
-    ) -> None:
+    def _submit(self, running: RunningJob) -> None:
         try:
-            if isinstance(job, GenerateJob):
-                name = str(next(self._serial))
-                request_id = self._generation.add(name, job, lease.extra_args, adapter)
-            else:
-                request_id = self._schedule(job, lease.extra_args, adapter, use_cache)
+            running.request_id = running.kind.submit(running)
         except ValueError as error:  # vLLM's own limits on sampling parameters
-            self._give_back(lease, adapter)
-            self._known.append((job_id, JobFailure("invalid_request", str(error))))
+            self._release(running.slot, running.adapter)
+            self._known.append((running.job_id, JobFailure("invalid_request", str(error))))
             return
-        self._running[request_id] = _Running(job_id, job, lease, adapter)
-        self._request_ids[job_id] = request_id
+        self._running[running.job_id] = self._by_request_id[running.request_id] = running
 
-    def _schedule(
-        self,
-        job: ScoreJob | CaptureJob,
-        extra_args: dict[str, Any],
-        adapter: Any,
-        use_cache: bool,
-    ) -> str:
-        """Hand a job that generates nothing to vLLM's scheduler; the id of its request."""
-        from vllm.v1.request import Request
-
-        params = copy(self._params)
-        params.skip_reading_prefix_cache = not use_cache or isinstance(job, CaptureJob)
-        params.extra_args = extra_args
-        cache_salt = None
-        if isinstance(job, ScoreJob):
-            params.extra_args = extra_args | describe_rows(job, Reading.of(job, self._info.eos_ids))
-            if job.plan is not None:
-                cache_salt = job.plan.digest(job.prompt_len).hex()
-        request_id = str(next(self._serial))
-        hasher = self._core.request_block_hasher
-        self._core.add_request(
-            Request(
-                request_id,
-                job.tokens.tolist(),
-                params,
-                None,
-                cache_salt=cache_salt,
-                lora_request=adapter,
-                block_hasher=hasher,
-            )
-        )
-        return request_id
-
-    def _forget(self, request_id: str) -> _Running:
-        running = self._running.pop(request_id)
-        del self._request_ids[running.job_id]
-        self._give_back(running.lease, running.adapter)
-        return running
+    def _remove(self, running: RunningJob) -> None:
+        del self._running[running.job_id], self._by_request_id[running.request_id]
 
     def cancel(self, job_ids: Sequence[int]) -> None:
-        """Abort jobs in vLLM's scheduler."""
+        """Abort jobs in vLLM, and drop results of theirs that have not been reported."""
         for job_id in job_ids:
             self._waiting.pop(job_id, None)
-            request_id = self._request_ids.get(job_id)
-            if request_id is None:
-                continue
-            if isinstance(self._forget(request_id).job, GenerateJob):
-                self._generation.cancel(request_id)
-            else:
-                self._core.abort_requests([request_id])
+            if running := self._running.get(job_id):
+                self._remove(running)
+                self._release(running.slot, running.adapter)
+                running.kind.cancel(running.request_id)
+        cancelled = set(job_ids)
+        self._known = [
+            (job_id, result) for job_id, result in self._known if job_id not in cancelled
+        ]
         self._admit()
 
     def step(self) -> list[tuple[int, JobResult]]:
-        """Run one step of vLLM and give the results that it had."""
+        """Run one step of vLLM and return the results that it had."""
         results, self._known = self._known, []
         if not self._running:
             return results
-        outputs, executed = self._core.step_fn()
-        self._core.post_step(model_executed=executed)
-        ended: dict[str, JobResult] = {}
-        generated = []
-        for batch in (outputs or {}).values():  # None while pipeline stages are being filled
-            for output in batch.outputs:
-                running = self._running.get(output.request_id)
-                if running is None or isinstance(running.job, GenerateJob):
-                    generated.append(output)
-                elif output.finished:
-                    ended |= self._collect(output, running)
-        for request_id, piece in self._generation.collect(generated):
-            if is_last(piece):
-                ended[request_id] = piece
-            else:
-                results.append((self._running[request_id].job_id, piece))
+        ended: list[tuple[RunningJob, JobResult]] = []
+        for kind, outputs in self._run_step().items():
+            for running, result in kind.collect(outputs):
+                if result is None:
+                    self._remove(running)
+                    running.use_cache = False
+                    self._submit(running)
+                elif result.is_last:
+                    ended.append((running, result))
+                else:
+                    results.append((running.job_id, result))
         results += self._end(ended)
         self._admit()
         return results
 
-    def _collect(self, output: Any, running: _Running) -> dict[str, JobResult]:
-        """The result of a request that vLLM has finished; none where it is run once more."""
-        request_id, job = output.request_id, running.job
-        if isinstance(job, CaptureJob):
-            return {request_id: CaptureOutput(self._allotment.read_capture(running.lease, job))}
-        assert isinstance(job, ScoreJob)
-        values = output.prompt_token_id_logprobs
-        reading = Reading.of(job, self._info.eos_ids)
-        if values is None:
-            detail = f"vLLM ended the request without its rows ({output.finish_reason})"
-            return {request_id: JobFailure("internal", detail)}
-        if values.numel() == 0:
-            # The prefix cache reached beyond the first wanted row, so that row was not computed.
-            del self._running[request_id]
-            self._submit(running.job_id, job, running.lease, running.adapter, use_cache=False)
-            return {}
-        rows = unpack(values.numpy().reshape(-1, reading.width), reading)
-        cached = output.prefill_stats.num_cached_tokens if output.prefill_stats else 0
-        return {request_id: ScoreOutput(rows.columns, rows.top_ids, rows.top_logprobs, cached)}
+    def _run_step(self) -> dict[JobRequests, list[tuple[RunningJob, Any]]]:
+        """Run one step of vLLM; return its outputs by the kind of their requests."""
+        by_kind: dict[JobRequests, list[tuple[RunningJob, Any]]] = {}
+        for output in self._vllm.step():
+            if running := self._by_request_id.get(output.request_id):
+                by_kind.setdefault(running.kind, []).append((running, output))
+        return by_kind
 
-    def _end(self, ended: dict[str, JobResult]) -> list[tuple[int, JobResult]]:
-        """The last results of requests, by job, with the traces of those that were steered."""
-        plans = {}
-        for request_id in ended:
-            job = self._running[request_id].job
-            if not isinstance(job, CaptureJob) and job.plan is not None:
-                plans[request_id] = job.plan
-        traces = self._allotment.trace(plans)
-        results = []
-        for request_id, result in ended.items():
-            if request_id in traces and isinstance(result, ScoreOutput | GenerateOutput):
-                result = replace(result, trace=traces[request_id])
-            results.append((self._forget(request_id).job_id, result))
+    def _end(self, ended: Sequence[tuple[RunningJob, JobResult]]) -> list[tuple[int, JobResult]]:
+        """Return last results of jobs, with traces of those steered, and free their slots."""
+        traces = self._slots.read_traces(
+            {running.request_id: running.slot.plan for running, _ in ended if running.slot.plan}
+        )
+        results: list[tuple[int, JobResult]] = []
+        for running, result in ended:
+            trace = traces.get(running.request_id)
+            traced = result if result.failed or trace is None else replace(result, trace=trace)
+            self._remove(running)
+            self._release(running.slot, running.adapter)
+            results.append((running.job_id, traced))
         return results
 
     def close(self) -> None:
         """Stop vLLM and its worker processes."""
-        self._core.shutdown()
-        self._shelf.close()
-
-
-def _adapter_of(job: CommonJob | CheckAdapterJob) -> Adapter | None:
-    return None if isinstance(job, CaptureJob) else job.adapter
+        self._vllm.close()
+        self._adapters.close()

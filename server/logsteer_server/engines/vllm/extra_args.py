@@ -2,38 +2,38 @@
 
 from typing import Any
 
-from logsteer_server.contract.jobs import CaptureJob, GenerateJob, ScoreJob
-from logsteer_server.numerics.rows import Reading
+from logsteer_server.contract.jobs import CaptureJob, Job, ScoreJob
+from logsteer_server.numerics.rows import RowSpec
 
 SCORE = "logsteer_score"
 """Which rows a request wants, and what is read from them."""
 STEER = "logsteer_steer"
 """How a request is steered: slot, kind of positions, slices, length of its prompt."""
 CAPTURE = "logsteer_capture"
-"""Where a request's activations are summed up: slot, and whether those of every token."""
+"""Where a request's activations are summed up: slot, whether those of every token, its length."""
 
 
-def describe_rows(job: ScoreJob, reading: Reading) -> dict[str, Any]:
-    """The extra arguments of a request that is scored."""
+def describe_rows(job: ScoreJob, spec: RowSpec) -> dict[str, Any]:
+    """Return the extra arguments of a request that is scored."""
     return {
         SCORE: {
             "targets": job.targets.tobytes(),
-            "alternatives": job.alternatives,
-            "first_row": len(job.tokens) - (1 if job.alternatives else len(job.targets)),
-            "reading": reading,
+            "shares_row": job.shares_row,
+            "first_row": job.first_row,
+            "spec": spec,
             "export": job.export,
             "reference": job.reference,
         }
     }
 
 
-def describe_steering(job: ScoreJob | GenerateJob, slot: int) -> dict[str, Any]:
-    """The extra arguments of a request that is steered. Errors: AssertionError without a plan."""
+def describe_steering(job: Job, slot: int) -> dict[str, Any]:
+    """Return the extra arguments of a steered request. Errors: AssertionError without a plan."""
     assert job.plan is not None
     where = job.plan.positions
     return {STEER: (slot, where.kind, where.slices, job.prompt_len)}
 
 
 def describe_capture(job: CaptureJob, slot: int) -> dict[str, Any]:
-    """The extra arguments of a request whose activations are captured."""
-    return {CAPTURE: (slot, job.read == "mean")}
+    """Return the extra arguments of a request whose activations are captured."""
+    return {CAPTURE: (slot, job.read == "mean", len(job.tokens))}

@@ -4,15 +4,19 @@ Compiled graphs and captured CUDA graphs contain it; the tables of the running m
 in vLLM's forward context, say what it does.
 """
 
+from functools import partial
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from logsteer_server.engines.vllm.tables import SteeringTables
 
 TABLES = "logsteer.steering_tables"
-"""Where vLLM's forward context keeps the tables of the model that runs."""
+"""Where vLLM's forward context has the tables of the model that runs."""
 
 
 def steer(hidden_TD: Tensor, residual_TD: Tensor | None, layer: int) -> None:
@@ -32,3 +36,31 @@ def _shape_only(hidden_TD: Tensor, residual_TD: Tensor | None, layer: int) -> No
 
 LIBRARY = torch.library.Library("logsteer", "FRAGMENT")  # type: ignore[no-untyped-call]
 direct_register_custom_op("steer", steer, ["hidden_TD"], _shape_only, LIBRARY)
+
+
+def find_layers(model: nn.Module, count: int) -> list[nn.Module]:
+    """Return a model's `count` decoder layers by their number; none where it has no such list."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return list(module)
+    return []
+
+
+def append_operation(layers: list[nn.Module], tables: SteeringTables) -> None:
+    """Put the operation behind the layers that this pipeline stage has, before they are compiled.
+
+    A decoder layer returns `hidden`, or `(hidden, residual)` whose sum is the residual stream.
+    """
+    for number, layer in enumerate(layers):
+        if not isinstance(layer, PPMissingLayer):
+            layer.register_forward_hook(partial(_steer_output, tables, number))
+
+
+def _steer_output(
+    tables: SteeringTables, layer: int, _module: nn.Module, _args: Any, output: Any
+) -> None:
+    """Steer what a decoder layer returns, in place: a forward hook."""
+    hidden_TD, residual_TD = output if isinstance(output, tuple) else (output, None)
+    # A CPU with idle tables need not call; graphs, compiled or captured, always have the operation.
+    if torch.compiler.is_compiling() or hidden_TD.is_cuda or not tables.is_idle:
+        torch.ops.logsteer.steer(hidden_TD, residual_TD, layer)

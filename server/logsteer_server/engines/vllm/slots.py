@@ -1,12 +1,17 @@
-"""Places that running requests share by what they need there: plans, captures, adapters."""
+"""Numbered slots that running jobs share by what is in them: plans, captures, adapters."""
 
 from collections import OrderedDict
 
 
 class SlotPool:
-    """Slots 1 to `count`; a slot is shared by all requests of one key.
+    """Give out slots 1 to `count`, the same one to all users of a key.
 
-    A slot that nobody uses keeps its content until another key needs it.
+    A slot without users has its content until another key needs it.
+
+        pool = SlotPool(1)
+        pool.take(b"a")    (1, True): fill slot 1
+        pool.take(b"a")    (1, False): it is filled; two users
+        pool.take(b"b")    None: wait
     """
 
     def __init__(self, count: int) -> None:
@@ -16,7 +21,7 @@ class SlotPool:
         self._idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, count + 1))
 
     def take(self, key: bytes) -> tuple[int, bool] | None:
-        """A slot for one more user of a key, and whether to fill it; None where all are used."""
+        """Return a slot for one more user of a key and whether to fill it; None if none is free."""
         known = self._slots.get(key)
         if known is not None:
             self._idle.pop(known, None)
@@ -33,12 +38,12 @@ class SlotPool:
         return slot, True
 
     def forget(self, slot: int) -> None:
-        """Take back a slot that was just taken and could not be filled."""
+        """Release a slot that was just taken and could not be filled."""
         del self._slots[self._keys.pop(slot)]
         self.release(slot)
 
     def release(self, slot: int) -> None:
-        """One user fewer."""
+        """Count one user fewer."""
         self._users[slot] -= 1
         if not self._users[slot]:
             self._idle[slot] = None

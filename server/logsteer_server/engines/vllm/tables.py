@@ -34,7 +34,7 @@ class Step:
     capture_slots_t: npt.NDArray[np.int64] = field(default_factory=_none)
 
     def is_same(self, other: "Step") -> bool:
-        """Whether both steer the very same arrays of tokens, and capture none."""
+        """Return whether both steer the very same arrays of tokens, and capture none."""
         return (
             self.steered_t is other.steered_t
             and not len(self.captured_t)
@@ -43,7 +43,17 @@ class Step:
 
 
 class SteeringTables:
-    """The persistent buffers of one model on one rank."""
+    """Hold the persistent buffers of one model on one rank, and steer with them.
+
+    `offsets_LSD[l, s]` is what slot s adds at layer l; `directions_LSKD` and `numbers_LSKP` are the
+    operations that follow. A plan in slot 2 that adds v at layer 5, and a step of four tokens of
+    which the last two are steered by it:
+
+        load(2, [Site(5, "resid_post", v)])      offsets_LSD[5, 2] = v
+        write(Step([2, 3], [2, 2]))              a CUDA device's slots_T = [0, 0, 2, 2]
+        apply(hidden_TD, residual_TD, 5)         hidden_TD[2:4] += v
+        read_ratios()                            {5: [|v| / |x| of token 2, of token 3]}
+    """
 
     def __init__(
         self, size: SteeringSize, layers: int, tokens: int, width: int, like: Tensor
@@ -85,9 +95,9 @@ class SteeringTables:
         self._depths[slot] = {site.layer: len(site.ops) for site in sites if site.ops}
 
     def write(self, step: Step) -> None:
-        """Say what the tokens of the next forward pass are for; tokens not named are for nothing.
+        """Store what the tokens of the next forward pass are for; tokens not named are for nothing.
 
-        Called between two passes, because captured graphs read these buffers.
+        Call it between two passes, because captured graphs read these buffers.
         """
         if step.is_same(self.step):
             return
@@ -118,7 +128,7 @@ class SteeringTables:
         return not len(self.step.steered_t) and not len(self.step.captured_t)
 
     def read_ratios(self) -> dict[int, npt.NDArray[np.float32]]:
-        """|change| / |activation| of this step's steered tokens, by steered layer."""
+        """Return |change| / |activation| of this step's steered tokens, by steered layer."""
         if self.slots_T.is_cuda:
             ratios_LT = self.ratios_LT[:, : int(self.step.steered_t.max(initial=-1)) + 1].cpu()
         else:
@@ -130,18 +140,18 @@ class SteeringTables:
         return found
 
     def clear_captures(self, slot: int) -> None:
-        """Begin the sums of a capture slot anew."""
+        """Set the sums of a capture slot to zero."""
         self.sums_LCD[:, slot] = 0
 
     def take_captures(self, slot: int) -> np.ndarray:
-        """The sums of a capture slot: float32 [L, D]."""
+        """Return the sums of a capture slot: float32 [L, D]."""
         sums: np.ndarray = self.sums_LCD[:, slot].cpu().numpy().copy()
         return sums
 
     def apply(self, hidden_TD: Tensor, residual_TD: Tensor | None, layer: int) -> None:
         """Steer the tokens of this step at one layer, in place; measure, and sum up captures.
 
-        The plain form, which looks at the marked tokens alone: for processors.
+        The plain form, which looks at the marked tokens alone: for CPUs.
         """
         if layer in self.steered_layers:
             self._steer(hidden_TD, residual_TD, layer)
@@ -175,7 +185,7 @@ class SteeringTables:
             self.ratios_LT[layer].index_copy_(0, index_t, size_t / norms_t)
 
     def _gather(self, num_tokens: int, layer: int) -> "_Change":
-        """What the tokens of this step have done to them at a layer, out of the slots' tables."""
+        """Gather what is done to the tokens of this step at a layer, out of the slots' tables."""
         index_t: Tensor | None = torch.from_numpy(self.step.steered_t)
         if np.array_equal(self.step.steered_t, np.arange(num_tokens)):
             index_t = None
@@ -203,7 +213,7 @@ class _Change:
 
 
 def _read_stream(hidden_TD: Tensor, residual_TD: Tensor | None, index_t: Tensor | None) -> Tensor:
-    """The residual stream of some tokens, float32: vLLM's layers leave it in two parts."""
+    """Return the residual stream of some tokens, float32: vLLM's layers leave it in two parts."""
     if index_t is None:
         if residual_TD is None:
             return hidden_TD.to(torch.float32, copy=True)

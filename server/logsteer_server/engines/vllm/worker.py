@@ -9,8 +9,7 @@ from vllm.platforms import current_platform
 
 from logsteer_server.contract.plan import Site
 from logsteer_server.engines.vllm.config import SteeringSize
-from logsteer_server.engines.vllm.reading import ScoringRunner
-from logsteer_server.engines.vllm.steering import SteeringRunner, find_layers
+from logsteer_server.engines.vllm.runner import LogsteerRunner
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as BaseWorker
@@ -22,16 +21,15 @@ OPTIONS = "logsteer"
 
 
 class LogsteerWorker(BaseWorker):  # type: ignore[misc]
-    """A worker of vLLM. The engine calls its methods by name, on every rank."""
+    """Work as vLLM's worker does. The engine calls the methods by name, on every rank."""
 
     def init_device(self) -> None:
-        """Set the device up as vLLM does, then put our runners in front of vLLM's own."""
+        """Set the device up as vLLM does, then put our runner in front of vLLM's own."""
         super().init_device()
-        options = self.vllm_config.additional_config[OPTIONS]
         own = type(self.model_runner)
-        ours = (ScoringRunner, SteeringRunner) if options["steering"]["slots"] else (ScoringRunner,)
-        self.model_runner.__class__ = type(f"Logsteer{own.__name__}", (*ours, own), {})
-        self.model_runner.prepare_reading(options["chunk_bytes"])
+        self.model_runner.__class__ = type(f"Logsteer{own.__name__}", (LogsteerRunner, own), {})
+        options = self.vllm_config.additional_config[OPTIONS]
+        self.model_runner.prepare_scoring(options["chunk_bytes"])
 
     def load_model(self, **options: Any) -> None:
         """Load the model as vLLM does, and put the steering operation behind its layers.
@@ -52,27 +50,27 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
             )
 
     def count_layers(self) -> int:
-        """Decoder layers that this rank found, those of other pipeline stages included."""
-        return len(find_layers(self.model_runner))
+        """Return how many decoder layers this rank found, those of other stages included."""
+        return len(self.model_runner.find_layers())
 
     def load_plan(self, slot: int, sites: Sequence[Site]) -> None:
         """Put a plan's sites into a slot of the tables."""
-        self.model_runner.steering.load(slot, sites)
+        self.model_runner.steering.tables.load(slot, sites)
 
     def take_traces(
         self, req_ids: Sequence[str]
     ) -> dict[str, tuple[int, dict[int, tuple[int, float]]]]:
-        """What was measured at this stage's layers of requests that have ended.
+        """Return what was measured at this stage's layers of requests that have ended.
 
         Empty on all tensor-parallel ranks but the first: they have measured the same.
         """
         if get_tensor_model_parallel_rank() != 0:
             return {}
-        return {req_id: self.model_runner.take_trace(req_id) for req_id in req_ids}
+        return {req_id: self.model_runner.steering.take_trace(req_id) for req_id in req_ids}
 
     def take_captures(self, slot: int) -> np.ndarray:
-        """The activations summed up in a capture slot [L, D]; empty on ranks but the first."""
+        """Return the activations summed up in a capture slot [L, D]; empty on later ranks."""
         if get_tensor_model_parallel_rank() != 0:
             return np.zeros(0, np.float32)
-        captured: np.ndarray = self.model_runner.steering.take_captures(slot)
+        captured: np.ndarray = self.model_runner.steering.tables.take_captures(slot)
         return captured

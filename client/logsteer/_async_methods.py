@@ -1,0 +1,1333 @@
+"""The methods of `AsyncClient` that ask one endpoint each.
+
+Written by `make client` from the table of endpoints and the schemas: change those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+from logsteer._call import Download
+from logsteer._callers import AsyncCaller, AsyncStoreMethods
+from logsteer._endpoints import GenerateEvent, PerplexityEvent, SteerEvent
+from logsteer._pairs import LogProb
+from logsteer._parameters import NOT_GIVEN, NotGiven
+from logsteer._upload import AsyncSource
+from logsteer.extras.datasets import PROMPT
+from logsteer.extras.datasets import Source as PromptSource
+from logsteer.extras.samples import Reward, Samples
+from logsteer.schemas import (
+    AdapterCard,
+    AdapterList,
+    BosPolicy,
+    Boundary,
+    Column,
+    ContentFormat,
+    ContrastPair,
+    DeletedAdapter,
+    DeletedOverride,
+    DeletedVector,
+    DetokenizeAnswer,
+    GenerateAnswer,
+    GradientAnswer,
+    GradientVariable,
+    Health,
+    ItemScore,
+    LogprobAnswer,
+    LogprobItem,
+    Message,
+    ModelCard,
+    ModelList,
+    OverflowPolicy,
+    OverrideCard,
+    OverrideList,
+    ParameterOverride,
+    PerplexityAnswer,
+    Precision,
+    Protocol,
+    Readiness,
+    SamplingPolicy,
+    SpacePolicy,
+    SteerAnswer,
+    Steering,
+    SweepAnswer,
+    TokenizeAnswer,
+    TrainAnswer,
+    TrainMethod,
+    TrainRead,
+    VectorCard,
+    VectorFormat,
+    VectorList,
+)
+
+
+class AsyncClientMethods(AsyncCaller):
+    """Methods of the client itself. Those of the client that blocks, awaited."""
+
+    async def models(self) -> ModelList:
+        """Return every configured model and its state."""
+        answer: ModelList = await self._ask("models")
+        return answer
+
+    async def model(self, model_id: str) -> ModelCard:
+        """Return the card of one model; NotFoundError where there is none of this id.
+
+        Args:
+            model_id: Id of the model.
+        """
+        answer: ModelCard = await self._ask("model", model_id=model_id)
+        return answer
+
+    async def health(self) -> Health:
+        """Return that the server's process answers, and its version."""
+        answer: Health = await self._ask("health")
+        return answer
+
+    async def ready(self) -> Readiness:
+        """Return whether every required model answers, and the state of each.
+
+        It is an answer, too, where the server sends it with status 503.
+        """
+        answer: Readiness = await self._ask("ready")
+        return answer
+
+    async def logprob(
+        self,
+        items: Sequence[LogprobItem | Mapping[str, Any]],
+        *,
+        override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        adapter: str | NotGiven | None = NOT_GIVEN,
+        steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        precision: Precision | NotGiven = NOT_GIVEN,
+        model: str | NotGiven | None = NOT_GIVEN,
+        bos: BosPolicy | NotGiven = NOT_GIVEN,
+        on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
+        cache: bool | NotGiven = NOT_GIVEN,
+        columns: Sequence[Column] | NotGiven = NOT_GIVEN,
+        policy: SamplingPolicy | Mapping[str, Any] | NotGiven = NOT_GIVEN,
+        boundary: Boundary | NotGiven = NOT_GIVEN,
+        space: SpacePolicy | NotGiven = NOT_GIVEN,
+        top: int | NotGiven = NOT_GIVEN,
+        per_token: bool | NotGiven = NOT_GIVEN,
+    ) -> LogprobAnswer:
+        """Score each item's targets after its context, exactly.
+
+        An item has `context` and `targets` (text), `context_ids` and `target_ids`, or `messages`
+        and `targets`; as a mapping or as a `LogprobItem`.
+
+        Args:
+            items: Contexts and the targets scored after each.
+            override: A stored direction v by name, and eta: the parameters are theta + eta v.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
+            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            precision: What softmax and columns are computed in, from the model's logits.
+                Numbers of MessagePack answers are float32 all the same. Default float32.
+            model: Id of a resident model; may be left out where there is only one.
+            bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
+                never added twice. Default auto.
+            on_overflow: What happens to a sequence longer than the model's context: an error,
+                or its leftmost context tokens are dropped and counted in `truncated_tokens`.
+                Default error.
+            cache: Whether results of earlier equal work may be given again, and the results of
+                this request kept. They are the same numbers, bit for bit. Default True.
+            columns: Columns read from each scored row. Default ['logprob', 'rank'].
+            policy: What the policy columns refer to.
+            boundary: `joint` encodes context + target together and cuts at the context's
+                length; `separate` encodes each alone. Ids are taken as they are. Default joint.
+            space: `both` scores text targets with and without one leading space. Default
+                as_given.
+            top: Most probable alternatives listed per row. Default 0.
+            per_token: False leaves out the arrays, keeps the sums. Default True.
+        """
+        answer: LogprobAnswer = await self._ask(
+            "logprob",
+            items=items,
+            override=override,
+            adapter=adapter,
+            steering=steering,
+            precision=precision,
+            model=model,
+            bos=bos,
+            on_overflow=on_overflow,
+            cache=cache,
+            columns=columns,
+            policy=policy,
+            boundary=boundary,
+            space=space,
+            top=top,
+            per_token=per_token,
+        )
+        return answer
+
+    async def diagnostics(
+        self,
+        items: Sequence[LogprobItem | Mapping[str, Any]],
+        *,
+        override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        adapter: str | NotGiven | None = NOT_GIVEN,
+        steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        precision: Precision | NotGiven = NOT_GIVEN,
+        model: str | NotGiven | None = NOT_GIVEN,
+        bos: BosPolicy | NotGiven = NOT_GIVEN,
+        on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
+        cache: bool | NotGiven = NOT_GIVEN,
+        columns: Sequence[Column] | NotGiven = NOT_GIVEN,
+        policy: SamplingPolicy | Mapping[str, Any] | NotGiven = NOT_GIVEN,
+        boundary: Boundary | NotGiven = NOT_GIVEN,
+        space: SpacePolicy | NotGiven = NOT_GIVEN,
+        top: int | NotGiven = NOT_GIVEN,
+        per_token: bool | NotGiven = NOT_GIVEN,
+        window: int | NotGiven = NOT_GIVEN,
+    ) -> LogprobAnswer:
+        """Look at targets as a sampling policy saw them: every column of each token, and
+        aggregates.
+
+        Items are those of `logprob`.
+
+        Args:
+            items: Contexts and the targets scored after each.
+            override: A stored direction v by name, and eta: the parameters are theta + eta v.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
+            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            precision: What softmax and columns are computed in, from the model's logits.
+                Numbers of MessagePack answers are float32 all the same. Default float32.
+            model: Id of a resident model; may be left out where there is only one.
+            bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
+                never added twice. Default auto.
+            on_overflow: What happens to a sequence longer than the model's context: an error,
+                or its leftmost context tokens are dropped and counted in `truncated_tokens`.
+                Default error.
+            cache: Whether results of earlier equal work may be given again, and the results of
+                this request kept. They are the same numbers, bit for bit. Default True.
+            columns: Columns read from each scored row; all of them unless given.
+            policy: What the policy columns refer to.
+            boundary: `joint` encodes context + target together and cuts at the context's
+                length; `separate` encodes each alone. Ids are taken as they are. Default joint.
+            space: `both` scores text targets with and without one leading space. Default
+                as_given.
+            top: Most probable alternatives listed per row. Default 0.
+            per_token: False leaves out the arrays, keeps the sums. Default True.
+            window: Tokens that `early` and `late` are means over. Default 16.
+        """
+        answer: LogprobAnswer = await self._ask(
+            "diagnostics",
+            items=items,
+            override=override,
+            adapter=adapter,
+            steering=steering,
+            precision=precision,
+            model=model,
+            bos=bos,
+            on_overflow=on_overflow,
+            cache=cache,
+            columns=columns,
+            policy=policy,
+            boundary=boundary,
+            space=space,
+            top=top,
+            per_token=per_token,
+            window=window,
+        )
+        return answer
+
+    async def perplexity(
+        self,
+        texts: str | Sequence[str],
+        *,
+        override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        adapter: str | NotGiven | None = NOT_GIVEN,
+        steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        precision: Precision | NotGiven = NOT_GIVEN,
+        model: str | NotGiven | None = NOT_GIVEN,
+        bos: BosPolicy | NotGiven = NOT_GIVEN,
+        on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
+        cache: bool | NotGiven = NOT_GIVEN,
+        columns: Sequence[Column] | NotGiven = NOT_GIVEN,
+        policy: SamplingPolicy | Mapping[str, Any] | NotGiven = NOT_GIVEN,
+        protocol: Protocol | NotGiven = NOT_GIVEN,
+        context_length: int | NotGiven | None = NOT_GIVEN,
+        stride: int | NotGiven | None = NOT_GIVEN,
+        windows: bool | NotGiven = NOT_GIVEN,
+        tokens: bool | NotGiven = NOT_GIVEN,
+        reference: str | NotGiven | None = NOT_GIVEN,
+    ) -> PerplexityAnswer:
+        """Score texts: the log-likelihood and perplexity of each, and of all together.
+
+        Args:
+            texts: Texts to score.
+            override: A stored direction v by name, and eta: the parameters are theta + eta v.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
+            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            precision: What softmax and columns are computed in, from the model's logits.
+                Numbers of MessagePack answers are float32 all the same. Default float32.
+            model: Id of a resident model; may be left out where there is only one.
+            bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
+                never added twice. Default auto.
+            on_overflow: What happens to a sequence longer than the model's context: an error,
+                or its leftmost context tokens are dropped and counted in `truncated_tokens`.
+                Default error.
+            cache: Whether results of earlier equal work may be given again, and the results of
+                this request kept. They are the same numbers, bit for bit. Default True.
+            columns: Columns listed with `tokens`. Default ['logprob'].
+            policy: What the policy columns refer to.
+            protocol: The window protocol. Default sliding.
+            context_length: Tokens in a window; None: the model's own context length.
+            stride: Tokens by which a sliding window moves; None: half of context_length.
+            windows: List the score of every window. Default False.
+            tokens: List the columns of every scored token. Default False.
+            reference: A second resident model with the same vocabulary to compare with, as it
+                is: unsteered, with its own parameters.
+        """
+        answer: PerplexityAnswer = await self._ask(
+            "perplexity",
+            texts=texts,
+            override=override,
+            adapter=adapter,
+            steering=steering,
+            precision=precision,
+            model=model,
+            bos=bos,
+            on_overflow=on_overflow,
+            cache=cache,
+            columns=columns,
+            policy=policy,
+            protocol=protocol,
+            context_length=context_length,
+            stride=stride,
+            windows=windows,
+            tokens=tokens,
+            reference=reference,
+        )
+        return answer
+
+    def perplexity_events(
+        self,
+        texts: str | Sequence[str],
+        *,
+        override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        adapter: str | NotGiven | None = NOT_GIVEN,
+        steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        precision: Precision | NotGiven = NOT_GIVEN,
+        model: str | NotGiven | None = NOT_GIVEN,
+        bos: BosPolicy | NotGiven = NOT_GIVEN,
+        on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
+        cache: bool | NotGiven = NOT_GIVEN,
+        columns: Sequence[Column] | NotGiven = NOT_GIVEN,
+        policy: SamplingPolicy | Mapping[str, Any] | NotGiven = NOT_GIVEN,
+        protocol: Protocol | NotGiven = NOT_GIVEN,
+        context_length: int | NotGiven | None = NOT_GIVEN,
+        stride: int | NotGiven | None = NOT_GIVEN,
+        windows: bool | NotGiven = NOT_GIVEN,
+        tokens: bool | NotGiven = NOT_GIVEN,
+        reference: str | NotGiven | None = NOT_GIVEN,
+    ) -> AsyncGenerator[PerplexityEvent, None]:
+        """Yield the events of scoring texts: a start, each finished window, then the whole answer.
+
+        The request is sent when the first event is asked for. Close the generator to stop early.
+
+        Args:
+            texts: Texts to score.
+            override: A stored direction v by name, and eta: the parameters are theta + eta v.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
+            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            precision: What softmax and columns are computed in, from the model's logits.
+                Numbers of MessagePack answers are float32 all the same. Default float32.
+            model: Id of a resident model; may be left out where there is only one.
+            bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
+                never added twice. Default auto.
+            on_overflow: What happens to a sequence longer than the model's context: an error,
+                or its leftmost context tokens are dropped and counted in `truncated_tokens`.
+                Default error.
+            cache: Whether results of earlier equal work may be given again, and the results of
+                this request kept. They are the same numbers, bit for bit. Default True.
+            columns: Columns listed with `tokens`. Default ['logprob'].
+            policy: What the policy columns refer to.
+            protocol: The window protocol. Default sliding.
+            context_length: Tokens in a window; None: the model's own context length.
+            stride: Tokens by which a sliding window moves; None: half of context_length.
+            windows: List the score of every window. Default False.
+            tokens: List the columns of every scored token. Default False.
+            reference: A second resident model with the same vocabulary to compare with, as it
+                is: unsteered, with its own parameters.
+        """
+        return self._listen(
+            "perplexity",
+            texts=texts,
+            override=override,
+            adapter=adapter,
+            steering=steering,
+            precision=precision,
+            model=model,
+            bos=bos,
+            on_overflow=on_overflow,
+            cache=cache,
+            columns=columns,
+            policy=policy,
+            protocol=protocol,
+            context_length=context_length,
+            stride=stride,
+            windows=windows,
+            tokens=tokens,
+            reference=reference,
+        )
+
+    def perplexity_stream(
+        self,
+        source: AsyncSource,
+        *,
+        precision: Precision | NotGiven = NOT_GIVEN,
+        model: str | NotGiven | None = NOT_GIVEN,
+        bos: BosPolicy | NotGiven = NOT_GIVEN,
+        on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
+        cache: bool | NotGiven = NOT_GIVEN,
+        protocol: Protocol | NotGiven = NOT_GIVEN,
+        context_length: int | NotGiven | None = NOT_GIVEN,
+        stride: int | NotGiven | None = NOT_GIVEN,
+        steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        adapter: str | NotGiven | None = NOT_GIVEN,
+    ) -> AsyncGenerator[PerplexityEvent, None]:
+        """Yield the events of scoring one text that is sent while it is read, of any length.
+
+        The source is tried again after a failure only if it can be read from its beginning again.
+        Over HTTP/1.1 httpx reads the answer after it has sent the text: events arrive from then on.
+        The request is sent when the first event is asked for. Close the generator to stop early.
+
+        Args:
+            source: A path, an open file, or an iterable of bytes or text.
+            precision: What softmax and columns are computed in, from the model's logits.
+                Numbers of MessagePack answers are float32 all the same. Default float32.
+            model: Id of a resident model; may be left out where there is only one.
+            bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
+                never added twice. Default auto.
+            on_overflow: What happens to a sequence longer than the model's context: an error,
+                or its leftmost context tokens are dropped and counted in `truncated_tokens`.
+                Default error.
+            cache: Whether results of earlier equal work may be given again, and the results of
+                this request kept. They are the same numbers, bit for bit. Default True.
+            protocol: The window protocol. Default sliding.
+            context_length: Tokens in a window; None: the model's own context length.
+            stride: Tokens by which a sliding window moves; None: half of context_length.
+            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            override: A stored direction v by name, and eta: the parameters are theta + eta v.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
+        """
+        return self._listen(
+            "perplexity_stream",
+            source=source,
+            precision=precision,
+            model=model,
+            bos=bos,
+            on_overflow=on_overflow,
+            cache=cache,
+            protocol=protocol,
+            context_length=context_length,
+            stride=stride,
+            steering=steering,
+            override=override,
+            adapter=adapter,
+        )
+
+    async def generate(
+        self,
+        prompts: str | Sequence[str] | None,
+        *,
+        override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        adapter: str | NotGiven | None = NOT_GIVEN,
+        steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        precision: Precision | NotGiven = NOT_GIVEN,
+        model: str | NotGiven | None = NOT_GIVEN,
+        bos: BosPolicy | NotGiven = NOT_GIVEN,
+        on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
+        cache: bool | NotGiven = NOT_GIVEN,
+        prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
+        messages: Sequence[Message | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        max_tokens: int | NotGiven = NOT_GIVEN,
+        n: int | NotGiven = NOT_GIVEN,
+        temperature: float | NotGiven = NOT_GIVEN,
+        top_p: float | NotGiven = NOT_GIVEN,
+        top_k: int | NotGiven = NOT_GIVEN,
+        min_p: float | NotGiven = NOT_GIVEN,
+        seed: int | NotGiven | None = NOT_GIVEN,
+        stop: Sequence[str] | NotGiven = NOT_GIVEN,
+        include_stop: bool | NotGiven = NOT_GIVEN,
+        ignore_eos: bool | NotGiven = NOT_GIVEN,
+        columns: Sequence[Column] | NotGiven | None = NOT_GIVEN,
+        diagnostics: bool | NotGiven = NOT_GIVEN,
+        window: int | NotGiven = NOT_GIVEN,
+    ) -> GenerateAnswer:
+        """Continue prompts; with `diagnostics`, return what the policy saw at every step.
+
+        With `prompt_ids` or `messages` among the options, `prompts` is None.
+
+        Args:
+            prompts: Texts to continue.
+            override: A stored direction v by name, and eta: the parameters are theta + eta v.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
+            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            precision: What softmax and columns are computed in, from the model's logits.
+                Numbers of MessagePack answers are float32 all the same. Default float32.
+            model: Id of a resident model; may be left out where there is only one.
+            bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
+                never added twice. Default auto.
+            on_overflow: What happens to a sequence longer than the model's context: an error,
+                or its leftmost context tokens are dropped and counted in `truncated_tokens`.
+                Default error.
+            cache: Whether results of earlier equal work may be given again, and the results of
+                this request kept. They are the same numbers, bit for bit. Default True.
+            prompt_ids: Prompts as token ids, in place of `prompts`.
+            messages: One conversation, through the chat template.
+            max_tokens: Tokens at most of each completion. Default 64.
+            n: Completions of each prompt. Default 1.
+            temperature: 0: greedy. Default 1.0.
+            top_p: The most probable tokens that come to this probability are drawn from.
+                Default 1.0.
+            top_k: 0: every token. Default 0.
+            min_p: Tokens less probable than this share of the most probable one are not drawn.
+                Default 0.0.
+            seed: Seed of the first completion; each further one, of this prompt and the next
+                ones, has the next number, so that all draws are independent. None: the server
+                draws one. A seed gives the same tokens whatever else is in the batch, in
+                float32; in half precision a near tie may fall otherwise, unless provenance says
+                batch_invariant.
+            stop: Texts that end a completion.
+            include_stop: Keep the stop string that ended a completion in its text. Default
+                False.
+            ignore_eos: Go on after the end of sequence. Default False.
+            columns: Columns of each generated token, under the policy that drew it. They are
+                read in a second pass over what was generated. None: none.
+            diagnostics: Add aggregates of the columns, and all columns unless named. Default
+                False.
+            window: Tokens that `early` and `late` are means over. Default 16.
+        """
+        answer: GenerateAnswer = await self._ask(
+            "generate",
+            prompts=prompts,
+            override=override,
+            adapter=adapter,
+            steering=steering,
+            precision=precision,
+            model=model,
+            bos=bos,
+            on_overflow=on_overflow,
+            cache=cache,
+            prompt_ids=prompt_ids,
+            messages=messages,
+            max_tokens=max_tokens,
+            n=n,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=seed,
+            stop=stop,
+            include_stop=include_stop,
+            ignore_eos=ignore_eos,
+            columns=columns,
+            diagnostics=diagnostics,
+            window=window,
+        )
+        return answer
+
+    def generate_events(
+        self,
+        prompts: str | Sequence[str] | None,
+        *,
+        override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        adapter: str | NotGiven | None = NOT_GIVEN,
+        steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        precision: Precision | NotGiven = NOT_GIVEN,
+        model: str | NotGiven | None = NOT_GIVEN,
+        bos: BosPolicy | NotGiven = NOT_GIVEN,
+        on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
+        cache: bool | NotGiven = NOT_GIVEN,
+        prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
+        messages: Sequence[Message | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        max_tokens: int | NotGiven = NOT_GIVEN,
+        n: int | NotGiven = NOT_GIVEN,
+        temperature: float | NotGiven = NOT_GIVEN,
+        top_p: float | NotGiven = NOT_GIVEN,
+        top_k: int | NotGiven = NOT_GIVEN,
+        min_p: float | NotGiven = NOT_GIVEN,
+        seed: int | NotGiven | None = NOT_GIVEN,
+        stop: Sequence[str] | NotGiven = NOT_GIVEN,
+        include_stop: bool | NotGiven = NOT_GIVEN,
+        ignore_eos: bool | NotGiven = NOT_GIVEN,
+        columns: Sequence[Column] | NotGiven | None = NOT_GIVEN,
+        diagnostics: bool | NotGiven = NOT_GIVEN,
+        window: int | NotGiven = NOT_GIVEN,
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        """Yield the events of `generate`: a start, pieces as they are generated, then the whole
+        answer.
+
+        With `prompt_ids` or `messages` among the options, `prompts` is None. The request is sent
+        when the first event is asked for. Close the generator to stop early.
+
+        Args:
+            prompts: Texts to continue.
+            override: A stored direction v by name, and eta: the parameters are theta + eta v.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
+            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            precision: What softmax and columns are computed in, from the model's logits.
+                Numbers of MessagePack answers are float32 all the same. Default float32.
+            model: Id of a resident model; may be left out where there is only one.
+            bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
+                never added twice. Default auto.
+            on_overflow: What happens to a sequence longer than the model's context: an error,
+                or its leftmost context tokens are dropped and counted in `truncated_tokens`.
+                Default error.
+            cache: Whether results of earlier equal work may be given again, and the results of
+                this request kept. They are the same numbers, bit for bit. Default True.
+            prompt_ids: Prompts as token ids, in place of `prompts`.
+            messages: One conversation, through the chat template.
+            max_tokens: Tokens at most of each completion. Default 64.
+            n: Completions of each prompt. Default 1.
+            temperature: 0: greedy. Default 1.0.
+            top_p: The most probable tokens that come to this probability are drawn from.
+                Default 1.0.
+            top_k: 0: every token. Default 0.
+            min_p: Tokens less probable than this share of the most probable one are not drawn.
+                Default 0.0.
+            seed: Seed of the first completion; each further one, of this prompt and the next
+                ones, has the next number, so that all draws are independent. None: the server
+                draws one. A seed gives the same tokens whatever else is in the batch, in
+                float32; in half precision a near tie may fall otherwise, unless provenance says
+                batch_invariant.
+            stop: Texts that end a completion.
+            include_stop: Keep the stop string that ended a completion in its text. Default
+                False.
+            ignore_eos: Go on after the end of sequence. Default False.
+            columns: Columns of each generated token, under the policy that drew it. They are
+                read in a second pass over what was generated. None: none.
+            diagnostics: Add aggregates of the columns, and all columns unless named. Default
+                False.
+            window: Tokens that `early` and `late` are means over. Default 16.
+        """
+        return self._listen(
+            "generate",
+            prompts=prompts,
+            override=override,
+            adapter=adapter,
+            steering=steering,
+            precision=precision,
+            model=model,
+            bos=bos,
+            on_overflow=on_overflow,
+            cache=cache,
+            prompt_ids=prompt_ids,
+            messages=messages,
+            max_tokens=max_tokens,
+            n=n,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=seed,
+            stop=stop,
+            include_stop=include_stop,
+            ignore_eos=ignore_eos,
+            columns=columns,
+            diagnostics=diagnostics,
+            window=window,
+        )
+
+    async def steer(
+        self,
+        prompts: str | Sequence[str] | None,
+        steering: Steering | Mapping[str, Any],
+        *,
+        override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        adapter: str | NotGiven | None = NOT_GIVEN,
+        precision: Precision | NotGiven = NOT_GIVEN,
+        model: str | NotGiven | None = NOT_GIVEN,
+        bos: BosPolicy | NotGiven = NOT_GIVEN,
+        on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
+        cache: bool | NotGiven = NOT_GIVEN,
+        prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
+        messages: Sequence[Message | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        max_tokens: int | NotGiven = NOT_GIVEN,
+        n: int | NotGiven = NOT_GIVEN,
+        temperature: float | NotGiven = NOT_GIVEN,
+        top_p: float | NotGiven = NOT_GIVEN,
+        top_k: int | NotGiven = NOT_GIVEN,
+        min_p: float | NotGiven = NOT_GIVEN,
+        seed: int | NotGiven | None = NOT_GIVEN,
+        stop: Sequence[str] | NotGiven = NOT_GIVEN,
+        include_stop: bool | NotGiven = NOT_GIVEN,
+        ignore_eos: bool | NotGiven = NOT_GIVEN,
+        columns: Sequence[Column] | NotGiven | None = NOT_GIVEN,
+        baseline: bool | NotGiven = NOT_GIVEN,
+    ) -> SteerAnswer:
+        """Continue prompts under steering; return them with the receipt of what was done.
+
+        With `prompt_ids` or `messages` among the options, `prompts` is None.
+
+        Args:
+            prompts: Texts to continue.
+            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            override: A stored direction v by name, and eta: the parameters are theta + eta v.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
+            precision: What softmax and columns are computed in, from the model's logits.
+                Numbers of MessagePack answers are float32 all the same. Default float32.
+            model: Id of a resident model; may be left out where there is only one.
+            bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
+                never added twice. Default auto.
+            on_overflow: What happens to a sequence longer than the model's context: an error,
+                or its leftmost context tokens are dropped and counted in `truncated_tokens`.
+                Default error.
+            cache: Whether results of earlier equal work may be given again, and the results of
+                this request kept. They are the same numbers, bit for bit. Default True.
+            prompt_ids: Prompts as token ids, in place of `prompts`.
+            messages: One conversation, through the chat template.
+            max_tokens: Tokens at most of each completion. Default 64.
+            n: Completions of each prompt. Default 1.
+            temperature: 0: greedy. Default 1.0.
+            top_p: The most probable tokens that come to this probability are drawn from.
+                Default 1.0.
+            top_k: 0: every token. Default 0.
+            min_p: Tokens less probable than this share of the most probable one are not drawn.
+                Default 0.0.
+            seed: Seed of the first completion; each further one, of this prompt and the next
+                ones, has the next number, so that all draws are independent. None: the server
+                draws one. A seed gives the same tokens whatever else is in the batch, in
+                float32; in half precision a near tie may fall otherwise, unless provenance says
+                batch_invariant.
+            stop: Texts that end a completion.
+            include_stop: Keep the stop string that ended a completion in its text. Default
+                False.
+            ignore_eos: Go on after the end of sequence. Default False.
+            columns: Columns of each generated token, under the policy that drew it. They are
+                read in a second pass over what was generated. None: none.
+            baseline: Also continue without steering, with the same seeds. Default False.
+        """
+        answer: SteerAnswer = await self._ask(
+            "steer",
+            prompts=prompts,
+            steering=steering,
+            override=override,
+            adapter=adapter,
+            precision=precision,
+            model=model,
+            bos=bos,
+            on_overflow=on_overflow,
+            cache=cache,
+            prompt_ids=prompt_ids,
+            messages=messages,
+            max_tokens=max_tokens,
+            n=n,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=seed,
+            stop=stop,
+            include_stop=include_stop,
+            ignore_eos=ignore_eos,
+            columns=columns,
+            baseline=baseline,
+        )
+        return answer
+
+    def steer_events(
+        self,
+        prompts: str | Sequence[str] | None,
+        steering: Steering | Mapping[str, Any],
+        *,
+        override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        adapter: str | NotGiven | None = NOT_GIVEN,
+        precision: Precision | NotGiven = NOT_GIVEN,
+        model: str | NotGiven | None = NOT_GIVEN,
+        bos: BosPolicy | NotGiven = NOT_GIVEN,
+        on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
+        cache: bool | NotGiven = NOT_GIVEN,
+        prompt_ids: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
+        messages: Sequence[Message | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        max_tokens: int | NotGiven = NOT_GIVEN,
+        n: int | NotGiven = NOT_GIVEN,
+        temperature: float | NotGiven = NOT_GIVEN,
+        top_p: float | NotGiven = NOT_GIVEN,
+        top_k: int | NotGiven = NOT_GIVEN,
+        min_p: float | NotGiven = NOT_GIVEN,
+        seed: int | NotGiven | None = NOT_GIVEN,
+        stop: Sequence[str] | NotGiven = NOT_GIVEN,
+        include_stop: bool | NotGiven = NOT_GIVEN,
+        ignore_eos: bool | NotGiven = NOT_GIVEN,
+        columns: Sequence[Column] | NotGiven | None = NOT_GIVEN,
+        baseline: bool | NotGiven = NOT_GIVEN,
+    ) -> AsyncGenerator[SteerEvent, None]:
+        """Yield the events of `steer`: a start, pieces as they are generated, then the whole
+        answer.
+
+        With `prompt_ids` or `messages` among the options, `prompts` is None. The request is sent
+        when the first event is asked for. Close the generator to stop early.
+
+        Args:
+            prompts: Texts to continue.
+            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            override: A stored direction v by name, and eta: the parameters are theta + eta v.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
+            precision: What softmax and columns are computed in, from the model's logits.
+                Numbers of MessagePack answers are float32 all the same. Default float32.
+            model: Id of a resident model; may be left out where there is only one.
+            bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
+                never added twice. Default auto.
+            on_overflow: What happens to a sequence longer than the model's context: an error,
+                or its leftmost context tokens are dropped and counted in `truncated_tokens`.
+                Default error.
+            cache: Whether results of earlier equal work may be given again, and the results of
+                this request kept. They are the same numbers, bit for bit. Default True.
+            prompt_ids: Prompts as token ids, in place of `prompts`.
+            messages: One conversation, through the chat template.
+            max_tokens: Tokens at most of each completion. Default 64.
+            n: Completions of each prompt. Default 1.
+            temperature: 0: greedy. Default 1.0.
+            top_p: The most probable tokens that come to this probability are drawn from.
+                Default 1.0.
+            top_k: 0: every token. Default 0.
+            min_p: Tokens less probable than this share of the most probable one are not drawn.
+                Default 0.0.
+            seed: Seed of the first completion; each further one, of this prompt and the next
+                ones, has the next number, so that all draws are independent. None: the server
+                draws one. A seed gives the same tokens whatever else is in the batch, in
+                float32; in half precision a near tie may fall otherwise, unless provenance says
+                batch_invariant.
+            stop: Texts that end a completion.
+            include_stop: Keep the stop string that ended a completion in its text. Default
+                False.
+            ignore_eos: Go on after the end of sequence. Default False.
+            columns: Columns of each generated token, under the policy that drew it. They are
+                read in a second pass over what was generated. None: none.
+            baseline: Also continue without steering, with the same seeds. Default False.
+        """
+        return self._listen(
+            "steer",
+            prompts=prompts,
+            steering=steering,
+            override=override,
+            adapter=adapter,
+            precision=precision,
+            model=model,
+            bos=bos,
+            on_overflow=on_overflow,
+            cache=cache,
+            prompt_ids=prompt_ids,
+            messages=messages,
+            max_tokens=max_tokens,
+            n=n,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=seed,
+            stop=stop,
+            include_stop=include_stop,
+            ignore_eos=ignore_eos,
+            columns=columns,
+            baseline=baseline,
+        )
+
+    async def sweep(
+        self,
+        steering: Steering | Mapping[str, Any],
+        scales: Sequence[float],
+        *,
+        override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        adapter: str | NotGiven | None = NOT_GIVEN,
+        precision: Precision | NotGiven = NOT_GIVEN,
+        model: str | NotGiven | None = NOT_GIVEN,
+        bos: BosPolicy | NotGiven = NOT_GIVEN,
+        on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
+        cache: bool | NotGiven = NOT_GIVEN,
+        items: Sequence[LogprobItem | Mapping[str, Any]] | NotGiven = NOT_GIVEN,
+        texts: Sequence[str] | NotGiven = NOT_GIVEN,
+        layers: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
+        boundary: Boundary | NotGiven = NOT_GIVEN,
+    ) -> SweepAnswer:
+        """Score targets and texts at each scale of a steering object.
+
+        Args:
+            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            scales: Factors of the vectors' own scales; 0 is unsteered.
+            override: A stored direction v by name, and eta: the parameters are theta + eta v.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
+            precision: What softmax and columns are computed in, from the model's logits.
+                Numbers of MessagePack answers are float32 all the same. Default float32.
+            model: Id of a resident model; may be left out where there is only one.
+            bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
+                never added twice. Default auto.
+            on_overflow: What happens to a sequence longer than the model's context: an error,
+                or its leftmost context tokens are dropped and counted in `truncated_tokens`.
+                Default error.
+            cache: Whether results of earlier equal work may be given again, and the results of
+                this request kept. They are the same numbers, bit for bit. Default True.
+            items: Contexts and the targets scored after each.
+            texts: Texts to score.
+            layers: Sets of layers, each in place of the vectors' own; None: the vectors' own.
+            boundary: `joint` encodes context + target together and cuts at the context's
+                length; `separate` encodes each alone. Ids are taken as they are. Default joint.
+        """
+        answer: SweepAnswer = await self._ask(
+            "sweep",
+            steering=steering,
+            scales=scales,
+            override=override,
+            adapter=adapter,
+            precision=precision,
+            model=model,
+            bos=bos,
+            on_overflow=on_overflow,
+            cache=cache,
+            items=items,
+            texts=texts,
+            layers=layers,
+            boundary=boundary,
+        )
+        return answer
+
+    async def gradient(
+        self,
+        items: Sequence[LogprobItem | Mapping[str, Any]],
+        wrt: GradientVariable | Mapping[str, Any],
+        *,
+        override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        adapter: str | NotGiven | None = NOT_GIVEN,
+        steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        model: str | NotGiven | None = NOT_GIVEN,
+        bos: BosPolicy | NotGiven = NOT_GIVEN,
+        on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
+        cache: bool | NotGiven = NOT_GIVEN,
+        boundary: Boundary | NotGiven = NOT_GIVEN,
+    ) -> GradientAnswer:
+        """Differentiate every target's log-probability.
+
+        `wrt` has `layers`, and `hook` and `positions` as in steering: a gradient with respect to
+        each token's activation. Or `override`, a stored direction v: the derivative along it. Items
+        are those of `logprob`.
+
+        Args:
+            items: Contexts and the targets scored after each.
+            wrt: What to differentiate with respect to.
+            override: A stored direction v by name, and eta: the parameters are theta + eta v.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
+            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            model: Id of a resident model; may be left out where there is only one.
+            bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
+                never added twice. Default auto.
+            on_overflow: What happens to a sequence longer than the model's context: an error,
+                or its leftmost context tokens are dropped and counted in `truncated_tokens`.
+                Default error.
+            cache: Whether results of earlier equal work may be given again, and the results of
+                this request kept. They are the same numbers, bit for bit. Default True.
+            boundary: `joint` encodes context + target together and cuts at the context's
+                length; `separate` encodes each alone. Ids are taken as they are. Default joint.
+        """
+        answer: GradientAnswer = await self._ask(
+            "gradient",
+            items=items,
+            wrt=wrt,
+            override=override,
+            adapter=adapter,
+            steering=steering,
+            model=model,
+            bos=bos,
+            on_overflow=on_overflow,
+            cache=cache,
+            boundary=boundary,
+        )
+        return answer
+
+    async def tokenize(
+        self,
+        texts: str | Sequence[str],
+        *,
+        model: str | NotGiven | None = NOT_GIVEN,
+        bos: BosPolicy | NotGiven = NOT_GIVEN,
+    ) -> TokenizeAnswer:
+        """Cut each text into tokens, and return them with their places in it.
+
+        Args:
+            texts: Texts to cut into tokens.
+            model: Id of a resident model; may be left out where there is only one.
+            bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
+                never added twice. Default auto.
+        """
+        answer: TokenizeAnswer = await self._ask("tokenize", texts=texts, model=model, bos=bos)
+        return answer
+
+    async def detokenize(
+        self,
+        token_ids: Sequence[Sequence[int]],
+        *,
+        model: str | NotGiven | None = NOT_GIVEN,
+    ) -> DetokenizeAnswer:
+        """Write each sequence of token ids as text.
+
+        Args:
+            token_ids: Sequences of token ids.
+            model: Id of a resident model; may be left out where there is only one.
+        """
+        answer: DetokenizeAnswer = await self._ask("detokenize", token_ids=token_ids, model=model)
+        return answer
+
+    async def score(
+        self,
+        context: str,
+        targets: str | Sequence[str],
+        *,
+        override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        adapter: str | NotGiven | None = NOT_GIVEN,
+        steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        precision: Precision | NotGiven = NOT_GIVEN,
+        model: str | NotGiven | None = NOT_GIVEN,
+        bos: BosPolicy | NotGiven = NOT_GIVEN,
+        on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
+        cache: bool | NotGiven = NOT_GIVEN,
+        columns: Sequence[Column] | NotGiven = NOT_GIVEN,
+        policy: SamplingPolicy | Mapping[str, Any] | NotGiven = NOT_GIVEN,
+        boundary: Boundary | NotGiven = NOT_GIVEN,
+        space: SpacePolicy | NotGiven = NOT_GIVEN,
+        top: int | NotGiven = NOT_GIVEN,
+        per_token: bool | NotGiven = NOT_GIVEN,
+    ) -> ItemScore:
+        """Score targets after one context: `logprob` for a single item.
+
+        Args:
+            context: What stands before the targets.
+            targets: Texts to score; one string is one target.
+            override: A stored direction v by name, and eta: the parameters are theta + eta v.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
+            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            precision: What softmax and columns are computed in, from the model's logits.
+                Numbers of MessagePack answers are float32 all the same. Default float32.
+            model: Id of a resident model; may be left out where there is only one.
+            bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
+                never added twice. Default auto.
+            on_overflow: What happens to a sequence longer than the model's context: an error,
+                or its leftmost context tokens are dropped and counted in `truncated_tokens`.
+                Default error.
+            cache: Whether results of earlier equal work may be given again, and the results of
+                this request kept. They are the same numbers, bit for bit. Default True.
+            columns: Columns read from each scored row. Default ['logprob', 'rank'].
+            policy: What the policy columns refer to.
+            boundary: `joint` encodes context + target together and cuts at the context's
+                length; `separate` encodes each alone. Ids are taken as they are. Default joint.
+            space: `both` scores text targets with and without one leading space. Default
+                as_given.
+            top: Most probable alternatives listed per row. Default 0.
+            per_token: False leaves out the arrays, keeps the sums. Default True.
+        """
+        return await self._score(
+            context,
+            targets,
+            override=override,
+            adapter=adapter,
+            steering=steering,
+            precision=precision,
+            model=model,
+            bos=bos,
+            on_overflow=on_overflow,
+            cache=cache,
+            columns=columns,
+            policy=policy,
+            boundary=boundary,
+            space=space,
+            top=top,
+            per_token=per_token,
+        )
+
+    async def get_log_prob(
+        self,
+        prompts: str | Sequence[str],
+        targets: str | Sequence[str],
+        *,
+        override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        adapter: str | NotGiven | None = NOT_GIVEN,
+        steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        precision: Precision | NotGiven = NOT_GIVEN,
+        model: str | NotGiven | None = NOT_GIVEN,
+        bos: BosPolicy | NotGiven = NOT_GIVEN,
+        on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
+        cache: bool | NotGiven = NOT_GIVEN,
+        boundary: Boundary | NotGiven = NOT_GIVEN,
+    ) -> list[LogProb]:
+        """Return one record per prompt and target, prompt by prompt, in the order given.
+
+        One request scores them all; each prompt is computed once.
+
+        Args:
+            prompts: Contexts; one string is one prompt.
+            targets: Texts to score; one string is one target.
+            override: A stored direction v by name, and eta: the parameters are theta + eta v.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
+            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            precision: What softmax and columns are computed in, from the model's logits.
+                Numbers of MessagePack answers are float32 all the same. Default float32.
+            model: Id of a resident model; may be left out where there is only one.
+            bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
+                never added twice. Default auto.
+            on_overflow: What happens to a sequence longer than the model's context: an error,
+                or its leftmost context tokens are dropped and counted in `truncated_tokens`.
+                Default error.
+            cache: Whether results of earlier equal work may be given again, and the results of
+                this request kept. They are the same numbers, bit for bit. Default True.
+            boundary: `joint` encodes context + target together and cuts at the context's
+                length; `separate` encodes each alone. Ids are taken as they are. Default joint.
+        """
+        return await self._get_log_prob(
+            prompts,
+            targets,
+            override=override,
+            adapter=adapter,
+            steering=steering,
+            precision=precision,
+            model=model,
+            bos=bos,
+            on_overflow=on_overflow,
+            cache=cache,
+            boundary=boundary,
+        )
+
+    async def sample(
+        self,
+        source: PromptSource,
+        *,
+        field: str = PROMPT,
+        count: int | None = None,
+        with_replacement: bool = False,
+        reward: Reward | None = None,
+        batch_size: int = 32,
+        progress: bool = True,
+        override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        adapter: str | NotGiven | None = NOT_GIVEN,
+        steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        precision: Precision | NotGiven = NOT_GIVEN,
+        model: str | NotGiven | None = NOT_GIVEN,
+        bos: BosPolicy | NotGiven = NOT_GIVEN,
+        on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
+        cache: bool | NotGiven = NOT_GIVEN,
+        max_tokens: int | NotGiven = NOT_GIVEN,
+        n: int | NotGiven = NOT_GIVEN,
+        temperature: float | NotGiven = NOT_GIVEN,
+        top_p: float | NotGiven = NOT_GIVEN,
+        top_k: int | NotGiven = NOT_GIVEN,
+        min_p: float | NotGiven = NOT_GIVEN,
+        seed: int | NotGiven | None = NOT_GIVEN,
+        stop: Sequence[str] | NotGiven = NOT_GIVEN,
+        include_stop: bool | NotGiven = NOT_GIVEN,
+        ignore_eos: bool | NotGiven = NOT_GIVEN,
+        columns: Sequence[Column] | NotGiven | None = NOT_GIVEN,
+        diagnostics: bool | NotGiven = NOT_GIVEN,
+        window: int | NotGiven = NOT_GIVEN,
+    ) -> Samples:
+        """Continue prompts drawn from a source, and give each continuation its reward.
+
+        Each prompt is continued `n` times, every time with a seed of its own that follows from
+        `seed`.
+
+        Args:
+            source: A list of prompts or of rows, a path of JSON lines, or `KIND:NAME` of
+                `logsteer.extras.datasets`.
+            field: The field that holds a row's prompt.
+            count: Prompts to draw; None: all in order.
+            with_replacement: Whether a prompt may be drawn again.
+            reward: A number for a prompt and its text.
+            batch_size: Prompts of one request.
+            progress: Whether a terminal shows a bar.
+            override: A stored direction v by name, and eta: the parameters are theta + eta v.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
+            steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            precision: What softmax and columns are computed in, from the model's logits.
+                Numbers of MessagePack answers are float32 all the same. Default float32.
+            model: Id of a resident model; may be left out where there is only one.
+            bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
+                never added twice. Default auto.
+            on_overflow: What happens to a sequence longer than the model's context: an error,
+                or its leftmost context tokens are dropped and counted in `truncated_tokens`.
+                Default error.
+            cache: Whether results of earlier equal work may be given again, and the results of
+                this request kept. They are the same numbers, bit for bit. Default True.
+            max_tokens: Tokens at most of each completion. Default 64.
+            n: Completions of each prompt. Default 1.
+            temperature: 0: greedy. Default 1.0.
+            top_p: The most probable tokens that come to this probability are drawn from.
+                Default 1.0.
+            top_k: 0: every token. Default 0.
+            min_p: Tokens less probable than this share of the most probable one are not drawn.
+                Default 0.0.
+            seed: Seed of the first completion; each further one, of this prompt and the next
+                ones, has the next number, so that all draws are independent. None: the server
+                draws one. A seed gives the same tokens whatever else is in the batch, in
+                float32; in half precision a near tie may fall otherwise, unless provenance says
+                batch_invariant.
+            stop: Texts that end a completion.
+            include_stop: Keep the stop string that ended a completion in its text. Default
+                False.
+            ignore_eos: Go on after the end of sequence. Default False.
+            columns: Columns of each generated token, under the policy that drew it. They are
+                read in a second pass over what was generated. None: none.
+            diagnostics: Add aggregates of the columns, and all columns unless named. Default
+                False.
+            window: Tokens that `early` and `late` are means over. Default 16.
+        """
+        return await self._sample(
+            source,
+            field,
+            count,
+            with_replacement,
+            reward,
+            batch_size,
+            progress,
+            override=override,
+            adapter=adapter,
+            steering=steering,
+            precision=precision,
+            model=model,
+            bos=bos,
+            on_overflow=on_overflow,
+            cache=cache,
+            max_tokens=max_tokens,
+            n=n,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=seed,
+            stop=stop,
+            include_stop=include_stop,
+            ignore_eos=ignore_eos,
+            columns=columns,
+            diagnostics=diagnostics,
+            window=window,
+        )
+
+
+class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector]):
+    """Methods of `AsyncClient.vectors`. Those of the client that blocks, awaited."""
+
+    _name = "vectors"
+
+    async def put(
+        self,
+        name: str,
+        source: AsyncSource | bytes,
+        format: VectorFormat | NotGiven | None = NOT_GIVEN,
+    ) -> VectorCard:
+        """Upload the steering vector, store it under a name, and return its card.
+
+        Args:
+            name: What the steering vector is called from now on.
+            source: A path, an open binary file, or the file's bytes: safetensors, a GGUF
+                control vector, or a dictionary that torch.save has written.
+            format: Of the file; left out: what it looks like.
+        """
+        answer: VectorCard = await self._ask("vectors.put", name=name, source=source, format=format)
+        return answer
+
+    async def train(
+        self,
+        name: str,
+        pairs: Sequence[ContrastPair | Mapping[str, Any]],
+        *,
+        model: str | NotGiven | None = NOT_GIVEN,
+        method: TrainMethod | NotGiven = NOT_GIVEN,
+        read: TrainRead | NotGiven = NOT_GIVEN,
+        layers: Sequence[int] | NotGiven | None = NOT_GIVEN,
+        hook: str | NotGiven = NOT_GIVEN,
+        bos: BosPolicy | NotGiven = NOT_GIVEN,
+    ) -> TrainAnswer:
+        """Train a vector on pairs of texts, `positive` and `negative`, and store it.
+
+        Args:
+            name: What the vector is called from now on.
+            pairs: Texts that differ in what the vector is to stand for.
+            model: Id of a resident model; may be left out where there is only one.
+            method: The mean of the differences of each pair, their first principal component,
+                or the normal of a logistic regression. Default mean_difference.
+            read: Activation after a text's last token, or their mean. Default last.
+            layers: None: every layer.
+            hook: Which activation of the layer; resid_post is the residual stream that leaves
+                block L. Default resid_post.
+            bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
+                never added twice. Default auto.
+        """
+        answer: TrainAnswer = await self._ask(
+            "vectors.train",
+            name=name,
+            pairs=pairs,
+            model=model,
+            method=method,
+            read=read,
+            layers=layers,
+            hook=hook,
+            bos=bos,
+        )
+        return answer
+
+    async def download(self, name: str, format: ContentFormat | NotGiven = NOT_GIVEN) -> bytes:
+        """Return the vector as a file.
+
+        Args:
+            name: What the vector is called.
+            format: Of the file. The SHA-256 of the safetensors file is the vector's own.
+                Default safetensors.
+        """
+        file: Download = await self._ask("vectors.download", name=name, format=format)
+        return file.data
+
+
+class AsyncOverrides(AsyncStoreMethods[OverrideList, OverrideCard, DeletedOverride]):
+    """Methods of `AsyncClient.overrides`. Those of the client that blocks, awaited."""
+
+    _name = "overrides"
+
+    async def put(
+        self,
+        name: str,
+        source: AsyncSource | bytes,
+        model: str | NotGiven | None = NOT_GIVEN,
+    ) -> OverrideCard:
+        """Upload the direction of the parameters, store it under a name, and return its card.
+
+        Args:
+            name: What the direction of the parameters is called from now on.
+            source: A path, an open binary file, or the file's bytes: safetensors, a tensor for
+                each parameter that moves, under its name in transformers' `state_dict`.
+            model: Id of a resident model; may be left out where there is only one.
+        """
+        answer: OverrideCard = await self._ask(
+            "overrides.put",
+            name=name,
+            source=source,
+            model=model,
+        )
+        return answer
+
+
+class AsyncAdapters(AsyncStoreMethods[AdapterList, AdapterCard, DeletedAdapter]):
+    """Methods of `AsyncClient.adapters`. Those of the client that blocks, awaited."""
+
+    _name = "adapters"
+
+    async def put(
+        self,
+        name: str,
+        directory: str | PathLike[str],
+        model: str | NotGiven | None = NOT_GIVEN,
+    ) -> AdapterCard:
+        """Upload the LoRA adapter, store it under a name, and return its card.
+
+        Args:
+            name: What the LoRA adapter is called from now on.
+            directory: What PEFT's `save_pretrained` writes: adapter_config.json and
+                adapter_model.safetensors, which are read while they are sent.
+            model: Id of a resident model; may be left out where there is only one.
+        """
+        answer: AdapterCard = await self._ask(
+            "adapters.put",
+            name=name,
+            directory=directory,
+            model=model,
+        )
+        return answer

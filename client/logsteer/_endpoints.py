@@ -1,0 +1,294 @@
+"""The table of endpoints: what each is called, where it is, what goes to it and what comes back.
+
+Both clients' methods are generated from it (`_generator`), every call is built from it (`_calls`),
+and the server's routes may take path, tag and answer from it; a test compares it with
+`openapi.json`. It loads the schemas and nothing else.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from pydantic import BaseModel
+
+from logsteer import schemas as s
+from logsteer.schemas import openai
+from logsteer.schemas.perplexity import StreamStart
+from logsteer.schemas.queries import ContentQuery, ModelQuery, UploadQuery
+
+Method = Literal["GET", "POST", "PUT", "DELETE"]
+Content = Literal["text", "file", "form"]
+"""What is uploaded: UTF-8 text, a file as it is, or a form of files."""
+
+LAST_EVENT = "result"
+"""The event that ends a stream of logsteer's own."""
+
+PerplexityEvent: TypeAlias = StreamStart | s.WindowEvent | s.PerplexityAnswer
+"""What a stream of `/perplexity` yields: one start, a window at a time, and the answer."""
+
+GenerateEvent: TypeAlias = s.SteerStart | s.SteerPiece | s.GenerateAnswer
+"""What a stream of `/generate` yields: one start, a piece at a time, and the answer."""
+
+SteerEvent: TypeAlias = s.SteerStart | s.SteerPiece | s.SteerAnswer
+"""What a stream of `/steer` yields: one start, a piece at a time, and the answer."""
+
+
+@dataclass(frozen=True, eq=False)
+class Endpoint:
+    """One method of one path.
+
+    `name` is that of the client's method, with its resource in front: `logprob`, `vectors.train`.
+    The fields of `request` go in the body, those of `query` behind the path; `upload` is a body of
+    another kind. `events` (name -> type) is what a stream yields: an endpoint with a request field
+    `stream` has a second method, `NAME_events`, and one without `answer` always streams.
+    `file_type` is the media type of an answer that is a file, with the query's `format` in it.
+    `statuses` beside 2xx carry an answer too. `retry_safe` says whether a failed attempt may be
+    repeated.
+
+    The rest is about the method that `_generator` writes: `positional` are the parameters that need
+    not be named, `optional` those of them that may be None; `hidden` are fields for other clients;
+    `summary` and `notes` begin the docstring, `events_summary` that of the second method, and
+    `parameters` describes what no schema does. Without a `summary` none is written.
+    """
+
+    name: str
+    method: Method
+    path: str
+    tag: str
+    answer: type[BaseModel] | None = None
+    request: type[BaseModel] | None = None
+    query: type[BaseModel] | None = None
+    upload: Content | None = None
+    events: Mapping[str, type[BaseModel]] = field(default_factory=dict)
+    file_type: str | None = None
+    statuses: frozenset[int] = frozenset()
+    retry_safe: bool = True
+    positional: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
+    summary: str = ""
+    notes: str = ""
+    events_summary: str = ""
+    parameters: Mapping[str, str] = field(default_factory=dict)
+
+
+def _store(
+    name: str,
+    noun: str,
+    listed: type[BaseModel],
+    card: type[BaseModel],
+    deleted: type[BaseModel],
+    *,
+    upload: Content,
+    query: type[BaseModel],
+    source: tuple[str, str],
+) -> list[Endpoint]:
+    """Return what every store of the server has: its list; card, upload and deletion of a name.
+
+    `source` is the parameter that the content of an upload comes from, and its description.
+    """
+    path = f"/{name}/{{name}}"
+    parameters = {"name": f"What the {noun} is called from now on.", source[0]: source[1]}
+    return [
+        Endpoint(f"{name}.list", "GET", f"/{name}", name, listed),
+        Endpoint(f"{name}.get", "GET", path, name, card, positional=("name",)),
+        Endpoint(
+            f"{name}.put", "PUT", path, name, card, query=query, upload=upload,
+            positional=("name", source[0], *query.model_fields), parameters=parameters,
+            summary=f"Upload the {noun}, store it under a name, and return its card.",
+        ),
+        # A second attempt would not find what the first has deleted.
+        Endpoint(
+            f"{name}.delete", "DELETE", path, name, deleted, positional=("name",), retry_safe=False
+        ),
+    ]  # fmt: skip
+
+
+_FILE = "A path, an open binary file, or the file's bytes: "
+_PROMPTS_NOTE = "With `prompt_ids` or `messages` among the options, `prompts` is None."
+_PERPLEXITY_EVENTS: Mapping[str, type[BaseModel]] = {
+    "start": StreamStart,
+    "window": s.WindowEvent,
+    LAST_EVENT: s.PerplexityAnswer,
+}
+
+_OPERATIONS = [
+    Endpoint(
+        "models", "GET", "/models", "operations", s.ModelList,
+        summary="Return every configured model and its state.",
+    ),
+    Endpoint(
+        "model", "GET", "/models/{model_id}", "operations", s.ModelCard,
+        positional=("model_id",), parameters={"model_id": "Id of the model."},
+        summary="Return the card of one model; NotFoundError where there is none of this id.",
+    ),
+    Endpoint(
+        "health", "GET", "/healthz", "operations", s.Health,
+        summary="Return that the server's process answers, and its version.",
+    ),
+    Endpoint(
+        "ready", "GET", "/readyz", "operations", s.Readiness, statuses=frozenset({503}),
+        summary="Return whether every required model answers, and the state of each.",
+        notes="It is an answer, too, where the server sends it with status 503.",
+    ),
+    Endpoint("metrics", "GET", "/metrics", "operations"),
+]  # fmt: skip
+
+_SCORING = [
+    Endpoint(
+        "logprob", "POST", "/logprob", "scoring", s.LogprobAnswer, s.LogprobRequest,
+        positional=("items",),
+        summary="Score each item's targets after its context, exactly.",
+        notes="An item has `context` and `targets` (text), `context_ids` and `target_ids`, or "
+        "`messages` and `targets`; as a mapping or as a `LogprobItem`.",
+    ),
+    Endpoint(
+        "diagnostics", "POST", "/diagnostics", "scoring", s.LogprobAnswer, s.DiagnosticsRequest,
+        positional=("items",),
+        summary="Look at targets as a sampling policy saw them: every column of each token, and "
+        "aggregates.",
+        notes="Items are those of `logprob`.",
+    ),
+    Endpoint(
+        "perplexity", "POST", "/perplexity", "scoring", s.PerplexityAnswer, s.PerplexityRequest,
+        events=_PERPLEXITY_EVENTS, positional=("texts",),
+        summary="Score texts: the log-likelihood and perplexity of each, and of all together.",
+        events_summary="Yield the events of scoring texts: a start, each finished window, then the "
+        "whole answer.",
+    ),
+    Endpoint(
+        "perplexity_stream", "POST", "/perplexity/stream", "scoring",
+        query=s.PerplexityStreamQuery, upload="text", events=_PERPLEXITY_EVENTS,
+        positional=("source",),
+        parameters={"source": "A path, an open file, or an iterable of bytes or text."},
+        events_summary="Yield the events of scoring one text that is sent while it is read, of any "
+        "length.",
+        notes="The source is tried again after a failure only if it can be read from its beginning "
+        "again. Over HTTP/1.1 httpx reads the answer after it has sent the text: events arrive "
+        "from then on.",
+    ),
+]  # fmt: skip
+
+_GENERATION = [
+    Endpoint(
+        "generate", "POST", "/generate", "generation", s.GenerateAnswer, s.GenerateRequest,
+        events={"start": s.SteerStart, "piece": s.SteerPiece, LAST_EVENT: s.GenerateAnswer},
+        positional=("prompts",), optional=("prompts",),
+        summary="Continue prompts; with `diagnostics`, return what the policy saw at every step.",
+        notes=_PROMPTS_NOTE,
+        events_summary="Yield the events of `generate`: a start, pieces as they are generated, "
+        "then the whole answer.",
+    ),
+    Endpoint(
+        "steer", "POST", "/steer", "generation", s.SteerAnswer, s.SteerRequest,
+        events={"start": s.SteerStart, "piece": s.SteerPiece, LAST_EVENT: s.SteerAnswer},
+        positional=("prompts", "steering"), optional=("prompts",),
+        summary="Continue prompts under steering; return them with the receipt of what was done.",
+        notes=_PROMPTS_NOTE,
+        events_summary="Yield the events of `steer`: a start, pieces as they are generated, then "
+        "the whole answer.",
+    ),
+    Endpoint(
+        "sweep", "POST", "/sweep", "steering", s.SweepAnswer, s.SweepRequest,
+        positional=("steering", "scales"),
+        summary="Score targets and texts at each scale of a steering object.",
+    ),
+    Endpoint(
+        "gradient", "POST", "/gradient", "gradients", s.GradientAnswer, s.GradientRequest,
+        positional=("items", "wrt"),
+        summary="Differentiate every target's log-probability.",
+        notes="`wrt` has `layers`, and `hook` and `positions` as in steering: a gradient with "
+        "respect to each token's activation. Or `override`, a stored direction v: the derivative "
+        "along it. Items are those of `logprob`.",
+    ),
+]  # fmt: skip
+
+_VECTORS = [
+    *_store(
+        "vectors", "steering vector", s.VectorList, s.VectorCard, s.DeletedVector,
+        upload="file", query=UploadQuery,
+        source=(
+            "source",
+            _FILE + "safetensors, a GGUF control vector, or a dictionary that torch.save has "
+            "written.",
+        ),
+    ),
+    Endpoint(
+        "vectors.train", "POST", "/vectors/train", "vectors", s.TrainAnswer, s.TrainRequest,
+        positional=("name", "pairs"),
+        parameters={"name": "What the vector is called from now on."},
+        summary="Train a vector on pairs of texts, `positive` and `negative`, and store it.",
+    ),
+    Endpoint(
+        "vectors.combine", "POST", "/vectors/{name}/combine", "vectors", s.VectorCard,
+        s.CombineRequest, positional=("name",),
+        parameters={
+            "vectors": "Names of vectors, and their weights in the sum.",
+            "orthogonal_to": "Names of vectors: what the sum shares with them is taken away.",
+        },
+    ),
+    Endpoint(
+        "vectors.download", "GET", "/vectors/{name}/content", "vectors",
+        query=ContentQuery, file_type="application/vnd.{format}", positional=("name", "format"),
+        parameters={"name": "What the vector is called."},
+        summary="Return the vector as a file.",
+    ),
+]  # fmt: skip
+
+_OVERRIDES = _store(
+    "overrides", "direction of the parameters", s.OverrideList, s.OverrideCard, s.DeletedOverride,
+    upload="file", query=ModelQuery,
+    source=(
+        "source",
+        _FILE + "safetensors, a tensor for each parameter that moves, under its name in "
+        "transformers' `state_dict`.",
+    ),
+)  # fmt: skip
+
+_ADAPTERS = _store(
+    "adapters", "LoRA adapter", s.AdapterList, s.AdapterCard, s.DeletedAdapter,
+    upload="form", query=ModelQuery,
+    source=(
+        "directory",
+        "What PEFT's `save_pretrained` writes: adapter_config.json and adapter_model.safetensors, "
+        "which are read while they are sent.",
+    ),
+)  # fmt: skip
+
+_TOKENS = [
+    Endpoint(
+        "tokenize", "POST", "/tokenize", "tokens", s.TokenizeAnswer, s.TokenizeRequest,
+        positional=("texts",), hidden=("prompt", "add_special_tokens"),
+        summary="Cut each text into tokens, and return them with their places in it.",
+    ),
+    Endpoint(
+        "detokenize", "POST", "/detokenize", "tokens", s.DetokenizeAnswer, s.DetokenizeRequest,
+        positional=("token_ids",), hidden=("tokens",),
+        summary="Write each sequence of token ids as text.",
+    ),
+]  # fmt: skip
+
+_OPENAI = [
+    Endpoint(
+        "tokenizer_info", "GET", "/tokenizer_info", "openai", openai.TokenizerInfo,
+        query=ModelQuery,
+    ),
+    Endpoint("v1.models", "GET", "/v1/models", "openai"),
+    Endpoint(
+        "v1.completions", "POST", "/v1/completions", "openai", openai.CompletionAnswer,
+        openai.CompletionRequest,
+    ),
+    Endpoint(
+        "v1.chat.completions", "POST", "/v1/chat/completions", "openai",
+        openai.ChatCompletionAnswer, openai.ChatCompletionRequest,
+    ),
+]  # fmt: skip
+
+ENDPOINTS: Mapping[str, Endpoint] = {
+    endpoint.name: endpoint
+    for group in (
+        _OPERATIONS, _SCORING, _GENERATION, _VECTORS, _OVERRIDES, _ADAPTERS, _TOKENS, _OPENAI,
+    )
+    for endpoint in group
+}  # fmt: skip
+"""Name -> endpoint."""

@@ -1,0 +1,25 @@
+"""`logsteer adapters …`: the commands about LoRA adapters."""
+
+import argparse
+from pathlib import Path
+
+from logsteer.cli import tables
+from logsteer.cli.stored import add_stored_commands
+from logsteer.cli.terminal import show
+from logsteer.client import Client
+
+
+def add_adapter_commands(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
+    """Give the parser of `logsteer adapters` its commands."""
+    add = add_stored_commands(parser, common, "adapters", tables.draw_adapters)
+    put = add("put", _put, "upload what PEFT has saved as an adapter")
+    put.add_argument(
+        "directory",
+        metavar="DIRECTORY",
+        help="has adapter_config.json and adapter_model.safetensors",
+    )
+
+
+def _put(client: Client, arguments: argparse.Namespace) -> None:
+    card = client.adapters.put(arguments.name, Path(arguments.directory))
+    show(arguments, card, tables.draw_adapters([card]))

@@ -1,0 +1,132 @@
+"""The options of the command line that change a model for one request.
+
+Those about steering are read into a steering object.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+from logsteer.cli.terminal import given, parse_layers, read_text
+from logsteer.errors import LogsteerError
+from logsteer.schemas import PositionName
+from logsteer.schemas.steering import Operation, Unit
+
+_VECTOR = re.compile(r"(?P<name>[^:@]+)(:(?P<scale>[^:@]+))?(@(?P<layers>[^:@]+))?")
+_DEPENDENT = ("op", "unit", "clamp", "positions")
+
+
+def add_steering_options(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    """Give a command the options that `read_steering` reads, and `--adapter`."""
+    group = parser.add_argument_group("steering")
+    either = group.add_mutually_exclusive_group(required=required)
+    either.add_argument(
+        "--vector",
+        type=_parse_vector,
+        action="append",
+        dest="vectors",
+        metavar="NAME[:SCALE][@LAYERS]",
+        help="a stored vector, as in mood, mood:-2.5, mood:4@2 or mood:4@2,5-7; repeatable",
+    )
+    either.add_argument("--steering", metavar="FILE", help="a steering object as JSON")
+    group.add_argument("--op", choices=get_args(Operation), help="of every --vector; default add")
+    group.add_argument("--unit", choices=get_args(Unit), help="of every scale; default raw")
+    group.add_argument(
+        "--clamp", type=_parse_bounds, metavar="MIN:MAX", help="bounds of --op clamp; one may lack"
+    )
+    group.add_argument(
+        "--positions",
+        type=_parse_positions,
+        metavar="WHICH",
+        help=f"{', '.join(get_args(PositionName))}, or slices as in 0:5,8:10; default all",
+    )
+    parser.add_argument_group("parameters").add_argument(
+        "--adapter", metavar="NAME", help="a stored LoRA adapter, added to the model's parameters"
+    )
+    parser.set_defaults(refuse=parser.error)
+
+
+def read_steering(arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """Return the steering object of the arguments, None where there is none.
+
+    Exits with 2 where options do not go together. Raises LogsteerError for a file without a JSON
+    object.
+    """
+    refuse: Callable[[str], NoReturn] = arguments.refuse
+    dependent = given(arguments, *_DEPENDENT)
+    if not arguments.vectors:
+        if dependent:
+            refuse(f"{', '.join(f'--{name}' for name in dependent)}: only with --vector")
+        return load_steering(arguments.steering) if arguments.steering else None
+    common: dict[str, Any] = dict(given(arguments, "op", "unit"))
+    if arguments.clamp:
+        common["params"] = arguments.clamp
+    steering: dict[str, Any] = {"vectors": [vector | common for vector in arguments.vectors]}
+    return {**steering, **given(arguments, "positions")}
+
+
+def read_changes(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return `steering` and `adapter` where they were given; fail as `read_steering` does."""
+    steering = read_steering(arguments)
+    changes = {} if steering is None else {"steering": steering}
+    return {**changes, **given(arguments, "adapter")}
+
+
+def load_steering(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """Return a steering object from itself, from its JSON, or from a file of that.
+
+    Raises LogsteerError where there is no JSON object, OSError where there is no file. The fields
+    are checked by the request that they go into.
+    """
+    if isinstance(source, Mapping):
+        return dict(source)
+    place, text = "steering", str(source)
+    if not text.lstrip().startswith("{"):
+        place, text = text, read_text(Path(text))
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise LogsteerError(f"{place}: no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise LogsteerError(f'{place}: no steering object such as {{"vectors": [{{"name": …}}]}}')
+    return found
+
+
+def _parse_vector(text: str) -> dict[str, Any]:
+    found = _VECTOR.fullmatch(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} has not the form NAME[:SCALE][@LAYERS]")
+    vector: dict[str, Any] = {"name": found["name"]}
+    if found["scale"] is not None:
+        vector["scale"] = _parse_number(found["scale"])
+    if found["layers"] is not None:
+        vector["layers"] = parse_layers(found["layers"])
+    return vector
+
+
+def _parse_bounds(text: str) -> dict[str, float]:
+    low, colon, high = text.partition(":")
+    if not colon:
+        raise argparse.ArgumentTypeError(f"{text!r} has not the form MIN:MAX")
+    return {name: _parse_number(part) for name, part in (("min", low), ("max", high)) if part}
+
+
+def _parse_positions(text: str) -> str | dict[str, list[list[int]]]:
+    if text in get_args(PositionName):
+        return text
+    slices = [re.fullmatch(r"(\d+):(\d+)", part) for part in text.split(",")]
+    if not all(slices):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is none of {', '.join(get_args(PositionName))}, nor slices as in 0:5,8:10"
+        )
+    return {"slices": [[int(found[1]), int(found[2])] for found in slices if found]}
+
+
+def _parse_number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from error

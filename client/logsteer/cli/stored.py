@@ -1,0 +1,44 @@
+"""What the commands about vectors and adapters have in common: to list them and to delete one."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from logsteer.cli.terminal import Command, show
+from logsteer.client import Client
+
+Add = Callable[[str, Command, str], argparse.ArgumentParser]
+
+
+def add_stored_commands(
+    parser: argparse.ArgumentParser,
+    common: argparse.ArgumentParser,
+    resource: str,
+    draw: Callable[[Sequence[Any]], Table],
+) -> Add:
+    """Give the parser of `logsteer RESOURCE` its commands; return what adds further ones.
+
+    `draw` makes the table of cards.
+    """
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def add(name: str, command: Command, text: str) -> argparse.ArgumentParser:
+        one = commands.add_parser(name, parents=[common], help=text)
+        one.set_defaults(command=command)
+        if name != "list":
+            one.add_argument("name", metavar="NAME")
+        return one
+
+    def list_cards(client: Client, arguments: argparse.Namespace) -> None:
+        answer = getattr(client, resource).list()
+        show(arguments, answer, draw(getattr(answer, resource)))
+
+    def delete(client: Client, arguments: argparse.Namespace) -> None:
+        gone = getattr(client, resource).delete(arguments.name)
+        show(arguments, gone, f"deleted {gone.name}, {gone.sha256}")
+
+    add("list", list_cards, f"list the {resource} that the server has")
+    add("delete", delete, f"delete one of the {resource}")
+    return add

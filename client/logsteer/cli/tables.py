@@ -1,0 +1,321 @@
+"""Answers drawn as tables for a terminal."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from logsteer.extras.labels import SweepLabels, label_layers
+from logsteer.schemas import (
+    AdapterCard,
+    AppliedInterventions,
+    AppliedParameters,
+    Completion,
+    ItemScore,
+    ModelList,
+    PerplexityAnswer,
+    PromptCompletions,
+    SteeringReceipt,
+    SweepAnswer,
+    SweepPoint,
+    TargetScore,
+    TopAlternatives,
+    VectorCard,
+)
+from logsteer.schemas.logprob import ScoredTarget
+from logsteer.schemas.tokens import Encoded
+
+_UNLIMITED = 10_000
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def draw_models(answer: ModelList) -> Table:
+    """Draw a row per model."""
+    table = _table("model", "engine", "state", ">context", ">vocabulary", "detail")
+    for card in answer.models:
+        sizes = [_plain(card.context_length), _plain(card.vocab_size)]
+        table.add_row(*map(Text, [card.id, card.engine, card.state, *sizes, card.detail]))
+    return table
+
+
+def draw_scores(result: ItemScore) -> Iterator[Table | Text]:
+    """Draw a row per target, the best marked; then what is unusual, and the alternatives."""
+    spaces = any(target.variants for target in result.targets)
+    heads = [">logprob", ">prob", ">perplexity", ">tokens", ">share"]
+    table = _table("", "target", *heads, *([">any space"] if spaces else []))
+    for index, target in enumerate(result.targets):
+        best = index == result.best
+        share = result.choice_probs[index] if index < len(result.choice_probs) else None
+        cells = ["*" if best else "", repr(target.target), *_score_cells(target), _number(share)]
+        if spaces:
+            cells.append(_number(target.logprob_any_space))
+        table.add_row(*map(Text, cells), style="bold" if best else None)
+    yield table
+    for target in result.targets:
+        yield from map(Text, _remarks(target))
+        if target.top is not None:
+            yield _draw_alternatives(target, target.top)
+
+
+def draw_perplexity(answer: PerplexityAnswer) -> Table:
+    """Draw a row per statistic of the whole."""
+    total = answer.total
+    table = _table("statistic", ">value")
+    interval = "" if total.stderr is None else f" ± {_number(total.stderr)}"
+    rows = {
+        "perplexity": f"{_number(total.perplexity)}{interval}",
+        "word perplexity": _number(total.word_perplexity),
+        "byte perplexity": _number(total.byte_perplexity),
+        "bits per byte": _number(total.bits_per_byte),
+        "sum of logprobs": _number(total.sum_logprob),
+        "tokens scored": f"{total.num_scored} of {total.num_tokens}",
+        "words, bytes": f"{total.num_words}, {total.num_bytes}",
+        "protocol": answer.provenance.protocol or "",
+        "model": answer.model,
+    }
+    if total.flags:
+        rows["flags"] = ", ".join(total.flags)
+    for name, value in rows.items():
+        table.add_row(name, Text(value))
+    return table
+
+
+def draw_tokens(encoded: Encoded) -> Table:
+    """Draw a row per token."""
+    table = _table(">id", "token", ">start", ">end")
+    for token_id, token, span in zip(
+        encoded.token_ids, encoded.tokens, encoded.offsets, strict=True
+    ):
+        start, end = ("", "") if span is None else map(str, span)
+        table.add_row(*map(Text, [str(token_id), repr(token), start, end]))
+    return table
+
+
+def draw_vectors(cards: Sequence[VectorCard]) -> Table:
+    """Draw a row per vector."""
+    table = _table("name", "hook", "layers", ">width", "created", "from", "sha256")
+    for card in cards:
+        source = " ".join(filter(None, [card.about.source, card.about.method, card.about.format]))
+        layers = label_layers(card.layers)
+        cells = [card.name, card.hook, layers, str(card.width), card.created, source, card.sha256]
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def draw_adapters(cards: Sequence[AdapterCard]) -> Table:
+    """Draw a row per adapter."""
+    table = _table("name", "model", ">rank", ">alpha", "modules", "created", "sha256")
+    for card in cards:
+        sizes = [str(card.rank), _number(card.alpha)]
+        cells = [card.name, card.model, *sizes, ", ".join(card.modules), card.created, card.sha256]
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def draw_layers(card: VectorCard) -> Table:
+    """Draw a row per layer of a vector, with its quality where it was trained."""
+    quality = card.about.quality or {}
+    heads = [">accuracy", ">auc", ">pairs right", ">variance"] if quality else []
+    table = _table(">layer", ">norm", *heads)
+    for layer, norm in card.norms.items():
+        cells = [layer, _number(norm)]
+        if found := quality.get(layer):
+            numbers = [found.accuracy, found.auc, found.pair_accuracy, found.explained_variance]
+            cells += map(_number, numbers)
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def draw_completions(result: PromptCompletions) -> Table:
+    """Draw a row per completion, beside it the unsteered one with the same seed if asked for."""
+    heads = ["steered"] if result.baseline is None else ["steered", "unsteered"]
+    columns = [result.completions, *([] if result.baseline is None else [result.baseline])]
+    cells = [[(one.text, sum_up_completion(one)) for one in column] for column in columns]
+    return draw_side_by_side(heads, list(zip(*cells, strict=True)))
+
+
+def draw_side_by_side(heads: Sequence[str], rows: Sequence[Sequence[tuple[str, str]]]) -> Table:
+    """Draw texts in columns of equal width, a remark under each."""
+    table = _table(*heads)
+    table.show_lines = len(rows) > 1
+    table.expand = True
+    for column in table.columns:
+        column.ratio = 1
+    for row in rows:
+        cells = [Text(escape_controls(text)).append(f"\n{note}", "dim") for text, note in row]
+        table.add_row(*cells)
+    return table
+
+
+def sum_up_completion(completion: Completion) -> str:
+    """Return one line about a completion."""
+    return (
+        f"{completion.num_tokens} tokens, {completion.finish_reason}, "
+        f"logprob {_number(completion.logprob)}, seed {completion.seed}"
+    )
+
+
+def draw_changes(answer: AppliedParameters) -> Iterator[Table | Text]:
+    """Draw what an answer was computed under, where that is not the model as it is."""
+    if answer.adapter is not None:
+        yield Text(f"under adapter {answer.adapter.name} ({answer.adapter.sha256[:12]})")
+    if isinstance(answer, AppliedInterventions) and answer.steering is not None:
+        yield from _draw_receipt(answer.steering)
+
+
+def _draw_receipt(receipt: SteeringReceipt) -> Iterator[Table | Text]:
+    """Draw what was applied, and what it did at each layer."""
+    used = ", ".join(
+        f"{vector.name or 'a vector'} x {vector.scale:g} ({vector.sha256[:12]})"
+        for vector in receipt.vectors
+    )
+    yield Text(f"steered {receipt.tokens_steered} tokens by {used}")
+    table = _table("layer", ">tokens", ">|change| / |activation|")
+    for layer, site in receipt.layers.items():
+        table.add_row(*map(Text, [layer, str(site.tokens), _number(site.relative_norm)]))
+    yield table
+
+
+def draw_sweep(answer: SweepAnswer, labels: SweepLabels) -> RenderableType:
+    """Draw a row per set of layers and scale: one table where it fits, else one for each item."""
+    whole = _Columns("", [f"perplexity\n{name}" for name in labels.texts], _text_cells)
+    whole.heads.append("|change| /\n|activation|")
+    items = [
+        _Columns(context, _item_heads(targets), partial(_item_cells, index))
+        for index, (context, targets) in enumerate(
+            zip(labels.contexts, labels.targets, strict=True)
+        )
+    ]
+    tables = [_draw_points(answer, one.title, [one]) for one in [*items, whole]]
+    if len(items) != 1:
+        return Group(*tables)
+    return _Fitting(_draw_points(answer, items[0].title, [*items, whole]), Group(*tables))
+
+
+@dataclass
+class _Fitting:
+    """The wide one of two, where the terminal is wide enough; else the narrow one."""
+
+    wide: Table
+    narrow: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        unlimited = options.update(width=_UNLIMITED)
+        fits = Measurement.get(console, unlimited, self.wide).maximum <= options.max_width
+        yield self.wide if fits else self.narrow
+
+
+def _draw_points(answer: SweepAnswer, title: str, columns: Sequence["_Columns"]) -> Table:
+    with_layers = any(point.layers is not None for point in answer.points)
+    heads = [">scale", *(f">{head}" for one in columns for head in one.heads)]
+    table = _table(*(["layers"] if with_layers else []), *heads)
+    table.title = Text(title) if title else None
+    for column in table.columns:
+        column.overflow = "fold"
+    # Scale 0 is unsteered: it is told once.
+    plain = [answer.unsteered] if all(point.scale for point in answer.points) else []
+    for point in [*plain, *answer.points]:
+        layers = [Text("-" if point.layers is None else label_layers(point.layers))]
+        cells = [Text(f"{point.scale:g}" if point.scale else "unsteered")]
+        cells += [cell for one in columns for cell in one.write(point)]
+        style = None if point.scale else "bold"
+        table.add_row(*(layers if with_layers else []), *cells, style=style)
+    return table
+
+
+@dataclass
+class _Columns:
+    """Columns of a sweep's table, and what they show of a point."""
+
+    title: str
+    heads: list[str]
+    write: Callable[[SweepPoint], list[Text]]
+
+
+def _item_heads(targets: Sequence[str]) -> list[str]:
+    return [head for name in targets for head in (f"{name}\nlogprob", "\nchange")] + ["\nKL"]
+
+
+def _item_cells(index: int, point: SweepPoint) -> list[Text]:
+    item = point.items[index]
+    cells = []
+    for target in item.targets:
+        change = "n/a" if target.change is None else f"{target.change:+.3f}"
+        style = "green" if (target.change or 0) > 0 else "red" if target.change else ""
+        cells += [Text(_fix(target.logprob)), Text(change if point.scale else "", style)]
+    return [*cells, Text("n/a" if item.kl is None else f"{item.kl:.3g}")]
+
+
+def _text_cells(point: SweepPoint) -> list[Text]:
+    return [
+        *(Text(_number(text.perplexity)) for text in point.texts),
+        Text(_fix(point.relative_norm)),
+    ]
+
+
+def _fix(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.3f}"
+
+
+def escape_controls(text: str) -> str:
+    """Write control characters out: a model's output must not steer a terminal."""
+    return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def _draw_alternatives(target: ScoredTarget, top: TopAlternatives) -> Table:
+    count = max(map(len, top.tokens), default=0)
+    table = _table("token", *(f"#{rank}" for rank in range(1, count + 1)))
+    table.title = Text(f"most probable at each token of {target.target!r}")
+    for index, (tokens, logprobs) in enumerate(zip(top.tokens, top.logprobs, strict=True)):
+        token = repr(target.tokens[index]) if target.tokens else str(index)
+        cells = [
+            f"{alternative!r} {_number(logprob)}"
+            for alternative, logprob in zip(tokens, logprobs, strict=True)
+        ]
+        table.add_row(*map(Text, [token, *cells]))
+    return table
+
+
+def _remarks(target: ScoredTarget) -> Iterator[str]:
+    name = repr(target.target)
+    if target.boundary == "merged":
+        yield f"{name}: joins tokens with the context's end; --boundary separate keeps them apart"
+    if target.truncated_tokens:
+        yield f"{name}: {target.truncated_tokens} context tokens were dropped"
+    if target.flags:
+        yield f"{name}: {', '.join(target.flags)}"
+    if target.variants:
+        with_space, without = target.variants.with_space, target.variants.without_space
+        yield (
+            f"{name}: logprob {_number(with_space.logprob)} with a leading space, "
+            f"{_number(without.logprob)} without"
+        )
+
+
+def _score_cells(target: TargetScore) -> list[str]:
+    numbers = [target.logprob, target.prob, target.perplexity]
+    return [*map(_number, numbers), str(target.num_tokens)]
+
+
+def _table(*heads: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title_justify="left")
+    for head in heads:
+        # As Text, because what looks like rich's markup is data.
+        table.add_column(
+            Text(head.removeprefix(">")), justify="right" if head[:1] == ">" else "left"
+        )
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.5g}"
+
+
+def _plain(value: int | None) -> str:
+    return "" if value is None else str(value)

@@ -1,0 +1,78 @@
+"""What every command of the command line does with its arguments and its answer."""
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from rich.console import Console
+
+from logsteer.client import Client
+from logsteer.errors import LogsteerError
+
+Command = Callable[[Client, argparse.Namespace], None]
+
+
+def given(arguments: argparse.Namespace, *names: str) -> Mapping[str, Any]:
+    """Return those of the arguments that were given."""
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
+
+
+def wants_json(arguments: argparse.Namespace) -> bool:
+    """Return whether the answer is printed as JSON, and nothing else."""
+    return bool(getattr(arguments, "json", False))
+
+
+def show(arguments: argparse.Namespace, answer: BaseModel, *tables: Any) -> None:
+    """Print the tables, or with --json the answer and nothing else."""
+    if wants_json(arguments):
+        print(answer.model_dump_json(indent=2))
+        return
+    console = Console(highlight=False)
+    for table in tables:
+        console.print(table)
+
+
+def parse_layers(text: str) -> list[int]:
+    """Return the layers of a list such as 2 or 2,5-7; else raise ArgumentTypeError."""
+    layers: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        last = int(found[2] or found[1]) if found else -1
+        if found is None or last < int(found[1]):
+            raise argparse.ArgumentTypeError(f"{text!r} is no list of layers such as 10,12-14")
+        layers += range(int(found[1]), last + 1)
+    return layers
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the number, from 1, and the value of each line that is not blank.
+
+    Raises LogsteerError for a line that is no JSON.
+    """
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            yield number, json.loads(line)
+        except ValueError as error:
+            raise LogsteerError(f"{path}, line {number}: no JSON: {error}") from error
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file; LogsteerError where it is not UTF-8 or empty."""
+    return decode_text(path.read_bytes(), str(path))
+
+
+def decode_text(data: bytes, name: str) -> str:
+    """Return the text of UTF-8 bytes; LogsteerError, with the name, for other bytes or none."""
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise LogsteerError(f"{name} is not UTF-8: {error}") from error
+    if not text:
+        raise LogsteerError(f"{name} is empty")
+    return text

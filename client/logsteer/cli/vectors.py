@@ -1,0 +1,79 @@
+"""`logsteer vectors …`: the commands about steering vectors."""
+
+import argparse
+from pathlib import Path
+from typing import Any, get_args
+
+from logsteer.cli import tables
+from logsteer.cli.options import add_options
+from logsteer.cli.stored import add_stored_commands
+from logsteer.cli.terminal import given, parse_layers, read_json_lines, show
+from logsteer.client import Client
+from logsteer.errors import LogsteerError
+from logsteer.schemas import ContentFormat
+
+_TRAINING = {"method": None, "read": None, "hook": "NAME", "bos": None}
+
+
+def add_vector_commands(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
+    """Give the parser of `logsteer vectors` its commands."""
+    add = add_stored_commands(parser, common, "vectors", tables.draw_vectors)
+    add("show", _show, "one vector: its layers, their norms, and where it comes from")
+    put = add("put", _put, "upload a file as a vector")
+    put.add_argument("file", metavar="FILE", help="safetensors, GGUF, or written by torch.save")
+    add_options(put, "vectors.put", {"format": None})
+    get = add("get", _get, "download a vector as a file")
+    get.add_argument("file", metavar="FILE", nargs="?", help="default NAME.FORMAT")
+    formats = get_args(ContentFormat)
+    get.add_argument("--format", choices=formats, help="default: as FILE ends")
+    _add_train(add("train", _train, "make a vector from contrasting texts"))
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "pairs", metavar="FILE", help='a line a pair: {"positive": "…", "negative": "…"}'
+    )
+    parser.add_argument("--layers", type=parse_layers, metavar="N,N-N,…", help="default: all")
+    add_options(parser, "vectors.train", _TRAINING)
+
+
+def _show(client: Client, arguments: argparse.Namespace) -> None:
+    card = client.vectors.get(arguments.name)
+    show(arguments, card, tables.draw_vectors([card]), tables.draw_layers(card))
+
+
+def _put(client: Client, arguments: argparse.Namespace) -> None:
+    card = client.vectors.put(arguments.name, Path(arguments.file), arguments.format)
+    show(arguments, card, tables.draw_vectors([card]))
+
+
+def _get(client: Client, arguments: argparse.Namespace) -> None:
+    ends_in_gguf = (arguments.file or "").endswith(".gguf")
+    form: ContentFormat = arguments.format or ("gguf" if ends_in_gguf else "safetensors")
+    card = client.vectors.get(arguments.name)
+    data = client.vectors.download(arguments.name, form)
+    Path(arguments.file or f"{arguments.name}.{form}").write_bytes(data)
+    show(arguments, card, tables.draw_vectors([card]))
+
+
+def _train(client: Client, arguments: argparse.Namespace) -> None:
+    pairs = _read_pairs(Path(arguments.pairs))
+    options: Any = given(arguments, *_TRAINING, "layers")
+    answer = client.vectors.train(arguments.name, pairs, **options)
+    card = answer.vector
+    show(arguments, answer, tables.draw_vectors([card]), tables.draw_layers(card))
+
+
+def _read_pairs(path: Path) -> list[dict[str, str]]:
+    """Return the pairs of a JSON Lines file. Raises LogsteerError for a line that is none."""
+    pairs = []
+    for number, pair in read_json_lines(path):
+        try:
+            pairs.append({name: str(pair[name]) for name in ("positive", "negative")})
+        except (KeyError, TypeError) as error:
+            raise LogsteerError(
+                f'{path}, line {number}: no {{"positive": "…", "negative": "…"}}'
+            ) from error
+    if not pairs:
+        raise LogsteerError(f"{path} has no pairs")
+    return pairs

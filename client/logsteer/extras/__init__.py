@@ -1,0 +1,1 @@
+"""What goes beyond requests and answers: plots, sources of prompts, samples, labels."""

@@ -1,0 +1,117 @@
+"""Prompts from where they are stored: lists, JSON lines, and Hugging Face datasets.
+
+A source names its kind in front of a colon, `hf:imdb`; a path is read as JSON lines. Further kinds
+are added by `register_dataset`.
+"""
+
+import json
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from logsteer.errors import InvalidRequestError
+
+Row: TypeAlias = Mapping[str, Any]
+Reader: TypeAlias = Callable[[str], Iterable[Row]]
+Source: TypeAlias = str | Path | Iterable[str | Row]
+
+PROMPT = "prompt"
+"""The field of a row that is continued."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """A prompt, and the row of its dataset that it comes from."""
+
+    prompt: str
+    row: Row
+
+
+def _read_json_lines(path: str) -> Iterable[Row]:
+    with Path(path).open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise _refuse(f"{path}, line {number}: no JSON ({error.msg})") from error
+            yield {PROMPT: row} if isinstance(row, str) else row
+
+
+def _read_hugging_face(name: str) -> Iterable[Row]:
+    """Read the rows of `NAME@SPLIT` on the hub; the split is `train` unless given."""
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise _refuse(
+            "datasets of the Hugging Face hub need a package: pip install 'logsteer[datasets]'"
+        ) from error
+    path, _, split = name.partition("@")
+    rows: Iterable[Row] = load_dataset(path, split=split or "train")
+    return rows
+
+
+_READERS: dict[str, Reader] = {"jsonl": _read_json_lines, "hf": _read_hugging_face}
+
+
+def register_dataset(kind: str, reader: Reader) -> None:
+    """Read sources `KIND:NAME` by `reader(NAME)`, which returns their rows, from now on."""
+    _READERS[kind] = reader
+
+
+def read_prompts(source: Source, field: str = PROMPT) -> list[PromptRow]:
+    """Return the prompts of a source; `field` is the one of its rows that holds them.
+
+    Errors: InvalidRequestError for a row without that text; OSError.
+    """
+    prompts = []
+    for number, row in enumerate(_read_rows(source)):
+        if isinstance(row, str):
+            row = {field: row}
+        prompt = row.get(field) if isinstance(row, Mapping) else None
+        if not isinstance(prompt, str) or not prompt:
+            fields = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
+            raise _refuse(f"row {number} has no text under {field!r}, only {fields}; name a field")
+        prompts.append(PromptRow(prompt, row))
+    if not prompts:
+        raise _refuse("the source has no prompts")
+    return prompts
+
+
+def _read_rows(source: Source) -> Iterable[str | Row]:
+    if isinstance(source, Path):
+        return _read_json_lines(str(source))
+    if not isinstance(source, str):
+        return source
+    kind, _, name = source.partition(":")
+    if name and kind in _READERS:
+        return _READERS[kind](name)
+    if source.endswith((".jsonl", ".json")):
+        return _read_json_lines(source)
+    return [source]
+
+
+def draw_prompts(
+    prompts: Sequence[PromptRow], count: int | None, with_replacement: bool, seed: int
+) -> list[PromptRow]:
+    """Draw `count` prompts in random order, each at most once unless `with_replacement`.
+
+    All of them in their order for None. Errors: InvalidRequestError where there are too few.
+    """
+    draw = random.Random(seed)
+    if count is None:
+        return draw.choices(prompts, k=len(prompts)) if with_replacement else list(prompts)
+    if with_replacement:
+        return draw.choices(prompts, k=count)
+    if count > len(prompts):
+        raise _refuse(
+            f"{count} prompts are asked for, the source has {len(prompts)}; draw with_replacement"
+        )
+    return draw.sample(prompts, count)
+
+
+def _refuse(detail: str) -> InvalidRequestError:
+    return InvalidRequestError("invalid_request", detail, param="source")

@@ -1,0 +1,82 @@
+"""What the parts of a sweep are called, in tables and in plots: its answer holds numbers alone."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from logsteer.schemas import LogprobItem, SweepAnswer
+
+_LONGEST = 48
+ItemLike = LogprobItem | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class SweepLabels:
+    """Names of each item's context, of each item's targets, and of each text."""
+
+    contexts: list[str]
+    targets: list[list[str]]
+    texts: list[str]
+
+
+def label_sweep(
+    answer: SweepAnswer,
+    items: Sequence[ItemLike] | None = None,
+    texts: Sequence[str] | None = None,
+) -> SweepLabels:
+    """Return the labels: of `items` and `texts` where they are given, else numbers.
+
+    Raises ValueError where the answer is not one to these items and texts.
+    """
+    found = answer.unsteered
+    counts = [len(item.targets) for item in found.items]
+    contexts = [f"item {n}" for n in range(1, len(counts) + 1)]
+    targets = [[f"target {n}" for n in range(1, count + 1)] for count in counts]
+    if items is not None:
+        documents = [_document(item) for item in items]
+        contexts = [_name_context(document) for document in documents]
+        targets = [_name_targets(document) for document in documents]
+    names = [f"text {n}" for n in range(1, len(found.texts) + 1)] if texts is None else list(texts)
+    if [len(one) for one in targets] != counts or len(names) != len(found.texts):
+        raise ValueError(
+            f"the sweep has items with {counts} targets and {len(found.texts)} texts; these are "
+            f"items with {[len(one) for one in targets]} targets and {len(names)} texts"
+        )
+    return SweepLabels(contexts, targets, [shorten(name) for name in names])
+
+
+def label_layers(layers: Sequence[int] | None) -> str:
+    """Write layers as in 1-3, 7, in ascending order; "own" for the vectors' own."""
+    if layers is None:
+        return "own"
+    runs: list[list[int]] = []
+    for number in sorted(layers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def shorten(text: str) -> str:
+    """Return the text, or its end where it is long: what is next to a target says most."""
+    return text if len(text) <= _LONGEST else "…" + text[-_LONGEST + 1 :]
+
+
+def _document(item: ItemLike) -> Mapping[str, Any]:
+    return item.model_dump(exclude_unset=True) if isinstance(item, LogprobItem) else item
+
+
+def _name_context(item: Mapping[str, Any]) -> str:
+    if item.get("context") is not None:
+        return shorten(repr(item["context"]))
+    if item.get("messages"):
+        last = item["messages"][-1]
+        return shorten(repr(last["content"] if isinstance(last, Mapping) else last.content))
+    return shorten(f"tokens {list(item.get('context_ids') or [])}")
+
+
+def _name_targets(item: Mapping[str, Any]) -> list[str]:
+    if item.get("targets") is not None:
+        return [shorten(repr(target)) for target in item["targets"]]
+    return [shorten(str(list(ids))) for ids in item.get("target_ids") or []]

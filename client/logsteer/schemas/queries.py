@@ -1,0 +1,36 @@
+"""Query parameters of endpoints whose body is a file, or that have none."""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from logsteer.schemas.vectors import ContentFormat, VectorFormat
+
+
+class ModelQuery(BaseModel):
+    """The model that an upload is checked against."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = Field(
+        default=None, description="Id of a resident model; may be left out where there is only one."
+    )
+
+
+class UploadQuery(BaseModel):
+    """The format of an uploaded vector."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: VectorFormat | None = Field(
+        default=None, description="Of the file; left out: what it looks like."
+    )
+
+
+class ContentQuery(BaseModel):
+    """The format of a downloaded vector."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: ContentFormat = Field(
+        default="safetensors",
+        description="Of the file. The SHA-256 of the safetensors file is the vector's own.",
+    )

@@ -1,0 +1,107 @@
+"""The engine contract: what an engine is given, what it says of itself, what it does.
+
+An engine lives in a process of its own. Its process gives it jobs, calls `step` as long as it has
+work, and sends what `step` returns back in batches.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from logsteer_server.contract.jobs import Job, JobFailure, JobResult
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """One model of the configuration, as its engine needs it."""
+
+    id: str
+    engine: str
+    path: str
+    dtype: str = "auto"
+    logits_dtype: str = "auto"
+    tf32: bool = False
+    devices: str | tuple[int, ...] = "auto"
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    quantization: str | None = None
+    max_model_len: int | None = None
+    memory: float | str | None = None
+    compile: bool = True
+    chunk_bytes: int = 64 * 2**20
+    steering_slots: int = 64
+    steering_depth: int = 2
+    adapter_slots: int = 0
+    adapter_rank: int = 16
+    engine_args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine is, once its model is loaded."""
+
+    engine: str
+    engine_version: str
+    model_path: str
+    tokenizer_path: str
+    weights_digest: str
+    dtype: str
+    logits_dtype: str
+    quantization: str | None
+    tensor_parallel: int
+    pipeline_parallel: int
+    batch_invariant: bool
+    context_length: int
+    vocab_size: int
+    columns: tuple[str, ...]
+    eos_ids: tuple[int, ...]
+    num_layers: int
+    hidden_size: int
+    hooks: tuple[str, ...]
+    """Activations of a layer that can be steered and captured; empty where none can."""
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    """For each of FEATURES that it does not have: what to do instead, as an error's detail."""
+    tf32: bool = False
+    """Whether float32 products may be computed in TF32."""
+
+    def refuse(self, job: Job) -> JobFailure | None:
+        """Return why the engine cannot run a job: a feature that it lacks, or a job too long."""
+        for feature in job.features:
+            if feature in self.lacks:
+                return JobFailure("unsupported_by_engine", self.lacks[feature])
+        if job.num_positions > self.context_length:
+            detail = (
+                f"{job.num_positions} tokens do not fit into a context of {self.context_length}"
+            )
+            return JobFailure("context_too_long", detail)
+        return None
+
+
+class Engine(Protocol):
+    """A resident model. Job ids are chosen by the caller and unique while a job runs."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """What this engine is."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is unfinished."""
+        ...
+
+    def add(self, jobs: Sequence[tuple[int, Job]]) -> None:
+        """Take jobs in; a job that cannot run comes back from `step` as a JobFailure."""
+        ...
+
+    def cancel(self, job_ids: Sequence[int]) -> None:
+        """Drop jobs; they give no result. Unknown ids are ignored."""
+        ...
+
+    def step(self) -> list[tuple[int, JobResult]]:
+        """Advance the work by one batch and return the results that came of it."""
+        ...
+
+    def close(self) -> None:
+        """Free the model."""
+        ...

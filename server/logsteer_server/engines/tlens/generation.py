@@ -1,0 +1,310 @@
+"""Continuing prompts: batches of continuations that grow together, a token each per step.
+
+Prompts are padded on the left, so that every row's next token comes at the end; padding is masked
+and positions count from each row's own first token. Keys and values stay in a cache, and rows that
+have ended leave it. Axis letters: B rows, T tokens, V vocabulary, K alternatives, W values of a
+row.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from logsteer_server.contract.jobs import (
+    GenerateJob,
+    GenerateOutput,
+    JobFailure,
+    JobResult,
+)
+from logsteer_server.engines.tlens.batch import accept_row
+from logsteer_server.engines.tlens.model import BridgeModel
+from logsteer_server.engines.tlens.parameters import DeltaCache
+from logsteer_server.engines.tlens.points import RefusedJobError
+from logsteer_server.engines.tlens.queue import BatchRun, EngineLimits, JobQueue, Results
+from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow, TokenRange
+from logsteer_server.engines.tlens.text import GrowingText
+from logsteer_server.numerics.rows import Rows, RowSpec, read_rows
+from logsteer_server.numerics.sampling import draw_rows, is_greedy, shape_rows
+
+
+@dataclass(slots=True)
+class GenerationRow:
+    """One job's row of a batch: its tokens so far, and those that no output has had yet."""
+
+    job_id: int
+    job: GenerateJob
+    steered: SteeredRow | None
+    text: GrowingText
+    generator: torch.Generator
+    num_tokens: int = 0
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_ids: list[np.ndarray] = field(default_factory=list)
+    top_logprobs: list[np.ndarray] = field(default_factory=list)
+
+    @classmethod
+    def start(
+        cls, job_id: int, job: GenerateJob, steered: SteeredRow | None, model: BridgeModel
+    ) -> "GenerationRow":
+        """Return the row of a job that has no token yet."""
+        prompt = job.tokens.tolist()
+        text = GrowingText(model.tokenizer, prompt, job.stop, job.include_stop)
+        generator = torch.Generator()
+        if job.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(job.seed % 2**63)
+        return cls(job_id, job, steered, text, generator)
+
+    def draw(self) -> float:
+        """Draw the uniform number of the next token, from the row's own generator."""
+        return float(torch.rand((), generator=self.generator, dtype=torch.float64))
+
+    def add(
+        self, token: int, values_W: np.ndarray, top: int, eos_ids: frozenset[int]
+    ) -> str | None:
+        """Take a token in, with its log-probability and `top` alternatives.
+
+        Returns why the row ends with it: `stop` or `length`; None where it goes on.
+        """
+        self.num_tokens += 1
+        self.ids.append(token)
+        self.logprobs.append(float(values_W[0]))
+        self.top_ids.append(values_W[1 : 1 + self.job.top])
+        self.top_logprobs.append(values_W[1 + top : 1 + top + self.job.top])
+        if token in eos_ids and not self.job.ignore_eos:
+            self.text.end()
+            return "stop"
+        if self.text.add(token):
+            return "stop"
+        if self.num_tokens < self.job.max_tokens:
+            return None
+        return "stop" if self.text.end() else "length"
+
+    def take(self, finish_reason: str | None) -> GenerateOutput:
+        """Return all tokens that no output has had yet; with a reason, the last output."""
+        shape = (len(self.ids), self.job.top)
+        trace = None
+        if finish_reason and self.steered:
+            # The last token was sampled and never read.
+            trace = self.steered.trace(len(self.job.tokens) + self.num_tokens - 1)
+        output = GenerateOutput(
+            np.array(self.ids, dtype=np.int32),
+            self.text.take(finish_reason is not None),
+            np.array(self.logprobs, dtype=np.float32),
+            np.array(self.top_ids, dtype=np.int32).reshape(shape),
+            np.array(self.top_logprobs, dtype=np.float32).reshape(shape),
+            finish_reason,
+            trace=trace,
+        )
+        self.ids, self.logprobs, self.top_ids, self.top_logprobs = [], [], [], []
+        return output
+
+
+class RunningBatch:
+    """Continuations whose prompts are read in one forward pass, then a token each per step.
+
+    `parameters` replace the model's of their names in every step.
+    """
+
+    def __init__(
+        self,
+        model: BridgeModel,
+        rows: Sequence[GenerationRow],
+        parameters: Mapping[str, Tensor],
+    ) -> None:
+        self._model = model
+        self._parameters = parameters
+        self.rows = list(rows)
+        self._cache = model.new_cache()
+        lengths = [len(row.job.tokens) for row in rows]
+        width = max(lengths)
+        self._pads = [width - length for length in lengths]
+        self._num_columns = width
+        self._next_BT = torch.zeros((len(rows), width), dtype=torch.int64)
+        for b, row in enumerate(rows):
+            self._next_BT[b, self._pads[b] :] = torch.from_numpy(row.job.tokens)
+        self._steering = BatchSteering([row.steered for row in rows])
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a row goes on."""
+        return bool(self.rows)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no row is left."""
+        return not self.rows
+
+    def take(self) -> BatchRun:
+        """Return the next step of all rows."""
+        return BatchRun(list(self.rows), self.step)
+
+    def step(self) -> Results:
+        """Read the newest tokens and sample the next of each row.
+
+        Returns the outputs of rows that end with it, and of those that are streamed.
+        """
+        return self._model.parameters.call_with(self._parameters, self._step)
+
+    @torch.inference_mode()
+    def _step(self) -> Results:
+        logits_BV = self._read()
+        top = max(row.job.top for row in self.rows)
+        ids_B, finite_B, values_BW = self._sample(logits_BV, top)
+        results: Results = []
+        ended: dict[int, str] = {}
+        for b, row in enumerate(self.rows):
+            if not finite_B[b]:
+                ended[b] = "broken"
+                continue
+            reason = row.add(int(ids_B[b]), values_BW[b], top, self._model.eos_ids)
+            if reason:
+                ended[b] = reason
+            elif row.job.stream:
+                results.append((row.job_id, row.take(None)))
+        if ended:
+            self._steering.collect()
+            results += [(self.rows[b].job_id, self._end(b, why)) for b, why in ended.items()]
+        self._next_BT = torch.from_numpy(ids_B.astype(np.int64))[:, None]
+        self._num_columns += 1
+        self._select([b for b in range(len(self.rows)) if b not in ended])
+        return results
+
+    def _end(self, b: int, why: str) -> JobResult:
+        row = self.rows[b]
+        if why != "broken":
+            return row.take(why)
+        where = f"after {len(row.job.tokens) + row.num_tokens} tokens the logits are not finite"
+        if row.steered:
+            return JobFailure("invalid_vector", f"{where}; steer with a smaller scale")
+        if row.job.override:
+            return JobFailure("invalid_vector", f"{where}; use a smaller eta")
+        return JobFailure("internal", f"{where}: the model or its dtype does not hold this text")
+
+    def _read(self) -> Tensor:
+        """Return the logits of each row's newest token; the cache then holds all tokens."""
+        width = self._next_BT.shape[1]
+        begin = self._num_columns - width
+        pads_B1 = torch.tensor(self._pads)[:, None]
+        columns_T = torch.arange(begin, self._num_columns)
+        positions_BT = (columns_T - pads_B1).clamp(min=0)
+        mask_BT = None
+        if any(self._pads):
+            mask_BT = (torch.arange(self._num_columns) >= pads_B1).long()
+        ranges = [
+            TokenRange(max(0, pad - begin), max(0, begin - pad), self._num_columns - pad)
+            for pad in self._pads
+        ]
+        with self._model.hooked(self._steering.hooks(ranges, width)):
+            hidden_BTD = self._model.read(self._next_BT, mask_BT, positions_BT, self._cache)
+        return self._model.project(hidden_BTD[:, -1])
+
+    def _sample(self, logits_BV: Tensor, top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Sample each row's next token.
+
+        Returns the tokens [B], whether their logits were finite [B], and their values [B, W]:
+        log-probability, ids of `top` alternatives, log-probabilities of these.
+        """
+        policies = [row.job.policy for row in self.rows]
+        if all(map(is_greedy, policies)):
+            ids_B = logits_BV.argmax(-1)
+        else:
+            uniform_B = torch.tensor([row.draw() for row in self.rows], dtype=torch.float64)
+            ids_B = draw_rows(shape_rows(logits_BV, policies).q_RV, uniform_B)
+        rows = Rows(logits_BV, ids_B)
+        values_BW = read_rows(rows, RowSpec(("logprob",), top))
+        finite_B = values_BW[:, 0].isfinite()
+        # One array, because each copy from a GPU waits for it. Ids are exact in float32 (`rows`).
+        parts = [ids_B[:, None].float(), finite_B[:, None].float(), values_BW]
+        found_BW = torch.cat(parts, dim=-1).cpu().numpy()
+        return found_BW[:, 0], found_BW[:, 1] > 0, found_BW[:, 2:]
+
+    @torch.inference_mode()
+    def drop(self, job_ids: frozenset[int]) -> None:
+        """Take the rows of these jobs out."""
+        if not any(row.job_id in job_ids for row in self.rows):
+            return
+        self._steering.collect()
+        self._select([b for b, row in enumerate(self.rows) if row.job_id not in job_ids])
+
+    def _select(self, indices: list[int]) -> None:
+        """Remove all rows but these."""
+        if len(indices) == len(self.rows):
+            return
+        self.rows = [self.rows[b] for b in indices]
+        self._pads = [self._pads[b] for b in indices]
+        self._next_BT = self._next_BT[indices]
+        if not self.rows:
+            return
+        if self._cache.get_seq_length():
+            self._cache.batch_select_indices(torch.tensor(indices))
+        self._steering = BatchSteering([row.steered for row in self.rows])
+
+
+class GenerateQueue(JobQueue[GenerationRow]):
+    """Prompts to be continued, all jobs of a batch under one parameter delta.
+
+    Args:
+        model: continues them.
+        deltas: gives the parameters of jobs with a parameter delta.
+        limits: of a batch.
+        enlist: is given each batch that was started and goes on running.
+        max_running: batches that run at once, at most; more jobs wait. A batch under a parameter
+            delta has a copy of the parameters.
+        delta_queue: takes the jobs with a parameter delta, so that others need not wait with them.
+
+    """
+
+    def __init__(
+        self,
+        model: BridgeModel,
+        deltas: DeltaCache,
+        limits: EngineLimits,
+        enlist: Callable[[RunningBatch], None],
+        *,
+        max_running: int | None = None,
+        delta_queue: "GenerateQueue | None" = None,
+    ) -> None:
+        super().__init__(limits)
+        self._model = model
+        self._deltas = deltas
+        self._enlist = enlist
+        self._max_running = max_running
+        self._delta_queue = delta_queue
+        # Weak: a batch and its cache are freed once the engine has no more turns for it.
+        self._running: WeakSet[RunningBatch] = WeakSet()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a job waits that may start now."""
+        if self._max_running is not None:
+            running = sum(batch.has_work for batch in self._running)
+            if running >= self._max_running:
+                return False
+        return super().has_work
+
+    def add(self, job_id: int, job: GenerateJob) -> None:
+        """Take a job in. Errors: RefusedJobError where it cannot run."""
+        if job.delta and self._delta_queue is not None:
+            self._delta_queue.add(job_id, job)
+        else:
+            super().add(job_id, job)
+
+    def _accept(self, job_id: int, job: GenerateJob) -> GenerationRow:
+        if job.max_tokens < 1:
+            raise RefusedJobError("invalid_request", "max_tokens must be at least 1")
+        return GenerationRow.start(job_id, job, accept_row(self._model, job), self._model)
+
+    def _run(self, batch: list[GenerationRow]) -> Results:
+        parameters = self._deltas.apply(batch[0].job.delta)
+        running = RunningBatch(self._model, batch, parameters)
+        results = running.step()
+        if running.has_work:
+            self._running.add(running)
+            self._enlist(running)
+        return results

@@ -1,0 +1,107 @@
+"""The plain forward: a bridged model's body without the bridge's components where no hook is set.
+
+The bridge puts several Python calls around each of transformers' modules, which for one new token
+cost more than the arithmetic. A block without hooks is the same block without them.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
+from transformer_lens.model_bridge.generalized_components.block import BlockBridge
+
+from logsteer_server.engines.tlens.points import Point
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the module with transformers' modules in the bridge's places, parameters shared."""
+    if isinstance(module, GeneralizedComponent):
+        original = module.original_component
+        if original is None:
+            raise ValueError(f"{type(module).__name__} stands for no module of transformers")
+        return unwrap(original)
+    plain = copy.copy(module)
+    plain.__dict__["_modules"] = {
+        name: child and unwrap(child) for name, child in module._modules.items()
+    }
+    return plain
+
+
+class PlainForward:
+    """A model's body whose blocks are bridged only where hooks need it.
+
+    A block with a hook inside is the bridge's own. One that is hooked only where the residual
+    stream enters or leaves it is transformers' block between two hook points. Of five blocks with
+    hooks on resid_post of layer 1 and mlp_out of layer 3, `bridge` makes these
+
+        0 transformers'   1 transformers' + hooks   2 transformers'   3 bridged   4 transformers'
+
+    `is_plain`: whether no block is bridged now.
+    Errors: ValueError where the body has no list of the bridge's blocks.
+    """
+
+    def __init__(self, body: nn.Module, blocks: Sequence[Any]) -> None:
+        self.body = unwrap(body)
+        names = [
+            name
+            for name, module in body.named_modules()
+            if isinstance(module, nn.ModuleList)
+            and len(module) == len(blocks)
+            and all(a is b for a, b in zip(module, blocks, strict=True))
+        ]
+        if not names:
+            raise ValueError("the body does not hold the bridge's blocks")
+        self._layers = cast(nn.ModuleList, self.body.get_submodule(names[0]))
+        self._plain: list[nn.Module] = list(self._layers)
+        self._bridged = list(blocks)
+        # A kind of block with a forward of its own may do more at its edges.
+        self._hooked = [
+            _HookedBlock(block, plain) if type(block).forward is BlockBridge.forward else block
+            for block, plain in zip(blocks, self._plain, strict=True)
+        ]
+        self.is_plain = True
+
+    def bridge(self, points: Sequence[Point]) -> None:
+        """Make hooks on these points act, and leave the other blocks plain."""
+        self.is_plain = self.stays_plain(points)
+        layers = list(self._plain)
+        for point in sorted(points, key=lambda point: not point.is_edge):
+            blocks = self._hooked if point.is_edge else self._bridged
+            layers[point.layer] = blocks[point.layer]
+        for index, layer in enumerate(layers):
+            self._layers._modules[str(index)] = layer
+
+    def stays_plain(self, points: Sequence[Point]) -> bool:
+        """Return whether no hook on these points needs a bridged block."""
+        return all(p.is_edge and isinstance(self._hooked[p.layer], _HookedBlock) for p in points)
+
+
+class _HookedBlock(nn.Module):
+    """A plain block between the two hook points of the bridge's block."""
+
+    def __init__(self, block: Any, plain: nn.Module) -> None:
+        super().__init__()
+        self.hook_in, self.plain, self.hook_out = block.hook_in, plain, block.hook_out
+
+    def __getattr__(self, name: str) -> Any:
+        """Look an attribute up in the plain block too: a body asks for its kind of attention."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("plain"), name)
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:
+        """Return the block's output, its hidden states hooked."""
+        output = self.plain(self.hook_in(hidden_states), *args, **options)
+        if isinstance(output, tuple):
+            return (self.hook_out(output[0]), *output[1:])
+        return self.hook_out(output)
+
+
+def agree(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
+    """Return whether two tensors differ by at most the tolerance times the largest number."""
+    a, b = a.float(), b.float()
+    return bool((a - b).abs().max() <= tolerance * b.abs().max())

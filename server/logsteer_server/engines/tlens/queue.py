@@ -1,0 +1,180 @@
+"""Queues of jobs that wait, one class for each kind of work, and the batches taken from them.
+
+A queue owns all that is special to its kind: which jobs it accepts, which of them share a batch,
+and how a batch is run. The engine only gives queues their turns.
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+from logsteer_server.contract.jobs import Job, JobResult, Output
+
+Results = list[tuple[int, JobResult]]
+
+
+class Entry(Protocol):
+    """A job that was accepted, with what its queue has found out about it."""
+
+    @property
+    def job_id(self) -> int:
+        """The caller's id of the job."""
+        ...
+
+    @property
+    def job(self) -> Job:
+        """The job."""
+        ...
+
+
+E = TypeVar("E", bound=Entry)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What one batch holds at most: tokens with their padding, and rows.
+
+    `override_cache_bytes`: of directions that stay in memory for the next request.
+    """
+
+    max_batch_tokens: int = 4096
+    max_batch_rows: int = 64
+    override_cache_bytes: int = 2**30
+
+    @classmethod
+    def parse(cls, engine_args: dict[str, Any]) -> "EngineLimits":
+        """Return the limits among an engine's arguments. Errors: ValueError for anything else."""
+        known = tuple(cls.__slots__)
+        for name, value in engine_args.items():
+            if name not in known:
+                raise ValueError(f"engine_args: unknown {name!r}; known are {', '.join(known)}")
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"engine_args: {name} must be a whole number from 1 on")
+        return cls(**engine_args)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRun:
+    """A batch that is about to run: its jobs, and the call that gives their results."""
+
+    entries: Sequence[Entry]
+    run: Callable[[], Results]
+
+
+class Turn(Protocol):
+    """What the engine gives turns to: a queue, or a running batch of continuations."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is a batch to run now."""
+        ...
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it will never have work again."""
+        ...
+
+    def take(self) -> BatchRun:
+        """Take the next batch out, which must exist."""
+        ...
+
+    def drop(self, job_ids: frozenset[int]) -> None:
+        """Forget jobs; those of others are ignored."""
+        ...
+
+
+class JobQueue(ABC, Generic[E]):
+    """Jobs of one kind that wait: longest first within those that came since the last were taken.
+
+    So neighbours in a batch are of like length, and still none waits for ever. The longest job
+    says how many rows a batch has. With at most 100 tokens a batch, jobs of 10, 40, 25 and 30
+    tokens are taken as
+
+        40 30     100 // 40 = 2 rows
+        25 10     100 // 25 = 4 rows, and no more are there
+
+    A job of another group than the first one's is passed over and keeps its place.
+    """
+
+    has_ended = False
+
+    def __init__(self, limits: EngineLimits) -> None:
+        self._limits = limits
+        self._arrived: list[E] = []
+        self._sorted: deque[E] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a job waits that may start now."""
+        return bool(self._sorted or self._arrived)
+
+    def add(self, job_id: int, job: Any) -> None:
+        """Take a job of the queue's kind in. Errors: RefusedJobError where it cannot run."""
+        self._arrived.append(self._accept(job_id, job))
+
+    def take(self) -> BatchRun:
+        """Take the next batch out: jobs of one group, within the limits."""
+        if not self._sorted:
+            self._arrived.sort(key=_count_tokens, reverse=True)
+            self._sorted.extend(self._arrived)
+            self._arrived = []
+        batch: list[E] = []
+        passed: list[E] = []
+        longest = max(1, _count_tokens(self._sorted[0]))
+        limit = max(1, self._limits.max_batch_tokens // longest)
+        limit = min(limit, self._limits.max_batch_rows)
+        while self._sorted and len(batch) < limit:
+            entry = self._sorted.popleft()
+            fits = not batch or self._group(entry) == self._group(batch[0])
+            (batch if fits else passed).append(entry)
+        self._sorted.extendleft(reversed(passed))
+        return BatchRun(batch, partial(self._run, batch))
+
+    def drop(self, job_ids: frozenset[int]) -> None:
+        """Forget jobs."""
+        self._arrived = [entry for entry in self._arrived if entry.job_id not in job_ids]
+        self._sorted = deque(entry for entry in self._sorted if entry.job_id not in job_ids)
+
+    @abstractmethod
+    def _accept(self, job_id: int, job: Any) -> E:
+        """Return the entry of a job. Errors: RefusedJobError where it cannot run."""
+
+    def _group(self, entry: E) -> object:
+        """Return what all jobs of a batch have in common: equal values share one."""
+        return entry.job.delta
+
+    @abstractmethod
+    def _run(self, batch: list[E]) -> Results:
+        """Return the results of a batch's jobs. Errors: RefusedJobError, for all of them."""
+
+
+def _count_tokens(entry: Entry) -> int:
+    return len(entry.job.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckEntry:
+    """A job that only asks whether something fits the model."""
+
+    job_id: int
+    job: Job
+
+
+class CheckQueue(JobQueue[CheckEntry]):
+    """Jobs that `check` answers, one at a time, without the model being run."""
+
+    def __init__(self, limits: EngineLimits, check: Callable[[Any], Output]) -> None:
+        super().__init__(limits)
+        self._check = check
+
+    def _accept(self, job_id: int, job: Job) -> CheckEntry:
+        return CheckEntry(job_id, job)
+
+    def _group(self, entry: CheckEntry) -> object:
+        return entry.job_id
+
+    def _run(self, batch: list[CheckEntry]) -> Results:
+        return [(entry.job_id, self._check(entry.job)) for entry in batch]

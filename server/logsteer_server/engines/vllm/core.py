@@ -1,0 +1,180 @@
+"""vLLM as the engine's process uses it: the one module that steps, feeds and asks vLLM's engine.
+
+The scheduler is stepped here and not by vLLM's front end, which costs more than the work on a short
+text: it copies the sampling parameters of every request deeply and makes Python objects of every
+token. `seam.INTERNALS` names all that is relied on. The module imports vLLM, so it is imported
+after `config.set_environment`.
+"""
+
+import itertools
+import time
+from collections.abc import Sequence
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor import Executor
+from vllm.v1.request import Request
+
+from logsteer_server.contract.engine import EngineSpec
+from logsteer_server.contract.jobs import GenerateJob
+from logsteer_server.engines.vllm.config import context_length, engine_args
+from logsteer_server.engines.vllm.extra_args import SCORE
+
+
+class VllmCore:
+    """Run a model in vLLM. Errors: ValueError where the specification cannot be served."""
+
+    def __init__(self, spec: EngineSpec, path: Path | str) -> None:
+        on_cpu = current_platform.is_cpu()
+        if spec.devices == "cpu" and not on_cpu:
+            raise ValueError("devices: cpu needs vLLM's build for CPUs; this is the one for GPUs")
+        self.context_length = context_length(path, spec.max_model_len)
+        args = engine_args(spec, path, on_cpu, self.context_length)
+        self.config = EngineArgs(**args).create_engine_config()
+        executor = Executor.get_class(self.config)
+        self._front = LLMEngine(self.config, executor, log_stats=False)
+        self.engine_core = self._front.engine_core.engine_core
+        PrefixHitLimit(self.engine_core.scheduler.kv_cache_manager)
+        self._serial = itertools.count()
+        self._params = SamplingParams(
+            temperature=0.0, max_tokens=1, detokenize=False, skip_reading_prefix_cache=False
+        )
+
+    def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every worker, between two steps; return the results by rank."""
+        results: list[Any] = self.engine_core.model_executor.collective_rpc(method, args=args)
+        return results
+
+    def schedule(
+        self,
+        tokens: Sequence[int],
+        extra_args: dict[str, Any],
+        adapter: LoRARequest | None,
+        cache_salt: str | None,
+        use_cache: bool,
+    ) -> str:
+        """Hand a prompt that nothing is generated for to the scheduler; return its request's id."""
+        params = copy(self._params)
+        params.skip_reading_prefix_cache = not use_cache
+        params.extra_args = extra_args
+        request_id = str(next(self._serial))
+        self.engine_core.add_request(
+            Request(
+                request_id,
+                tokens,
+                params,
+                None,
+                cache_salt=cache_salt,
+                lora_request=adapter,
+                block_hasher=self.engine_core.request_block_hasher,
+            )
+        )
+        return request_id
+
+    def generate(
+        self, job: GenerateJob, extra_args: dict[str, Any], adapter: LoRARequest | None
+    ) -> tuple[str, str]:
+        """Hand a job that generates to vLLM; return the ids of its request and of its outputs.
+
+        Errors: ValueError for what vLLM does not sample with.
+        """
+        params = SamplingParams(
+            max_tokens=job.max_tokens,
+            temperature=job.policy.temperature,
+            top_p=job.policy.top_p,
+            top_k=job.policy.top_k,
+            min_p=job.policy.min_p,
+            seed=job.seed,
+            stop=list(job.stop),
+            include_stop_str_in_output=job.include_stop,
+            ignore_eos=job.ignore_eos,
+            logprobs=job.top if job.logprobs else None,
+            output_kind=RequestOutputKind.DELTA if job.stream else RequestOutputKind.FINAL_ONLY,
+            extra_args=extra_args,
+        )
+        prompt: dict[str, Any] = {"prompt_token_ids": job.tokens.tolist()}
+        if job.plan is not None:
+            prompt["cache_salt"] = job.plan.digest(job.prompt_len).hex()
+        output_id = str(next(self._serial))
+        request_id: str = self._front.add_request(output_id, prompt, params, lora_request=adapter)
+        return request_id, output_id
+
+    def step(self) -> list[Any]:
+        """Run one step of the scheduler and the model; return an `EngineCoreOutput` a request."""
+        outputs, executed = self.engine_core.step_fn()
+        self.engine_core.post_step(model_executed=executed)
+        # None while pipeline stages are being filled
+        return [output for batch in (outputs or {}).values() for output in batch.outputs]
+
+    def process(self, outputs: Sequence[Any]) -> list[Any]:
+        """Detokenize outputs of a step and look for stop strings; return `RequestOutput`s."""
+        processed = self._front.output_processor.process_outputs(
+            list(outputs), engine_core_timestamp=time.monotonic()
+        )
+        self._front.engine_core.abort_requests(processed.reqs_to_abort)
+        found: list[Any] = processed.request_outputs
+        return found
+
+    def abort(self, request_id: str) -> None:
+        """Abort a request of `schedule`."""
+        self.engine_core.abort_requests([request_id])
+
+    def abort_generation(self, request_id: str) -> None:
+        """Abort a request of `generate`."""
+        self._front.abort_request([request_id], internal=True)
+
+    def load_adapter(self, name: str, slot: int, path: str) -> LoRARequest:
+        """Put an adapter that lies in a directory into a slot, in place of what that held.
+
+        Return what requests with the adapter carry. Errors: whatever vLLM raises, in any process.
+        """
+        request = LoRARequest(name, slot, path)
+        self.engine_core.add_lora(request)
+        return request
+
+    def unload_adapter(self, slot: int) -> None:
+        """Empty the slot of an adapter."""
+        self.engine_core.remove_lora(slot)
+
+    def close(self) -> None:
+        """Stop vLLM and its worker processes."""
+        self.engine_core.shutdown()
+
+
+class PrefixHitLimit:
+    """End the prefix-cache hit of a score request before its first wanted row.
+
+    It takes the place of two functions of a cache manager. Without it, a context that ends with a
+    cache block hides the row of its last token, and the whole sequence would be computed again.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._get, self._find = (
+            manager.get_computed_blocks,
+            manager.coordinator.find_longest_cache_hit,
+        )
+        self._limit: int | None = None
+        manager.get_computed_blocks = self.get_computed_blocks
+        manager.coordinator.find_longest_cache_hit = self.find_longest_cache_hit
+
+    def get_computed_blocks(self, request: Any) -> Any:
+        """Return vLLM's answer for a request, with its rows left out of the hit."""
+        params = request.sampling_params
+        wanted = (params.extra_args or {}).get(SCORE) if params else None
+        self._limit = None if wanted is None else wanted["first_row"]
+        try:
+            return self._get(request)
+        finally:
+            self._limit = None
+
+    def find_longest_cache_hit(self, block_hashes: Any, max_cache_hit_length: int) -> Any:
+        """Return vLLM's answer, of at most as many tokens as stand before the first wanted row."""
+        limit = max_cache_hit_length if self._limit is None else self._limit
+        return self._find(block_hashes, min(max_cache_hit_length, limit))

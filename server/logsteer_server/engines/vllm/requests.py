@@ -1,0 +1,138 @@
+"""How each kind of job runs as requests of vLLM's, and those that read a prompt alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from logsteer_server.contract.jobs import (
+    CaptureJob,
+    CaptureOutput,
+    Job,
+    JobFailure,
+    JobResult,
+    ScoreJob,
+    ScoreOutput,
+)
+from logsteer_server.engines.vllm.adapters import AdapterSlot
+from logsteer_server.engines.vllm.extra_args import describe_rows
+from logsteer_server.engines.vllm.steering_slots import SteeringSlot, SteeringSlots
+from logsteer_server.numerics.rows import RowSpec, unpack
+
+if TYPE_CHECKING:
+    from logsteer_server.engines.vllm.core import VllmCore
+
+
+@dataclass(slots=True, eq=False)
+class RunningJob:
+    """A job that vLLM works on: its requests' kind, the slots that it holds, its request's id."""
+
+    job_id: int
+    job: Any
+    kind: "JobRequests"
+    slot: SteeringSlot
+    adapter: AdapterSlot | None
+    use_cache: bool = True
+    request_id: str = ""
+
+    @property
+    def lora_request(self) -> Any:
+        """What tells vLLM which adapter to use, if any."""
+        return self.adapter and self.adapter.lora_request
+
+
+Collected = tuple[RunningJob, JobResult | None]
+"""A job and what came of it; None where it has to run once more without the prefix cache."""
+
+
+class JobRequests(Protocol):
+    """Run the jobs of one class."""
+
+    def take_slot(self, job: Any) -> SteeringSlot | None:
+        """Take the slot of the steering tables that a job needs; None where it has to wait."""
+        ...
+
+    def submit(self, running: RunningJob) -> str:
+        """Hand a job to vLLM and return its request's id. Errors: ValueError for bad sampling."""
+        ...
+
+    def collect(self, outputs: Sequence[tuple[RunningJob, Any]]) -> list[Collected]:
+        """Make results of what a step of vLLM put out."""
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """Abort a request."""
+        ...
+
+
+class PrefillRequests:
+    """Run jobs that read a prompt and generate nothing."""
+
+    def __init__(self, vllm: "VllmCore", slots: SteeringSlots) -> None:
+        self._vllm = vllm
+        self._slots = slots
+
+    def _schedule(
+        self, running: RunningJob, extra_args: dict[str, Any], salt: str | None, use_cache: bool
+    ) -> str:
+        tokens = running.job.tokens.tolist()
+        return self._vllm.schedule(tokens, extra_args, running.lora_request, salt, use_cache)
+
+    def collect(self, outputs: Sequence[tuple[RunningJob, Any]]) -> list[Collected]:
+        """Read the results of the requests that have ended."""
+        return [
+            (running, self._read(running, output)) for running, output in outputs if output.finished
+        ]
+
+    def _read(self, running: RunningJob, output: Any) -> JobResult | None:
+        raise NotImplementedError
+
+    def cancel(self, request_id: str) -> None:
+        """Abort a request."""
+        self._vllm.abort(request_id)
+
+
+class ScoreRequests(PrefillRequests):
+    """Run score jobs; their rows come back with the output of their requests."""
+
+    def __init__(self, vllm: "VllmCore", slots: SteeringSlots, eos_ids: tuple[int, ...]) -> None:
+        super().__init__(vllm, slots)
+        self._eos_ids = eos_ids
+
+    def take_slot(self, job: Job) -> SteeringSlot | None:
+        """Take the slot of the job's plan, if it has one; None where it has to wait."""
+        return self._slots.take_plan(job)
+
+    def submit(self, running: RunningJob) -> str:
+        """Hand a job to vLLM's scheduler and return its request's id."""
+        job: ScoreJob = running.job
+        rows = describe_rows(job, RowSpec.of(job, self._eos_ids))
+        salt = None if job.plan is None else job.plan.digest(job.prompt_len).hex()
+        return self._schedule(running, running.slot.extra_args | rows, salt, running.use_cache)
+
+    def _read(self, running: RunningJob, output: Any) -> JobResult | None:
+        spec = RowSpec.of(running.job, self._eos_ids)
+        values = output.prompt_token_id_logprobs
+        if values is None:
+            detail = f"vLLM ended the request without its rows ({output.finish_reason})"
+            return JobFailure("internal", detail)
+        if values.numel() == 0:
+            # The prefix cache reached beyond the first wanted row, so that row was not computed.
+            return None
+        rows = unpack(values.numpy().reshape(-1, spec.width), spec)
+        cached = output.prefill_stats.num_cached_tokens if output.prefill_stats else 0
+        return ScoreOutput(rows.columns, rows.top_ids, rows.top_logprobs, cached_tokens=cached)
+
+
+class CaptureRequests(PrefillRequests):
+    """Run capture jobs; their activations are summed up in the workers' tables."""
+
+    def take_slot(self, job: CaptureJob) -> SteeringSlot | None:
+        """Take a slot to sum up activations in; None where the job has to wait for one."""
+        return self._slots.take_capture(job)
+
+    def submit(self, running: RunningJob) -> str:
+        """Hand a job to vLLM's scheduler, to be read whole; return its request's id."""
+        return self._schedule(running, running.slot.extra_args, None, use_cache=False)
+
+    def _read(self, running: RunningJob, output: Any) -> JobResult:  # noqa: ARG002
+        return CaptureOutput(self._slots.read_capture(running.slot, running.job))

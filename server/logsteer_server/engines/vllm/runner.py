@@ -1,0 +1,134 @@
+"""vLLM's V1 model runner, which also reads scored rows and marks steered tokens.
+
+What is read and marked is free of vLLM (`scoring`, `steering`). A runner has to tell them: of each
+step the parts of prompts and their hidden states (`RowReader.read`), the way back for finished
+rows, which requests begin and end (`StepSteering.begin`, `end`), and in front of each forward pass
+where the requests' tokens lie (`mark`). Another runner of vLLM's takes another module like this.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from logsteer_server.engines.vllm.config import SteeringSize
+from logsteer_server.engines.vllm.extra_args import SCORE
+from logsteer_server.engines.vllm.operation import TABLES, append_operation, find_layers
+from logsteer_server.engines.vllm.scoring import PromptPart, RowReader
+from logsteer_server.engines.vllm.steering import StepSteering
+
+
+class LogsteerRunner(GPUModelRunner):  # type: ignore[misc]
+    """Run a model as vLLM does, and read rows and steer beside it.
+
+    It is never constructed: the worker gives an existing runner this class in front of its own, so
+    the same code serves vLLM's GPU and CPU runners.
+    """
+
+    row_reader: RowReader
+    steering: StepSteering | None
+
+    def prepare_scoring(self, chunk_bytes: int) -> None:
+        """Make ready to read rows, in chunks of so many bytes."""
+        writes_exports = get_tensor_model_parallel_rank() == 0
+        vocab_size = self.model_config.get_vocab_size()
+        self.row_reader = RowReader(chunk_bytes, vocab_size, writes_exports)
+        self.steering = None
+
+    def prepare_steering(self, size: SteeringSize) -> None:
+        """Put the steering operation behind the layers of the model, before it is compiled."""
+        layers = self.find_layers()
+        like = torch.empty(0, dtype=self.model_config.dtype, device=self.device)
+        width = self.model_config.get_hidden_size()
+        self.steering = StepSteering(size, len(layers), self.max_num_tokens, width, like)
+        self.compilation_config.static_forward_context[TABLES] = self.steering.tables
+        append_operation(layers, self.steering.tables)
+
+    def find_layers(self) -> list[nn.Module]:
+        """Return the decoder layers of the model, those of other pipeline stages included."""
+        return find_layers(self.model, self.model_config.hf_text_config.num_hidden_layers)
+
+    def load_lora_model(self, model: Any, vllm_config: Any, device: torch.device) -> Any:
+        """Return the model with vLLM's LoRA layers, but none around embeddings and head.
+
+        A head with one takes the rows that are sampled from and no others.
+        """
+        for module in model.modules():
+            if hasattr(module, "embedding_modules"):
+                module.embedding_modules = {}
+        return super().load_lora_model(model, vllm_config, device)
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
+        """Prepare a step as vLLM does, then mark its tokens: vLLM calls this once a step."""
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        if self.steering is None:
+            return prepared
+        self.steering.record()
+        for req_id in scheduler_output.finished_req_ids:
+            self.steering.end(req_id)
+        for request in scheduler_output.scheduled_new_reqs:
+            params = request.sampling_params
+            extra_args = params.extra_args if params and params.extra_args else {}
+            self.steering.begin(request.req_id, extra_args, request.num_computed_tokens)
+        rows = self.input_batch.num_reqs
+        self.steering.mark(
+            self.input_batch.req_ids,
+            self.query_start_loc.np[: rows + 1].astype(np.int64),
+            self.input_batch.num_computed_tokens_cpu[:rows].astype(np.int64),
+        )
+        return prepared
+
+    def _get_prompt_logprobs_dict(
+        self, hidden_states: Tensor, num_scheduled_tokens: dict[str, int]
+    ) -> dict[str, Any]:
+        """Read rows, too: vLLM calls this on the last stage before the step's requests advance."""
+        self.row_reader.begin_step()
+        parts = self._find_parts(num_scheduled_tokens)
+        self.row_reader.read(parts, hidden_states, self.model.compute_logits)
+        self.row_reader.keep_only(self.requests.keys())
+        prompt_logprobs: dict[str, Any] = super()._get_prompt_logprobs_dict(
+            hidden_states, num_scheduled_tokens
+        )
+        return prompt_logprobs
+
+    def _find_parts(self, num_scheduled_tokens: dict[str, int]) -> list[PromptPart]:
+        """Return the parts of prompts in a step, of requests that are scored."""
+        parts = []
+        for req_id, num_tokens in num_scheduled_tokens.items():
+            request = self.requests[req_id]
+            extra_args = request.sampling_params and request.sampling_params.extra_args
+            if not extra_args or SCORE not in extra_args:
+                continue
+            begin, prompt_len = request.num_computed_tokens, request.num_prompt_tokens
+            if begin >= prompt_len:
+                continue
+            end = min(begin + num_tokens, prompt_len)
+            offset = int(self.query_start_loc.np[self.input_batch.req_id_to_index[req_id]])
+            parts.append(PromptPart(req_id, extra_args[SCORE], begin, end, prompt_len, offset))
+        return parts
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Return vLLM's output of the step, with the rows of requests whose prompt it finished."""
+        self.row_reader.begin_step()
+        removed = self._remove_generators() if self.device.type == "cpu" else {}
+        output = super().sample_tokens(grammar_output)
+        self.input_batch.generators.update(removed)
+        if finished := self.row_reader.take_finished():
+            if not isinstance(output, ModelRunnerOutput):
+                raise TypeError(f"rows need synchronous scheduling, got {type(output).__name__}")
+            output.prompt_token_id_logprobs_dict = finished
+        return output
+
+    def _remove_generators(self) -> dict[int, torch.Generator]:
+        """Take away the generators of requests whose prefill goes on, so that they stay in place.
+
+        vLLM samples for these too and winds their generators back after, which one on the CPU
+        cannot be.
+        """
+        unfinished = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]
+        generators = self.input_batch.generators
+        return {i: generators.pop(i) for i in map(int, unfinished) if i in generators}

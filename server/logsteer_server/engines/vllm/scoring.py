@@ -1,0 +1,211 @@
+"""Scored rows out of the hidden states of steps, over chunked and preempted prefills.
+
+Free of vLLM, whose model runner says here which parts of prompts a step reads.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from logsteer_server.numerics.rows import ReferenceFile, RowFiles, RowSpec, read_hidden
+
+
+class PartialRows:
+    """Gather the rows of one request over the steps of a chunked or preempted prefill."""
+
+    def __init__(self, num_rows: int, spec: RowSpec) -> None:
+        self.values_RW = torch.zeros((num_rows, spec.width), dtype=spec.dtype)
+        self.present_R = np.zeros(num_rows, dtype=bool)
+
+    def put(self, first: int, values_rW: Tensor) -> None:
+        """Store rows `first` onward; a row that is read again replaces its equal."""
+        self.values_RW[first : first + len(values_rW)] = values_rW
+        self.present_R[first : first + len(values_rW)] = True
+
+
+@dataclass(frozen=True, slots=True)
+class RowRequest:
+    """What one request wants: the targets of its last rows, and what is read from them."""
+
+    targets: np.ndarray
+    shares_row: bool
+    spec: RowSpec
+    export: str | None
+    reference: str | None
+
+    @classmethod
+    def parse(cls, wanted: dict[str, Any]) -> "RowRequest":
+        """Parse what `describe_rows` put into the request's extra arguments."""
+        return cls(
+            np.frombuffer(wanted["targets"], dtype=np.int32),
+            wanted["shares_row"],
+            wanted["spec"],
+            wanted["export"],
+            wanted["reference"],
+        )
+
+    def find_rows(self, begin: int, end: int, prompt_len: int) -> tuple[int, np.ndarray]:
+        """Return which rows lie in [begin, end): the first one's place, and each one's position.
+
+        For the 3 targets of a prompt of 8 tokens, which follow the tokens at positions 5, 6 and 7,
+        [4, 7) has the rows at 5 and 6: the first one's place is 0. [7, 8) has the one at 7: place
+        2. Targets that share a row have their R rows all at position 7.
+        """
+        if self.shares_row:
+            count = len(self.targets) if end == prompt_len else 0
+            return 0, np.full(count, prompt_len - 1)
+        first_row = prompt_len - len(self.targets)
+        first = max(begin, first_row)
+        return first - first_row, np.arange(first, max(first, end))
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """Tokens [begin, end) of a request's prompt, which lie from `offset` on in a step's tokens.
+
+    `wanted`: what `describe_rows` says of the request.
+    """
+
+    req_id: str
+    wanted: dict[str, Any]
+    begin: int
+    end: int
+    prompt_len: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The rows from `first` on of a request, which lie at `index_R` in a step's tokens."""
+
+    req_id: str
+    wanted: RowRequest
+    first: int
+    index_R: np.ndarray
+    ends_prompt: bool
+
+    @classmethod
+    def find(cls, part: PromptPart) -> "StepRows":
+        """Find the rows of a part of a prompt."""
+        wanted = RowRequest.parse(part.wanted)
+        first, positions_R = wanted.find_rows(part.begin, part.end, part.prompt_len)
+        index_R = positions_R + (part.offset - part.begin)
+        return cls(part.req_id, wanted, first, index_R, part.end == part.prompt_len)
+
+    @property
+    def count(self) -> int:
+        """How many rows of the request this step has."""
+        return len(self.index_R)
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """What requests that are read together have in common; one with files is read alone."""
+        alone = self.wanted.export or self.wanted.reference
+        return (self.wanted.spec, self.req_id if alone else None)
+
+    @property
+    def targets(self) -> np.ndarray:
+        """The targets of these rows."""
+        return self.wanted.targets[self.first : self.first + self.count]
+
+
+class RowReader:
+    """Read the rows that score requests ask for, step by step.
+
+    `chunk_bytes` bounds the logits that exist at once. `writes_exports`: every rank has the same
+    logits, so one of them alone writes files.
+    """
+
+    def __init__(self, chunk_bytes: int, vocab_size: int, writes_exports: bool) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._vocab_size = vocab_size
+        self._writes_exports = writes_exports
+        self._partial: dict[str, PartialRows] = {}
+        self._finished: dict[str, Tensor] = {}
+
+    def begin_step(self) -> None:
+        """Drop finished rows that nobody took."""
+        self._finished = {}
+
+    def take_finished(self) -> dict[str, Tensor]:
+        """Return the rows of the requests whose prompt ended in this step, each flattened.
+
+        A request has none where the prefix cache has hidden some of its rows.
+        """
+        finished, self._finished = self._finished, {}
+        return finished
+
+    def read(
+        self, parts: Sequence[PromptPart], hidden_TD: Tensor, project: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Read the rows of a step's prompts; `project` maps hidden states to logits.
+
+        Every tensor-parallel rank calls `project` alike: groups are read in order of appearance.
+        """
+        steps = [StepRows.find(part) for part in parts]
+        for group in dict.fromkeys(step.group for step in steps):
+            self._read([step for step in steps if step.group == group], hidden_TD, project)
+
+    def keep_only(self, req_ids: Collection[str]) -> None:
+        """Drop the rows of requests that are no longer there."""
+        for req_id in self._partial.keys() - req_ids:
+            del self._partial[req_id]
+
+    def _read(
+        self, steps: list[StepRows], hidden_TD: Tensor, project: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Read the rows of all requests of a group together, and store them by request."""
+        with_rows = [step for step in steps if step.count]
+        if with_rows:
+            device = hidden_TD.device
+            index_R = np.concatenate([step.index_R for step in with_rows])
+            targets_R = np.concatenate([step.targets for step in with_rows])
+            values_RW = read_hidden(
+                hidden_TD[torch.from_numpy(index_R).to(device)],
+                torch.from_numpy(targets_R).to(device, torch.int64),
+                project,
+                self._vocab_size,
+                with_rows[0].wanted.spec,
+                self._chunk_bytes,
+                self._find_files(with_rows[0]),
+            ).cpu()
+            start = 0
+            for step in with_rows:
+                self._store(step, values_RW[start : start + step.count])
+                start += step.count
+        for step in steps:
+            if step.ends_prompt and step.req_id not in self._finished:
+                self._finish(step)
+
+    def _find_files(self, step: StepRows) -> RowFiles:
+        shape = (len(step.wanted.targets), self._vocab_size)
+        export = step.wanted.export if self._writes_exports else None
+        reference = step.wanted.reference
+        return RowFiles(
+            ReferenceFile(export, *shape) if export else None,
+            ReferenceFile(reference, *shape) if reference else None,
+            step.first,
+        )
+
+    def _store(self, step: StepRows, values_rW: Tensor) -> None:
+        if step.ends_prompt and step.count == len(step.wanted.targets):
+            self._finished[step.req_id] = values_rW.flatten()
+            self._partial.pop(step.req_id, None)
+            return
+        partial = self._partial.get(step.req_id)
+        if partial is None:
+            partial = PartialRows(len(step.wanted.targets), step.wanted.spec)
+            self._partial[step.req_id] = partial
+        partial.put(step.first, values_rW)
+
+    def _finish(self, step: StepRows) -> None:
+        """Hand over a request's rows; none of them where the prefix cache has hidden some."""
+        partial = self._partial.pop(step.req_id, None)
+        whole = partial is not None and bool(partial.present_R.all())
+        self._finished[step.req_id] = (
+            partial.values_RW.flatten() if partial is not None and whole else torch.empty(0)
+        )

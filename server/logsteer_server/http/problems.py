@@ -1,0 +1,130 @@
+"""Errors as answers: problem documents (RFC 9457), and OpenAI's shape under `/v1`."""
+
+import logging
+import math
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from logsteer.errors import APIError, api_error
+from logsteer_server.http.encoding import JSON, encode_json
+
+log = logging.getLogger(__name__)
+
+PROBLEM = "application/problem+json"
+CLIENT_CLOSED_REQUEST = 499
+MAX_SHOWN_ERRORS = 5
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Have the application answer every error of a route as a problem."""
+    app.add_exception_handler(APIError, _answer_api_error)
+    app.add_exception_handler(RequestValidationError, _answer_invalid)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(ClientDisconnect, _answer_disconnect)
+    app.add_exception_handler(Exception, _answer_crash)
+
+
+def describe_openai_error(error: APIError) -> dict[str, Any]:
+    """Write an error in OpenAI's shape."""
+    return {
+        "error": {
+            "message": error.detail,
+            "type": error.code,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def _answer_problem(request: Request, error: APIError) -> Response:
+    request_id = request.state.id
+    headers = {
+        "X-Request-Id": request_id
+    }  # set here too: a crash is answered outside of RequestIds
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(math.ceil(error.retry_after))
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if request.url.path.startswith("/v1/"):
+        body = encode_json(describe_openai_error(error))
+        return Response(body, error.status, headers, JSON)
+    body = encode_json(error.problem(request_id).model_dump())
+    return Response(body, error.status, headers, PROBLEM)
+
+
+async def _answer_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, APIError)
+    return _answer_problem(request, error)
+
+
+async def _answer_invalid(request: Request, error: Exception) -> Response:
+    """Say every reason why the request does not fit its schema, in one line."""
+    assert isinstance(error, RequestValidationError)
+    found = error.errors()
+    reasons = [_explain(entry) for entry in found[:MAX_SHOWN_ERRORS]]
+    if len(found) > MAX_SHOWN_ERRORS:
+        reasons.append(f"and {len(found) - MAX_SHOWN_ERRORS} more")
+    content_type = request.headers.get("content-type", "")
+    if request.method == "POST" and "json" not in content_type and "stream" not in request.url.path:
+        reasons = [
+            f"The body was sent as {content_type or 'no content type'}; "
+            "send JSON with the header Content-Type: application/json."
+        ]
+    param = _name_field(found[0]["loc"]) if found else None
+    return _answer_problem(request, api_error("invalid_request", " ".join(reasons), param=param))
+
+
+def _name_field(location: tuple[int | str, ...]) -> str | None:
+    """Return `items[0].targets` for ("body", "items", 0, "targets")."""
+    name = ""
+    for part in location[1:]:
+        name += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return name.removeprefix(".") or None
+
+
+def _explain(entry: dict[str, object]) -> str:
+    location = entry["loc"]
+    assert isinstance(location, tuple)
+    reason = str(entry["msg"]).removeprefix("Value error, ")
+    if entry["type"] == "json_invalid":
+        context = entry.get("ctx")
+        cause = context.get("error") if isinstance(context, dict) else None
+        return f"The body is not valid JSON: {cause or reason}."
+    if entry["type"] == "extra_forbidden":
+        return f"{_name_field(location)}: there is no such field; remove it."
+    field = _name_field(location)
+    return f"{field}: {reason}." if field else f"{reason}."
+
+
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, APIError):  # FastAPI wraps what reading the body raises
+        return _answer_problem(request, error.__cause__)
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow") or (error.headers or {}).get(
+            "allow", "another"
+        )
+        detail = f"{request.url.path} does not take {request.method}; send {allowed}."
+        return _answer_problem(request, api_error("method_not_allowed", detail))
+    if error.status_code == 404:
+        detail = f"There is no {request.url.path} here; /docs lists every path."
+        return _answer_problem(request, api_error("not_found", detail))
+    return _answer_problem(
+        request, api_error("invalid_request", str(error.detail), status=error.status_code)
+    )
+
+
+async def _answer_disconnect(_request: Request, _error: Exception) -> Response:
+    """End the request: nobody reads this; it ends the request without a stack trace in the log."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def _answer_crash(request: Request, error: Exception) -> Response:
+    request_id = request.state.id
+    log.error("request %s failed", request_id, exc_info=error)
+    detail = f"A fault of the server, not of the request; its log has it under {request_id}."
+    return _answer_problem(request, api_error("internal", detail))

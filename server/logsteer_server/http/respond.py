@@ -1,0 +1,161 @@
+"""From a task to an HTTP response: within the deadline, as a document or as events."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from logsteer.errors import APIError, api_error
+from logsteer_server.http.encoding import (
+    DONE,
+    choose_encoding,
+    encode,
+    encode_data,
+    encode_event,
+)
+from logsteer_server.http.problems import describe_openai_error
+from logsteer_server.settings import Settings
+from logsteer_server.tasks.run import Event, Run, Task
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EventShape:
+    """How events are written: each one, an error, and what ends a stream; b"" for nothing."""
+
+    encode: Callable[[Event], bytes]
+    encode_error: Callable[[APIError, str], bytes]
+    end: bytes = b""
+
+
+def _encode_named(event: Event) -> bytes:
+    return encode_event(event.name, event.document)
+
+
+def _encode_problem(error: APIError, answer_id: str) -> bytes:
+    return encode_event("error", error.problem(answer_id).model_dump())
+
+
+def _encode_chunk(event: Event) -> bytes:
+    return encode_data(event.document) if event.name == "chunk" else b""
+
+
+def _encode_openai_error(error: APIError, _answer_id: str) -> bytes:
+    return encode_data(describe_openai_error(error))
+
+
+NAMED_EVENTS = EventShape(_encode_named, _encode_problem)
+"""Events `start`, pieces, `result` and `error`, each with its name."""
+OPENAI_CHUNKS = EventShape(_encode_chunk, _encode_openai_error, DONE)
+"""Chunks of OpenAI's shape, without names."""
+
+
+async def respond(
+    request: Request, task: Task, shape: EventShape = NAMED_EVENTS, *, reads_body: bool = False
+) -> Response:
+    """Run a task and answer with its document, or with a stream of its events.
+
+    A stream answers once its first batch is planned and admitted, so that what is refused until
+    then has its own status. `reads_body`: the task reads the request's body while it plans; there
+    is then no deadline, and a caller who hangs up is noticed where the body is read.
+    """
+    settings: Settings = request.app.state.settings
+    run = Run(task, settings)
+    if not task.streams:
+        return answer(request, await run_within(request, settings.request_timeout_s, run.finish()))
+    events = run.events()
+    first = anext(events)
+    if reads_body:
+        opening = await first
+    else:
+        opening = await run_within(request, settings.request_timeout_s, _await(first))
+    return EventStream(task.id, opening, events, shape)
+
+
+async def _await(work: Awaitable[T]) -> T:
+    return await work
+
+
+class EventStream(StreamingResponse):
+    """A run's events as server-sent events, kept from being buffered or cached on their way.
+
+    The run ends with the response, however that ends.
+    """
+
+    def __init__(
+        self,
+        answer_id: str,
+        opening: Event,
+        events: AsyncGenerator[Event, None],
+        shape: EventShape,
+    ) -> None:
+        self._answer_id = answer_id
+        self._opening = opening
+        self._events = events
+        self._shape = shape
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(self._encode(), media_type="text/event-stream", headers=headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        async with aclosing(self._events):
+            await super().__call__(scope, receive, send)
+
+    async def _encode(self) -> AsyncGenerator[bytes, None]:
+        shape = self._shape
+        yield shape.encode(self._opening)
+        try:
+            async for event in self._events:
+                yield shape.encode(event)
+        except APIError as error:
+            yield shape.encode_error(error, self._answer_id)
+        except Exception:
+            log.exception("the stream of %s failed", self._answer_id)
+            detail = f"A fault of the server; its log has it under {self._answer_id}."
+            yield shape.encode_error(api_error("internal", detail), self._answer_id)
+        yield shape.end
+
+
+async def run_within(request: Request, timeout_s: float, work: Coroutine[Any, Any, T]) -> T:
+    """Return what `work` returns; cancel it when time runs out or the caller hangs up.
+
+    Errors: APIError `deadline_exceeded`; ClientDisconnect.
+    """
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_wait_for_disconnect(request))
+    try:
+        await asyncio.wait({task, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if gone.done():
+            raise ClientDisconnect
+        detail = (
+            f"The work was not done within {timeout_s:g} s and was cancelled: send less at once, "
+            "or raise request_timeout_s."
+        )
+        raise api_error("deadline_exceeded", detail)
+    finally:
+        for pending in (task, gone):
+            pending.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def answer(request: Request, document: dict[str, Any]) -> Response:
+    """Answer with the document in the encoding that the caller accepts."""
+    media_type = choose_encoding(request.headers.get("accept", ""))
+    return Response(encode(document, media_type), media_type=media_type)

@@ -1,0 +1,105 @@
+"""Interventions of a request: steering, an override, an adapter, as what its jobs carry."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from logsteer.schemas import AdapterCard, InterventionFields, OverrideCard, ParameterFields
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import Job, Output
+from logsteer_server.interventions.adapters import ResolvedAdapter, resolve_adapter
+from logsteer_server.interventions.overrides import ResolvedOverride, resolve_override
+from logsteer_server.interventions.receipt import Receipt, check_reach
+from logsteer_server.interventions.steering import ResolvedSteering, resolve_steering
+from logsteer_server.stores.store import Store
+from logsteer_server.stores.vectors import VectorStore
+
+J = TypeVar("J", bound=Job)
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """Where the names in a request are looked up."""
+
+    vectors: VectorStore
+    overrides: Store[OverrideCard]
+    adapters: Store[AdapterCard]
+
+
+@dataclass(frozen=True, slots=True)
+class Interventions:
+    """What a request changes of a model for itself; none of the three: the model as it is."""
+
+    steering: ResolvedSteering | None = None
+    override: ResolvedOverride | None = None
+    adapter: ResolvedAdapter | None = None
+
+    @classmethod
+    def resolve(cls, asked: ParameterFields, stores: Stores, info: EngineInfo) -> "Interventions":
+        """Find what the fields of a request mean for a model; it blocks.
+
+        Errors: APIError `unknown_vector`, `invalid_vector`, `unknown_override`, `unknown_adapter`,
+        `unsupported_by_engine`.
+        """
+        steering = asked.steering if isinstance(asked, InterventionFields) else None
+        return cls(
+            None if steering is None else resolve_steering(steering, stores.vectors, info),
+            resolve_override(asked.override, stores.overrides, info),
+            resolve_adapter(asked.adapter, stores.adapters, info),
+        )
+
+    @property
+    def unsteered(self) -> "Interventions":
+        """The same without steering."""
+        return replace(self, steering=None)
+
+    def check_reach(self, jobs: Sequence[Job]) -> None:
+        """Make sure that steering reaches a token of some job.
+
+        Errors: APIError `invalid_request` where it reaches none.
+        """
+        if self.steering is not None:
+            check_reach(self.steering, jobs)
+
+    def apply(self, jobs: Sequence[J]) -> list[J]:
+        """Return the jobs on the changed model. Errors: as `check_reach`."""
+        self.check_reach(jobs)
+        return [self.change(job) for job in jobs]
+
+    def change(self, job: J) -> J:
+        """Return the job on the changed model."""
+        if self == UNCHANGED:
+            return job
+        return replace(
+            job,
+            plan=self.steering.plan if self.steering else None,
+            override=self.override.override if self.override else None,
+            adapter=self.adapter.adapter if self.adapter else None,
+        )
+
+
+UNCHANGED = Interventions()
+"""The model as it is."""
+
+
+class AppliedReport:
+    """What an answer says of the interventions that it was computed under."""
+
+    def __init__(self, interventions: Interventions) -> None:
+        self._interventions = interventions
+        steering = interventions.steering
+        self._receipt = Receipt(steering) if steering else None
+
+    def add(self, output: Output) -> None:
+        """Count the (last) output of a job in."""
+        if self._receipt is not None:
+            self._receipt.add(output)
+
+    def write(self) -> dict[str, Any]:
+        """Return the fields of `AppliedInterventions`. Errors: as `Receipt.write`."""
+        override, adapter = self._interventions.override, self._interventions.adapter
+        return {
+            "steering": self._receipt.write() if self._receipt else None,
+            "override": override.used if override else None,
+            "adapter": adapter.used if adapter else None,
+        }

@@ -1,0 +1,214 @@
+"""A resident model: an engine, its tokenizer, the budget of work it takes on, known results."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+
+from logsteer.errors import api_error
+from logsteer.schemas import ModelCard, Precision, Provenance
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import Job, Output
+from logsteer_server.engines.supervisor import EngineHandle
+from logsteer_server.metrics import ModelCounters, ModelReading
+from logsteer_server.models.admission import Admission
+from logsteer_server.models.cache import Computed, MissingJob, ResultCache, digest_scope
+from logsteer_server.models.timer import WorkTimer
+from logsteer_server.settings import ModelSettings
+from logsteer_server.text.tokenizer import TextCodec
+
+log = logging.getLogger(__name__)
+
+STORED_AT_ONCE = 1024
+"""Results that wait together for the cache, so that a long call does not hold all of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedJobs:
+    """Jobs as far as they are known: results of earlier ones, and those to compute.
+
+    `missing` says where each of `jobs` belongs; None where the cache was not asked.
+    """
+
+    jobs: Sequence[Job]
+    hits: Sequence[tuple[int, Output]] = ()
+    missing: Sequence[MissingJob] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions of the context that the jobs to compute may come to use."""
+        return sum(job.num_positions for job in self.jobs)
+
+    @property
+    def num_known(self) -> int:
+        """Jobs that the engine will not see: known ones, and repetitions within the call."""
+        repeated = sum(len(entry.indices) - 1 for entry in self.missing or ())
+        return len(self.hits) + repeated
+
+
+class ResidentModel:
+    """One configured model."""
+
+    def __init__(
+        self,
+        settings: ModelSettings,
+        handle: EngineHandle,
+        max_tokens: int,
+        results: ResultCache,
+        counters: ModelCounters,
+    ) -> None:
+        self.settings = settings
+        self.handle = handle
+        self.admission = Admission(max_tokens)
+        self._results = results
+        self._counters = counters
+        self._codec: TextCodec | None = None
+
+    @property
+    def id(self) -> str:
+        """The id under which requests name this model."""
+        return self.settings.id
+
+    async def load_codec(self) -> None:
+        """Load the tokenizer when the engine is ready; the handle's state says if that fails."""
+        await self.handle.ready.wait()
+        assert self.handle.info is not None
+        try:
+            self._codec = await asyncio.to_thread(TextCodec.load, self.handle.info.tokenizer_path)
+        except Exception as error:  # a tokenizer's own code may raise anything
+            log.exception("the tokenizer of model %s did not load", self.id)
+            self.handle.state = "failed"
+            self.handle.detail = f"its tokenizer did not load: {error}"
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests can be answered."""
+        return self.handle.state == "ready" and self._codec is not None
+
+    def require(self) -> tuple[TextCodec, EngineInfo]:
+        """Return tokenizer and engine. Errors: APIError where the model does not answer now."""
+        info = self.handle.check_ready()
+        if self._codec is None:
+            detail = f"The tokenizer of model {self.id} is still loading; try again shortly."
+            raise api_error("model_loading", detail, retry_after=2)
+        return self._codec, info
+
+    async def prepare(self, jobs: Sequence[Job], cache: bool) -> PreparedJobs:
+        """Look jobs up in the result cache, where `cache` allows it; equal ones go together."""
+        if not (cache and self._results.is_on):
+            return PreparedJobs(jobs)
+        scope = digest_scope(self.handle.check_ready(), self.settings)
+        found = await self._results.find(scope, jobs)
+        unknown = [jobs[entry.indices[0]] for entry in found.missing]
+        prepared = PreparedJobs(unknown, found.hits, found.missing)
+        self._counters.cache_hits.inc(prepared.num_known)
+        self._counters.cache_misses.inc(sum(entry.key is not None for entry in found.missing))
+        return prepared
+
+    async def run(
+        self, prepared: PreparedJobs, timer: WorkTimer | None = None
+    ) -> AsyncGenerator[tuple[int, Output], None]:
+        """Yield index and output of each job as it ends, piece by piece where it streams.
+
+        Known results come first; what is computed is kept for later. Leaving the loop early
+        cancels the rest. Errors: as `EngineHandle.run`.
+        """
+        for index, output in prepared.hits:
+            yield index, output
+        missing = prepared.missing
+        computed: list[Computed] = []
+        try:
+            async for index, output in self._compute(prepared.jobs, timer):
+                if missing is None:
+                    yield index, output
+                    continue
+                entry = missing[index]
+                if entry.key is not None:
+                    computed.append((entry.key, prepared.jobs[index], output))
+                if len(computed) == STORED_AT_ONCE:
+                    self._results.keep(computed)
+                    computed = []
+                first, *others = entry.indices
+                yield first, output
+                for other in others:
+                    yield other, replace(output, cached_tokens=0)
+        finally:
+            self._results.keep(computed)
+
+    async def _compute(
+        self, jobs: Sequence[Job], timer: WorkTimer | None
+    ) -> AsyncIterator[tuple[int, Output]]:
+        if not jobs:
+            return
+        started = time.monotonic()
+        async for end in self.handle.run(jobs):
+            if timer is not None:
+                timer.note(end)
+            self._count(jobs[end.index], end.output)
+            yield end.index, end.output
+        num_tokens = sum(job.num_positions for job in jobs)
+        self.admission.note_speed(num_tokens, time.monotonic() - started)
+
+    async def check(self, job: Job) -> Output:
+        """Run one job that reads no tokens. Errors: APIError where it fails."""
+        (output,) = [end.output async for end in self.handle.run([job])]
+        return output
+
+    def _count(self, job: Job, output: Output) -> None:
+        if not output.is_last:
+            return
+        self._counters.prompt_tokens.inc(len(job.tokens))
+        self._counters.prefix_cached_tokens.inc(output.cached_tokens)
+        self._counters.scored_tokens.inc(job.num_scored)
+
+    def read(self) -> ModelReading:
+        """Return what the model is at right now."""
+        return ModelReading(
+            self.id, self.admission.pending_tokens, self.is_ready, self.handle.restarts
+        )
+
+    def describe(self) -> ModelCard:
+        """Describe the model as `GET /models` shows it."""
+        info, codec = self.handle.info, self._codec
+        card = ModelCard(
+            id=self.id,
+            engine=self.settings.engine,
+            state="loading"
+            if self.handle.state == "ready" and codec is None
+            else self.handle.state,
+            detail=self.handle.detail,
+            required=self.settings.required,
+            restarts=self.handle.restarts,
+        )
+        if info is not None and codec is not None:
+            card.context_length = info.context_length
+            card.vocab_size = info.vocab_size
+            card.has_chat_template = codec.has_chat_template
+            card.columns = list(info.columns)
+            card.provenance = self.provenance()
+        return card
+
+    def provenance(
+        self, protocol: str | None = None, precision: Precision = "float32"
+    ) -> Provenance:
+        """Say what computes this model's numbers."""
+        codec, info = self.require() if self.is_ready else (self._codec, self.handle.info)
+        assert codec is not None and info is not None
+        return Provenance(
+            engine=self.settings.engine,
+            engine_version=info.engine_version,
+            model_path=info.model_path,
+            weights_digest=info.weights_digest,
+            dtype=info.dtype,
+            logits_dtype=info.logits_dtype,
+            precision=precision,
+            tf32=info.tf32,
+            quantization=info.quantization,
+            tensor_parallel=info.tensor_parallel,
+            pipeline_parallel=info.pipeline_parallel,
+            batch_invariant=info.batch_invariant,
+            vocab_size=info.vocab_size,
+            tokenizer_digest=codec.digest,
+            protocol=protocol,
+        )

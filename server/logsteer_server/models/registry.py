@@ -1,0 +1,59 @@
+"""The models of the configuration, by id: started, found, ended."""
+
+import asyncio
+
+from logsteer.errors import api_error
+from logsteer_server.engines.supervisor import EngineHandle, SupervisionLimits
+from logsteer_server.metrics import Metrics
+from logsteer_server.models.cache import ResultCache
+from logsteer_server.models.model import ResidentModel
+from logsteer_server.settings import Settings
+
+
+class ModelRegistry:
+    """Every configured model, by id."""
+
+    def __init__(self, settings: Settings, results: ResultCache, metrics: Metrics) -> None:
+        limits = SupervisionLimits(
+            settings.engine_tokens, settings.ping_timeout_s, settings.max_restarts
+        )
+        self.by_id = {
+            model.id: ResidentModel(
+                model,
+                EngineHandle(model.to_spec(settings.directory), limits),
+                settings.max_pending_tokens,
+                results,
+                metrics.for_model(model.id),
+            )
+            for model in settings.models
+        }
+        metrics.live.read_models = lambda: [model.read() for model in self.by_id.values()]
+        self._loading: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Start every engine; returns at once."""
+        for model in self.by_id.values():
+            model.handle.start()
+            self._loading.append(asyncio.create_task(model.load_codec()))
+
+    async def close(self) -> None:
+        """End every engine."""
+        for task in self._loading:
+            task.cancel()
+        await asyncio.gather(*(model.handle.close() for model in self.by_id.values()))
+
+    def find(self, model_id: str | None) -> ResidentModel:
+        """Return the model of that id, or the only one for None.
+
+        Errors: APIError `unknown_model`, or `invalid_request` where None is ambiguous.
+        """
+        ids = ", ".join(self.by_id)
+        if model_id is None:
+            if len(self.by_id) == 1:
+                return next(iter(self.by_id.values()))
+            detail = f"Several models are resident; name one of them as model: {ids}."
+            raise api_error("invalid_request", detail, param="model")
+        if model_id not in self.by_id:
+            detail = f"No model {model_id!r} is resident; these are: {ids}."
+            raise api_error("unknown_model", detail, param="model")
+        return self.by_id[model_id]

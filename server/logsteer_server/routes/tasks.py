@@ -1,0 +1,76 @@
+"""The endpoints that run a task, made from the table of endpoints and the tasks' classes."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
+
+from logsteer._endpoints import ENDPOINTS, Endpoint
+from logsteer_server.http.dependencies import LimitedRoute, ModelsDep, StoresDep
+from logsteer_server.http.respond import NAMED_EVENTS, OPENAI_CHUNKS, respond
+from logsteer_server.interventions.interventions import Stores
+from logsteer_server.models.registry import ModelRegistry
+from logsteer_server.tasks.generation import GenerateTask, SteerTask
+from logsteer_server.tasks.gradient import GradientTask
+from logsteer_server.tasks.logprob import DiagnosticsTask, LogprobTask
+from logsteer_server.tasks.openai import ChatCompletionTask, CompletionTask
+from logsteer_server.tasks.perplexity import PerplexityTask
+from logsteer_server.tasks.run import Task
+from logsteer_server.tasks.sweep import SweepTask
+from logsteer_server.tasks.train import TrainTask
+
+MakeTask = Callable[[Any, ModelRegistry, Stores], Task]
+
+TASKS: Mapping[str, MakeTask] = {
+    "logprob": LogprobTask,
+    "diagnostics": DiagnosticsTask,
+    "perplexity": PerplexityTask,
+    "generate": GenerateTask,
+    "steer": SteerTask,
+    "sweep": SweepTask,
+    "gradient": GradientTask,
+    "vectors.train": TrainTask,
+    "v1.completions": CompletionTask,
+    "v1.chat.completions": ChatCompletionTask,
+}
+"""Name of an endpoint -> what makes its task from a request."""
+
+OPENAI = "openai"
+"""The tag of endpoints that answer in OpenAI's shape."""
+
+
+def make_router() -> APIRouter:
+    """Return a router with every endpoint of TASKS."""
+    router = APIRouter(route_class=LimitedRoute)
+    for name, make_task in TASKS.items():
+        endpoint = ENDPOINTS[name]
+        answer: dict[str, Any] = {"model": endpoint.answer}
+        if endpoint.tag != OPENAI:
+            answer["content"] = {"application/msgpack": {}}
+        router.add_api_route(
+            endpoint.path,
+            _make_handler(endpoint, make_task),
+            methods=[endpoint.method],
+            name=name.replace(".", "_"),
+            tags=[endpoint.tag],
+            description=(make_task.__doc__ or "").partition("\n\n")[0],
+            responses={200: answer},
+        )
+    return router
+
+
+def _make_handler(endpoint: Endpoint, make_task: MakeTask) -> Callable[..., Awaitable[Response]]:
+    """Return the function that FastAPI calls; its annotations say what is parsed."""
+    shape = OPENAI_CHUNKS if endpoint.tag == OPENAI else NAMED_EVENTS
+
+    async def handle(
+        body: BaseModel, request: Request, models: ModelsDep, stores: StoresDep
+    ) -> Response:
+        return await respond(request, make_task(body, models, stores), shape)
+
+    handle.__annotations__["body"] = endpoint.request
+    return handle
+
+
+router = make_router()

@@ -1,0 +1,1 @@
+"""Formats of uploaded files: vectors in several, tensors as safetensors."""

@@ -1,0 +1,190 @@
+"""GGUF control vectors, as repeng and llama.cpp write and read them.
+
+Layer numbers need no shift: tensor `direction.N` is added to the residual stream that leaves block
+N, 0-based, by both. repeng trains `directions[N]` on `hidden_states[N + 1]`, which is the output of
+block N, and adds it there. llama.cpp stores `direction.N` at row N - 1, and reads row N - 1 back
+for layer N, where it is added to `l_out-N`; so it has no layer 0 and refuses `direction.0`, which
+repeng can write. (llama.cpp's own cvector-generator trains on `l_out-N` and writes that as
+`direction.N+1`: what counts here is what the file does.)
+
+The layout is that of ggml's docs/gguf.md, versions 2 and 3, little-endian. The `gguf` package is
+not used: importing it takes seconds and loads tokenizer libraries, and its reader wants a path and
+makes an array for each element of metadata, so that a small file can take all memory. Here every
+size is compared with the bytes that are there before it is believed.
+"""
+
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+MAGIC = b"GGUF"
+ARCHITECTURE = "controlvector"
+MAX_FIELDS = 1024
+MAX_TENSORS = 4096
+MAX_STRINGS = 65_536
+ALIGNMENT = 32
+
+_UINT32, _STRING, _ARRAY = 4, 8, 9
+_SCALARS = {
+    0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
+    12: "<d",
+}  # fmt: skip
+_DTYPES = {0: "<f4", 1: "<f2", 28: "<f8"}
+"""ggml's type -> numpy's; the rest are quantised, or no floating point."""
+
+
+@dataclass
+class ControlVectorFile:
+    """What a file says: its tensors by name, and a hint of the model where there is one."""
+
+    tensors: dict[str, npt.NDArray[np.floating]]
+    model_hint: str | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+class _Cursor:
+    """A place in the bytes; nothing beyond their end is ever read or reserved."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = memoryview(data)
+        self.position = 0
+
+    def take(self, size: int) -> memoryview:
+        """Read the next bytes. Errors: ValueError where there are not as many."""
+        if size > len(self.data) - self.position:
+            left = len(self.data) - self.position
+            raise ValueError(
+                f"it ends too early: {size} bytes are announced at byte {self.position}, {left} "
+                "are there"
+            )
+        self.position += size
+        return self.data[self.position - size : self.position]
+
+    def number(self, layout: str) -> Any:
+        """Read one number in a layout of `struct`."""
+        return struct.unpack(layout, self.take(struct.calcsize(layout)))[0]
+
+    def string(self) -> str:
+        """Read a string behind its length. Errors: ValueError, for what is not UTF-8 too."""
+        return str(self.take(self.number("<Q")), "utf-8")
+
+    def count(self, limit: int, what: str) -> int:
+        """Read a number of things. Errors: ValueError for more than the limit."""
+        count: int = self.number("<Q")
+        if count > limit:
+            raise ValueError(f"it announces {count} {what}, at most {limit} are read")
+        return count
+
+
+def parse_gguf(data: bytes) -> ControlVectorFile:
+    """Return the content of a control vector file. Errors: ValueError with what is wrong."""
+    cursor = _Cursor(data)
+    if cursor.take(4) != MAGIC:
+        raise ValueError("it does not begin as GGUF files do")
+    version = cursor.number("<I")
+    if version not in (2, 3):
+        raise ValueError(f"it has version {version}; little-endian versions 2 and 3 are read")
+    num_tensors = cursor.count(MAX_TENSORS, "tensors")
+    num_fields = cursor.count(MAX_FIELDS, "fields")
+    fields = {}
+    for _ in range(num_fields):
+        name = cursor.string()
+        fields[name] = _read_value(cursor, cursor.number("<I"))
+    architecture = fields.get("general.architecture", ARCHITECTURE)
+    if architecture != ARCHITECTURE:
+        raise ValueError(
+            f"its architecture is {str(architecture)[:80]!r}, so it is a model and no control "
+            f"vector, which has {ARCHITECTURE!r}"
+        )
+    places = [_read_place(cursor) for _ in range(num_tensors)]
+    alignment = fields.get("general.alignment", ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        raise ValueError(f"its alignment is {alignment!r}, which is no power of two")
+    start = -(-cursor.position // alignment) * alignment
+    tensors: dict[str, npt.NDArray[np.floating]] = {}
+    for name, count, dtype, offset in places:
+        if name in tensors:
+            raise ValueError(f"tensor {name[:80]!r} is there twice")
+        cursor.position = min(start + offset, len(data))
+        numbers = cursor.take(count * np.dtype(dtype).itemsize)
+        tensors[name] = np.frombuffer(numbers, dtype)
+    _check_count(fields.get(f"{ARCHITECTURE}.layer_count"), len(tensors))
+    hint = fields.get(f"{ARCHITECTURE}.model_hint")
+    return ControlVectorFile(tensors, hint if isinstance(hint, str) else None, fields)
+
+
+def _check_count(layer_count: object, num_tensors: int) -> None:
+    """Refuse more tensors than were counted, by ValueError: the file's parts do not belong."""
+    if isinstance(layer_count, int) and layer_count < num_tensors:
+        raise ValueError(
+            f"{ARCHITECTURE}.layer_count is {layer_count}, but {num_tensors} directions are there"
+        )
+
+
+def _read_value(cursor: _Cursor, kind: int) -> Any:
+    """Read a field's value; return None for an array, which no control vector needs."""
+    if kind == _STRING:
+        return cursor.string()
+    if kind in _SCALARS:
+        return cursor.number(_SCALARS[kind])
+    if kind != _ARRAY:
+        raise ValueError(f"it has a field of unknown type {kind}")
+    of = cursor.number("<I")
+    if of == _STRING:
+        for _ in range(cursor.count(MAX_STRINGS, "strings in a field")):
+            cursor.take(cursor.number("<Q"))
+    elif of in _SCALARS:
+        cursor.take(cursor.number("<Q") * struct.calcsize(_SCALARS[of]))
+    else:
+        raise ValueError(f"it has a field with an array of type {of}, which is not read")
+    return None
+
+
+def _read_place(cursor: _Cursor) -> tuple[str, int, str, int]:
+    """Read a tensor's name, number of elements, numpy type, and offset in the data."""
+    name = cursor.string()
+    num_dims = cursor.number("<I")
+    if not 1 <= num_dims <= 4:
+        raise ValueError(f"tensor {name[:80]!r} has {num_dims} dimensions")
+    dims = [cursor.number("<Q") for _ in range(num_dims)]
+    if any(size != 1 for size in dims[1:]):
+        raise ValueError(f"tensor {name[:80]!r} has shape {dims[::-1]}; a direction has one axis")
+    kind = cursor.number("<I")
+    if kind not in _DTYPES:
+        raise ValueError(f"tensor {name[:80]!r} has ggml type {kind}; F32, F16 and F64 are read")
+    return name, dims[0], _DTYPES[kind], cursor.number("<Q")
+
+
+def render_gguf(directions: dict[int, npt.NDArray[np.float32]], model_hint: str) -> bytes:
+    """Return a control vector file with `direction.N` for each layer N, as repeng writes it."""
+    fields = [
+        ("general.architecture", _STRING, _render_string(ARCHITECTURE)),
+        (f"{ARCHITECTURE}.model_hint", _STRING, _render_string(model_hint)),
+        (f"{ARCHITECTURE}.layer_count", _UINT32, struct.pack("<I", len(directions))),
+    ]
+    head = [MAGIC, struct.pack("<IQQ", 3, len(directions), len(fields))]
+    for name, kind, value in fields:
+        head += [_render_string(name), struct.pack("<I", kind), value]
+    body: list[bytes] = []
+    offset = 0
+    for layer, vector_D in directions.items():
+        head += [
+            _render_string(f"direction.{layer}"),
+            struct.pack("<IQIQ", 1, len(vector_D), 0, offset),
+        ]
+        numbers = _pad(vector_D.astype("<f4").tobytes())
+        body.append(numbers)
+        offset += len(numbers)
+    return _pad(b"".join(head)) + b"".join(body)
+
+
+def _render_string(text: str) -> bytes:
+    encoded = text.encode()
+    return struct.pack("<Q", len(encoded)) + encoded
+
+
+def _pad(data: bytes) -> bytes:
+    return data + bytes(-len(data) % ALIGNMENT)

@@ -1,0 +1,196 @@
+"""Files of steering vectors -> `LayerVectors`, and back.
+
+| format | names of tensors |
+|---|---|
+| `safetensors`, `pt` | a layer's number, alone or behind `layer.`, `layers.`, `model.layers.`, |
+| | `transformer.h.`, `blocks.` or `direction.`; or TransformerLens' `blocks.N.hook_resid_post` |
+| `gguf` | `direction.N` |
+
+N is the 0-based block whose output the vector is for, whatever the format; `gguf_file` has the
+evidence for control vectors. A tensor is [D], or has further axes of length 1 in front.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, deserialize
+
+from logsteer.schemas import ContentFormat, VectorFormat
+from logsteer_server.stores.formats.gguf_file import MAGIC, parse_gguf, render_gguf
+from logsteer_server.stores.formats.pt_file import REFUSED
+from logsteer_server.stores.layer_vectors import (
+    MAX_LAYERS,
+    RESID_POST,
+    LayerVectors,
+    invalid_vector,
+    parse_tensor_name,
+)
+
+Array = npt.NDArray[np.floating]
+
+PT_TIMEOUT_S = 120.0
+"""For a process that loads torch on a busy machine, and a file that loads in no time."""
+
+PT_ENVIRONMENT = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH")
+"""What that process sees of this one's environment: where things are."""
+
+MEDIA_TYPES: Mapping[ContentFormat, str] = {
+    "safetensors": "application/vnd.safetensors",
+    "gguf": "application/vnd.gguf",
+}
+
+_BY_NUMBER = re.compile(
+    r"(?:(?:layers?|model\.layers|transformer\.h|blocks|direction)[._])?([0-9]{1,6})"
+)
+_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+_STARTS_OF_PT = (b"PK\x03\x04", b"\x80")
+"""Of a zip archive, which torch.save writes, and of a pickle, which it once wrote."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFile:
+    """The vectors of a file, its format, and what it says of its model."""
+
+    vectors: LayerVectors
+    format: VectorFormat
+    model_hint: str | None = None
+
+
+def read_file(data: bytes, given: VectorFormat | None = None) -> ReadFile:
+    """Return the vectors of a file in the format given, or the one that it looks like.
+
+    It may start a process and wait for it. Errors: APIError `invalid_vector`.
+    """
+    name = given or sniff_format(data)
+    hint = None
+    if name == "gguf":
+        try:
+            content = parse_gguf(data)
+        except ValueError as error:
+            raise invalid_vector(f"the GGUF file cannot be read: {error}.") from error
+        tensors, hint = content.tensors, content.model_hint
+    elif name == "pt":
+        tensors = _read_safetensors(_convert_pt(data))
+    else:
+        tensors = _read_safetensors(data)
+    return ReadFile(_place_tensors(tensors), name, hint[:200] if hint else None)
+
+
+def write_file(vectors: LayerVectors, name: ContentFormat, model_hint: str | None) -> bytes:
+    """Return the vectors as a file.
+
+    The safetensors file is `LayerVectors.content`: its SHA-256 is the vectors' own. Errors:
+    APIError `invalid_vector` where the format cannot hold them.
+    """
+    if name == "safetensors":
+        return vectors.content
+    if vectors.hook != RESID_POST:
+        raise invalid_vector(
+            f"it is for {vectors.hook}, and a GGUF control vector is always for {RESID_POST}; ask "
+            "for format safetensors."
+        )
+    if 0 in vectors.layers:
+        raise invalid_vector(
+            "it has layer 0, which llama.cpp refuses in a control vector; ask for format "
+            "safetensors, or combine it without that layer."
+        )
+    return render_gguf(dict(vectors.layers), model_hint or "unknown")
+
+
+def sniff_format(data: bytes) -> VectorFormat:
+    """Return the format that a file's first bytes tell of. Errors: APIError `invalid_vector`."""
+    if data.startswith(MAGIC):
+        return "gguf"
+    if data.startswith(_STARTS_OF_PT):
+        return "pt"
+    if data[8:9] == b"{":
+        return "safetensors"
+    raise invalid_vector(
+        "the body is neither safetensors, nor GGUF, nor a file of torch.save; send the file's "
+        "bytes as they are."
+    )
+
+
+def _read_safetensors(data: bytes) -> dict[str, Array]:
+    """Return tensors by name. The library compares every announced size with what is there."""
+    try:
+        entries = deserialize(data)  # type: ignore[no-untyped-call]
+    except SafetensorError as error:
+        raise invalid_vector(f"the safetensors file cannot be read: {error}.") from error
+    tensors: dict[str, Array] = {}
+    for name, entry in entries:
+        dtype, raw = entry["dtype"], entry["data"]
+        if dtype == "BF16":  # numpy has no such type: its bits are the upper half of float32's
+            numbers = (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
+        elif dtype in _DTYPES:
+            numbers = np.frombuffer(raw, _DTYPES[dtype])
+        else:
+            raise invalid_vector(
+                f"tensor {name[:80]!r} has type {dtype}; F32, F16, BF16 and F64 are read."
+            )
+        tensors[name] = numbers.reshape(entry["shape"])
+    return tensors
+
+
+def _place_tensors(tensors: Mapping[str, Array]) -> LayerVectors:
+    """Return named tensors as vectors by layer."""
+    if len(tensors) > MAX_LAYERS:
+        raise invalid_vector(f"it has {len(tensors)} tensors, at most {MAX_LAYERS} are read.")
+    layers: dict[int, Array] = {}
+    hooks = set()
+    for name, tensor in tensors.items():
+        place = parse_tensor_name(name)
+        if place is None and (found := _BY_NUMBER.fullmatch(name)):
+            place = int(found[1]), RESID_POST
+        if place is None:
+            raise invalid_vector(
+                f"tensor {name[:80]!r} names no layer; name each by its layer's number, such as "
+                "'3', 'layer.3' or 'blocks.3.hook_resid_post'."
+            )
+        layer, hook = place
+        if layer in layers:
+            raise invalid_vector(f"layer {layer} is there twice; one tensor a layer is read.")
+        if tensor.ndim > 1 and all(size == 1 for size in tensor.shape[:-1]):
+            tensor = tensor.reshape(-1)
+        layers[layer] = tensor
+        hooks.add(hook)
+    if len(hooks) > 1:
+        raise invalid_vector(
+            f"it has several hooks, {', '.join(sorted(hooks))}; store one vector for each."
+        )
+    return LayerVectors(layers, hooks.pop() if hooks else RESID_POST)
+
+
+def _convert_pt(data: bytes) -> bytes:
+    """Return the tensors of torch's file as safetensors, loaded by a process with bounds."""
+    command = [sys.executable, "-P", "-m", "logsteer_server.stores.formats.pt_file"]
+    # Keys and tokens stay here, should a file get the better of torch's loader after all.
+    environment = {name: os.environ[name] for name in PT_ENVIRONMENT if name in os.environ}
+    try:
+        done = subprocess.run(
+            command,
+            input=data,
+            capture_output=True,
+            timeout=PT_TIMEOUT_S,
+            check=False,
+            env=environment | {"OMP_NUM_THREADS": "1"},
+        )
+    except subprocess.TimeoutExpired as error:
+        raise invalid_vector(
+            f"torch did not read the file within {PT_TIMEOUT_S:g} s; send safetensors."
+        ) from error
+    if done.returncode == REFUSED:
+        reason = done.stderr.decode(errors="replace").strip().splitlines()[-1]
+        raise invalid_vector(f"the file of torch.save was refused: {reason}.")
+    if done.returncode:
+        raise invalid_vector(
+            f"the process that reads torch's files ended with status {done.returncode}: the file "
+            "takes too much memory or time, or is damaged; send safetensors."
+        )
+    return done.stdout

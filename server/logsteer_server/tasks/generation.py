@@ -1,0 +1,138 @@
+"""`/steer` and `/generate`: continuations of prompts, with what the sampling policy saw."""
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import numpy as np
+
+from logsteer.schemas import ALL_COLUMNS, GenerateRequest, PromptRequest, SteerRequest
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, Policy
+from logsteer_server.interventions.interventions import Interventions, Stores
+from logsteer_server.models.registry import ModelRegistry
+from logsteer_server.settings import Settings
+from logsteer_server.tasks.columns import ColumnOptions
+from logsteer_server.tasks.continuations import (
+    Continuations,
+    Prompts,
+    plan_continuations,
+    show_diagnostics,
+)
+from logsteer_server.tasks.run import Batch, Collector, Event, Task, check_count, off_loop
+from logsteer_server.text.tokenizer import TextCodec
+
+NO_TOKENS = np.zeros(0, dtype=np.int32)
+
+
+class GenerationTask(Task):
+    """Continues prompts; then scores what came, where columns were asked for."""
+
+    def __init__(self, body: PromptRequest, models: ModelRegistry, stores: Stores) -> None:
+        super().__init__(models.find(body.model), streams=body.stream)
+        self.precision = body.precision
+        self._body = body
+        self._stores = stores
+        self._truncated: list[int] = []
+        self._diagnostics: list[dict[str, Any]] = []
+        self._continuations = Continuations([], [], body.n)
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns that the completions show."""
+        return list(self._body.columns or ())
+
+    @property
+    def window(self) -> int | None:
+        """What `early` and `late` aggregates are over; None without aggregates."""
+        return None
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether everything is also continued without steering."""
+        return False
+
+    def check_limits(self, settings: Settings) -> None:
+        """Bound prompts times completions. Errors: APIError `payload_too_large`."""
+        given = self._body.prompts or self._body.prompt_ids or [self._body.messages]
+        check_count("prompts x n", len(given) * self._body.n, settings.max_items)
+
+    async def plan(self, _settings: Settings) -> AsyncGenerator[Batch, None]:
+        """Generate everything in one batch, then read its rows in another."""
+        codec, info = self.model.require()
+        self._continuations = await off_loop(self._plan, codec, info)
+        yield Batch(self._continuations.jobs, self._take)
+        if not self.columns:
+            return
+        read = ColumnOptions.of(self.columns, precision=self._body.precision)
+        jobs = [entry.score_job(read) for entry in self._continuations.entries]
+        collector = Collector(jobs)
+        yield Batch(jobs, collector.take, cache=self._body.cache, purpose="reread")
+        self._diagnostics = [
+            show_diagnostics(output, self.columns, self.window) for output in collector.outputs
+        ]
+
+    def _plan(self, codec: TextCodec, info: EngineInfo) -> Continuations:
+        body = self._body
+        interventions = Interventions.resolve(body, self._stores, info)
+        given = body.prompts or body.prompt_ids or []
+        prompts = Prompts(given, body.messages, body.bos, body.on_overflow)
+        first = GenerateJob(
+            NO_TOKENS,
+            body.max_tokens,
+            Policy(body.temperature, body.top_k, body.top_p, body.min_p),
+            seed=body.seed,
+            stop=tuple(body.stop),
+            include_stop=body.include_stop,
+            ignore_eos=body.ignore_eos,
+            stream=body.stream,
+        )
+        plain, self._truncated = plan_continuations(prompts, first, body.n, codec, info)
+        baseline = interventions.unsteered.apply(plain) if self.has_baseline else []
+        self.interventions = interventions
+        return Continuations(interventions.apply(plain), baseline, body.n)
+
+    def _take(self, index: int, piece: GenerateOutput) -> Event | None:
+        document = self._continuations.add(index, piece)
+        return Event("piece", document) if self.streams else None
+
+    def report(self) -> dict[str, Any]:
+        """Return the completions of each prompt."""
+        codec, _ = self.model.require()
+        results = self._continuations.write(codec, self._truncated, self._diagnostics)
+        return {"results": results}
+
+
+class SteerTask(GenerationTask):
+    """Continuations of prompts under steering, with a receipt of what was done."""
+
+    kind = "steer"
+
+    def __init__(self, body: SteerRequest, models: ModelRegistry, stores: Stores) -> None:
+        super().__init__(body, models, stores)
+        self._baseline = body.baseline
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether everything is also continued without steering."""
+        return self._baseline
+
+
+class GenerateTask(GenerationTask):
+    """Continuations of prompts, with what the sampling policy saw where asked for."""
+
+    kind = "generate"
+
+    def __init__(self, body: GenerateRequest, models: ModelRegistry, stores: Stores) -> None:
+        super().__init__(body, models, stores)
+        self._diagnosed = body
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns that the completions show: all of them for diagnostics, unless named."""
+        named = super().columns
+        return list(ALL_COLUMNS) if self._diagnosed.diagnostics and not named else named
+
+    @property
+    def window(self) -> int | None:
+        """What `early` and `late` aggregates are over; None without diagnostics."""
+        return self._diagnosed.window if self._diagnosed.diagnostics else None

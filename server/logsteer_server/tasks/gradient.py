@@ -1,0 +1,159 @@
+"""`/gradient`: derivatives of targets' log-probabilities, by activation or along a direction."""
+
+import math
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from logsteer.errors import api_error
+from logsteer.schemas import GradientRequest
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import GradientJob, GradientOutput, Ids
+from logsteer_server.contract.parameters import Direction
+from logsteer_server.contract.plan import Positions
+from logsteer_server.interventions.features import check_feature
+from logsteer_server.interventions.interventions import Interventions, Stores
+from logsteer_server.interventions.overrides import ResolvedOverride, resolve_direction
+from logsteer_server.interventions.steering import place_positions
+from logsteer_server.models.registry import ModelRegistry
+from logsteer_server.settings import Settings
+from logsteer_server.tasks.columns import ColumnOptions
+from logsteer_server.tasks.run import Batch, Collector, Task, off_loop
+from logsteer_server.tasks.targets import (
+    PlannedTarget,
+    TargetOptions,
+    TargetPlan,
+    check_items,
+    plan_targets,
+)
+from logsteer_server.text.tokenizer import TextCodec
+
+
+def plan_gradients(
+    targets: Sequence[PlannedTarget],
+    sites: tuple[tuple[int, str], ...],
+    positions: Positions,
+    along: Direction | None,
+    max_numbers: int,
+) -> list[GradientJob]:
+    """Plan a job for each target: along a direction, or else by the activations at the sites.
+
+    Errors: APIError `payload_too_large` where the gradients would be more than `max_numbers`,
+    `invalid_request` where they would be none.
+    """
+    if along is not None:
+        return [GradientJob(*_lay_out(target), along=along) for target in targets]
+    jobs = [GradientJob(*_lay_out(target), sites, positions) for target in targets]
+    return _bound_width(jobs, max_numbers)
+
+
+def _lay_out(target: PlannedTarget) -> tuple[Ids, Ids]:
+    """Return the tokens that are read, and those that are predicted."""
+    sequence = [*target.cut.context_ids, *target.cut.target_ids][target.truncated :]
+    tokens = np.array(sequence[:-1], dtype=np.int32)
+    return tokens, np.array(target.cut.target_ids, dtype=np.int32)
+
+
+def _bound_width(jobs: Sequence[GradientJob], max_numbers: int) -> list[GradientJob]:
+    """Return the jobs with the width that each activation may have, for all of them to fit."""
+    rows = sum(len(_positions(job)) * len(job.sites) for job in jobs)
+    if not rows:
+        raise api_error(
+            "invalid_request",
+            f"wrt.positions {jobs[0].positions.kind} selects none of the tokens that the model "
+            "reads here (the last token is only predicted). Choose other positions.",
+            param="wrt.positions",
+        )
+    width = max_numbers // rows
+    if not width:
+        detail = (
+            f"The gradients would have {rows} rows, and at most {max_numbers} numbers are given: "
+            "name fewer layers, positions or targets, or raise max_gradient_numbers."
+        )
+        raise api_error("payload_too_large", detail, param="wrt")
+    return [replace(job, max_width=width) for job in jobs]
+
+
+def _positions(job: GradientJob) -> list[int]:
+    mask_T = job.positions.mask(0, len(job.tokens), job.prompt_len)
+    found: list[int] = np.flatnonzero(mask_T).tolist()
+    return found
+
+
+def _describe(target: PlannedTarget, job: GradientJob, output: GradientOutput) -> dict[str, Any]:
+    total = float(output.logprobs.sum(dtype=np.float64))
+    found: dict[str, Any] = {
+        "target": target.text,
+        "token_ids": target.cut.target_ids,
+        "logprobs": output.logprobs,
+        "logprob": total if math.isfinite(total) else None,
+        "num_context": job.prompt_len,
+        "boundary": target.cut.finding,
+        "truncated_tokens": target.truncated,
+    }
+    numbers = [output.logprobs, *output.gradients]
+    if output.directional is not None:
+        numbers.append(output.directional)
+        slope = float(output.directional.sum(dtype=np.float64))
+        found["directional"] = slope if math.isfinite(slope) else None
+        found["directional_per_token"] = output.directional
+    else:
+        by_layer = dict(zip((str(layer) for layer, _ in job.sites), output.gradients, strict=True))
+        found["positions"] = _positions(job)
+        found["gradients"] = by_layer
+        found["norms"] = {
+            layer: np.linalg.norm(rows.astype(np.float64), axis=-1)
+            for layer, rows in by_layer.items()
+        }
+    finite = all(np.isfinite(array).all() for array in numbers)
+    return found | {"flags": [] if finite else ["non_finite"]}
+
+
+class GradientTask(Task):
+    """Derivatives of every target's log-probability, by activations or along an override."""
+
+    kind = "gradient"
+
+    def __init__(self, body: GradientRequest, models: ModelRegistry, stores: Stores) -> None:
+        super().__init__(models.find(body.model))
+        self._body = body
+        self._stores = stores
+        self._along: ResolvedOverride | None = None
+        self._results: list[dict[str, Any]] = []
+
+    def check_limits(self, settings: Settings) -> None:
+        """Bound items and targets. Errors: APIError `payload_too_large`."""
+        check_items(self._body.items, settings)
+
+    async def plan(self, settings: Settings) -> AsyncGenerator[Batch, None]:
+        """Differentiate all targets in one batch."""
+        codec, info = self.model.require()
+        targets, plain = await off_loop(self._plan, codec, info, settings.max_gradient_numbers)
+        jobs = self.interventions.apply(plain)
+        collector = Collector(jobs)
+        yield Batch(jobs, collector.take)
+        found = collector.outputs
+        described = [_describe(*each) for each in zip(targets.planned, jobs, found, strict=True)]
+        self._results = [
+            {"targets": [described[i] for i in item.targets]} for item in targets.items
+        ]
+
+    def _plan(
+        self, codec: TextCodec, info: EngineInfo, max_numbers: int
+    ) -> tuple[TargetPlan, list[GradientJob]]:
+        body, wrt = self._body, self._body.wrt
+        check_feature("gradient", info, None)
+        self.interventions = Interventions.resolve(body, self._stores, info)
+        self._along = resolve_direction(wrt.override, self._stores.overrides)
+        options = TargetOptions(body.boundary, bos=body.bos, on_overflow=body.on_overflow)
+        targets = plan_targets(body.items, codec, info, options, ColumnOptions())
+        sites = tuple((layer, wrt.hook) for layer in wrt.layers or [])
+        direction = self._along.override.direction if self._along else None
+        positions = place_positions(wrt.positions)
+        return targets, plan_gradients(targets.planned, sites, positions, direction, max_numbers)
+
+    def report(self) -> dict[str, Any]:
+        """Return the derivatives of each item's targets, and the direction where there is one."""
+        return {"results": self._results, "along": self._along.used if self._along else None}

@@ -1,0 +1,69 @@
+"""`/logprob` and `/diagnostics`: exact log-probabilities of targets given contexts."""
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from logsteer.schemas import DiagnosticsRequest, LogprobRequest
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.interventions.interventions import Interventions, Stores
+from logsteer_server.models.registry import ModelRegistry
+from logsteer_server.settings import Settings
+from logsteer_server.tasks.columns import ColumnOptions
+from logsteer_server.tasks.run import Batch, Collector, Task, off_loop
+from logsteer_server.tasks.targets import (
+    Shown,
+    TargetOptions,
+    TargetPlan,
+    assemble_targets,
+    check_items,
+    plan_targets,
+)
+from logsteer_server.text.tokenizer import TextCodec
+
+
+class LogprobTask(Task):
+    """Exact log-probability of every target given its context."""
+
+    kind = "logprob"
+
+    def __init__(self, body: LogprobRequest, models: ModelRegistry, stores: Stores) -> None:
+        super().__init__(models.find(body.model))
+        self.precision = body.precision
+        self._body = body
+        self._stores = stores
+        self._shown = Shown(body.columns, body.per_token)
+        self._results: list[dict[str, Any]] = []
+
+    def check_limits(self, settings: Settings) -> None:
+        """Bound items and targets. Errors: APIError `payload_too_large`."""
+        check_items(self._body.items, settings)
+
+    async def plan(self, _settings: Settings) -> AsyncGenerator[Batch, None]:
+        """Score all targets in one batch, then sum them up."""
+        codec, info = self.model.require()
+        plan = await off_loop(self._plan, codec, info)
+        jobs = self.interventions.apply(plan.jobs)
+        collector = Collector(jobs)
+        yield Batch(jobs, collector.take, cache=self._body.cache)
+        found = collector.outputs
+        self._results = await off_loop(assemble_targets, plan, found, codec, self._shown)
+
+    def _plan(self, codec: TextCodec, info: EngineInfo) -> TargetPlan:
+        body = self._body
+        self.interventions = Interventions.resolve(body, self._stores, info)
+        options = TargetOptions(body.boundary, body.space, body.bos, body.on_overflow)
+        top = min(body.top, info.vocab_size)
+        read = ColumnOptions.of(body.columns, body.policy, body.precision, top)
+        return plan_targets(body.items, codec, info, options, read)
+
+    def report(self) -> dict[str, Any]:
+        """Return the scores of each item's targets."""
+        return {"results": self._results}
+
+
+class DiagnosticsTask(LogprobTask):
+    """Targets as a sampling policy saw them: every column of each token, and aggregates."""
+
+    def __init__(self, body: DiagnosticsRequest, models: ModelRegistry, stores: Stores) -> None:
+        super().__init__(body, models, stores)
+        self._shown = Shown(body.columns, body.per_token, body.window)

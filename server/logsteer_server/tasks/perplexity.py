@@ -1,0 +1,209 @@
+"""`/perplexity`: log-likelihood of whole texts, window by window, and of a text as it arrives."""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from logsteer.errors import api_error
+from logsteer.schemas import InterventionFields, PerplexityRequest, PerplexityStreamQuery
+from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
+from logsteer_server.interventions.interventions import Interventions, Stores
+from logsteer_server.models.model import ResidentModel
+from logsteer_server.models.registry import ModelRegistry
+from logsteer_server.settings import Settings
+from logsteer_server.tasks.columns import ColumnOptions
+from logsteer_server.tasks.comparison import Comparison, compare_jobs, export_files, export_jobs
+from logsteer_server.tasks.run import Batch, Event, Task, check_count, off_loop
+from logsteer_server.tasks.texts import (
+    StreamedText,
+    TextScores,
+    TextWindow,
+    Windowing,
+    cut_texts,
+    sum_tallies,
+    summarize_progress,
+)
+
+
+class WindowTask(Task):
+    """Scores windows of texts and sums them up; what the two endpoints share."""
+
+    kind = "perplexity"
+
+    def __init__(self, model: ResidentModel, num_texts: int, *, streams: bool) -> None:
+        super().__init__(model, streams=streams)
+        self._scores = [TextScores() for _ in range(num_texts)]
+        self._windows_done = 0
+        self._windows_total: int | None = None
+        self._shows_events = streams
+
+    def _take_window(
+        self, window: TextWindow, output: ScoreOutput, *, windows: bool, tokens: bool
+    ) -> Event | None:
+        """Count a scored window in; return its event where the answer is a stream of them."""
+        score = self._scores[window.text]
+        entry = score.add(window, output, tokens)
+        if windows:
+            score.windows.append(entry)
+        self._windows_done += 1
+        if not self._shows_events:
+            return None
+        document = {
+            "window": entry,
+            "windows_done": self._windows_done,
+            "windows_total": self._windows_total,
+        }
+        return Event("window", document | summarize_progress(self._scores))
+
+    def _summarize(self, flags: Sequence[str]) -> dict[str, Any]:
+        """Return results and total, each with these flags besides its own."""
+        summaries = [score.tally.summarize() for score in self._scores]
+        total = sum_tallies(self._scores).summarize()
+        for summary in (*summaries, total):
+            summary["flags"] += flags
+        return {"results": summaries, "total": total}
+
+
+class PerplexityTask(WindowTask):
+    """Log-likelihood and perplexity of whole texts, window by window.
+
+    With a reference, the model is compared with that on every row.
+    """
+
+    def __init__(self, body: PerplexityRequest, models: ModelRegistry, stores: Stores) -> None:
+        super().__init__(models.find(body.model), len(body.texts), streams=body.stream)
+        self.protocol = body.protocol
+        self.precision = body.precision
+        self._body = body
+        self._stores = stores
+        self._reference = None if body.reference is None else models.find(body.reference)
+        self._comparison: Comparison | None = None
+        self._windows: list[TextWindow] = []
+
+    def check_limits(self, settings: Settings) -> None:
+        """Bound the number of texts. Errors: APIError `payload_too_large`."""
+        check_count("texts", len(self._body.texts), settings.max_items)
+
+    async def plan(self, settings: Settings) -> AsyncGenerator[Batch, None]:
+        """Score all windows; with a reference, as many at a time as its files have room for."""
+        if self._reference is not None:
+            self._comparison = Comparison(self.model, self._reference)
+        windows = self._windows = await off_loop(self._cut)
+        self._windows_total = len(windows)
+        jobs = self.interventions.apply([window.job for window in windows])
+        if self._comparison is None:
+            yield Batch(jobs, self._take, cache=self._body.cache)
+            return
+        for part in self._comparison.split(jobs, settings.max_reference_bytes):
+            async with aclosing(self._compare(self._comparison, jobs, part, settings)) as batches:
+                async for batch in batches:
+                    yield batch
+
+    def _cut(self) -> list[TextWindow]:
+        codec, info = self.model.require()
+        if self._comparison is not None:
+            info = replace(info, context_length=self._comparison.context_length)
+        body = self._body
+        self.interventions = Interventions.resolve(body, self._stores, info)
+        read = ColumnOptions.of(body.columns, body.policy, body.precision)
+        windows, lengths = cut_texts(body.texts, Windowing.of(body), read, codec, info)
+        for score, length in zip(self._scores, lengths, strict=True):
+            score.tally.num_tokens = length
+        return windows
+
+    async def _compare(
+        self, comparison: Comparison, jobs: Sequence[ScoreJob], part: range, settings: Settings
+    ) -> AsyncGenerator[Batch, None]:
+        """Have the reference score these jobs, then the model."""
+        own = jobs[part.start : part.stop]
+
+        def take(index: int, output: ScoreOutput) -> Event | None:
+            comparison.add(output)
+            return self._take(part.start + index, output)
+
+        with export_files(own, comparison.vocab_size, settings.scratch_directory) as files:
+            exports = export_jobs(own, files)
+            yield Batch(exports, model=comparison.reference, purpose="reference")
+            yield Batch(compare_jobs(own, files), take, cache=self._body.cache)
+
+    def _take(self, index: int, output: ScoreOutput) -> Event | None:
+        body, window = self._body, self._windows[index]
+        return self._take_window(window, output, windows=body.windows, tokens=body.tokens)
+
+    def report(self) -> dict[str, Any]:
+        """Return the sums of each text and of all, with windows and tokens where asked for."""
+        document = self._summarize([])
+        for result, score in zip(document["results"], self._scores, strict=True):
+            if self._body.windows:
+                result["windows"] = sorted(score.windows, key=lambda entry: entry["start"])
+            if self._body.tokens:
+                result["tokens"] = score.list_tokens(self._body.columns)
+        divergence = self._comparison.summarize() if self._comparison else None
+        return {**document, "divergence": divergence}
+
+
+class PerplexityStreamTask(WindowTask):
+    """Scores one text of any length as fast as it arrives, in bounded memory."""
+
+    def __init__(
+        self,
+        query: PerplexityStreamQuery,
+        pieces: AsyncIterator[str],
+        models: ModelRegistry,
+        stores: Stores,
+    ) -> None:
+        super().__init__(models.find(query.model), 1, streams=True)
+        self.protocol = query.protocol
+        self.precision = query.precision
+        self._query = query
+        self._pieces = pieces
+        self._stores = stores
+        self._windows: list[TextWindow] = []
+        self._flags: list[str] = []
+
+    def check_limits(self, _settings: Settings) -> None:
+        """Do nothing: windows at work are bounded by the plan, bytes where they are read."""
+
+    async def plan(self, settings: Settings) -> AsyncGenerator[Batch, None]:
+        """Score windows while the text arrives; the last ones open the stream of events.
+
+        Errors: APIError `invalid_request` for a text without a token.
+        """
+        query = self._query
+        codec, info = self.model.require()
+        given = InterventionFields(
+            steering=query.steering, override=query.override, adapter=query.adapter
+        )
+        self.interventions = await off_loop(Interventions.resolve, given, self._stores, info)
+        read = ColumnOptions.of((), precision=query.precision)
+        text = StreamedText(Windowing.of(query), read, codec, info)
+        waiting: list[TextWindow] = []
+        limit = settings.max_windows_in_flight
+        async for piece in self._pieces:
+            waiting += await off_loop(text.feed, piece)
+            while len(waiting) >= limit:
+                ready, waiting = waiting[:limit], waiting[limit:]
+                yield self._batch(ready, silent=True)
+        waiting += await off_loop(text.finish)
+        self._scores[0].tally.num_tokens = text.num_tokens
+        if not text.num_tokens:
+            raise api_error("invalid_request", "The body is empty: send the text as UTF-8.")
+        self._flags = text.flags
+        self._windows_total = self._windows_done + len(waiting)
+        yield self._batch(waiting, silent=False)
+
+    def _batch(self, windows: list[TextWindow], *, silent: bool) -> Batch:
+        self._windows = windows
+        self._shows_events = not silent
+        if not self._windows_done:
+            self.interventions.check_reach([window.job for window in windows])
+        jobs = [self.interventions.change(window.job) for window in windows]
+        return Batch(jobs, self._take, cache=self._query.cache, silent=silent)
+
+    def _take(self, index: int, output: ScoreOutput) -> Event | None:
+        return self._take_window(self._windows[index], output, windows=False, tokens=False)
+
+    def report(self) -> dict[str, Any]:
+        """Return the sums of the text."""
+        return {**self._summarize(self._flags), "divergence": None}

@@ -1,0 +1,252 @@
+"""One way to run a request: limits, admission, planning, jobs, then an answer or events.
+
+A task says what is its own: limits, batches of jobs, what becomes of each output, its part of the
+answer. `Run` does the rest once for all endpoints: it enters the model's budget before the task
+plans, covers each batch, counts usage, times, receipts and provenance, and writes the answer. A
+deadline, and a caller who hangs up, cancel the run; what it reserved and started ends with it.
+
+    task.plan()   Batch ──► model.prepare ──► reservation.cover ──► model.run
+                    ▲                                                  │ index, output
+                    └── the next batch, after the last output ◄── batch.take ──► Event
+"""
+
+import asyncio
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, ParamSpec, TypeVar
+
+from logsteer.errors import api_error
+from logsteer.schemas import Precision, Provenance
+from logsteer_server.contract.jobs import Job, Output
+from logsteer_server.interventions.interventions import UNCHANGED, AppliedReport, Interventions
+from logsteer_server.models.admission import Reservation
+from logsteer_server.models.model import ResidentModel
+from logsteer_server.models.timer import WorkTimer
+from logsteer_server.settings import Settings
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Purpose = Literal["work", "reread", "reference"]
+"""What a batch counts for: `work` for usage and receipts, `reread` (what was generated is scored)
+for usage alone, `reference` (what others are compared with) for neither."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event of a streamed answer."""
+
+    name: str
+    document: dict[str, Any]
+
+
+def ignore(_index: int, _output: Output) -> None:
+    """Take an output that nobody needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Jobs that are run together, and what takes their outputs as they come.
+
+    `take` is given the index of a job and an output (or a piece of one), and may return an event to
+    show. `model` is where they run: None for the task's own. A `silent` batch does not open the
+    stream of events.
+    """
+
+    jobs: Sequence[Job]
+    take: Callable[[int, Any], Event | None] = ignore
+    model: ResidentModel | None = None
+    cache: bool = True
+    purpose: Purpose = "work"
+    silent: bool = False
+
+
+class Collector:
+    """Outputs of a batch, in the order of its jobs."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self.outputs: list[Any] = [None] * len(jobs)
+
+    def take(self, index: int, output: Output) -> None:
+        """Take the output of a job."""
+        self.outputs[index] = output
+
+
+class Task(ABC):
+    """One request's work on one model, from its plan to its part of the answer.
+
+    The first line of a task's docstring describes its endpoint. It is made of the request's body,
+    the models and the stores.
+    """
+
+    kind: ClassVar[str]
+    """What an answer's id begins with."""
+    protocol: str | None = None
+    """The window protocol that provenance names."""
+    precision: Precision = "float32"
+    """What softmax and columns are computed in."""
+    interventions: Interventions = UNCHANGED
+    """What the answer is computed under; `plan` sets it."""
+    applied_fields: ClassVar[tuple[str, ...]] = ("steering", "override", "adapter")
+    """Interventions that the answer reports."""
+
+    def __init__(self, model: ResidentModel, *, streams: bool = False) -> None:
+        self.model = model
+        self.streams = streams
+        self.id = f"{self.kind}-{uuid.uuid4().hex[:24]}"
+
+    @abstractmethod
+    def check_limits(self, settings: Settings) -> None:
+        """Refuse by arithmetic what is too much. Errors: APIError `payload_too_large`."""
+
+    @abstractmethod
+    def plan(self, settings: Settings) -> AsyncGenerator[Batch, None]:
+        """Yield batches of jobs; each after the last output of the one before was taken."""
+
+    @abstractmethod
+    def report(self) -> dict[str, Any]:
+        """Return the answer's own fields, once the plan has ended."""
+
+    def write(self, facts: "Facts") -> dict[str, Any]:
+        """Write the whole answer: the task's own fields and what every answer carries."""
+        return {
+            **self.report(),
+            **{name: facts.applied[name] for name in self.applied_fields},
+            "id": self.id,
+            "model": self.model.id,
+            "usage": facts.usage,
+            "timing": facts.timing,
+            "provenance": facts.provenance.model_dump(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What every answer carries: fields of `Usage`, `Timing` and `AppliedInterventions`."""
+
+    usage: dict[str, int]
+    timing: dict[str, float]
+    applied: dict[str, Any]
+    provenance: Provenance
+
+
+@dataclass(slots=True)
+class UsageCounter:
+    """The fields of `Usage`, counted as outputs come."""
+
+    prompt_tokens: int = 0
+    scored_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    cached_results: int = 0
+
+    def add(self, job: Job, output: Output) -> None:
+        """Count an output, or a piece of one; the job's own tokens with its last."""
+        self.generated_tokens += output.num_generated
+        if output.is_last:
+            self.prompt_tokens += len(job.tokens)
+            self.scored_tokens += job.num_scored
+            self.cached_tokens += output.cached_tokens
+
+    def read(self) -> dict[str, int]:
+        """Return the counts by name."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(slots=True)
+class Run:
+    """The execution of one task; it is run once, by `finish` or by `events`."""
+
+    task: Task
+    settings: Settings
+    _usage: UsageCounter = field(default_factory=UsageCounter)
+    _timer: WorkTimer = field(default_factory=WorkTimer)
+    _report: AppliedReport | None = None
+    _reservations: dict[str, Reservation] = field(default_factory=dict)
+    _room: ExitStack = field(default_factory=ExitStack)
+
+    async def finish(self) -> dict[str, Any]:
+        """Return the whole answer. Errors: those of the task, of admission and of engines."""
+        answer: dict[str, Any] = {}
+        async with aclosing(self.events()) as events:
+            async for event in events:
+                answer = event.document
+        return answer
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """Yield `start` once the first batch is admitted, the task's own events, and `result`.
+
+        Errors: as `finish`; those of limits, admission and planning before the first event.
+        """
+        self.task.check_limits(self.settings)
+        self.task.model.require()
+        with self._room:
+            self._reserve(self.task.model)
+            has_started = False
+            async with aclosing(self.task.plan(self.settings)) as plan:
+                async for batch in plan:
+                    model = batch.model or self.task.model
+                    prepared = await model.prepare(batch.jobs, batch.cache)
+                    self._reserve(model).cover(prepared.num_tokens)
+                    if not has_started and not batch.silent:
+                        has_started = True
+                        yield self._open()
+                    timer = self._timer if batch.purpose != "reference" else None
+                    if batch.purpose != "reference":
+                        self._usage.cached_results += prepared.num_known
+                    async with aclosing(model.run(prepared, timer)) as outputs:
+                        async for index, output in outputs:
+                            self._count(batch, index, output)
+                            if (event := batch.take(index, output)) is not None:
+                                yield event
+            if not has_started:
+                yield self._open()
+            yield Event("result", self._write())
+
+    def _reserve(self, model: ResidentModel) -> Reservation:
+        if model.id not in self._reservations:
+            self._reservations[model.id] = self._room.enter_context(model.admission.enter())
+        return self._reservations[model.id]
+
+    def _count(self, batch: Batch, index: int, output: Output) -> None:
+        job = batch.jobs[index]
+        if batch.purpose != "reference":
+            self._usage.add(job, output)
+        if batch.purpose == "work" and output.is_last and job.plan is not None:
+            self._applied.add(output)
+
+    @property
+    def _applied(self) -> AppliedReport:
+        """The report of the task's interventions, which it knows once it has planned."""
+        if self._report is None:
+            self._report = AppliedReport(self.task.interventions)
+        return self._report
+
+    def _open(self) -> Event:
+        task = self.task
+        document = {"id": task.id, "model": task.model.id}
+        return Event("start", document | {"provenance": self._describe().model_dump()})
+
+    def _describe(self) -> Provenance:
+        return self.task.model.provenance(self.task.protocol, self.task.precision)
+
+    def _write(self) -> dict[str, Any]:
+        facts = Facts(
+            self._usage.read(), self._timer.read(), self._applied.write(), self._describe()
+        )
+        return self.task.write(facts)
+
+
+async def off_loop(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Return what blocking work returns, done in a thread."""
+    return await asyncio.to_thread(work, *args, **kwargs)
+
+
+def check_count(name: str, count: int, limit: int) -> None:
+    """Refuse more entries than the limit. Errors: APIError `payload_too_large`."""
+    if count > limit:
+        detail = f"{name} has {count} entries, at most {limit} are taken: split the request."
+        raise api_error("payload_too_large", detail, param=name)

@@ -1,0 +1,237 @@
+"""`/sweep`: one steering object at several scales and layers, scored all at once.
+
+Every scale of every set of layers is a plan of its own, and the engine has them in one batch.
+"""
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from logsteer.errors import api_error
+from logsteer.schemas import LogprobItem, Steering, SweepRequest
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
+from logsteer_server.interventions.interventions import Interventions, Stores
+from logsteer_server.interventions.steering import resolve_steering
+from logsteer_server.models.registry import ModelRegistry
+from logsteer_server.settings import Settings
+from logsteer_server.tasks.columns import ColumnOptions
+from logsteer_server.tasks.comparison import compare_jobs, export_files, export_jobs
+from logsteer_server.tasks.run import Batch, Collector, Task, check_count, off_loop
+from logsteer_server.tasks.targets import TargetOptions, TargetPlan, plan_targets
+from logsteer_server.tasks.texts import TextWindow, Windowing, cut_texts
+from logsteer_server.text.sums import exp_mean
+from logsteer_server.text.tokenizer import TextCodec
+
+
+@dataclass(frozen=True, slots=True)
+class SweepSetting:
+    """One scale with one set of layers; no steering at scale 0, and for the unsteered point."""
+
+    layers: list[int] | None
+    scale: float
+    interventions: Interventions
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPlan:
+    """What is scored at every setting: targets, next tokens after contexts, windows of texts."""
+
+    targets: TargetPlan | None
+    next_jobs: list[ScoreJob]
+    windows: list[TextWindow]
+    num_texts: int
+
+    @property
+    def jobs(self) -> list[ScoreJob]:
+        """The jobs of one setting, without its steering."""
+        targets = self.targets.jobs if self.targets else []
+        return [*targets, *self.next_jobs, *(window.job for window in self.windows)]
+
+
+def plan_settings(
+    steering: Steering,
+    scales: Sequence[float],
+    layer_sets: Sequence[list[int]] | None,
+    unsteered: Interventions,
+    stores: Stores,
+    info: EngineInfo,
+) -> list[SweepSetting]:
+    """Plan the settings of a sweep, the unsteered one first. Errors: as `resolve_steering`."""
+    settings = [SweepSetting(None, 0.0, unsteered)]
+    sets: list[list[int] | None] = [*layer_sets] if layer_sets else [None]
+    for layers in sets:
+        for scale in scales:
+            interventions = unsteered
+            if scale:
+                scaled = _scale(steering, scale, layers)
+                resolved = resolve_steering(scaled, stores.vectors, info)
+                interventions = replace(unsteered, steering=resolved)
+            settings.append(SweepSetting(layers, scale, interventions))
+    return settings
+
+
+def plan_sweep(
+    items: Sequence[LogprobItem],
+    texts: Sequence[str],
+    codec: TextCodec,
+    info: EngineInfo,
+    options: TargetOptions,
+    read: ColumnOptions,
+) -> SweepPlan:
+    """Plan what is scored at each setting. Errors: those of `plan_targets` and `cut_texts`."""
+    targets = None
+    next_jobs = []
+    if items:
+        targets = plan_targets(items, codec, info, options, read)
+        firsts = [targets.planned[item.targets[0]] for item in targets.items]
+        next_jobs = [
+            ScoreJob(
+                np.array(first.cut.context_ids[first.truncated :], np.int32),
+                np.array(first.cut.target_ids[:1], np.int32),
+                read.columns,
+                double=read.double,
+            )
+            for first in firsts
+        ]
+    windows, _ = cut_texts(texts, Windowing(bos=options.bos), read, codec, info)
+    return SweepPlan(targets, next_jobs, windows, len(texts))
+
+
+def _scale(steering: Steering, scale: float, layers: list[int] | None) -> Steering:
+    """Return the steering object with its scales multiplied, at these layers where given."""
+    vectors = []
+    for vector in steering.vectors:
+        changed: dict[str, Any] = {"scale": vector.scale * scale}
+        if layers is not None:
+            changed["layers"] = layers
+        vectors.append(vector.model_copy(update=changed))
+    return steering.model_copy(update={"vectors": vectors})
+
+
+class SweepTask(Task):
+    """How targets and texts change with the scale of a steering object, and with its layers."""
+
+    kind = "sweep"
+    applied_fields = ("override", "adapter")
+
+    def __init__(self, body: SweepRequest, models: ModelRegistry, stores: Stores) -> None:
+        super().__init__(models.find(body.model))
+        self.precision = body.precision
+        self._body = body
+        self._stores = stores
+        self._settings: list[SweepSetting] = []
+        self._points: list[dict[str, Any]] = []
+
+    def check_limits(self, settings: Settings) -> None:
+        """Bound what is scored, over all points. Errors: APIError `payload_too_large`."""
+        body = self._body
+        points = 1 + len(body.scales) * len(body.layers or [None])
+        count = points * (len(body.items) + len(body.texts))
+        check_count("scales x layers x (items and texts)", count, settings.max_items)
+
+    async def plan(self, settings: Settings) -> AsyncGenerator[Batch, None]:
+        """Leave the unsteered next-token distributions in files, then score every setting.
+
+        Errors: APIError `payload_too_large` where those files would be too large.
+        """
+        codec, info = self.model.require()
+        plan = await off_loop(self._plan, codec, info)
+        needed = 4 * info.vocab_size * len(plan.next_jobs)
+        if needed > settings.max_reference_bytes:
+            detail = (
+                f"The unsteered next-token distributions of {len(plan.next_jobs)} items take "
+                f"{needed} bytes, at most {settings.max_reference_bytes} are kept: split the "
+                "request, or raise max_reference_bytes."
+            )
+            raise api_error("payload_too_large", detail, param="items")
+        unsteered = self.interventions.apply(plan.next_jobs)
+        with export_files(unsteered, info.vocab_size, settings.scratch_directory) as files:
+            if unsteered:
+                yield Batch(export_jobs(unsteered, files), purpose="reference")
+            compared = compare_jobs(plan.next_jobs, files)
+            each = replace(plan, next_jobs=compared).jobs
+            jobs = [setting.interventions.change(job) for setting in self._settings for job in each]
+            collector = Collector(jobs)
+            yield Batch(jobs, collector.take, cache=self._body.cache)
+        self._points = _assemble(self._settings, plan, collector.outputs)
+
+    def _plan(self, codec: TextCodec, info: EngineInfo) -> SweepPlan:
+        body = self._body
+        self.interventions = Interventions.resolve(body, self._stores, info)
+        self._settings = plan_settings(
+            body.steering, body.scales, body.layers, self.interventions, self._stores, info
+        )
+        options = TargetOptions(body.boundary, bos=body.bos, on_overflow=body.on_overflow)
+        read = ColumnOptions.of((), precision=body.precision)
+        plan = plan_sweep(body.items, body.texts, codec, info, options, read)
+        steered = [setting for setting in self._settings if setting.interventions.steering]
+        if steered:
+            steered[0].interventions.check_reach(plan.jobs)
+        return plan
+
+    def report(self) -> dict[str, Any]:
+        """Return the unsteered point and the others, each as a `SweepPoint`."""
+        unsteered, *points = self._points
+        return {"unsteered": unsteered, "points": points}
+
+
+def _assemble(
+    settings: Sequence[SweepSetting], plan: SweepPlan, outputs: Sequence[ScoreOutput]
+) -> list[dict[str, Any]]:
+    """Return every setting as a `SweepPoint`, the unsteered one first."""
+    size = len(plan.jobs)
+    unsteered = _sum_targets(plan, outputs[:size])
+    return [
+        _write_point(setting, plan, outputs[n * size : (n + 1) * size], unsteered)
+        for n, setting in enumerate(settings)
+    ]
+
+
+def _sum_targets(plan: SweepPlan, outputs: Sequence[ScoreOutput]) -> list[float]:
+    planned = plan.targets.planned if plan.targets else []
+    picked = [target.pick(outputs).columns["logprob"] for target in planned]
+    return [float(column.astype(np.float64).sum()) for column in picked]
+
+
+def _write_point(
+    setting: SweepSetting,
+    plan: SweepPlan,
+    outputs: Sequence[ScoreOutput],
+    unsteered: Sequence[float],
+) -> dict[str, Any]:
+    own = _sum_targets(plan, outputs)
+    first_next = len(plan.targets.jobs) if plan.targets else 0
+    first_window = first_next + len(plan.next_jobs)
+    items = []
+    for n, item in enumerate(plan.targets.items if plan.targets else []):
+        targets = [{"logprob": own[t], "change": own[t] - unsteered[t]} for t in item.targets]
+        kl = float(outputs[first_next + n].columns["kl"][0])
+        items.append({"targets": targets, "kl": kl})
+    return {
+        "layers": setting.layers,
+        "scale": setting.scale,
+        "items": items,
+        "texts": _sum_texts(plan, outputs[first_window:]),
+        "relative_norm": _average_norm(outputs),
+    }
+
+
+def _sum_texts(plan: SweepPlan, outputs: Sequence[ScoreOutput]) -> list[dict[str, Any]]:
+    sums, counts = [0.0] * plan.num_texts, [0] * plan.num_texts
+    for window, output in zip(plan.windows, outputs, strict=True):
+        sums[window.text] += float(output.columns["logprob"].astype(np.float64).sum())
+        counts[window.text] += window.num_scored
+    return [
+        {"perplexity": exp_mean(-total, count), "sum_logprob": total, "num_scored": count}
+        for total, count in zip(sums, counts, strict=True)
+    ]
+
+
+def _average_norm(outputs: Sequence[ScoreOutput]) -> float | None:
+    """Return the mean of |change| / |activation| over steered tokens and sites; None for none."""
+    found = [site for output in outputs if output.trace for site in output.trace.sites.values()]
+    tokens = sum(count for count, _ in found)
+    return sum(count * mean for count, mean in found) / tokens if tokens else None

@@ -1,0 +1,140 @@
+"""Holds the rows of `engines/vllm/seam.py` against vLLM, and prints what moved, as JSON.
+
+A process of its own, because vLLM reads its environment once and leaves a process changed.
+"""
+
+import inspect
+import json
+import os
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+from logsteer_server.contract.engine import EngineSpec
+from logsteer_server.engines.vllm.config import set_environment
+from logsteer_server.engines.vllm.seam import INTERNALS, Internal
+
+
+def find(name: str) -> Any:
+    """The object of a dotted name: the longest module in it, and attributes from there."""
+    parts = name.split(".")
+    for split in range(len(parts), 0, -1):
+        try:
+            found = import_module(".".join(parts[:split]))
+        except ModuleNotFoundError as error:
+            if not name.startswith(str(error.name)) or split == 1:
+                raise
+            continue
+        for part in parts[split:]:
+            found = getattr(found, part)
+        return found
+    raise AssertionError(name)
+
+
+def squeeze(code: str) -> str:
+    return re.sub(r"\s|,(?=\s*[)\]])", "", code)
+
+
+def has_attribute(owner: type, name: str) -> bool:
+    """Whether instances have it: by definition, by annotation, or as `__init__` assigns it."""
+    for cls in inspect.getmro(owner):
+        if name in vars(cls) or name in vars(cls).get("__annotations__", {}):
+            return True
+        if cls.__module__.startswith("vllm") and re.search(
+            rf"self\.{name}\s*(:|=(?!=))", inspect.getsource(cls)
+        ):
+            return True
+    return False
+
+
+def subclasses(owner: type) -> Iterator[type]:
+    for cls in owner.__subclasses__():
+        yield cls
+        yield from subclasses(cls)
+
+
+def check_call(function: Any, relies_on: str) -> str:
+    """What of a call does not fit the signature."""
+    parameters = inspect.signature(function).parameters
+    before, _, after = relies_on.partition("*")
+    given = [name.strip() for name in before.split(",") if name.strip()]
+    named = [name.strip() for name in after.split(",") if name.strip()]
+    if list(parameters)[: len(given)] != given:
+        return f"takes {list(parameters)[: len(given)]} first, not {given}"
+    if missing := [name for name in named if name not in parameters]:
+        return f"takes no {', '.join(missing)}"
+    for parameter in parameters.values():
+        needed = parameter.default is parameter.empty and parameter.kind not in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        )
+        if needed and parameter.name not in [*given, *named]:
+            return f"needs {parameter.name}"
+    return ""
+
+
+def check_override(name: str, relies_on: str) -> str:
+    """What of the parameters of a method, in its class and below, is not as it was."""
+    owner, _, method = name.rpartition(".")
+    cls = find(owner)
+    wanted = relies_on.split(", ")
+    for place in (cls, *subclasses(cls)):
+        function = vars(place).get(method) or (getattr(cls, method) if place is cls else None)
+        if function and place.__module__.startswith("vllm"):
+            found = list(inspect.signature(function).parameters)
+            if found != wanted:
+                return f"{place.__name__}.{method} takes {found}, not {wanted}"
+    return ""
+
+
+def check(row: Internal) -> str:
+    """What is wrong with a row; empty where all is as it was."""
+    if row.kind == "environment":
+        return (
+            "" if row.name in find("vllm.envs").environment_variables else "vLLM does not read it"
+        )
+    if row.kind == "override":
+        return check_override(row.name, row.relies_on)
+    found = find(row.name)
+    if row.kind == "call":
+        return check_call(found, row.relies_on)
+    if row.kind == "attribute":
+        return "" if has_attribute(found, row.relies_on) else f"has no {row.relies_on}"
+    if row.kind == "source":
+        inside = squeeze(row.relies_on) in squeeze(inspect.getsource(found))
+        return "" if inside else f"does not say: {row.relies_on}"
+    return ""
+
+
+def find_collisions() -> list[str]:
+    """Names of our runner and worker that vLLM's have, too, without a row that says so."""
+    from logsteer_server.engines.vllm.runner import LogsteerRunner
+    from logsteer_server.engines.vllm.worker import LogsteerWorker
+
+    overridden = {row.name.rpartition(".")[2] for row in INTERNALS if row.kind == "override"}
+    runner = import_module("vllm.v1.worker.cpu_model_runner").CPUModelRunner
+    pairs = ((LogsteerRunner, runner), (LogsteerWorker, LogsteerWorker.__base__))
+    return [
+        f"{own.__name__}.{name}"
+        for own, base in pairs
+        for name in {*vars(own), *own.__annotations__}
+        if not name.startswith("__") and name not in overridden and has_attribute(base, name)
+    ]
+
+
+def main() -> None:
+    """Print what is wrong with each row, in their order, and names that collide."""
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    set_environment(EngineSpec("probe", "vllm", "."))
+    wrong = []
+    for row in INTERNALS:
+        try:
+            wrong.append(check(row))
+        except (ImportError, AttributeError) as error:
+            wrong.append(f"is gone: {error}")
+    print(json.dumps({"wrong": wrong, "collisions": find_collisions()}))
+
+
+if __name__ == "__main__":
+    main()

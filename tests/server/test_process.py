@@ -1,0 +1,107 @@
+"""The loop of an engine's process: what it hands to the engine, and what it reports."""
+
+from collections.abc import Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+import numpy as np
+import pytest
+
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import Job, JobFailure, JobResult, Output
+from logsteer_server.engines.process import Add, Cancel, Close, EngineLoop, Finished, Ping, Pong
+
+JOB = Job(np.zeros(1, np.int32))
+FAILURE = JobFailure("invalid_request", "this one cannot run")
+
+
+class RefusingEngine:
+    """Knows at once that every job fails, and says so in its next step, cancelled or not."""
+
+    def __init__(self) -> None:
+        self.failed: list[tuple[int, JobResult]] = []
+        self.cancelled: list[int] = []
+
+    @property
+    def info(self) -> EngineInfo:
+        raise AssertionError("nobody asks")
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.failed)
+
+    def add(self, jobs: Sequence[tuple[int, Job]]) -> None:
+        self.failed += [(job_id, FAILURE) for job_id, _ in jobs]
+
+    def cancel(self, job_ids: Sequence[int]) -> None:
+        self.cancelled += job_ids
+
+    def step(self) -> list[tuple[int, JobResult]]:
+        failed, self.failed = self.failed, []
+        return failed
+
+    def close(self) -> None:
+        raise AssertionError("the loop does not close the engine")
+
+
+class Piece(Output):
+    """An output that another follows."""
+
+    @property
+    def is_last(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def ends() -> tuple[Connection, Connection]:
+    here, there = Pipe()
+    return here, there
+
+
+def serve(engine: RefusingEngine, ends: tuple[Connection, Connection], *messages: object) -> list:
+    """What the loop answers to messages that all lie there before it begins."""
+    here, there = ends
+    for message in messages:
+        here.send(message)
+    EngineLoop(there, engine).run()
+    there.close()
+    answers = []
+    while here.poll():
+        try:
+            answers.append(here.recv())
+        except EOFError:
+            break
+    return answers
+
+
+def test_cancelling_a_job_that_has_failed_leaves_the_engine_running(
+    ends: tuple[Connection, Connection],
+) -> None:
+    engine = RefusingEngine()
+    loop = EngineLoop(ends[1], engine)
+    for message in (Add([(7, JOB), (8, JOB)]), Cancel([7])):
+        loop._handle(message)
+    loop._report(engine.step())
+    assert engine.cancelled == [7]
+    finished = ends[0].recv()
+    assert [(job_id, result) for job_id, result, _ in finished.results] == [(8, FAILURE)]
+    loop._handle(Add([(9, JOB)]))
+    loop._handle(Cancel([9]))
+    loop._report(engine.step())
+    assert not ends[0].poll(), "a report without results was sent"
+
+
+def test_messages_are_taken_before_the_engine_steps(ends: tuple[Connection, Connection]) -> None:
+    answers = serve(RefusingEngine(), ends, Add([(1, JOB)]), Ping(5), Close())
+    assert [type(answer) for answer in answers] == [Pong, Finished]
+
+
+def test_a_job_is_reported_until_its_last_result(ends: tuple[Connection, Connection]) -> None:
+    loop = EngineLoop(ends[1], RefusingEngine())
+    loop._handle(Add([(1, JOB)]))
+    sent: list[Finished] = []
+    for result in (Piece(), Output(), Output()):
+        loop._report([(1, result)])
+        if ends[0].poll():
+            sent.append(ends[0].recv())
+    assert [message.results[0][1].is_last for message in sent] == [False, True]

@@ -1,0 +1,128 @@
+"""The arithmetic of steering, against the definitions written out for one token in float64."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from logsteer.schemas import Steering
+from logsteer_server.contract.plan import ResidualOp
+from logsteer_server.interventions.steering import resolve_steering
+from logsteer_server.numerics.residual_ops import change_stream, pack_ops
+from tests.server.steering_cases import INFO, NoVectors
+
+WIDTH = INFO.hidden_size
+RNG = np.random.default_rng(3)
+X = RNG.normal(size=WIDTH)
+V = RNG.normal(size=WIDTH).astype(np.float32)
+U = V.astype(np.float64) / np.linalg.norm(V.astype(np.float64))
+C = X @ U
+NORM = np.linalg.norm(X)
+
+
+def across() -> np.ndarray:
+    """The unit vector across U in the plane of X and U."""
+    rest: np.ndarray = X - C * U
+    return rest / np.linalg.norm(rest)
+
+
+def at_angle(degrees: float) -> np.ndarray:
+    turned: np.ndarray = NORM * (
+        math.cos(math.radians(degrees)) * U + math.sin(math.radians(degrees)) * across()
+    )
+    return turned
+
+
+ANGLE = math.degrees(math.acos(C / NORM))
+
+CASES = {
+    "add": ({"op": "add", "scale": 2.0}, X + 2 * V),
+    "add unit": ({"op": "add", "scale": 2.0, "unit": "unit"}, X + 2 * U),
+    "add residual_norm": (
+        {"op": "add", "scale": 0.5, "unit": "residual_norm"}, X + 0.5 * NORM * U,
+    ),
+    "ablate": ({"op": "ablate"}, X - C * U),
+    "ablate a part": ({"op": "ablate", "scale": 0.25}, X - 0.25 * C * U),
+    "project": ({"op": "project", "scale": 3.0}, X + (3 - C) * U),
+    "project residual_norm": (
+        {"op": "project", "scale": -0.2, "unit": "residual_norm"}, X + (-0.2 * NORM - C) * U,
+    ),
+    "clamp below": ({"op": "clamp", "params": {"min": C + 1}}, X + U),
+    "clamp above": ({"op": "clamp", "params": {"max": C - 1}}, X - U),
+    "clamp inside": ({"op": "clamp", "params": {"min": C - 1, "max": C + 1}}, X),
+    "replace": ({"op": "replace", "scale": 2.0}, 2 * V),
+    "replace unit": ({"op": "replace", "scale": 2.0, "unit": "unit"}, 2 * U),
+    "replace residual_norm": (
+        {"op": "replace", "scale": 1.0, "unit": "residual_norm"}, NORM * U,
+    ),
+    "rotate toward": ({"op": "rotate", "scale": 10.0}, at_angle(ANGLE - 10)),
+    "rotate away": ({"op": "rotate", "scale": -10.0}, at_angle(ANGLE + 10)),
+    "rotate no further": ({"op": "rotate", "scale": 180.0}, NORM * U),
+    "rotate no further back": ({"op": "rotate", "scale": -180.0}, -NORM * U),
+}  # fmt: skip
+
+
+def steer(*vectors: dict[str, object]) -> np.ndarray:
+    """X under a steering object, by the plan that it resolves to."""
+    data = {"data": {"0": V.tolist()}}
+    steering = Steering.model_validate({"vectors": [vector | data for vector in vectors]})
+    (site,) = resolve_steering(steering, NoVectors(), INFO).plan.sites
+    x_TD = torch.tensor(X, dtype=torch.float32)[None]
+    if site.offset is not None:
+        x_TD = x_TD + torch.tensor(site.offset)
+    directions_KD, numbers_KP = pack_ops(site.ops, len(site.ops) + 1, WIDTH)
+    changed: np.ndarray = (x_TD + change_stream(x_TD, directions_KD[None], numbers_KP[None]))[
+        0
+    ].numpy()
+    return changed
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_operation(name: str) -> None:
+    vector, wanted = CASES[name]
+    np.testing.assert_allclose(steer(vector), wanted, atol=3e-6)
+
+
+def test_additions_behind_another_operation_stay_behind_it() -> None:
+    np.testing.assert_allclose(
+        steer({"op": "add", "scale": 5.0}, {"op": "ablate"}, {"op": "add", "scale": 2.0}),
+        X - C * U + 2 * V,
+        atol=5e-6,
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "change"),
+    [
+        ({}, (-3, 0)),
+        ({"per_component": 1.0, "high": 1.0}, (-2, 0)),
+        ({"degrees": 90.0}, (2, -4)),
+    ],
+    ids=["ablate", "clamp", "rotate"],
+)
+def test_the_examples_of_a_change(fields: dict[str, float], change: tuple[int, int]) -> None:
+    op = ResidualOp(np.array([1, 0], np.float32), **fields)
+    directions_KD, numbers_KP = pack_ops([op], 1, 2)
+    found_TD = change_stream(torch.tensor([[3.0, 4.0]]), directions_KD[None], numbers_KP[None])
+    assert found_TD[0].tolist() == pytest.approx(change, abs=1e-6)
+
+
+def test_twice_v_is_once_2v() -> None:
+    np.testing.assert_allclose(
+        steer({"scale": 1.5}, {"scale": 1.5}), steer({"scale": 3.0}), atol=1e-6
+    )
+
+
+def test_a_stream_along_the_vector_is_not_turned() -> None:
+    u_D = torch.tensor(U, dtype=torch.float32)
+    op = ResidualOp(U.astype(np.float32), per_component=1.0, degrees=-30.0)
+    directions_KD, numbers_KP = pack_ops([op], 1, WIDTH)
+    change_TD = change_stream(3 * u_D[None], directions_KD[None], numbers_KP[None])
+    assert change_TD.abs().max() < 1e-5
+
+
+def test_more_operations_than_places_are_refused() -> None:
+    op = ResidualOp(U.astype(np.float32))
+    with pytest.raises(ValueError, match="2 operations do not fit into 1"):
+        pack_ops([op, op], 1, WIDTH)

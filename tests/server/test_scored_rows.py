@@ -1,0 +1,116 @@
+"""Rows that are read in parts, as chunked prefills and preemption cut them, are the whole's."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from logsteer_server.contract.jobs import ScoreJob
+from logsteer_server.engines.vllm.extra_args import SCORE, describe_rows
+from logsteer_server.engines.vllm.scoring import PromptPart, RowReader, RowRequest
+from logsteer_server.numerics.rows import RowSpec, unpack
+
+V, T = 23, 12
+IDS_T = np.arange(1, T + 1, dtype=np.int32)
+LOGITS_TV = torch.randn(T, V, generator=torch.Generator().manual_seed(0))
+"""The hidden states are their own logits."""
+
+
+def wanted(targets: np.ndarray, **options: Any) -> dict[str, Any]:
+    job = ScoreJob(IDS_T, targets, ("logprob", "rank"), **options)
+    described: dict[str, Any] = describe_rows(job, RowSpec.of(job, ()))[SCORE]
+    return described
+
+
+def make_reader(writes_exports: bool = True) -> RowReader:
+    return RowReader(5 * 16 * V, V, writes_exports)
+
+
+def read_parts(
+    reader: RowReader, request: dict[str, Any], parts: list[tuple[int, int]]
+) -> torch.Tensor | None:
+    """What the last of a request's parts gives, each in a step behind three strange tokens."""
+    finished: dict[str, torch.Tensor] = {}
+    for begin, end in parts:
+        hidden_TD = torch.cat([torch.full((3, V), 7.0), LOGITS_TV[begin:end]])
+        reader.begin_step()
+        reader.read([PromptPart("a", request, begin, end, T, 3)], hidden_TD, lambda rows: rows)
+        finished = reader.take_finished()
+        assert bool(finished) == (end == T)
+    return finished.get("a")
+
+
+def expected(targets: np.ndarray, rows: slice | list[int]) -> np.ndarray:
+    log_p_RV = LOGITS_TV[rows].log_softmax(-1)
+    return log_p_RV[range(len(targets)), targets].numpy()
+
+
+@settings(deadline=None)
+@given(
+    count=st.integers(1, T),
+    cuts=st.lists(st.integers(1, T - 1), max_size=4),
+    again=st.integers(0, T - 1),
+)
+def test_cut_and_preempted_prefills_give_the_rows_of_the_whole(
+    count: int, cuts: list[int], again: int
+) -> None:
+    targets = np.arange(count, dtype=np.int32)
+    edges = sorted({0, *cuts})
+    parts = [(first, last) for first, last in pairwise(edges) if last <= again]
+    parts += list(pairwise([*edges, T]))  # thrown out after `again` tokens, and begun anew
+    values = read_parts(make_reader(), wanted(targets), parts)
+    assert values is not None
+    spec = RowSpec(("logprob", "rank"))
+    rows = unpack(values.numpy().reshape(-1, spec.width), spec)
+    assert np.allclose(rows.columns["logprob"], expected(targets, slice(T - count, T)), atol=1e-6)
+
+
+def test_targets_that_share_a_row_are_all_read_from_the_last() -> None:
+    targets = np.array([4, 4, 9], dtype=np.int32)
+    values = read_parts(make_reader(), wanted(targets, shares_row=True), [(0, 5), (5, T)])
+    assert values is not None
+    found_R = values.numpy().reshape(3, 2)[:, 0]
+    assert np.allclose(found_R, expected(targets, [T - 1] * 3), atol=1e-6)
+
+
+def test_rows_that_the_prefix_cache_hides_give_none() -> None:
+    values = read_parts(make_reader(), wanted(np.arange(5, dtype=np.int32)), [(T - 3, T)])
+    assert values is not None
+    assert values.numel() == 0
+
+
+def test_a_request_that_is_gone_leaves_nothing_behind() -> None:
+    reader, request = make_reader(), wanted(np.arange(5, dtype=np.int32))
+    read_parts(reader, request, [(0, T - 2)])
+    reader.keep_only(["other"])
+    values = read_parts(reader, request, [(T - 2, T)])
+    assert values is not None
+    assert values.numel() == 0, "rows of a request of the same name were taken over"
+
+
+def test_one_rank_alone_writes_a_file_and_every_rank_reads_it(tmp_path: Path) -> None:
+    targets = np.arange(4, dtype=np.int32)
+    path = tmp_path / "rows"
+    np.zeros((4, V), np.float32).tofile(path)
+    read_parts(make_reader(False), wanted(targets, export=str(path)), [(0, T)])
+    assert not np.fromfile(path, np.float32).any()
+    read_parts(make_reader(), wanted(targets, export=str(path)), [(0, T - 2), (T - 2, T)])
+    table_RV = np.fromfile(path, np.float32).reshape(4, V)
+    assert np.allclose(table_RV, LOGITS_TV[T - 4 :].log_softmax(-1).numpy(), atol=1e-6)
+    job = ScoreJob(IDS_T, targets, ("kl",), reference=str(path))
+    request = describe_rows(job, RowSpec.of(job, ()))[SCORE]
+    values = read_parts(make_reader(False), request, [(0, T)])
+    assert values is not None
+    assert np.allclose(values.numpy(), 0, atol=1e-6)
+
+
+def test_the_example_of_find_rows() -> None:
+    request = RowRequest(np.zeros(3, np.int32), False, RowSpec(), None, None)
+    first, positions = request.find_rows(4, 7, 8)
+    assert (first, positions.tolist()) == (0, [5, 6])
+    first, positions = request.find_rows(7, 8, 8)
+    assert (first, positions.tolist()) == (2, [7])
