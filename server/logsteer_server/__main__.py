@@ -18,6 +18,9 @@ from logsteer_server.settings import ConfigurationError, Settings, load_settings
 from logsteer_server.stores.store import check_store_directory
 
 PROGRESS_EVERY_S = 5.0
+IDLE_CONNECTION_S = 60
+"""Longer than clients keep an idle connection, which is 5 s in httpx: who closes it while the other
+sends costs a request."""
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -79,7 +82,11 @@ def _listen(settings: Settings) -> socket.socket:
 async def _serve(settings: Settings, listener: socket.socket) -> int:
     app = create_app(settings)
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=10
+        app,
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=IDLE_CONNECTION_S,
+        timeout_graceful_shutdown=10,
     )
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
