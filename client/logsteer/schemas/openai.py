@@ -24,7 +24,7 @@ class SamplingRequest(InterventionFields, NamedRefusals):
     """Fields that completions and chat completions share; interventions are logsteer's."""
 
     refused: ClassVar[dict[str, str]] = dict.fromkeys(
-        ("columns", "policy", "precision", "on_overflow", "cache"), COMMON_ELSEWHERE
+        ("columns", "policy", "precision", "on_overflow", "cache", "bos"), COMMON_ELSEWHERE
     )
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -54,6 +54,11 @@ class SamplingRequest(InterventionFields, NamedRefusals):
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(text for text in given if text)
 
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the answer is a stream of chunks."""
+        return self.stream
+
 
 class CompletionRequest(SamplingRequest):
     """`POST /v1/completions`: prompts as text or token ids, one or several."""
@@ -70,6 +75,11 @@ class CompletionRequest(SamplingRequest):
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens: 0 without echo asks for nothing; set one of them")
         return self
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the answer is a stream of chunks: an echo is answered whole."""
+        return self.stream and not self.echo
 
 
 class ChatCompletionRequest(SamplingRequest):

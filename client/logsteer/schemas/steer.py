@@ -223,6 +223,9 @@ class SweptTarget(Reply):
 
     logprob: Float
     change: Float
+    truncated_tokens: int = Field(
+        default=0, description="Leftmost tokens of the context that were dropped to fit."
+    )
 
 
 class SweptItem(Reply):

@@ -7,7 +7,7 @@ import multiprocessing
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from logsteer.errors import APIError, api_error
@@ -191,7 +191,7 @@ class EngineHandle:
             self._pings.pop(serial, None)
         return True
 
-    async def run(self, jobs: Sequence[Job]) -> AsyncIterator[JobEnd]:
+    async def run(self, jobs: Sequence[Job]) -> AsyncGenerator[JobEnd, None]:
         """Yield the results of jobs as they come, in any order; leaving early cancels the rest.
 
         Errors: APIError, where a job failed or the engine died.

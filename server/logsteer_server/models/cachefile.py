@@ -144,7 +144,7 @@ class CacheFile:
     def _split(
         self, rows: Sequence[tuple[bytes, bytes]]
     ) -> Iterator[tuple[list[tuple[bytes, bytes]], int]]:
-        """Yield rows for a transaction each, and their size; rows that are too large are left out."""
+        """Yield rows for one transaction each, and their size; leave out those too large."""
         part: list[tuple[bytes, bytes]] = []
         size = 0
         for row in rows:

@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from logsteer.errors import api_error
@@ -119,34 +120,36 @@ class ResidentModel:
         missing = prepared.missing
         computed: list[Computed] = []
         try:
-            async for index, output in self._compute(prepared.jobs, timer):
-                if missing is None:
-                    yield index, output
-                    continue
-                entry = missing[index]
-                if entry.key is not None:
-                    computed.append((entry.key, prepared.jobs[index], output))
-                if len(computed) == STORED_AT_ONCE:
-                    self._results.keep(computed)
-                    computed = []
-                first, *others = entry.indices
-                yield first, output
-                for other in others:
-                    yield other, replace(output, cached_tokens=0)
+            async with aclosing(self._compute(prepared.jobs, timer)) as outputs:
+                async for index, output in outputs:
+                    if missing is None:
+                        yield index, output
+                        continue
+                    entry = missing[index]
+                    if entry.key is not None:
+                        computed.append((entry.key, prepared.jobs[index], output))
+                    if len(computed) == STORED_AT_ONCE:
+                        self._results.keep(computed)
+                        computed = []
+                    first, *others = entry.indices
+                    yield first, output
+                    for other in others:
+                        yield other, replace(output, cached_tokens=0)
         finally:
             self._results.keep(computed)
 
     async def _compute(
         self, jobs: Sequence[Job], timer: WorkTimer | None
-    ) -> AsyncIterator[tuple[int, Output]]:
+    ) -> AsyncGenerator[tuple[int, Output], None]:
         if not jobs:
             return
         started = time.monotonic()
-        async for end in self.handle.run(jobs):
-            if timer is not None:
-                timer.note(end)
-            self._count(jobs[end.index], end.output)
-            yield end.index, end.output
+        async with aclosing(self.handle.run(jobs)) as ends:
+            async for end in ends:
+                if timer is not None:
+                    timer.note(end)
+                self._count(jobs[end.index], end.output)
+                yield end.index, end.output
         num_tokens = sum(job.num_positions for job in jobs)
         self.admission.note_speed(num_tokens, time.monotonic() - started)
 

@@ -105,7 +105,7 @@ def _plan_samples(
             ignore_eos=request.ignore_eos,
             top=top or 0,
             logprobs=top is not None,
-            stream=request.stream,
+            stream=request.is_streamed,
         )
         for index in range(request.n)
     ]

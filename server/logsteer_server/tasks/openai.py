@@ -34,15 +34,12 @@ class OpenAITask(Task):
     shape: str
     """The `object` of an answer."""
 
-    def __init__(
-        self, body: SamplingRequest, models: ModelRegistry, stores: Stores, *, streams: bool
-    ) -> None:
-        super().__init__(models.find(body.model), streams=streams)
+    def __init__(self, body: SamplingRequest, models: ModelRegistry, stores: Stores) -> None:
+        super().__init__(models.find(body.model), streams=body.is_streamed)
         self._sampling = body
         self._stores = stores
         self._created = int(time.time())
         self._prompts: list[CompletionPrompt] = []
-        self._indices: list[int] = []
         self._started: set[int] = set()
         self._found: list[Any] = []
 
@@ -116,8 +113,7 @@ class CompletionTask(OpenAITask):
     shape = "text_completion"
 
     def __init__(self, body: CompletionRequest, models: ModelRegistry, stores: Stores) -> None:
-        # An echo is answered whole.
-        super().__init__(body, models, stores, streams=body.stream and not body.echo)
+        super().__init__(body, models, stores)
         self._body = body
 
     def check_limits(self, settings: Settings) -> None:
@@ -188,7 +184,7 @@ class ChatCompletionTask(OpenAITask):
     kind = "chatcmpl"
 
     def __init__(self, body: ChatCompletionRequest, models: ModelRegistry, stores: Stores) -> None:
-        super().__init__(body, models, stores, streams=body.stream)
+        super().__init__(body, models, stores)
         self._body = body
         self.shape = "chat.completion.chunk" if body.stream else "chat.completion"
 

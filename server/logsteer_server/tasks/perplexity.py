@@ -86,7 +86,10 @@ class PerplexityTask(WindowTask):
         check_count("texts", len(self._body.texts), settings.max_items)
 
     async def plan(self, settings: Settings) -> AsyncGenerator[Batch, None]:
-        """Score all windows; with a reference, as many at a time as its files have room for."""
+        """Score all windows; with a reference, as many at a time as its files have room for.
+
+        Both models then reserve what the largest part needs before the stream of events opens.
+        """
         if self._reference is not None:
             self._comparison = Comparison(self.model, self._reference)
         windows = self._windows = await off_loop(self._cut)
@@ -95,10 +98,13 @@ class PerplexityTask(WindowTask):
         if self._comparison is None:
             yield Batch(jobs, self._take, cache=self._body.cache)
             return
-        for part in self._comparison.split(jobs, settings.max_reference_bytes):
-            async with aclosing(self._compare(self._comparison, jobs, part, settings)) as batches:
+        parts = list(self._comparison.split(jobs, settings.max_reference_bytes))
+        sizes = [sum(job.num_positions for job in jobs[p.start : p.stop]) for p in parts]
+        for part in parts:
+            compared = self._compare(self._comparison, jobs, part, settings)
+            async with aclosing(compared) as batches:
                 async for batch in batches:
-                    yield batch
+                    yield replace(batch, room=max(sizes))
 
     def _cut(self) -> list[TextWindow]:
         codec, info = self.model.require()
@@ -124,7 +130,7 @@ class PerplexityTask(WindowTask):
 
         with export_files(own, comparison.vocab_size, settings.scratch_directory) as files:
             exports = export_jobs(own, files)
-            yield Batch(exports, model=comparison.reference, purpose="reference")
+            yield Batch(exports, model=comparison.reference, purpose="reference", silent=True)
             yield Batch(compare_jobs(own, files), take, cache=self._body.cache)
 
     def _take(self, index: int, output: ScoreOutput) -> Event | None:

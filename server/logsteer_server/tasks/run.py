@@ -53,7 +53,7 @@ class Batch:
 
     `take` is given the index of a job and an output (or a piece of one), and may return an event to
     show. `model` is where they run: None for the task's own. A `silent` batch does not open the
-    stream of events.
+    stream of events. `room` tokens are reserved at least, where later batches need more than this.
     """
 
     jobs: Sequence[Job]
@@ -62,6 +62,7 @@ class Batch:
     cache: bool = True
     purpose: Purpose = "work"
     silent: bool = False
+    room: int = 0
 
 
 class Collector:
@@ -190,7 +191,7 @@ class Run:
                 async for batch in plan:
                     model = batch.model or self.task.model
                     prepared = await model.prepare(batch.jobs, batch.cache)
-                    self._reserve(model).cover(prepared.num_tokens)
+                    self._reserve(model).cover(max(prepared.num_tokens, batch.room))
                     if not has_started and not batch.silent:
                         has_started = True
                         yield self._open()

@@ -206,8 +206,16 @@ def _write_point(
     first_next = len(plan.targets.jobs) if plan.targets else 0
     first_window = first_next + len(plan.next_jobs)
     items = []
+    planned = plan.targets.planned if plan.targets else []
     for n, item in enumerate(plan.targets.items if plan.targets else []):
-        targets = [{"logprob": own[t], "change": own[t] - unsteered[t]} for t in item.targets]
+        targets = [
+            {
+                "logprob": own[t],
+                "change": own[t] - unsteered[t],
+                "truncated_tokens": planned[t].truncated,
+            }
+            for t in item.targets
+        ]
         kl = float(outputs[first_next + n].columns["kl"][0])
         items.append({"targets": targets, "kl": kl})
     return {

@@ -1,0 +1,312 @@
+"""Admission: the arithmetic of the budget, and over HTTP that overload is told before anything.
+
+The fake engine is slow and one call fills its budget, so whatever else comes must be refused: with
+429, Retry-After and no byte of a stream.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from logsteer.errors import APIError, OverloadedError
+from logsteer.schemas import GradientRequest
+from logsteer_server.models.admission import UNKNOWN_WAIT_S, Admission, Reservation
+from logsteer_server.tasks.gradient import GradientTask
+from logsteer_server.tasks.run import Run
+from tests.conftest import ROOT, Server, ServerFactory, fake_model
+from tests.server.scripted_model import (
+    SETTINGS,
+    STORES,
+    ScriptedHandle,
+    make_model,
+    register,
+)
+
+
+def test_a_reservation_holds_what_it_covers_until_it_ends() -> None:
+    admission = Admission(100)
+    with admission.enter() as reservation:
+        assert admission.pending_tokens == 0
+        reservation.cover(60)
+        assert admission.pending_tokens == 60
+    assert admission.pending_tokens == 0
+
+
+def test_a_reservation_grows_by_what_is_new_and_does_not_shrink() -> None:
+    admission = Admission(100)
+    reservation = admission.enter()
+    pending = []
+    for tokens in (60, 40, 100, 0):
+        reservation.cover(tokens)
+        pending.append(admission.pending_tokens)
+    assert pending == [60, 60, 100, 100]
+    reservation.release()
+    reservation.release()
+    assert admission.pending_tokens == 0
+
+
+def test_two_reservations_share_the_budget() -> None:
+    admission = Admission(100)
+    first, second = admission.enter(), admission.enter()
+    first.cover(60)
+    with pytest.raises(OverloadedError, match=r"60 tokens of work are waiting .* adds 41"):
+        second.cover(41)
+    second.cover(40)
+    with pytest.raises(OverloadedError, match="adds 10"):
+        first.cover(70)
+    assert admission.pending_tokens == 100, "a refusal takes nothing and gives nothing back"
+    second.release()
+    first.cover(70)
+    assert admission.pending_tokens == 70
+
+
+def test_nobody_enters_a_full_house() -> None:
+    admission = Admission(100)
+    first = admission.enter()
+    first.cover(100)
+    with pytest.raises(OverloadedError):
+        admission.enter()
+    first.release()
+    admission.enter()
+
+
+def test_what_would_not_fit_alone_is_too_large_and_no_overload() -> None:
+    admission = Admission(100)
+    with pytest.raises(APIError, match=r"needs 101 tokens.*max_pending_tokens") as caught:
+        admission.enter().cover(101)
+    assert (caught.value.code, caught.value.retryable) == ("payload_too_large", False)
+    assert admission.pending_tokens == 0
+
+
+def refused_after(admission: Admission) -> float:
+    """What a caller is told to wait who is refused."""
+    with pytest.raises(OverloadedError) as caught:
+        admission.enter()
+    assert caught.value.retry_after is not None
+    return caught.value.retry_after
+
+
+def test_who_is_refused_waits_as_long_as_the_work_is_measured_to_take() -> None:
+    admission = Admission(1000)
+    admission.enter().cover(1000)
+    assert refused_after(admission) == UNKNOWN_WAIT_S
+    admission.note_speed(500, 5.0)  # 100 tokens/s
+    assert refused_after(admission) == 10
+    admission.note_speed(500, 2.5)  # 200 tokens/s, of which a fifth counts: 120
+    assert refused_after(admission) == 8
+    for _ in range(50):
+        admission.note_speed(10**6, 0.0)
+    assert refused_after(admission) == 1, "never told to come back at once"
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 120)), max_size=30))
+def test_the_budget_is_never_exceeded_and_never_leaks(steps: list[tuple[int, int]]) -> None:
+    """Four reservations in any order; covering 0 stands for a release."""
+    admission = Admission(100)
+    held: dict[int, tuple[Reservation, int]] = {}
+    for who, tokens in steps:
+        try:
+            if who not in held:
+                held[who] = (admission.enter(), 0)
+            reservation, old = held[who]
+            if tokens:
+                reservation.cover(tokens)
+                held[who] = (reservation, max(old, tokens))
+            else:
+                reservation.release()
+                del held[who]
+        except APIError:
+            pass
+        assert admission.pending_tokens == sum(count for _, count in held.values()) <= 100
+    for reservation, _ in held.values():
+        reservation.release()
+    assert admission.pending_tokens == 0
+
+
+def test_a_gradient_is_refused_like_all_else() -> None:
+    """The fake engine has no gradients, so this one is run without HTTP."""
+    handle = ScriptedHandle()
+    model = make_model(handle, max_tokens=100)
+    item = {"context_ids": [5] * 30, "target_ids": [[6, 7]]}
+    body = GradientRequest(items=[item], wrt={"layers": [0]})  # type: ignore[list-item, arg-type]
+    for taken in (100, 80):
+        with model.admission.enter() as other:
+            other.cover(taken)
+            with pytest.raises(OverloadedError):
+                asyncio.run(Run(GradientTask(body, register(model), STORES), SETTINGS).finish())
+            assert model.admission.pending_tokens == taken
+    assert handle.num_jobs == 0
+    answer = asyncio.run(Run(GradientTask(body, register(model), STORES), SETTINGS).finish())
+    assert len(answer["results"][0]["targets"][0]["gradients"]["0"]) == 31
+    assert model.admission.pending_tokens == 0
+
+
+BUDGET = 20_000
+FULL, NEARLY_FULL = (200, 10), (180, 21)
+"""Completions, and tokens of each after a prompt of 90: all of the budget, or all but 20."""
+IDLE = {"slow": 0, "idle": 0}
+
+IDS = list(range(10, 50))
+TEXT = "Once upon a time there was a capital of France, and it was a long way off. " * 2
+CHAT = [{"role": "user", "content": TEXT}]
+ITEMS = {"items": [{"context_ids": IDS, "target_ids": [[6, 7]]}]}
+PROMPT = {"prompt_ids": [IDS], "max_tokens": 40}
+ABLATE = {"vectors": [{"data": {"1": [1.0] + [0.0] * 15}, "op": "ablate"}]}
+PAIRS = [{"positive": TEXT, "negative": TEXT[::-1]}]
+STREAM = {"stream": True}
+
+REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "logprob": ("/logprob", ITEMS),
+    "diagnostics": ("/diagnostics", ITEMS),
+    "perplexity": ("/perplexity", {"texts": [TEXT]}),
+    "perplexity, events": ("/perplexity", {"texts": [TEXT], **STREAM}),
+    "perplexity, compared": ("/perplexity", {"texts": [TEXT], "reference": "idle"}),
+    "perplexity, compared, events": (
+        "/perplexity",
+        {"texts": [TEXT], "reference": "idle", **STREAM},
+    ),
+    "perplexity, compared with one that is busy, events": (
+        "/perplexity",
+        {"model": "idle", "texts": [TEXT], "reference": "slow", **STREAM},
+    ),
+    "steer": ("/steer", {**PROMPT, "steering": ABLATE}),
+    "steer, events": ("/steer", {**PROMPT, "steering": ABLATE, **STREAM}),
+    "generate": ("/generate", PROMPT),
+    "generate, columns": ("/generate", {**PROMPT, "columns": ["entropy"]}),
+    "generate, events": ("/generate", {**PROMPT, **STREAM}),
+    "sweep": ("/sweep", {**ITEMS, "steering": ABLATE, "scales": [1.0]}),
+    "train": ("/vectors/train", {"name": "mood", "pairs": PAIRS}),
+    "completions": ("/v1/completions", {"prompt": IDS, "max_tokens": 40}),
+    "completions, echo": (
+        "/v1/completions",
+        {"prompt": IDS, "max_tokens": 0, "echo": True, "logprobs": 1},
+    ),
+    "completions, events": ("/v1/completions", {"prompt": IDS, "max_tokens": 40, **STREAM}),
+    "chat": ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 40}),
+    "chat, events": ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 40, **STREAM}),
+}
+
+
+@pytest.fixture(scope="module")
+def server(start_server: ServerFactory) -> Server:
+    """`slow` takes a tenth of a second for every 100 tokens; `idle` is never asked by itself."""
+    return start_server(
+        {
+            "models": [fake_model("slow", delay_s=0.1), fake_model("idle")],
+            "max_pending_tokens": BUDGET,
+            "engine_tokens": 100,
+            "cache_bytes": 0,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def http(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+def pending(http: httpx.Client) -> dict[str, float]:
+    """Tokens of accepted work, by model."""
+    return {
+        sample.labels["model"]: sample.value
+        for family in text_string_to_metric_families(http.get("/metrics").text)
+        for sample in family.samples
+        if sample.name == "logsteer_pending_tokens"
+    }
+
+
+def wait_until_idle(http: httpx.Client) -> float:
+    """Wait until no work is pending; return the seconds that took."""
+    started = time.monotonic()
+    while pending(http) != IDLE and time.monotonic() < started + 30:
+        time.sleep(0.02)
+    assert pending(http) == IDLE
+    return time.monotonic() - started
+
+
+@contextmanager
+def filled(http: httpx.Client, count: int, max_tokens: int) -> Iterator[int]:
+    """Take this much of the budget of `slow` while the block runs, then hang up.
+
+    Each completion takes a tenth of a second, so the work itself ends long after the block.
+    """
+    body = {"prompt_ids": [[5] * 90], "max_tokens": max_tokens, "n": count, "stream": True}
+    taken = count * (90 + max_tokens)
+    with http.stream("POST", "/generate", json={"model": "slow"} | body) as response:
+        lines = response.iter_lines()
+        assert next(lines) == "event: start"
+        assert pending(http) == IDLE | {"slow": taken}
+        yield taken
+        assert pending(http) == IDLE | {"slow": taken}, "the work ended before the block did"
+
+
+def check_overload(response: httpx.Response) -> None:
+    """A refusal with a time to wait, in the shape that the path has for errors."""
+    assert response.status_code == 429, response.text
+    assert int(response.headers["retry-after"]) >= 1
+    document = response.json()
+    if response.request.url.path.startswith("/v1/"):
+        assert response.headers["content-type"] == "application/json"
+        assert document["error"]["code"] == "overloaded"
+        assert "Try again later" in document["error"]["message"]
+    else:
+        assert response.headers["content-type"] == "application/problem+json"
+        assert (document["code"], document["retryable"]) == ("overloaded", True)
+        assert "Try again later" in document["detail"]
+
+
+def send(http: httpx.Client, name: str) -> httpx.Response:
+    if name == "stream":
+        return http.post("/perplexity/stream?model=slow", content=TEXT.encode())
+    path, body = REQUESTS[name]
+    return http.post(path, json={"model": "slow"} | body)
+
+
+@pytest.mark.parametrize("fill", [FULL, NEARLY_FULL])
+def test_over_the_budget_everything_is_refused_before_its_first_byte(
+    http: httpx.Client, fill: tuple[int, int]
+) -> None:
+    """At a full budget the request is refused at the door, at a nearly full one once planned."""
+    wait_until_idle(http)
+    with filled(http, *fill) as taken:
+        for name in (*REQUESTS, "stream"):
+            response = send(http, name)
+            assert response.status_code == 429, f"{name}: {response.text}"
+            check_overload(response)
+            assert pending(http) == IDLE | {"slow": taken}, f"{name} left something"
+    assert wait_until_idle(http) < 5, "the work of a caller who hung up went on"
+    assert http.get("/vectors").json()["vectors"] == []
+
+
+def test_within_the_budget_everything_is_answered_and_gives_its_room_back(
+    http: httpx.Client,
+) -> None:
+    """The same requests: nothing but the budget was wrong with them."""
+    wait_until_idle(http)
+    names = [*REQUESTS, "stream"]
+    with ThreadPoolExecutor(len(names)) as pool:
+        responses = pool.map(lambda name: send(http, name), names)
+        for name, response in zip(names, responses, strict=True):
+            assert response.status_code == 200, f"{name}: {response.text}"
+            assert "event: error" not in response.text, name
+            assert '{"error"' not in response.text, name
+    wait_until_idle(http)
+
+
+def test_every_endpoint_that_computes_is_among_these() -> None:
+    paths = json.loads((ROOT / "openapi.json").read_text())["paths"]
+    computing = {path for path, methods in paths.items() if "post" in methods}
+    computing -= {"/tokenize", "/detokenize", "/vectors/{name}/combine"}
+    tried = {path for path, _ in REQUESTS.values()} | {"/perplexity/stream", "/gradient"}
+    assert computing == tried

@@ -1,0 +1,355 @@
+"""Answers as bytes, errors as documents, and the deadline around a run: no server, no engine."""
+
+import asyncio
+import json
+import math
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import msgpack
+import numpy as np
+import pytest
+from fastapi import FastAPI
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.requests import ClientDisconnect
+
+from logsteer.errors import KINDS, api_error
+from logsteer.schemas import Problem
+from logsteer_server.app import RequestIds
+from logsteer_server.http.encoding import (
+    DONE,
+    JSON,
+    MSGPACK,
+    choose_encoding,
+    encode,
+    encode_data,
+    encode_event,
+    encode_json,
+    encode_msgpack,
+)
+from logsteer_server.http.problems import add_handlers
+from logsteer_server.http.respond import run_within
+
+ODD = np.array([0.5, np.nan, np.inf, -np.inf], dtype=np.float32)
+
+
+def unpack(data: bytes) -> Any:
+    return msgpack.unpackb(data)
+
+
+def read_array(packed: dict[str, Any]) -> np.ndarray:
+    return np.frombuffer(packed["data"], packed["dtype"]).reshape(packed["shape"])
+
+
+class TestJson:
+    @pytest.mark.parametrize(
+        ("array", "wanted"),
+        [
+            (np.arange(3, dtype=np.int32), [0, 1, 2]),
+            (np.arange(6, dtype=np.float32).reshape(2, 3), [[0, 1, 2], [3, 4, 5]]),
+            (np.arange(6, dtype=np.float64).reshape(2, 3).T, [[0, 3], [1, 4], [2, 5]]),
+            (np.arange(6, dtype=np.int32)[::2], [0, 2, 4]),
+            (np.arange(6, dtype=np.int64).reshape(2, 3)[:, 1], [1, 4]),
+            (ODD, [0.5, None, None, None]),
+            (np.zeros((0, 4), dtype=np.float32), []),
+            (np.frombuffer(ODD.tobytes(), np.float32)[:1], [0.5]),
+        ],
+    )
+    def test_arrays_are_lists(self, array: np.ndarray, wanted: list[Any]) -> None:
+        assert json.loads(encode_json({"a": {"b": [array]}})) == {"a": {"b": [wanted]}}
+
+    def test_numbers_that_are_not_finite_are_null(self) -> None:
+        document = {"a": math.nan, "b": [math.inf, -math.inf, 1.5], "c": np.float32("nan")}
+        assert json.loads(encode_json(document)) == {"a": None, "b": [None, None, 1.5], "c": None}
+
+    def test_a_float32_keeps_its_bits(self) -> None:
+        values = np.array([0.1, 1 / 3, 1e-42, -87.33654], dtype=np.float32)
+        back = np.array(json.loads(encode_json(values)), dtype=np.float32)
+        assert back.tobytes() == values.tobytes()
+
+
+class TestMessagePack:
+    @pytest.mark.parametrize(
+        ("dtype", "stored"),
+        [("f4", "<f4"), ("f8", "<f4"), (">f4", "<f4"), ("i4", "<i4"), ("i8", "<i4"), ("u2", "<i4")],
+    )
+    def test_arrays_are_raw_buffers(self, dtype: str, stored: str) -> None:
+        array = np.arange(6).astype(dtype).reshape(2, 3).T
+        packed = unpack(encode_msgpack([array]))[0]
+        assert (packed["dtype"], packed["shape"]) == (stored, [3, 2])
+        assert len(packed["data"]) == 24
+        assert read_array(packed).tolist() == array.tolist()
+
+    def test_not_finite_is_nil_outside_of_arrays_and_kept_inside(self) -> None:
+        found = unpack(encode_msgpack({"a": math.nan, "b": (math.inf, 2.0), "c": ODD}))
+        assert (found["a"], found["b"]) == (None, [None, 2.0])
+        assert read_array(found["c"]).tobytes() == ODD.tobytes()
+
+
+Plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text() | st.floats(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=12,
+)
+
+
+@given(Plain)
+@settings(max_examples=40)
+def test_both_encodings_say_the_same(document: Any) -> None:
+    assert unpack(encode(document, MSGPACK)) == json.loads(encode(document, JSON))
+
+
+@pytest.mark.parametrize("encoder", [encode_json, encode_msgpack])
+def test_what_is_no_document_is_an_error(encoder: Callable[[Any], bytes]) -> None:
+    with pytest.raises(TypeError):
+        encoder({"a": object()})
+
+
+@pytest.mark.parametrize(
+    ("accept", "chosen"),
+    [
+        ("", JSON),
+        ("*/*", JSON),
+        ("text/html, application/json;q=0.9", JSON),
+        (MSGPACK, MSGPACK),
+        (f"{MSGPACK}, */*;q=0.1", MSGPACK),
+    ],
+)
+def test_the_caller_chooses(accept: str, chosen: str) -> None:
+    assert choose_encoding(accept) == chosen
+
+
+@given(st.text())
+def test_no_text_breaks_an_event(text: str) -> None:
+    lines = encode_event("piece", {"text": text}).decode().split("\n")
+    assert (lines[0], lines[2:]) == ("event: piece", ["", ""])
+    assert json.loads(lines[1].removeprefix("data: ")) == {"text": text}
+    nameless = encode_data({"text": text}).decode()
+    assert nameless == f"{lines[1]}\n\n"
+    assert DONE == b"data: [DONE]\n\n"
+
+
+class Item(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    targets: list[int] = Field(min_length=1)
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    items: list[Item] = Field(default_factory=list)
+    both: bool = False
+
+    @model_validator(mode="after")
+    def _has_items(self) -> "Body":
+        if self.both and not self.items:
+            raise ValueError("both: needs items; give some")
+        return self
+
+
+def make_app() -> FastAPI:
+    app = FastAPI()
+
+    @app.post("/items")
+    @app.post("/v1/items")
+    async def take(body: Body) -> dict[str, int]:
+        return {"items": len(body.items)}
+
+    @app.get("/fail/{code}")
+    @app.get("/v1/fail/{code}")
+    async def fail(code: str, wait: float | None = None) -> None:
+        raise api_error(code, "Told to fail.", param="wait", retry_after=wait)
+
+    @app.get("/crash")
+    async def crash() -> None:
+        raise RuntimeError("a secret")
+
+    @app.get("/gone")
+    async def leave() -> None:
+        raise ClientDisconnect
+
+    app.add_middleware(RequestIds)
+    add_handlers(app)
+    return app
+
+
+def ask(method: str, path: str, **arguments: Any) -> httpx.Response:
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(make_app(), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, **arguments)
+
+    return asyncio.run(send())
+
+
+def problem(response: httpx.Response) -> Problem:
+    assert response.headers["content-type"] == "application/problem+json"
+    found = Problem.model_validate(response.json())
+    assert response.headers["x-request-id"] == found.request_id
+    assert response.status_code == found.status
+    return found
+
+
+class TestProblems:
+    @pytest.mark.parametrize(
+        ("body", "param", "reason"),
+        [
+            ({"items": [{"targets": []}]}, "items[0].targets", "at least 1 item"),
+            (
+                {"items": [{"targets": [1]}, {"targets": [1, "2"]}]},
+                "items[1].targets[1]",
+                "valid integer",
+            ),
+            ({"items": [{}]}, "items[0].targets", "Field required"),
+            ({"itmes": []}, "itmes", "itmes: there is no such field; remove it."),
+            ({"both": True}, None, "both: needs items; give some."),
+            ({"items": 5, "both": 1}, "items", "items: Input should be a valid list. both: "),
+        ],
+    )
+    def test_the_field_is_named(self, body: Any, param: str | None, reason: str) -> None:
+        found = problem(ask("POST", "/items", json=body))
+        assert (found.code, found.status, found.param) == ("invalid_request", 422, param)
+        assert reason in found.detail
+        assert "Value error" not in found.detail
+
+    def test_five_reasons_are_enough(self) -> None:
+        found = problem(ask("POST", "/items", json={"items": [{}] * 8}))
+        assert found.detail.count("Field required") == 5
+        assert found.detail.endswith("and 3 more")
+
+    @pytest.mark.parametrize(
+        ("content", "kind", "reason"),
+        [
+            (b"{", "application/json", "not valid JSON"),
+            (b"a=b", "application/x-www-form-urlencoded", "sent as application/x-www-form"),
+            (b"{}", "text/plain", "Content-Type: application/json"),
+        ],
+    )
+    def test_a_body_that_is_no_json_is_told_so(
+        self, content: bytes, kind: str, reason: str
+    ) -> None:
+        response = ask("POST", "/items", content=content, headers={"content-type": kind})
+        assert reason in problem(response).detail
+
+    def test_another_method_names_the_right_one(self) -> None:
+        response = ask("GET", "/items")
+        found = problem(response)
+        assert (found.code, found.status) == ("method_not_allowed", 405)
+        assert found.detail == "/items does not take GET; send POST."
+
+    def test_an_unknown_path_says_where_to_look(self) -> None:
+        found = problem(ask("GET", "/nothing"))
+        assert (found.code, found.status) == ("not_found", 404)
+        assert "/nothing" in found.detail
+        assert "/docs" in found.detail
+
+    @pytest.mark.parametrize("code", KINDS)
+    def test_every_code_has_its_status(self, code: str) -> None:
+        response = ask("GET", f"/fail/{code}?wait=1.2", headers={"x-request-id": "mine"})
+        found = problem(response)
+        kind = KINDS[code]  # type: ignore[index]
+        assert (found.code, found.status, found.retryable) == (code, kind.status, kind.retryable)
+        assert (found.title, found.param, found.request_id) == (kind.title, "wait", "mine")
+        assert response.headers["retry-after"] == "2", "whole seconds, never too few"
+        assert response.headers.get("www-authenticate") == (
+            "Bearer" if code == "unauthorized" else None
+        )
+        assert "retry-after" not in ask("GET", f"/fail/{code}").headers
+
+    def test_a_crash_tells_no_secrets(self, caplog: pytest.LogCaptureFixture) -> None:
+        response = ask("GET", "/crash", headers={"x-request-id": "mine"})
+        found = problem(response)
+        assert (found.code, found.status) == ("internal", 500)
+        assert "secret" not in response.text
+        assert "mine" in found.detail
+        assert "request mine failed" in caplog.text
+        assert "a secret" in caplog.text
+
+    def test_nobody_reads_the_answer_to_who_hung_up(self) -> None:
+        response = ask("GET", "/gone")
+        assert (response.status_code, response.content) == (499, b"")
+
+
+class TestOpenAIShape:
+    def test_errors_under_v1(self) -> None:
+        response = ask("GET", "/v1/fail/overloaded?wait=3")
+        assert (response.status_code, response.headers["content-type"]) == (429, JSON)
+        assert response.headers["retry-after"] == "3"
+        assert response.json() == {
+            "error": {
+                "message": "Told to fail.", "type": "overloaded", "param": "wait",
+                "code": "overloaded",
+            }
+        }  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("method", "path", "code"),
+        [
+            ("POST", "/v1/items", "invalid_request"),
+            ("GET", "/v1/items", "method_not_allowed"),
+            ("GET", "/v1/nothing", "not_found"),
+        ],
+    )
+    def test_whatever_goes_wrong(self, method: str, path: str, code: str) -> None:
+        arguments = {"json": {"items": [{}]}} if method == "POST" else {}
+        response = ask(method, path, **arguments)
+        assert response.json()["error"]["code"] == code
+        assert response.json()["error"]["message"]
+        assert response.headers["x-request-id"]
+
+
+class Work:
+    """Work that goes on until it is cancelled or told to end."""
+
+    def __init__(self) -> None:
+        self.was_cancelled = False
+
+    async def last(self, seconds: float) -> str:
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            self.was_cancelled = True
+            raise
+        return "done"
+
+
+def within(timeout_s: float, work: Awaitable[str], hang_up_after: float = 60) -> str:
+    async def receive() -> dict[str, str]:
+        await asyncio.sleep(hang_up_after)
+        return {"type": "http.disconnect"}
+
+    async def run() -> str:
+        request: Any = SimpleNamespace(receive=receive)
+        return await run_within(request, timeout_s, work)  # type: ignore[arg-type]
+
+    return asyncio.run(run())
+
+
+class TestDeadline:
+    def test_what_is_done_in_time_is_returned(self) -> None:
+        work = Work()
+        assert within(5, work.last(0.01)) == "done"
+        assert not work.was_cancelled
+
+    def test_what_is_late_is_cancelled(self) -> None:
+        work = Work()
+        with pytest.raises(Exception, match=r"within 0\.02 s .* request_timeout_s") as caught:
+            within(0.02, work.last(60))
+        assert getattr(caught.value, "code", None) == "deadline_exceeded"
+        assert work.was_cancelled
+
+    def test_who_hangs_up_has_the_work_cancelled(self) -> None:
+        work = Work()
+        with pytest.raises(ClientDisconnect):
+            within(60, work.last(60), hang_up_after=0.02)
+        assert work.was_cancelled
+
+    def test_an_error_of_the_work_is_its_own(self) -> None:
+        async def fail() -> str:
+            raise ValueError("told to fail")
+
+        with pytest.raises(ValueError, match="told to fail"):
+            within(5, fail())

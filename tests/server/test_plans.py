@@ -1,0 +1,229 @@
+"""Planners of targets and gradients, with plain arguments.
+
+Each cuts with the demo model's tokenizer for a made-up model; no engine runs.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from logsteer.errors import APIError
+from logsteer.schemas import LogprobItem, Message
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import Policy, ScoreJob
+from logsteer_server.contract.parameters import Direction
+from logsteer_server.contract.plan import Positions
+from logsteer_server.engines.fake import fake_scores
+from logsteer_server.tasks.columns import ColumnOptions
+from logsteer_server.tasks.gradient import plan_gradients
+from logsteer_server.tasks.targets import (
+    Shown,
+    TargetOptions,
+    TargetPlan,
+    assemble_targets,
+    plan_targets,
+)
+from tests.server.scripted_model import INFO, load_codec
+
+CODEC = load_codec()
+BOS = 1
+READ = ColumnOptions(("logprob", "rank"))
+ONE = [0.0] * (INFO.hidden_size - 1) + [1.0]
+
+ids_of = st.lists(st.integers(0, INFO.vocab_size - 1), min_size=1, max_size=12)
+
+
+def plan(
+    *items: dict[str, Any],
+    options: TargetOptions | None = None,
+    read: ColumnOptions = READ,
+    info: EngineInfo = INFO,
+) -> TargetPlan:
+    given = [LogprobItem(**item) for item in items]
+    return plan_targets(given, CODEC, info, options or TargetOptions(), read)
+
+
+def refusal(*items: dict[str, Any], **more: Any) -> tuple[str, str | None]:
+    """Code and param of the error that planning these items raises."""
+    with pytest.raises(APIError) as caught:
+        plan(*items, **more)
+    return caught.value.code, caught.value.param
+
+
+def read_text(job: ScoreJob) -> tuple[list[int], list[int]]:
+    return job.tokens.tolist(), job.targets.tolist()
+
+
+class TestTargets:
+    def test_a_joint_target_is_what_follows_the_context(self) -> None:
+        made = plan({"context": "The capital of France is ", "targets": ["Paris"]})
+        (target,), (job,) = made.planned, made.jobs
+        front = CODEC.encode_ids(["The capital of France is"])[0]
+        (paris,) = CODEC.encode_ids([" Paris"])
+        assert (target.cut.context_ids, target.cut.target_ids) == ([BOS, *front], paris)
+        assert read_text(job) == ([BOS, *front], paris)
+        assert (job.columns, job.top, job.policy, job.double) == (READ.columns, 0, Policy(), False)
+        assert target.cut.offsets == [(-1, 5)]
+
+    def test_a_separate_target_is_encoded_alone(self) -> None:
+        options = TargetOptions("separate", bos="never")
+        (target,) = plan({"context": "ca", "targets": ["ts"]}, options=options).planned
+        assert target.cut.context_ids == CODEC.encode_ids(["ca"])[0]
+        assert target.cut.target_ids == CODEC.encode_ids(["ts"])[0]
+        assert target.cut.finding == "exact"
+
+    def test_a_target_that_merges_with_its_context_says_so(self) -> None:
+        made = plan({"context": "Once up", "targets": ["on a time"]})
+        (target,) = made.planned
+        assert target.cut.finding == "merged"
+        whole = CODEC.encode_ids(["Once upon a time"])[0]
+        assert [*target.cut.context_ids, *target.cut.target_ids] == [BOS, *whole]
+
+    def test_ids_are_taken_as_they_are(self) -> None:
+        made = plan({"context_ids": [7, 8], "target_ids": [[9, 10], [11]]})
+        assert [read_text(job) for job in made.jobs] == [([7, 8, 9], [9, 10]), ([7, 8], [11])]
+        assert [target.text for target in made.planned] == [
+            CODEC.decode([9, 10]),
+            CODEC.decode([11]),
+        ]
+        assert [target.cut.offsets for target in made.planned] == [None, None]
+
+    def test_ids_without_a_context_begin_with_bos(self) -> None:
+        made = plan({"context_ids": [], "target_ids": [[9]]})
+        assert read_text(made.jobs[0]) == ([BOS], [9])
+        nothing = {"context_ids": [], "target_ids": [[9]]}
+        assert refusal(nothing, options=TargetOptions(bos="never")) == (
+            "boundary_empty", "items[0].context_ids",
+        )  # fmt: skip
+
+    def test_a_conversation_is_rendered_and_brings_its_own_bos(self) -> None:
+        message = Message(role="user", content="Hi")
+        made = plan({"messages": [message.model_dump()], "targets": ["Hello"]})
+        (target,) = made.planned
+        assert target.cut.context_ids == CODEC.encode_ids([CODEC.render_chat([message])])[0]
+        assert target.cut.context_ids.count(BOS) == 1
+
+    def test_single_tokens_after_one_context_share_a_row(self) -> None:
+        ids = {"context_ids": [7, 8], "target_ids": [[9], [10, 11], [12]]}
+        made = plan(ids, {"context_ids": [7, 8], "target_ids": [[13]]})
+        assert [(target.job, target.slot) for target in made.planned] == [
+            (0, 0), (1, None), (0, 1), (0, 2),
+        ]  # fmt: skip
+        assert [read_text(job) for job in made.jobs] == [
+            ([7, 8], [9, 12, 13]), ([7, 8, 10], [10, 11]),
+        ]  # fmt: skip
+        assert [job.shares_row for job in made.jobs] == [True, False]
+        assert [item.targets for item in made.items] == [[0, 1, 2], [3]]
+
+    def test_both_spaces_are_two_targets_of_which_one_was_given(self) -> None:
+        options = TargetOptions(space="both")
+        made = plan({"context": "It is", "targets": [" Paris", "London"]}, options=options)
+        assert [target.text for target in made.planned] == [" Paris", "Paris", " London", "London"]
+        assert made.items[0].targets == [0, 3]
+        assert made.items[0].variants == [(0, 1), (2, 3)]
+
+    def test_what_does_not_fit_is_an_error_or_cut_at_the_left(self) -> None:
+        info = replace(INFO, context_length=4)
+        item = {"context_ids": [5, 6, 7, 8], "target_ids": [[9, 10]]}
+        assert refusal(item, info=info) == ("context_too_long", None)
+        options = TargetOptions(on_overflow="truncate_left")
+        made = plan(item, info=info, options=options)
+        assert made.planned[0].truncated == 1
+        assert read_text(made.jobs[0]) == ([6, 7, 8, 9], [9, 10])
+        long = {"context_ids": [5], "target_ids": [[1, 2, 3, 4, 5]]}
+        assert refusal(long, info=info, options=options) == ("context_too_long", None)
+
+    @pytest.mark.parametrize(
+        ("item", "found"),
+        [
+            (
+                {"context_ids": [5], "target_ids": [[INFO.vocab_size]]},
+                ("invalid_request", "items[0].target_ids"),
+            ),
+            (
+                {"context_ids": [INFO.vocab_size], "target_ids": [[5]]},
+                ("invalid_request", "items[0].context_ids"),
+            ),
+            ({"context": "Hello", "targets": [" "]}, ("boundary_empty", "space")),
+        ],
+    )
+    def test_what_cannot_be_scored_is_named(
+        self, item: dict[str, Any], found: tuple[str, str]
+    ) -> None:
+        assert refusal(item, options=TargetOptions(space="both")) == found
+
+    @given(
+        st.lists(
+            st.tuples(ids_of, st.lists(ids_of, min_size=1, max_size=4)), min_size=1, max_size=5
+        )
+    )
+    @settings(max_examples=60)
+    def test_every_target_finds_its_own_scores(
+        self, given_: list[tuple[list[int], list[list[int]]]]
+    ) -> None:
+        """Whatever shares jobs and rows, each target gets what it would get alone."""
+        items = [{"context_ids": context, "target_ids": targets} for context, targets in given_]
+        options = TargetOptions(on_overflow="truncate_left")
+        info = replace(INFO, context_length=14)
+
+        def score(*some: dict[str, Any]) -> list[Any]:
+            made = plan(*some, info=info, options=options)
+            outputs = [fake_scores(job)[0] for job in made.jobs]
+            return assemble_targets(made, outputs, CODEC, Shown(READ.columns))  # type: ignore[arg-type]
+
+        together = score(*items)
+        for item, found in zip(items, together, strict=True):
+            for target_ids, target in zip(item["target_ids"], found["targets"], strict=True):
+                alone = score({"context_ids": item["context_ids"], "target_ids": [target_ids]})
+                (same,) = alone[0]["targets"]
+                assert target["token_ids"] == target_ids
+                assert target["logprobs"].tolist() == same["logprobs"].tolist()
+                assert target["truncated_tokens"] == same["truncated_tokens"]
+            logprobs = [target["logprob"] for target in found["targets"]]
+            assert logprobs[found["best"]] == max(logprobs)
+            assert sum(found["choice_probs"]) == pytest.approx(1)
+
+
+class TestGradients:
+    ITEMS = ({"context_ids": [5, 6, 7], "target_ids": [[8, 9], [10]]},)
+
+    def test_a_job_each_though_single_tokens_would_share_a_row(self) -> None:
+        made = plan({"context_ids": [5, 6], "target_ids": [[8], [9]]})
+        jobs = plan_gradients(made.planned, ((0, "resid_post"),), Positions(), None, 1000)
+        assert [(job.tokens.tolist(), job.targets.tolist()) for job in jobs] == [
+            ([5, 6], [8]), ([5, 6], [9]),
+        ]  # fmt: skip
+
+    def test_rows_bound_the_width(self) -> None:
+        """Targets that read 4 and 3 tokens, at 2 sites: 14 rows."""
+        sites = ((0, "resid_post"), (2, "resid_post"))
+        targets = plan(*self.ITEMS).planned
+        jobs = plan_gradients(targets, sites, Positions(), None, 140)
+        assert [job.max_width for job in jobs] == [10, 10]
+        assert all(job.sites == sites and job.along is None for job in jobs)
+        with pytest.raises(APIError, match="14 rows") as caught:
+            plan_gradients(targets, sites, Positions(), None, 13)
+        assert (caught.value.code, caught.value.param) == ("payload_too_large", "wrt")
+
+    def test_positions_that_select_nothing_are_refused(self) -> None:
+        one = plan({"context_ids": [5, 6], "target_ids": [[8]]}).planned
+        with pytest.raises(APIError, match="completion selects none") as caught:
+            plan_gradients(one, ((0, "resid_post"),), Positions("completion"), None, 1000)
+        assert caught.value.param == "wrt.positions"
+
+    def test_along_a_direction_there_is_no_width(self) -> None:
+        direction = Direction("file", "0" * 64)
+        jobs = plan_gradients(plan(*self.ITEMS).planned, (), Positions(), direction, 1)
+        assert [(job.along, job.sites, job.max_width) for job in jobs] == [
+            (direction, (), None)
+        ] * 2
+
+    def test_what_was_truncated_is_not_read(self) -> None:
+        options = TargetOptions(on_overflow="truncate_left")
+        info = replace(INFO, context_length=3)
+        targets = plan(*self.ITEMS, info=info, options=options).planned
+        jobs = plan_gradients(targets, ((0, "resid_post"),), Positions(), None, 1000)
+        assert [job.tokens.tolist() for job in jobs] == [[6, 7, 8], [5, 6, 7]]

@@ -1,0 +1,228 @@
+"""Resident models: found by id, ready or not, and jobs that the result cache spares the engine."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from logsteer.errors import APIError
+from logsteer_server.contract.jobs import GenerateJob, Job, JobResult, ScoreJob
+from logsteer_server.metrics import Metrics
+from logsteer_server.models import model as model_module
+from logsteer_server.models.cache import ResultCache
+from logsteer_server.models.model import ResidentModel
+from logsteer_server.models.registry import ModelRegistry
+from logsteer_server.models.timer import WorkTimer
+from logsteer_server.settings import ModelSettings, Settings
+from tests.server.scripted_model import INFO, ScriptedHandle, answer_as_fake, load_codec, make_model
+
+
+@pytest.fixture
+def results() -> Iterator[ResultCache]:
+    cache = ResultCache(2**20)
+    yield cache
+    cache.close()
+
+
+def registry(*ids: str) -> ModelRegistry:
+    settings = Settings(models=[ModelSettings(id=name, engine="fake", path="here") for name in ids])
+    return ModelRegistry(settings, ResultCache(0), Metrics())
+
+
+class TestFind:
+    def test_by_id(self) -> None:
+        models = registry("a", "b:1")
+        assert [models.find(name).id for name in ("b:1", "a")] == ["b:1", "a"]
+        assert models.find("a") is models.find("a")
+
+    def test_the_only_one_need_not_be_named(self) -> None:
+        assert registry("a").find(None).id == "a"
+        with pytest.raises(APIError, match="name one of them as model: a, b") as caught:
+            registry("a", "b").find(None)
+        assert (caught.value.code, caught.value.param) == ("invalid_request", "model")
+
+    @pytest.mark.parametrize("name", ["c", "", "A"])
+    def test_an_unknown_id_is_told_which_there_are(self, name: str) -> None:
+        with pytest.raises(APIError, match="these are: a, b") as caught:
+            registry("a", "b").find(name)
+        assert (caught.value.code, caught.value.param) == ("unknown_model", "model")
+
+
+class TestReadiness:
+    def test_a_model_without_its_tokenizer_is_still_loading(self) -> None:
+        model = make_model()
+        model._codec = None
+        assert not model.is_ready
+        assert model.describe().state == "loading"
+        with pytest.raises(APIError, match="tokenizer") as caught:
+            model.require()
+        assert (caught.value.code, caught.value.retry_after) == ("model_loading", 2)
+        asyncio.run(model.load_codec())
+        assert model.is_ready
+        assert model.require()[0].digest == load_codec().digest
+
+    def test_a_tokenizer_that_does_not_load_is_a_failed_model(self, tmp_path: Path) -> None:
+        (tmp_path / "tokenizer.json").write_text("no tokenizer")
+        handle = ScriptedHandle(replace(INFO, tokenizer_path=str(tmp_path)))
+        model = make_model(handle)
+        asyncio.run(model.load_codec())
+        assert (model.is_ready, handle.state) == (False, "failed")
+        assert "tokenizer did not load" in model.describe().detail
+
+    def test_a_card_says_what_the_engine_and_tokenizer_are(self) -> None:
+        card = make_model().describe()
+        assert (card.id, card.state, card.context_length) == ("any", "ready", INFO.context_length)
+        assert (card.vocab_size, card.has_chat_template) == (INFO.vocab_size, True)
+        assert card.provenance is not None
+        assert card.provenance.tokenizer_digest == load_codec().digest
+        told = make_model().provenance("rolling", "float64")
+        assert (told.protocol, told.precision) == ("rolling", "float64")
+
+
+def score(*numbers: int) -> list[ScoreJob]:
+    """Jobs of two tokens, equal where the numbers are."""
+    return [
+        ScoreJob(np.array([5, number], np.int32), np.array([6], np.int32), ("logprob", "rank"))
+        for number in numbers
+    ]
+
+
+def cached_prefix(job: Job) -> Sequence[JobResult]:
+    """Answers of which a token came from the engine's prefix cache."""
+    return [replace(output, cached_tokens=1) for output in answer_as_fake(job)]  # type: ignore[type-var]
+
+
+def on_loop(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(work())
+
+
+async def compute(
+    model: ResidentModel, jobs: Sequence[Job], cache: bool = True, timer: WorkTimer | None = None
+) -> dict[int, Any]:
+    prepared = await model.prepare(jobs, cache)
+    return {index: output async for index, output in model.run(prepared, timer)}
+
+
+class TestJobs:
+    def test_known_jobs_are_not_run_again(self, results: ResultCache) -> None:
+        handle = ScriptedHandle()
+        model = make_model(handle, results=results)
+
+        async def work() -> None:
+            first = await compute(model, score(1, 2, 3))
+            prepared = await model.prepare(score(3, 4, 1), cache=True)
+            assert sorted(index for index, _ in prepared.hits) == [0, 2]
+            assert prepared.num_known == 2
+            assert prepared.num_tokens == 2, "known jobs take no room"
+            second = {index: output async for index, output in model.run(prepared)}
+            assert sorted(second) == [0, 1, 2]
+            for index, same in ((0, 2), (2, 0)):
+                for name in ("logprob", "rank"):
+                    assert np.array_equal(second[index].columns[name], first[same].columns[name])
+
+        on_loop(work)
+        assert [len(call) for call in handle.calls] == [3, 1]
+
+    def test_equal_jobs_are_computed_once(self, results: ResultCache) -> None:
+        handle = ScriptedHandle(answer=cached_prefix)
+        model = make_model(handle, results=results)
+
+        async def work() -> None:
+            prepared = await model.prepare(score(1, 2, 1, 1), cache=True)
+            assert (len(prepared.jobs), prepared.num_known, prepared.num_tokens) == (2, 2, 4)
+            found = [(index, output) async for index, output in model.run(prepared)]
+            assert sorted(index for index, _ in found) == [0, 1, 2, 3]
+            by_index = dict(found)
+            assert [by_index[index].cached_tokens for index in range(4)] == [1, 1, 0, 0]
+            assert by_index[0].columns is by_index[2].columns
+            again = await compute(model, score(1, 2))
+            assert [again[index].cached_tokens for index in range(2)] == [0, 0]
+
+        on_loop(work)
+        assert handle.num_jobs == 2
+
+    def test_without_the_cache_each_job_is_run(self, results: ResultCache) -> None:
+        handle = ScriptedHandle()
+        model = make_model(handle, results=results)
+
+        async def work() -> None:
+            assert sorted(await compute(model, score(1, 1), cache=False)) == [0, 1]
+            assert (await model.prepare(score(1), cache=True)).hits == []
+
+        on_loop(work)
+        assert handle.num_jobs == 2
+
+    def test_what_is_used_once_is_never_known(self, results: ResultCache) -> None:
+        """Completions are drawn anew, and come in pieces of which each finds its job."""
+        handle = ScriptedHandle()
+        model = make_model(handle, results=results)
+        draw = GenerateJob(np.array([5, 6], np.int32), 3, seed=1, stream=True)
+
+        async def work() -> None:
+            for _ in range(2):
+                prepared = await model.prepare([draw, *score(1), draw], cache=True)
+                indices = [index async for index, _ in model.run(prepared)]
+                assert sorted(indices) == [0, 0, 0, 1, 2, 2, 2]
+
+        on_loop(work)
+        assert [len(call) for call in handle.calls] == [3, 2]
+
+    def test_other_facts_of_the_engine_are_another_scope(self, results: ResultCache) -> None:
+        async def work() -> None:
+            await compute(make_model(results=results), score(1))
+            half = ScriptedHandle(replace(INFO, dtype="bfloat16"))
+            assert (await make_model(half, results=results).prepare(score(1), True)).hits == []
+            assert len((await make_model(results=results).prepare(score(1), True)).hits) == 1
+
+        on_loop(work)
+
+    @pytest.mark.parametrize("at_once", [2, 1000])
+    def test_who_leaves_early_keeps_what_was_computed_and_ends_the_rest(
+        self, results: ResultCache, monkeypatch: pytest.MonkeyPatch, at_once: int
+    ) -> None:
+        monkeypatch.setattr(model_module, "STORED_AT_ONCE", at_once)
+        handle = ScriptedHandle()
+        model = make_model(handle, results=results)
+
+        async def work() -> None:
+            prepared = await model.prepare(score(1, 2, 3, 4, 5), cache=True)
+            async with aclosing(model.run(prepared)) as outputs:
+                for _ in range(3):
+                    await anext(outputs)
+            assert handle.open == 0
+            known = await model.prepare(score(1, 2, 3, 4, 5), cache=True)
+            assert sorted(index for index, _ in known.hits) == [0, 1, 2]
+
+        on_loop(work)
+
+    def test_a_call_whose_jobs_are_all_known_does_not_reach_the_engine(
+        self, results: ResultCache
+    ) -> None:
+        handle = ScriptedHandle()
+        model = make_model(handle, results=results)
+        timer = WorkTimer()
+
+        async def work() -> None:
+            await compute(model, score(1))
+            await compute(model, score(1, 1), timer=timer)
+
+        on_loop(work)
+        assert len(handle.calls) == 1
+        assert timer.read() == {"queue_ms": 0.0, "engine_ms": 0.0}
+
+    def test_finished_work_teaches_how_long_to_wait(self) -> None:
+        model = make_model(max_tokens=100)
+        on_loop(lambda: _ignore(compute(model, score(*range(40)))))
+        model.admission.enter().cover(100)
+        with pytest.raises(APIError) as caught:
+            model.admission.enter()
+        assert caught.value.retry_after == 1, "80 tokens took less than a second"
+
+
+async def _ignore(work: Coroutine[Any, Any, object]) -> None:
+    await work

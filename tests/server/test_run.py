@@ -1,0 +1,381 @@
+"""The executor: limits, admission, planning, jobs, answer or events, whatever the task is."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from logsteer.errors import APIError, OverloadedError
+from logsteer.schemas import Steering
+from logsteer_server.contract.jobs import (
+    GenerateJob,
+    Job,
+    JobFailure,
+    JobResult,
+    Output,
+    ScoreJob,
+)
+from logsteer_server.contract.plan import SteeringTrace
+from logsteer_server.interventions.interventions import Interventions
+from logsteer_server.interventions.steering import resolve_steering
+from logsteer_server.models.cache import ResultCache
+from logsteer_server.models.model import ResidentModel
+from logsteer_server.settings import Settings
+from logsteer_server.tasks.run import Batch, Event, Run, Task, check_count, off_loop
+from tests.server.scripted_model import (
+    INFO,
+    SETTINGS,
+    STORES,
+    ScriptedHandle,
+    answer_as_fake,
+    make_model,
+)
+
+Plan = Callable[["ScriptedTask"], AsyncGenerator[Batch, None]]
+
+
+class ScriptedTask(Task):
+    """A task whose plan is a function; it notes what is asked of it, in order."""
+
+    kind = "scripted"
+
+    def __init__(self, model: ResidentModel, plan: Plan, limit: APIError | None = None) -> None:
+        super().__init__(model)
+        self.asked: list[str] = []
+        self._plan = plan
+        self._limit = limit
+
+    def check_limits(self, settings: Settings) -> None:
+        self.asked.append("limits")
+        if self._limit:
+            raise self._limit
+
+    async def plan(self, settings: Settings) -> AsyncGenerator[Batch, None]:
+        self.asked.append("plan")
+        plan = self._plan(self)
+        try:
+            async for batch in plan:
+                yield batch
+        finally:
+            await plan.aclose()
+            self.asked.append("plan closed")
+
+    def report(self) -> dict[str, Any]:
+        self.asked.append("report")
+        return {"asked": list(self.asked)}
+
+
+def score(count: int, first: int = 5, targets: int = 2) -> list[ScoreJob]:
+    """Jobs of 10 tokens, each another sequence."""
+    return [
+        ScoreJob(np.full(10, first + n, dtype=np.int32), np.arange(targets, dtype=np.int32))
+        for n in range(count)
+    ]
+
+
+def generate(max_tokens: int = 3) -> GenerateJob:
+    return GenerateJob(np.arange(5, 9, dtype=np.int32), max_tokens, stream=True)
+
+
+def show_all(index: int, _output: Output) -> Event:
+    return Event("piece", {"index": index})
+
+
+async def nothing(_task: Task) -> AsyncGenerator[Batch, None]:
+    return
+    yield
+
+
+def plan_of(*batches: Batch) -> Plan:
+    async def plan(_task: Task) -> AsyncGenerator[Batch, None]:
+        for batch in batches:
+            yield batch
+
+    return plan
+
+
+def finish(task: Task, settings: Settings = SETTINGS) -> dict[str, Any]:
+    return asyncio.run(Run(task, settings).finish())
+
+
+def events_of(task: Task, settings: Settings = SETTINGS) -> list[Event]:
+    async def collect() -> list[Event]:
+        return [event async for event in Run(task, settings).events()]
+
+    return asyncio.run(collect())
+
+
+def test_the_answer_has_what_every_answer_has() -> None:
+    model = make_model()
+    task = ScriptedTask(model, plan_of(Batch(score(2))))
+    answer = finish(task)
+    assert answer["id"] == task.id
+    assert answer["id"].startswith("scripted-")
+    assert answer["model"] == "any"
+    assert answer["provenance"]["precision"] == "float32"
+    assert (answer["steering"], answer["override"], answer["adapter"]) == (None, None, None)
+    assert answer["timing"].keys() == {"queue_ms", "engine_ms"}
+    assert answer["usage"] == {
+        "prompt_tokens": 20, "scored_tokens": 4, "generated_tokens": 0, "cached_tokens": 0,
+        "cached_results": 0,
+    }  # fmt: skip
+    assert answer["asked"] == ["limits", "plan", "plan closed", "report"]
+
+
+def test_limits_come_before_admission_and_that_before_the_plan() -> None:
+    handle = ScriptedHandle()
+    model = make_model(handle, max_tokens=100)
+    with model.admission.enter() as other:
+        other.cover(100)
+        with pytest.raises(APIError, match="at most 3") as limited:
+            check_count("items", 4, 3)
+        task = ScriptedTask(model, nothing, limited.value)
+        with pytest.raises(APIError, match="items has 4 entries"):
+            finish(task)
+        assert task.asked == ["limits"]
+        task = ScriptedTask(model, nothing)
+        with pytest.raises(OverloadedError):
+            finish(task)
+        assert task.asked == ["limits"], "it planned, though there was no room"
+    assert handle.calls == []
+
+
+def test_a_model_that_does_not_answer_says_so_before_it_takes_work() -> None:
+    handle = ScriptedHandle()
+    handle.state = "loading"
+    task = ScriptedTask(make_model(handle), nothing)
+    with pytest.raises(APIError) as caught:
+        finish(task)
+    assert caught.value.code == "model_loading"
+    assert task.asked == ["limits"]
+
+
+def test_jobs_run_once_their_batch_is_admitted() -> None:
+    handle = ScriptedHandle()
+    model = make_model(handle, max_tokens=100)
+    task = ScriptedTask(model, plan_of(Batch(score(4)), Batch(score(5)), Batch(score(3))))
+    with model.admission.enter() as other:
+        other.cover(55)
+        with pytest.raises(OverloadedError, match=r"95 tokens of work are waiting .* adds 10"):
+            finish(task)
+        assert [len(call) for call in handle.calls] == [4]
+        assert model.admission.pending_tokens == 55
+    assert task.asked == ["limits", "plan", "plan closed"]
+    finish(ScriptedTask(model, plan_of(Batch(score(4)), Batch(score(5)), Batch(score(3)))))
+    assert [len(call) for call in handle.calls] == [4, 4, 5, 3]
+
+
+def test_a_batch_may_reserve_what_later_ones_need() -> None:
+    handle = ScriptedHandle()
+    model = make_model(handle, max_tokens=100)
+    task = ScriptedTask(model, plan_of(Batch(score(1), room=60), Batch(score(6))))
+    with model.admission.enter() as other:
+        other.cover(50)
+        with pytest.raises(OverloadedError):
+            finish(task)
+    assert handle.calls == []
+
+
+def test_the_plan_goes_on_after_the_last_output_was_taken() -> None:
+    order: list[str] = []
+
+    async def plan(_task: Task) -> AsyncGenerator[Batch, None]:
+        for name in "ab":
+            jobs = score(2)
+            order.append(f"plan {name}")
+
+            def take(index: int, _output: Output, name: str = name) -> None:
+                order.append(f"take {name}{index}")
+
+            yield Batch(jobs, take)
+        order.append("end")
+
+    finish(ScriptedTask(make_model(), plan))
+    assert order == ["plan a", "take a0", "take a1", "plan b", "take b0", "take b1", "end"]
+
+
+def test_only_work_counts_for_all() -> None:
+    """A reread counts for usage alone; what others are compared with counts for nothing."""
+    steering = Steering(vectors=[{"data": {"1": [1.0] * INFO.hidden_size}}])  # type: ignore[list-item]
+    interventions = Interventions(resolve_steering(steering, STORES.vectors, INFO))
+    answer = {}
+    for purpose in ("work", "reread", "reference"):
+
+        async def plan(task: Task, purpose: Any = purpose) -> AsyncGenerator[Batch, None]:
+            task.interventions = interventions
+            jobs = interventions.apply(score(1))
+            yield Batch(jobs)
+            yield Batch([*jobs, generate()], purpose=purpose)
+
+        answer[purpose] = finish(ScriptedTask(make_model(ScriptedHandle(answer=steer)), plan))
+    usage = {
+        purpose: [found["usage"][f"{kind}_tokens"] for kind in ("prompt", "scored", "generated")]
+        for purpose, found in answer.items()
+    }
+    assert usage == {"work": [24, 4, 3], "reread": [24, 4, 3], "reference": [10, 2, 0]}
+    steered = {purpose: found["steering"]["tokens_steered"] for purpose, found in answer.items()}
+    assert steered == {"work": 20, "reread": 10, "reference": 10}
+    for found in answer.values():
+        assert found["steering"]["layers"]["1"]["relative_norm"] == 0.5
+    timed = [answer[purpose]["timing"]["engine_ms"] for purpose in answer]
+    assert all(ms > 0 for ms in timed)
+
+
+def steer(job: Job) -> Sequence[JobResult]:
+    """Answers with a trace of the steering that the job asked for."""
+    if job.plan is None:
+        return answer_as_fake(job)
+    trace = SteeringTrace(len(job.tokens), {site.name: (len(job.tokens), 0.5)
+                                            for site in job.plan.sites})  # fmt: skip
+    return [replace(output, trace=trace) for output in answer_as_fake(job)]  # type: ignore[type-var]
+
+
+def test_work_of_a_reference_alone_is_not_timed() -> None:
+    task = ScriptedTask(make_model(), plan_of(Batch(score(1), purpose="reference")))
+    assert finish(task)["timing"] == {"queue_ms": 0.0, "engine_ms": 0.0}
+
+
+def test_cached_results_are_counted_and_neither_run_nor_admitted() -> None:
+    results = ResultCache(2**20)
+    handle = ScriptedHandle()
+    model = make_model(handle, max_tokens=40, results=results)
+    try:
+        for jobs, cache, known, run in (
+            (score(4), True, 0, 4),
+            (score(2) + score(2), True, 4, 4),
+            (score(4) + score(4, first=50), True, 4, 8),
+            (score(3) + score(1), False, 0, 12),
+            (score(1, first=90) * 9, True, 8, 13),
+        ):
+            answer = finish(ScriptedTask(model, plan_of(Batch(jobs, cache=cache))))
+            assert (answer["usage"]["cached_results"], handle.num_jobs) == (known, run)
+            assert answer["usage"]["prompt_tokens"] == 10 * len(jobs)
+        answer = finish(ScriptedTask(model, plan_of(Batch(score(4), purpose="reference"))))
+        assert answer["usage"]["cached_results"] == 0
+    finally:
+        results.close()
+
+
+def test_pieces_are_taken_one_by_one_and_tokens_counted_once() -> None:
+    pieces: list[Any] = []
+
+    def take(index: int, output: Any) -> Event:
+        pieces.append(output)
+        return Event("piece", {"index": index, "last": output.is_last})
+
+    found = events_of(ScriptedTask(make_model(), plan_of(Batch([generate(4)], take))))
+    assert [event.name for event in found] == ["start", *["piece"] * 4, "result"]
+    assert [event.document["last"] for event in found[1:-1]] == [False, False, False, True]
+    usage = found[-1].document["usage"]
+    assert (usage["prompt_tokens"], usage["generated_tokens"]) == (4, 4)
+
+
+def test_start_comes_first_and_with_the_first_batch_that_is_not_silent() -> None:
+    handle = ScriptedHandle()
+    calls_at: list[tuple[str, int]] = []
+    silent = Batch(score(1), silent=True)
+    batches = [silent, silent, Batch(score(2), show_all)]
+
+    async def watch() -> None:
+        run = Run(ScriptedTask(make_model(handle), plan_of(*batches)), SETTINGS)
+        calls_at.extend([(event.name, len(handle.calls)) async for event in run.events()])
+
+    asyncio.run(watch())
+    assert calls_at == [("start", 2), ("piece", 3), ("piece", 3), ("result", 3)]
+
+
+@pytest.mark.parametrize("batches", [[], [Batch(score(1), silent=True)], [Batch([])]])
+def test_a_stream_has_a_start_whatever_is_planned(batches: list[Batch]) -> None:
+    found = events_of(ScriptedTask(make_model(), plan_of(*batches)))
+    assert [event.name for event in found] == ["start", "result"]
+    start, result = (event.document for event in found)
+    assert start == {name: result[name] for name in ("id", "model", "provenance")}
+
+
+def fail_on(token: int) -> Callable[[Job], Sequence[JobResult]]:
+    def answer(job: Job) -> Sequence[JobResult]:
+        if token in job.tokens:
+            return [JobFailure("internal", "told to fail")]
+        return answer_as_fake(job)
+
+    return answer
+
+
+async def fail_to_plan(_task: Task) -> AsyncGenerator[Batch, None]:
+    yield Batch(score(3))
+    raise RuntimeError("told to fail")
+
+
+@pytest.mark.parametrize("plan", [plan_of(Batch(score(3))), fail_to_plan], ids=["job", "plan"])
+def test_failures_end_the_run_and_give_the_room_back(plan: Plan) -> None:
+    """One by a job, one by the plan itself."""
+    handle = ScriptedHandle(answer=fail_on(6) if plan is not fail_to_plan else answer_as_fake)
+    model = make_model(handle)
+    task = ScriptedTask(model, plan)
+    with pytest.raises((APIError, RuntimeError), match="told to fail"):
+        finish(task)
+    assert model.admission.pending_tokens == 0
+    assert handle.open == 0
+    assert task.asked == ["limits", "plan", "plan closed"]
+
+
+def test_what_fails_while_it_is_taken_ends_the_jobs_too() -> None:
+    def take(_index: int, _output: Output) -> None:
+        raise RuntimeError("told to fail")
+
+    handle = ScriptedHandle()
+    model = make_model(handle)
+
+    async def run() -> None:
+        with pytest.raises(RuntimeError):
+            await Run(ScriptedTask(model, plan_of(Batch(score(3), take))), SETTINGS).finish()
+        assert (handle.open, model.admission.pending_tokens) == (0, 0)
+
+    asyncio.run(run())
+
+
+def test_closing_the_events_ends_jobs_plan_and_reservation_at_once() -> None:
+    handle = ScriptedHandle()
+    model = make_model(handle)
+    task = ScriptedTask(model, plan_of(Batch(score(3), show_all)))
+
+    async def leave() -> None:
+        events = Run(task, SETTINGS).events()
+        names = [(await anext(events)).name, (await anext(events)).name]
+        assert names == ["start", "piece"]
+        assert (handle.open, model.admission.pending_tokens) == (1, 30)
+        await events.aclose()
+        assert (handle.open, model.admission.pending_tokens) == (0, 0)
+        assert task.asked[-1] == "plan closed"
+
+    asyncio.run(leave())
+
+
+def test_cancelling_a_run_ends_its_jobs_before_it_is_over() -> None:
+    """As the deadline does, and a caller who hangs up."""
+    handle = ScriptedHandle()
+    model = make_model(handle)
+    task = ScriptedTask(model, plan_of(Batch(score(50))))
+
+    async def cancel() -> None:
+        running = asyncio.create_task(Run(task, SETTINGS).finish())
+        while not handle.open:
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.wait({running})
+        assert running.cancelled()
+        assert (handle.open, model.admission.pending_tokens) == (0, 0)
+
+    asyncio.run(cancel())
+
+
+def test_work_off_the_loop_returns_and_raises_what_it_does() -> None:
+    def divide(a: int, *, by: int) -> float:
+        return a / by
+
+    assert asyncio.run(off_loop(divide, 6, by=3)) == 2
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(off_loop(divide, 6, by=0))

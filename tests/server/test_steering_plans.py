@@ -1,0 +1,142 @@
+"""Planners of sweeps and of captured activations, with plain arguments: no engine, no request."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from logsteer.errors import APIError
+from logsteer.schemas import ContrastPair, LogprobItem, Steering
+from logsteer_server.contract.jobs import ScoreJob
+from logsteer_server.interventions.interventions import UNCHANGED
+from logsteer_server.tasks.columns import ColumnOptions
+from logsteer_server.tasks.sweep import plan_settings, plan_sweep
+from logsteer_server.tasks.targets import TargetOptions
+from logsteer_server.tasks.training import CaptureSite, plan_captures
+from tests.server.scripted_model import INFO, STORES, load_codec
+
+CODEC = load_codec()
+BOS = 1
+READ = ColumnOptions(("logprob", "rank"))
+ONE = [0.0] * (INFO.hidden_size - 1) + [1.0]
+
+
+def read_text(job: ScoreJob) -> tuple[list[int], list[int]]:
+    return job.tokens.tolist(), job.targets.tolist()
+
+
+class TestSweeps:
+    STEERING = Steering(vectors=[{"data": {"1": ONE}, "scale": 3.0}, {"data": {"2": ONE}}])  # type: ignore[list-item]
+
+    def settings_of(self, scales: Sequence[float], layers: Sequence[list[int]] | None) -> list[Any]:
+        return plan_settings(self.STEERING, scales, layers, UNCHANGED, STORES, INFO)
+
+    def test_a_setting_for_each_set_of_layers_and_scale_after_the_unsteered(self) -> None:
+        found = self.settings_of([-1.0, 0.0, 2.0], [[0], [1, 3]])
+        assert [(setting.layers, setting.scale) for setting in found] == [
+            (None, 0.0),
+            ([0], -1.0), ([0], 0.0), ([0], 2.0),
+            ([1, 3], -1.0), ([1, 3], 0.0), ([1, 3], 2.0),
+        ]  # fmt: skip
+        steered = [setting.interventions.steering is not None for setting in found]
+        assert steered == [False, True, False, True, True, False, True]
+        sites = found[4].interventions.steering.plan.sites
+        assert [site.layer for site in sites] == [1, 3]
+
+    def test_scales_multiply_the_vectors_own(self) -> None:
+        (_, setting) = self.settings_of([2.0], None)
+        sites = setting.interventions.steering.plan.sites
+        assert [(site.layer, float(site.offset[-1])) for site in sites] == [(1, 6.0), (2, 2.0)]
+        assert [used["scale"] for used in setting.interventions.steering.vectors] == [6.0, 2.0]
+
+    def test_a_layer_that_the_model_lacks_is_refused(self) -> None:
+        with pytest.raises(APIError, match="layers are 0 to 3"):
+            self.settings_of([1.0], [[4]])
+
+    def test_targets_next_tokens_and_windows_in_this_order(self) -> None:
+        items = [
+            LogprobItem(context_ids=[5, 6], target_ids=[[7], [8, 9]]),
+            LogprobItem(context="Once", targets=[" upon"]),
+        ]
+        texts = ["Once upon a time there was", "a cat"]
+        made = plan_sweep(items, texts, CODEC, INFO, TargetOptions(bos="never"), READ)
+        assert made.targets is not None
+        assert [read_text(job) for job in made.next_jobs] == [
+            ([5, 6], [7]),
+            (CODEC.encode_ids(["Once"])[0], CODEC.encode_ids(["Once upon"])[0][1:][:1]),
+        ]
+        assert (made.num_texts, [window.text for window in made.windows]) == (2, [0, 1])
+        windows = [window.job for window in made.windows]
+        assert made.jobs == [*made.targets.jobs, *made.next_jobs, *windows]
+
+    def test_next_tokens_follow_what_is_left_of_a_context(self) -> None:
+        item = LogprobItem(context_ids=[5, 6, 7, 8], target_ids=[[9, 10]])
+        options = TargetOptions(on_overflow="truncate_left")
+        info = replace(INFO, context_length=4)
+        made = plan_sweep([item], [], CODEC, info, options, READ)
+        assert read_text(made.next_jobs[0]) == ([6, 7, 8], [9])
+
+    def test_precision_holds_for_all_that_is_scored(self) -> None:
+        item = LogprobItem(context_ids=[5, 6], target_ids=[[7]])
+        read = ColumnOptions.of((), precision="float64")
+        made = plan_sweep([item], ["Once upon a time"], CODEC, INFO, TargetOptions(), read)
+        assert [job.double for job in made.jobs] == [True, True, True]
+
+
+class TestCaptures:
+    PAIRS = (
+        ContrastPair(positive="a cat", negative="a dog"),
+        ContrastPair(positive="Once upon a time", negative="b"),
+    )
+
+    def captures(self, site: CaptureSite, max_bytes: int = 10**6, **changes: Any) -> list[Any]:
+        info = replace(INFO, **changes)
+        return plan_captures(self.PAIRS, site, "auto", CODEC, info, max_bytes)
+
+    def test_positive_then_negative_of_each_pair(self) -> None:
+        jobs = self.captures(CaptureSite("resid_post", [2, 0], "mean"))
+        texts = ["a cat", "a dog", "Once upon a time", "b"]
+        wanted = [[BOS, *ids] for ids in CODEC.encode_ids(texts)]
+        assert [job.tokens.tolist() for job in jobs] == wanted
+        assert {(job.layers, job.hook, job.read) for job in jobs} == {
+            ((0, 2), "resid_post", "mean")
+        }
+
+    def test_no_layers_are_all_layers(self) -> None:
+        assert self.captures(CaptureSite("resid_post", None, "last"))[0].layers == (0, 1, 2, 3)
+
+    @pytest.mark.parametrize(
+        ("site", "changes", "code", "param"),
+        [
+            (CaptureSite("attn_out", None, "last"), {}, "unsupported_by_engine", "hook"),
+            (
+                CaptureSite("resid_post", None, "last"),
+                {"hooks": ()},
+                "unsupported_by_engine",
+                "hook",
+            ),
+            (CaptureSite("resid_post", [4], "last"), {}, "invalid_vector", "layers"),
+            (
+                CaptureSite("resid_post", None, "last"),
+                {"context_length": 4},
+                "context_too_long",
+                "pairs[1].positive",
+            ),
+        ],
+    )
+    def test_what_cannot_be_captured_is_named(
+        self, site: CaptureSite, changes: dict[str, Any], code: str, param: str
+    ) -> None:
+        with pytest.raises(APIError) as caught:
+            self.captures(site, **changes)
+        assert (caught.value.code, caught.value.param) == (code, param)
+
+    def test_activations_are_bounded(self) -> None:
+        """Four texts, two layers, float32."""
+        needed = 4 * 4 * 2 * INFO.hidden_size
+        site = CaptureSite("resid_post", [0, 1], "last")
+        assert len(self.captures(site, needed)) == 4
+        with pytest.raises(APIError, match=f"{needed} bytes") as caught:
+            self.captures(site, needed - 1)
+        assert caught.value.code == "payload_too_large"

@@ -1,0 +1,440 @@
+"""Planners of texts, continuations and OpenAI's prompts; columns as answers show them."""
+
+import asyncio
+import math
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from logsteer.errors import APIError
+from logsteer.schemas import BosPolicy, Message, SamplingPolicy
+from logsteer.schemas.openai import ChatCompletionRequest, CompletionRequest
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, Policy, ScoreJob
+from logsteer_server.engines.fake import fake_generation, fake_scores
+from logsteer_server.tasks.columns import ColumnOptions, aggregate_columns, show_columns
+from logsteer_server.tasks.comparison import COMPARED, Comparison, compare_jobs, export_jobs
+from logsteer_server.tasks.completions import plan_chat, plan_completions
+from logsteer_server.tasks.continuations import (
+    Continuation,
+    Continuations,
+    Prompts,
+    plan_continuations,
+    show_diagnostics,
+)
+from logsteer_server.tasks.openai import CompletionTask
+from logsteer_server.tasks.run import Run
+from logsteer_server.tasks.texts import StreamedText, TextScores, Windowing, cut_texts
+from logsteer_server.text.prompts import fit_prompt, read_prompts
+from tests.server.scripted_model import (
+    INFO,
+    SETTINGS,
+    STORES,
+    ScriptedHandle,
+    load_codec,
+    make_model,
+    register,
+)
+
+CODEC = load_codec()
+BOS = 1
+READ = ColumnOptions(("logprob", "rank", "entropy"))
+TEXT = "Once upon a time there was a capital of France, and it was a long way off. " * 3
+CHAT = [Message(role="user", content="Hi")]
+
+
+def encode(*texts: str, bos: bool = True) -> list[list[int]]:
+    return [[BOS] * bos + ids for ids in CODEC.encode_ids(texts)]
+
+
+class TestPrompts:
+    def test_text_has_a_bos_and_ids_are_taken_as_they_are(self) -> None:
+        (ids,) = encode("Once")
+        for prompt in ("Once", ["Once"]):
+            assert read_prompts(prompt, CODEC, INFO.vocab_size) == [("Once", ids)]
+        for prompt in ([5, 6], [[5, 6]]):
+            found = read_prompts(prompt, CODEC, INFO.vocab_size)
+            assert found == [(CODEC.decode([5, 6]), [5, 6])]
+        both = read_prompts([[5], "Once", [6]], CODEC, INFO.vocab_size)  # type: ignore[list-item]
+        assert [given for _, given in both] == [[5], ids, [6]]
+
+    def test_bos_is_as_asked(self) -> None:
+        policies: tuple[BosPolicy, ...] = ("auto", "always", "never")
+        found = [read_prompts("Once", CODEC, INFO.vocab_size, bos)[0][1] for bos in policies]
+        with_bos, without = encode("Once")[0], encode("Once", bos=False)[0]
+        assert found == [with_bos, with_bos, without]
+
+    @pytest.mark.parametrize("ids", [[[]], [[5], [INFO.vocab_size]]])
+    def test_ids_beyond_the_vocabulary_are_refused(self, ids: list[list[int]]) -> None:
+        with pytest.raises(APIError, match=f"0 to {INFO.vocab_size - 1}") as caught:
+            read_prompts(ids, CODEC, INFO.vocab_size)
+        assert caught.value.param == "prompt"
+
+    @given(st.integers(1, 20), st.integers(0, 20), st.integers(1, 20))
+    def test_what_is_left_of_a_prompt_fits_and_ends_it(
+        self, count: int, max_tokens: int, limit: int
+    ) -> None:
+        ids = list(range(count))
+        try:
+            fitted, dropped = fit_prompt(ids, max_tokens, limit, "truncate_left")
+        except APIError as error:
+            assert error.code == "context_too_long"
+            assert max_tokens >= limit
+            return
+        assert len(fitted) + max_tokens <= limit
+        assert fitted == ids[dropped:] != []
+        assert dropped == max(0, count + max_tokens - limit)
+
+    def test_nothing_is_dropped_unless_asked_for(self) -> None:
+        assert fit_prompt([1, 2, 3], 2, 5) == ([1, 2, 3], 0)
+        with pytest.raises(APIError, match=r"3 tokens and max_tokens is 3.*holds 5") as caught:
+            fit_prompt([1, 2, 3], 3, 5)
+        assert caught.value.param == "max_tokens"
+
+
+def cut(
+    *texts: str, read: ColumnOptions = READ, info: EngineInfo = INFO, **options: Any
+) -> tuple[list[Any], list[int]]:
+    return cut_texts(texts, Windowing(**options), read, CODEC, info)
+
+
+class TestTexts:
+    def test_windows_read_what_was_asked_for(self) -> None:
+        policy = SamplingPolicy(temperature=0.5, top_k=3)
+        read = ColumnOptions.of(["entropy", "log_q"], policy, "float64")
+        windows, lengths = cut(TEXT, "a cat", read=read, context_length=16)
+        assert lengths == list(map(len, encode(TEXT, "a cat", bos=False)))
+        assert [window.text for window in windows] == [0] * (len(windows) - 1) + [1]
+        for window in windows:
+            assert window.job.columns == ("logprob", "entropy", "log_q")
+            assert (window.job.policy, window.job.double) == (Policy(0.5, 3), True)
+            assert len(window.job.tokens) < 16
+            assert window.num_scored == len(window.counts_R3) == len(window.job.targets)
+
+    @pytest.mark.parametrize(
+        ("protocol", "bos"), [("sliding", "auto"), ("sliding", "never"), ("rolling", "auto")]
+    )
+    def test_every_token_of_a_text_is_scored_once(self, protocol: str, bos: str) -> None:
+        windows, (length,) = cut(TEXT, protocol=protocol, bos=bos, context_length=16)
+        scores = TextScores()
+        for window in reversed(windows):  # as they come, in any order
+            scores.add(window, fake_scores(window.job)[0], keep_tokens=True)  # type: ignore[arg-type]
+        found = scores.list_tokens(["rank", "entropy"])
+        first = 1 if bos == "never" else 0
+        (ids,) = encode(TEXT, bos=False)
+        assert found["positions"].tolist() == list(range(first, length))
+        assert found["token_ids"].tolist() == ids[first:]
+        assert {len(found[name]) for name in ("logprobs", "ranks")} == {length - first}
+        assert found["columns"].keys() == {"entropy"}
+        assert np.array_equal(found["columns"]["entropy"], -found["logprobs"] / 2)
+        assert scores.tally.num_scored == length - first
+        if not first:
+            assert scores.tally.num_bytes == len(TEXT.encode())
+            assert scores.tally.num_words == len(TEXT.split())
+
+    def test_a_text_without_a_scored_token_has_empty_columns(self) -> None:
+        found = TextScores().list_tokens(["entropy"])
+        assert {name: len(found[name]) for name in ("positions", "token_ids", "logprobs")} == {
+            "positions": 0, "token_ids": 0, "logprobs": 0,
+        }  # fmt: skip
+        assert len(found["columns"]["entropy"]) == 0
+
+    @pytest.mark.parametrize(
+        ("options", "code", "param"),
+        [
+            ({"context_length": 129}, "context_too_long", "context_length"),
+            ({"context_length": 8, "stride": 9}, "invalid_request", "stride"),
+            ({"stride": 129}, "invalid_request", "stride"),
+            ({"protocol": "rolling", "bos": "never"}, "invalid_request", "bos"),
+            ({"protocol": "llamacpp"}, "invalid_request", "context_length"),
+        ],
+    )
+    def test_options_that_cannot_be_met_are_named(
+        self, options: dict[str, Any], code: str, param: str
+    ) -> None:
+        with pytest.raises(APIError) as caught:
+            cut("a cat", **options)
+        assert (caught.value.code, caught.value.param) == (code, param)
+
+    def test_a_tokenizer_larger_than_the_model_is_told(self) -> None:
+        with pytest.raises(APIError, match="vocabulary is smaller"):
+            cut(TEXT, info=replace(INFO, vocab_size=10))
+
+    @given(st.lists(st.integers(0, len(TEXT)), max_size=6), st.integers(4, 40))
+    @settings(max_examples=40)
+    def test_a_text_in_pieces_gives_the_windows_of_the_whole(
+        self, seams: list[int], length: int
+    ) -> None:
+        options = Windowing(context_length=length)
+        text = StreamedText(options, READ, CODEC, INFO)
+        edges = [0, *sorted(seams), len(TEXT)]
+        windows = [window for a, b in pairwise(edges) for window in text.feed(TEXT[a:b])]
+        windows += text.finish()
+        whole, (count,) = cut_texts([TEXT], options, READ, CODEC, INFO)
+        assert text.num_tokens == count
+        assert [(w.start, w.end) for w in windows] == [(w.start, w.end) for w in whole]
+        for own, same in zip(windows, whole, strict=True):
+            assert own.job.fingerprint == same.job.fingerprint
+            assert np.array_equal(own.counts_R3, same.counts_R3)
+        assert text.flags == []
+
+
+FIRST = GenerateJob(np.zeros(0, np.int32), 4, Policy(0.7, 5), seed=11, stop=(".",), stream=True)
+
+
+def continue_(prompts: Prompts, count: int = 1, **changes: Any) -> tuple[list[Any], list[int]]:
+    first = replace(FIRST, **{name: changes.pop(name) for name in ("seed",) if name in changes})
+    return plan_continuations(prompts, first, count, CODEC, replace(INFO, **changes))
+
+
+class TestContinuations:
+    def test_seeds_count_on_over_all_completions(self) -> None:
+        jobs, truncated = continue_(Prompts([[5, 6], [7]]), 3)
+        assert [job.tokens.tolist() for job in jobs] == [[5, 6]] * 3 + [[7]] * 3
+        assert [job.seed for job in jobs] == [11, 12, 13, 14, 15, 16]
+        assert truncated == [0, 0]
+        assert all(replace(job, tokens=FIRST.tokens, seed=11) == FIRST for job in jobs)
+
+    def test_a_seed_is_drawn_where_none_is_given(self) -> None:
+        seeds = {continue_(Prompts([[5]]), seed=None)[0][0].seed for _ in range(5)}
+        assert len(seeds) > 1
+        assert all(0 <= seed < 2**31 for seed in seeds)
+
+    def test_texts_and_conversations(self) -> None:
+        jobs, _ = continue_(Prompts(["Once", "a"], bos="never"))
+        assert [job.tokens.tolist() for job in jobs] == encode("Once", "a", bos=False)
+        (job,) = continue_(Prompts(messages=CHAT))[0]
+        assert job.tokens.tolist() == CODEC.encode_ids([CODEC.render_chat(CHAT)])[0]
+        assert job.tokens.tolist().count(BOS) == 1
+
+    def test_what_does_not_fit_is_an_error_or_cut_at_the_left(self) -> None:
+        prompts = Prompts([[5, 6, 7, 8], [9]])
+        with pytest.raises(APIError, match="holds 6"):
+            continue_(prompts, context_length=6)
+        cut_ = replace(prompts, on_overflow="truncate_left")
+        jobs, truncated = continue_(cut_, 2, context_length=6)
+        assert [job.tokens.tolist() for job in jobs] == [[7, 8]] * 2 + [[9]] * 2
+        assert truncated == [2, 0]
+        with pytest.raises(APIError):
+            continue_(cut_, context_length=4)
+
+    def test_a_completion_is_scored_under_the_policy_that_drew_it(self) -> None:
+        (job,), _ = continue_(Prompts([[5, 6]]))
+        whole = Continuation(job)
+        for piece in fake_generation(job):
+            assert isinstance(piece, GenerateOutput)
+            whole.pieces.append(piece)
+        assert whole.token_ids == [5, 6, 5, 6]
+        reread = whole.score_job(ColumnOptions.of(["log_q"], precision="float64"))
+        assert (reread.tokens.tolist(), reread.targets.tolist()) == ([5, 6, 5, 6, 5], [5, 6, 5, 6])
+        assert (reread.prompt_len, reread.policy, reread.double) == (2, Policy(0.7, 5), True)
+        assert reread.num_positions <= job.num_positions, "a reread needs no more room"
+        written = whole.write(CODEC)
+        assert (written["logprob"], written["num_tokens"], written["seed"]) == (-2.0, 4, 11)
+
+    def test_pieces_find_their_prompt_completion_and_baseline(self) -> None:
+        own, truncated = continue_(Prompts([[5], [6]]), 2)
+        all_ = Continuations(own, own[:4], 2)
+        places = []
+        for index, job in enumerate(all_.jobs):
+            for piece in fake_generation(job):
+                assert isinstance(piece, GenerateOutput)
+                told = all_.add(index, piece)
+            places.append((told["prompt"], told["completion"]))
+        assert places == [(0, 0), (0, 1), (1, 0), (1, 1)] * 2
+        more = [{"columns": index} for index in range(8)]
+        results = all_.write(CODEC, truncated, more)
+        assert [[c["columns"] for c in result["completions"]] for result in results] == [
+            [0, 1],
+            [2, 3],
+        ]
+        assert [[c["columns"] for c in result["baseline"]] for result in results] == [
+            [4, 5],
+            [6, 7],
+        ]
+
+
+class TestCompletions:
+    def plan(self, **fields: Any) -> list[Any]:
+        return plan_completions(CompletionRequest(**fields), CODEC, INFO)
+
+    def test_samples_have_the_requests_options(self) -> None:
+        prompts = self.plan(
+            prompt=[[5, 6], [7]], n=2, seed=3, max_tokens=4, temperature=0.5, stop="x", logprobs=2
+        )
+        jobs = [job for prompt in prompts for job in prompt.jobs]
+        assert [job.seed for job in jobs] == [3, 4, 3, 4]
+        assert {(job.policy, job.stop, job.top, job.logprobs) for job in jobs} == {
+            (Policy(0.5), ("x",), 2, True)
+        }
+        plain = self.plan(prompt="Once")[0]
+        assert (plain.ids, plain.echo_job) == (encode("Once")[0], None)
+        assert (plain.samples[0].logprobs, plain.samples[0].seed) == (False, None)
+
+    def test_an_echo_with_log_probabilities_is_scored(self) -> None:
+        (prompt,) = self.plan(prompt=[5, 6, 7], echo=True, logprobs=2, max_tokens=0)
+        (job,) = prompt.jobs
+        assert (job.tokens.tolist(), job.targets.tolist(), job.top) == ([5, 6], [6, 7], 2)
+        assert not prompt.reads_next
+        assert self.plan(prompt=[5], echo=True, logprobs=0, max_tokens=0)[0].jobs == []
+
+    def test_one_greedy_token_is_read_from_the_last_row(self) -> None:
+        fields = {"prompt": [5, 6, 7], "echo": True, "logprobs": 0, "max_tokens": 1}
+        (prompt,) = self.plan(**fields, temperature=0)
+        (job,) = prompt.jobs
+        assert prompt.reads_next
+        assert (job.tokens.tolist(), job.targets.tolist()[:2], job.top) == ([5, 6, 7], [6, 7], 1)
+        for more in ({"temperature": 0.1}, {"temperature": 0, "n": 2}):
+            (drawn,) = self.plan(**fields, **more)
+            assert not drawn.reads_next
+            assert len(drawn.samples) == more.get("n", 1)
+
+    @pytest.mark.parametrize("echo", [True, False])
+    def test_pieces_are_asked_for_where_the_answer_is_a_stream(self, echo: bool) -> None:
+        """An echo is answered whole, so its completions are wanted whole."""
+        (prompt,) = self.plan(prompt=[5, 6], echo=echo, stream=True)
+        assert [job.stream for job in prompt.samples] == [not echo]
+
+    def test_an_echo_is_the_same_with_and_without_a_stream(self) -> None:
+        bodies = [
+            CompletionRequest(prompt=[5, 6], echo=True, stream=stream) for stream in (True, False)
+        ]
+        found = [
+            asyncio.run(
+                Run(CompletionTask(body, register(make_model()), STORES), SETTINGS).finish()
+            )
+            for body in bodies
+        ]
+        assert found[0]["choices"] == found[1]["choices"]
+        assert found[0]["usage"]["completion_tokens"] == 16
+
+    def test_what_does_not_fit_is_refused(self) -> None:
+        full = list(range(INFO.context_length))
+        assert self.plan(prompt=full, echo=True, logprobs=0, max_tokens=1, temperature=0)
+        for prompt, max_tokens in ((full, 1), ([*full, 5], 0)):
+            with pytest.raises(APIError) as caught:
+                self.plan(prompt=prompt, echo=True, logprobs=0, max_tokens=max_tokens)
+            assert caught.value.code == "context_too_long"
+
+    def test_a_chat_goes_on_to_the_end_of_the_context(self) -> None:
+        (turn,) = CHAT
+        ids = CODEC.encode_ids([CODEC.render_chat(CHAT)])[0]
+        for fields, wanted in (
+            ({}, INFO.context_length - len(ids)),
+            ({"max_tokens": 5}, 5),
+            ({"max_tokens": 5, "max_completion_tokens": 6}, 6),
+        ):
+            request = ChatCompletionRequest(messages=[turn], **fields)
+            prompt = plan_chat(request, CODEC, INFO)
+            assert prompt.ids == ids
+            assert [job.max_tokens for job in prompt.samples] == [wanted]
+        with pytest.raises(APIError, match="shorten"):
+            plan_chat(
+                ChatCompletionRequest(messages=[turn]), CODEC, replace(INFO, context_length=3)
+            )
+
+    def test_a_chats_alternatives_need_its_log_probabilities(self) -> None:
+        for logprobs in (True, False):
+            request = ChatCompletionRequest(messages=CHAT, logprobs=logprobs, top_logprobs=3)
+            (job,) = plan_chat(request, CODEC, INFO).samples
+            assert (job.logprobs, job.top) == (logprobs, 3 if logprobs else 0)
+
+
+class TestColumns:
+    def test_logprob_is_always_read_and_nothing_twice(self) -> None:
+        assert ColumnOptions.of(["rank", "logprob", "entropy"]).columns == (
+            "logprob", "rank", "entropy",
+        )  # fmt: skip
+        assert ColumnOptions.of(()).columns == ("logprob",)
+
+    def test_policy_and_precision_of_a_request(self) -> None:
+        policy = SamplingPolicy(temperature=0.5, top_p=0.9, top_k=7, min_p=0.1)
+        read = ColumnOptions.of(["log_q"], policy, "float64", top=3)
+        assert (read.policy, read.double, read.top) == (Policy(0.5, 7, 0.9, 0.1), True, 3)
+        assert ColumnOptions.of([]) == ColumnOptions()
+
+    def test_what_was_asked_for_is_shown_in_its_place(self) -> None:
+        names = ["logprob", "rank", "entropy", "log_q"]
+        read = {name: np.array([float(n)]) for n, name in enumerate(names)}
+        for asked, arrays, columns in (
+            (names, ["logprobs", "ranks"], ["entropy", "log_q"]),
+            (["log_q"], [], ["log_q"]),
+            (["rank"], ["ranks"], []),
+            ([], [], []),
+        ):
+            shown = show_columns(read, asked)
+            assert shown.keys() == {*arrays, *(["columns"] if columns else [])}
+            assert list(shown.get("columns", {})) == columns
+            assert all(shown["columns"][name] is read[name] for name in columns)
+
+    def test_aggregates_by_hand(self) -> None:
+        found = aggregate_columns({"logprob": np.array([-1.0, -2.0, -6.0], np.float32)}, 2)
+        assert found == {
+            "logprob": {"sum": -9, "mean": -3, "min": -6, "max": -1, "early": -1.5, "late": -4},
+            "surprisal": {"sum": 9, "mean": 3, "min": 1, "max": 6, "early": 1.5, "late": 4},
+        }
+        assert aggregate_columns({"rank": np.array([2, 4], np.int32)}, 5)["rank"]["late"] == 3
+        assert aggregate_columns({"entropy": np.zeros(0)}, 2) == {}
+
+    @given(
+        st.lists(st.sampled_from([0.5, -2.0, math.nan, -math.inf]), min_size=1), st.integers(1, 9)
+    )
+    def test_aggregates_are_finite_or_null(self, values: list[float], window: int) -> None:
+        (found,) = aggregate_columns({"log_q": np.array(values, np.float32)}, window).values()
+        assert all(value is None or math.isfinite(value) for value in found.values())
+        assert (found["sum"] is None) == (not all(map(math.isfinite, values)))
+
+    def test_a_completion_has_its_log_probabilities_already(self) -> None:
+        job = ScoreJob(np.array([5, 6], np.int32), np.array([7], np.int32), READ.columns)
+        (output,) = fake_scores(job)
+        shown = show_diagnostics(output, ["logprob", "rank", "entropy"], None)  # type: ignore[arg-type]
+        assert shown.keys() == {"ranks", "columns"}
+        with_sums = show_diagnostics(output, ["rank"], 4)  # type: ignore[arg-type]
+        assert with_sums["aggregates"].keys() == {"logprob", "rank", "entropy", "surprisal"}
+
+
+def job_of(rows: int) -> ScoreJob:
+    return ScoreJob(np.zeros(rows, np.int32), np.zeros(rows, np.int32))
+
+
+class TestComparison:
+    ROW_BYTES = 4 * INFO.vocab_size
+
+    def compare(self) -> Comparison:
+        return Comparison(make_model(), make_model(model_id="other"))
+
+    def test_runs_of_jobs_fit_on_the_disk(self) -> None:
+        jobs = [job_of(rows) for rows in (3, 3, 6, 9, 1)]
+        found = list(self.compare().split(jobs, 6 * self.ROW_BYTES))
+        assert found == [range(2), range(2, 3), range(3, 4), range(4, 5)]
+        assert list(self.compare().split([], 100)) == []
+
+    @given(st.lists(st.integers(1, 9), max_size=12), st.integers(1, 20))
+    @settings(max_examples=50)
+    def test_every_job_is_in_one_run_that_fits_or_has_it_alone(
+        self, rows: list[int], limit: int
+    ) -> None:
+        runs = list(self.compare().split(list(map(job_of, rows)), limit * self.ROW_BYTES))
+        assert [index for run in runs for index in run] == list(range(len(rows)))
+        assert all(len(run) == 1 or sum(rows[i] for i in run) <= limit for run in runs)
+
+    def test_vocabularies_must_be_the_same(self) -> None:
+        other = make_model(ScriptedHandle(replace(INFO, vocab_size=9)), model_id="other")
+        with pytest.raises(APIError, match="other and any have different vocabularies"):
+            Comparison(make_model(), other)
+        short = make_model(ScriptedHandle(replace(INFO, context_length=9)), model_id="other")
+        assert Comparison(make_model(), short).context_length == 9
+
+    def test_jobs_differ_in_their_files_alone(self) -> None:
+        (exported,) = export_jobs([job_of(2)], ["file"])
+        (compared,) = compare_jobs([job_of(2)], ["file"])
+        assert (exported.export, exported.reference) == ("file", None)
+        assert (compared.export, compared.reference) == (None, "file")
+        assert compared.columns == ("logprob", *COMPARED)
+        assert exported.fingerprint is compared.fingerprint is None
+        assert job_of(2).fingerprint is not None
