@@ -89,7 +89,8 @@ class Server:
         """Wait until `/readyz` says so. Errors: RuntimeError where a model failed."""
         assert self.process is not None
         deadline = time.monotonic() + START_TIMEOUT_S
-        with Client(self.url, max_retries=0) as client:
+        # On a busy machine a poll may come so late that the server has closed the connection.
+        with Client(self.url, max_retries=3) as client:
             while time.monotonic() < deadline and self.process.poll() is None:
                 failed = [card for card in client.models().models if card.state == "failed"]
                 if failed:

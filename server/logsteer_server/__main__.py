@@ -1,146 +1,17 @@
-"""`logsteer-server`: start the service, show how the models come up, and say how to ask them."""
+"""`logsteer-server`: start the service.
 
-import argparse
-import asyncio
-import logging
-import socket
+Every engine process imports this module again before it does anything else, and must not have to
+wait for what only the HTTP process needs: so that is imported where it is run.
+"""
+
 import sys
-import time
-from pathlib import Path
-
-import uvicorn
-
-from logsteer_server import __version__
-from logsteer_server.app import create_app
-from logsteer_server.models.cachefile import check_cache_file
-from logsteer_server.models.registry import ModelRegistry
-from logsteer_server.settings import ConfigurationError, Settings, load_settings
-from logsteer_server.stores.store import check_store_directory
-
-PROGRESS_EVERY_S = 5.0
-
-
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line's arguments."""
-    parser = argparse.ArgumentParser(
-        prog="logsteer-server",
-        description="Keep language models resident and score text with them.",
-    )
-    parser.add_argument("--config", type=Path, help="YAML file that lists the models")
-    parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
-    parser.add_argument("--port", type=int, help="port to listen on (default 8000)")
-    parser.add_argument("--check", action="store_true", help="validate the configuration and exit")
-    parser.add_argument("--version", action="version", version=__version__)
-    return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the server until it is interrupted; the exit status (2: unusable configuration)."""
-    arguments = parse_arguments(argv)
-    try:
-        settings = load_settings(arguments.config, host=arguments.host, port=arguments.port)
-        check_cache_file(settings)
-        check_store_directory(settings)
-    except ConfigurationError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if arguments.check:
-        models = ", ".join(f"{model.id} ({model.engine})" for model in settings.models)
-        print(f"The configuration is valid. Models: {models}.")
-        return 0
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    try:
-        listener = _listen(settings)
-    except OSError as error:
-        print(
-            f"error: cannot listen on {settings.host}:{settings.port}: {error.strerror}; "
-            "choose another --port",
-            file=sys.stderr,
-        )
-        return 2
-    return asyncio.run(_serve(settings, listener))
+    """Run the server until it is interrupted; return the exit status."""
+    from logsteer_server import serving
 
-
-def _listen(settings: Settings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # asyncio sets TCP_NODELAY where the protocol is named; without it every answer on a connection
-    # but the first waits 40 ms for the caller's acknowledgement of its headers.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((settings.host, settings.port))
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-async def _serve(settings: Settings, listener: socket.socket) -> int:
-    app = create_app(settings)
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=10
-    )
-    server = uvicorn.Server(config)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.01)
-    if server.started:
-        host, port = listener.getsockname()[:2]
-        watching = asyncio.create_task(
-            report_start(app.state.models, f"http://{host}:{port}", settings.api_key is not None)
-        )
-        await serving
-        watching.cancel()
-    return 0 if server.started else 1
-
-
-async def report_start(models: ModelRegistry, url: str, needs_key: bool) -> None:
-    """Print how each model comes up, and what to ask once all of them have."""
-    started = time.monotonic()
-    print(f"logsteer {__version__} listens on {url}; models are loading.", flush=True)
-    waiting = dict(models.by_id)
-    last_report = started
-    while waiting:
-        await asyncio.sleep(0.1)
-        elapsed = time.monotonic() - started
-        for model_id, model in list(waiting.items()):
-            card = model.describe()
-            if card.state == "ready":
-                print(
-                    f"  {model_id}: ready after {elapsed:.0f} s ({card.engine}, "
-                    f"context {card.context_length}, vocabulary {card.vocab_size})",
-                    flush=True,
-                )
-                del waiting[model_id]
-            elif card.state == "failed":
-                print(f"  {model_id}: failed: {card.detail}", file=sys.stderr, flush=True)
-                del waiting[model_id]
-        if waiting and time.monotonic() - last_report >= PROGRESS_EVERY_S:
-            last_report = time.monotonic()
-            print(f"  {', '.join(waiting)}: loading, {elapsed:.0f} s", flush=True)
-    ready = [model for model in models.by_id.values() if model.is_ready]
-    if ready:
-        print(_suggest_calls(url, ready[0].id if len(models.by_id) > 1 else None, needs_key))
-
-
-def _suggest_calls(url: str, model: str | None, needs_key: bool) -> str:
-    """Three calls to paste."""
-    key = " -H 'Authorization: Bearer '$LOGSTEER_API_KEY" if needs_key else ""
-    field = f'"model": "{model}", ' if model else ""
-    bodies = {
-        "logprob": f'{{{field}"items": [{{"context": "The capital of France is", '
-        '"targets": [" Paris", " London"]}]}',
-        "perplexity": f'{{{field}"texts": ["The capital of France is Paris."]}}',
-        "tokenize": f'{{{field}"texts": ["The capital of France is Paris."]}}',
-    }
-    calls = [
-        f"  curl -s {url}/{path} -H 'Content-Type: application/json'{key} -d '{body}'"
-        for path, body in bodies.items()
-    ]
-    return "\n".join(["Try:", *calls, f"All endpoints: {url}/docs    Stop: Ctrl-C"])
+    return serving.main(argv)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import yaml
 
-from logsteer_server.__main__ import parse_arguments
 from logsteer_server.app import create_app
 from logsteer_server.engines.supervisor import CLOSE_TIMEOUT_S
+from logsteer_server.serving import parse_arguments
 from logsteer_server.settings import Settings, load_settings
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -30,7 +30,7 @@ ENTRIES = LAYERS[0]
 
 ONLY_IN = {
     "fastapi": {"app", "http", "routes"},
-    "uvicorn": {"__main__"},
+    "uvicorn": {"serving"},
     "torch": {"embedded", "numerics", "engines.tlens", "engines.vllm", "stores.formats.pt_file"},
     "vllm": {"engines.vllm"},
     "transformer_lens": {"engines.tlens"},
@@ -194,3 +194,12 @@ def test_docstrings_of_functions_begin_with_a_verb(path: Path) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             first = (ast.get_docstring(node) or "Do").split()[0]
             assert is_described_as_a_thing(node) or first not in NO_VERBS, f"{path}: {node.name}"
+
+
+def test_an_engine_process_loads_nothing_of_http() -> None:
+    """It imports `__main__` again, as spawned processes do, and the engine."""
+    code = (
+        "import sys, logsteer_server.__main__, logsteer_server.engines.process,"
+        "logsteer_server.engines.fake; sys.exit(bool({'fastapi', 'uvicorn'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

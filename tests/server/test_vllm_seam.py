@@ -15,6 +15,8 @@ import pytest
 from logsteer_server.engines.vllm.seam import INTERNALS, Internal
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.engine  # it imports all of vLLM
+
 ENGINE = ROOT / "server" / "logsteer_server" / "engines" / "vllm"
 SOURCES = {path.stem: path.read_text() for path in ENGINE.glob("*.py") if path.stem != "seam"}
 IMPORTERS = {"config", "core", "runner", "worker", "operation"}
