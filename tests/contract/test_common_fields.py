@@ -201,7 +201,7 @@ def check_unsupported(response: httpx.Response, param: str | None = None) -> Non
     assert response.status_code == 422, response.text
     code, named, detail = error_of(response)
     assert (code, named) == ("unsupported_by_engine", param)
-    assert "use " in detail
+    assert "serve the model with" in detail
     assert "transformer_lens" in detail
 
 
@@ -259,6 +259,14 @@ def check_precision(http: httpx.Client, path: str) -> None:
     assert named == ["float32", "float32", "float64"]
     counts = [answer["usage"]["cached_results"] for answer in answers]
     assert counts[0] == counts[2] == 0 < counts[1]
+
+
+def test_a_generation_without_columns_computes_nothing_in_float64(http: httpx.Client) -> None:
+    body = {"prompts": ["Once"], "max_tokens": 2, "precision": "float64"}
+    assert document_of(post(http, "/generate", body))["provenance"]["precision"] == "float32"
+    columns = {"columns": ["entropy"]}
+    named = document_of(post(http, "/generate", body | columns))["provenance"]["precision"]
+    assert named == "float64"
 
 
 def check_on_overflow(http: httpx.Client, path: str) -> None:

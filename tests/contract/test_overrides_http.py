@@ -140,7 +140,12 @@ def test_diagnostics_of_a_generation_are_under_its_override(client: Client) -> N
     )
     completion = answer.results[0].completions[0]
     assert completion.columns is not None
-    assert completion.columns["logprob"] == pytest.approx(completion.logprobs, abs=PER_TOKEN)
+    item = {"context_ids": CONTEXT, "target_ids": [completion.token_ids]}
+    again = client.logprob([item], override=OVERRIDE, columns=["logprob", "entropy"])
+    found = again.results[0].targets[0]
+    assert found.columns is not None
+    assert found.columns["entropy"] == pytest.approx(completion.columns["entropy"], abs=PER_TOKEN)
+    assert found.logprobs == pytest.approx(completion.logprobs, abs=PER_TOKEN)
 
 
 def test_cached_results_know_the_override(tlens_cached_server: Server, tensors: Any) -> None:

@@ -22,6 +22,7 @@ from logsteer_server.contract.jobs import (
 )
 
 FAKE_COLUMNS = get_args(Column)
+ELSEWHERE = "serve the model with engine transformer_lens"
 
 
 def fake_logprobs(job: ScoreJob) -> np.ndarray:
@@ -124,9 +125,9 @@ class FakeEngine:
             hidden_size=int(args.get("hidden_size", 16)),
             hooks=("resid_post",),
             lacks={
-                "override": "the engine fake has no parameter overrides; use transformer_lens",
-                "gradient": "the engine fake has no gradients; use transformer_lens",
-                "adapter": "the engine fake has no adapters; use vllm or transformer_lens",
+                "override": f"the engine fake has no parameter overrides; {ELSEWHERE}",
+                "gradient": f"the engine fake has no gradients; {ELSEWHERE}",
+                "adapter": f"the engine fake has no adapters; {ELSEWHERE}",
             },
         )
         self._answers: dict[type[Job], Callable[[Any], list[JobResult]]] = {

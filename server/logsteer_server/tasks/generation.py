@@ -29,7 +29,6 @@ class GenerationTask(Task):
 
     def __init__(self, body: PromptRequest, models: ModelRegistry, stores: Stores) -> None:
         super().__init__(models.find(body.model), streams=body.stream)
-        self.precision = body.precision
         self._body = body
         self._stores = stores
         self._truncated: list[int] = []
@@ -58,15 +57,17 @@ class GenerationTask(Task):
 
     async def plan(self, _settings: Settings) -> AsyncGenerator[Batch, None]:
         """Generate everything in one batch, then read its rows in another."""
+        body = self._body
         codec, info = self.model.require()
         self._continuations = await off_loop(self._plan, codec, info)
         yield Batch(self._continuations.jobs, self._take)
         if not self.columns:
             return
-        read = ColumnOptions.of(self.columns, precision=self._body.precision)
+        self.precision = body.precision
+        read = ColumnOptions.of(self.columns, precision=body.precision)
         jobs = [entry.score_job(read) for entry in self._continuations.entries]
         collector = Collector(jobs)
-        yield Batch(jobs, collector.take, cache=self._body.cache, purpose="reread")
+        yield Batch(jobs, collector.take, cache=body.cache, purpose="reread")
         self._diagnostics = [
             show_diagnostics(output, self.columns, self.window) for output in collector.outputs
         ]
