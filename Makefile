@@ -25,7 +25,7 @@ test: setup ## all checks and all tests
 	@$(PYTEST)
 
 test-fast: setup ## the tests that need no engine
-	@$(PYTEST) -m "not engine"
+	@$(PYTEST) -m "not engine and not slow"
 
 test-avx2: setup ## the tests of exactness as on a CPU without AVX-512
 	@ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(PYTEST) -k "not two_ranks" $(EXACT)

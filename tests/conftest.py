@@ -184,6 +184,13 @@ def list_servers(item: pytest.Item) -> list[str]:
     ]
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import a file of which every test needs an engine, where none is wanted."""
+    if not config.option.markexpr.startswith("not engine") or collection_path.suffix != ".py":
+        return None
+    return "\npytestmark = pytest.mark.engine\n" in collection_path.read_text() or None
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run files in the order in which what they need can be there: engines, shared servers, own."""

@@ -14,7 +14,6 @@ from typing import Any
 import lm_eval
 import pytest
 from lm_eval._cli.utils import key_val_to_dict
-from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 import corpus
@@ -62,7 +61,9 @@ def ask(*arguments: Any) -> SimpleNamespace:
     return SimpleNamespace(args=arguments)
 
 
-def load_hf(path: Path, **settings: Any) -> HFLM:
+def load_hf(path: Path, **settings: Any) -> Any:
+    from lm_eval.models.huggingface import HFLM  # loads torch and transformers
+
     return HFLM(pretrained=str(path), device="cpu", dtype="float32", batch_size=64, **settings)
 
 
@@ -171,6 +172,7 @@ def test_a_model_without_a_chat_template_says_so() -> None:
         render_chat(refusing, [{"role": "user", "content": "Hi"}], True)
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_table(fake_server: Server, scratch: Path) -> None:
     done = subprocess.run(
         [
@@ -281,12 +283,12 @@ def list_logprobs(results: dict[str, Any], task: str) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def stories_hf() -> HFLM:
+def stories_hf() -> Any:
     return load_hf(STORIES_MODEL)
 
 
 def compare(
-    hf: HFLM, server: Server, tasks: list[str], scratch: Path, tolerance: float = 1e-3
+    hf: Any, server: Server, tasks: list[str], scratch: Path, tolerance: float = 1e-3
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The figures of both per task, once every document's log-likelihood is the same."""
     theirs, hf_time = evaluate(hf, tasks, scratch)
@@ -304,7 +306,7 @@ def compare(
 
 @needs_shared
 @pytest.mark.engine
-def test_blimp_is_what_hf_says(vllm_server: Server, stories_hf: HFLM, scratch: Path) -> None:
+def test_blimp_is_what_hf_says(vllm_server: Server, stories_hf: Any, scratch: Path) -> None:
     ours, theirs = compare(stories_hf, vllm_server, BLIMP, scratch)
     for task in BLIMP:
         assert ours[task]["acc,none"] == theirs[task]["acc,none"]
@@ -312,7 +314,7 @@ def test_blimp_is_what_hf_says(vllm_server: Server, stories_hf: HFLM, scratch: P
 
 @needs_shared
 @pytest.mark.engine
-def test_lambada_is_what_hf_says(vllm_server: Server, stories_hf: HFLM, scratch: Path) -> None:
+def test_lambada_is_what_hf_says(vllm_server: Server, stories_hf: Any, scratch: Path) -> None:
     ours, theirs = compare(stories_hf, vllm_server, ["local_lambada"], scratch)
     own, reference = ours["local_lambada"], theirs["local_lambada"]
     assert own["acc,none"] == reference["acc,none"]
@@ -321,7 +323,7 @@ def test_lambada_is_what_hf_says(vllm_server: Server, stories_hf: HFLM, scratch:
 
 @needs_shared
 @pytest.mark.engine
-def test_wikitext_is_what_hf_says(vllm_server: Server, stories_hf: HFLM, scratch: Path) -> None:
+def test_wikitext_is_what_hf_says(vllm_server: Server, stories_hf: Any, scratch: Path) -> None:
     text = (SHARED / "data" / "wikitext2-valid.txt").read_text()[:60_000]
     pages = [text[start : start + 9_000] for start in range(0, len(text), 9_000)]
     rows = "".join(json.dumps({"page": page}) + "\n" for page in [*pages, "A short page."])
@@ -351,7 +353,7 @@ def test_long_contexts_are_cut_as_hf_cuts_them(vllm_server: Server) -> None:
 
 @needs_shared
 @pytest.mark.engine
-def test_greedy_generation_is_what_hf_says(vllm_server: Server, stories_hf: HFLM) -> None:
+def test_greedy_generation_is_what_hf_says(vllm_server: Server, stories_hf: Any) -> None:
     model = LogsteerLM(vllm_server.url, "stories")
     short: dict[str, Any] = {"until": ["."], "max_gen_toks": 40}
     long: dict[str, Any] = {"until": ["\n\n"], "max_gen_toks": 30, "do_sample": False}
