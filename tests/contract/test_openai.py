@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import openai
@@ -204,6 +206,33 @@ class TestOnVllm:
         logprobs = httpx.post(url, json=request, timeout=60).json()["choices"][0]["logprobs"]
         assert all(-50 < value <= 0 for value in logprobs["token_logprobs"])
         assert all(sum(map(math.exp, top.values())) <= 1.0001 for top in logprobs["top_logprobs"])
+
+
+def test_neighbours_that_want_other_numbers_of_alternatives_change_nothing(
+    client: Client, model: str
+) -> None:
+    """A step of vLLM's reads as many alternatives as the widest of its requests wants."""
+    url = f"{client.base_url}/v1/completions"
+
+    def complete(wanted: int | None) -> Any:
+        body: Any = {"model": model, "prompt": PROMPT, "max_tokens": 60, "seed": 7}
+        body |= {} if wanted is None else {"logprobs": wanted}
+        return httpx.post(url, json=body, timeout=60).json()["choices"][0]
+
+    wanted = [0, 4, None, 2, 0, 4, None, 2]
+    alone = {count: complete(count) for count in set(wanted)}
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        together = list(pool.map(complete, wanted))
+    for count, choice in zip(wanted, together, strict=True):
+        assert choice["text"] == alone[count]["text"]
+        if count is None:
+            assert choice["logprobs"] is None
+            continue
+        found, expected = choice["logprobs"], alone[count]["logprobs"]
+        assert found["token_logprobs"] == pytest.approx(expected["token_logprobs"], abs=1e-4)
+        assert [top.keys() for top in found["top_logprobs"]] == [
+            top.keys() for top in expected["top_logprobs"]
+        ]
 
 
 def test_log_probabilities_that_nobody_wants_change_nothing(client: Client, model: str) -> None:

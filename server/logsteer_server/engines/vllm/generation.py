@@ -74,8 +74,10 @@ class GenerationRequests:
             if output.prefill_stats is not None:
                 sample.cached_tokens = output.prefill_stats.num_cached_tokens
             if output.new_logprobs is not None:
-                sample.ids.append(output.new_logprobs.logprob_token_ids)
-                sample.logprobs.append(output.new_logprobs.logprobs)
+                # As wide as the widest request of the step: the most probable come first.
+                width = 1 + running.job.top
+                sample.ids.append(output.new_logprobs.logprob_token_ids[:, :width])
+                sample.logprobs.append(output.new_logprobs.logprobs[:, :width])
                 output.new_logprobs = None
         processed = self._vllm.process([output for _, output in outputs])
         return [self._make_piece(output) for output in processed]
