@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from logsteer_server.contract.jobs import Job, JobFailure, JobResult
+from logsteer_server.contract.jobs import Feature, Job, JobFailure, JobResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class EngineInfo:
     hidden_size: int
     hooks: tuple[str, ...]
     """Activations of a layer that can be steered and captured; empty where none can."""
-    lacks: Mapping[str, str] = field(default_factory=dict)
-    """For each of FEATURES that it does not have: what to do instead, as an error's detail."""
+    lacks: Mapping[Feature, str] = field(default_factory=dict)
+    """For each feature that it does not have: what to do instead, as an error's detail."""
     tf32: bool = False
     """Whether float32 products may be computed in TF32."""
 

@@ -32,6 +32,11 @@ class Policy:
     min_p: float = 0.0
 
 
+Feature = Literal["steering", "override", "gradient", "adapter"]
+"""Plans and captures; jobs with an `Override` or `CheckOverrideJob`; `GradientJob`; jobs with an
+`Adapter` or `CheckAdapterJob`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """A piece of work for an engine. Its class says what is to be done with the T tokens.
@@ -71,8 +76,8 @@ class Job:
         return ParameterDelta(self.override, self.adapter)
 
     @property
-    def features(self) -> tuple[str, ...]:
-        """What the job needs of an engine beside reading tokens: entries of FEATURES."""
+    def features(self) -> tuple[Feature, ...]:
+        """What the job needs of an engine beside reading tokens."""
         return _find_features(self)
 
     @property
@@ -81,13 +86,12 @@ class Job:
         return None
 
 
-FEATURES = ("steering", "override", "gradient", "adapter")
-"""Plans and captures; jobs with an `Override` or `CheckOverrideJob`; `GradientJob`; jobs with an
-`Adapter` or `CheckAdapterJob`."""
-
-
-def _find_features(job: Job) -> tuple[str, ...]:
-    asked = {"steering": job.plan, "override": job.override, "adapter": job.adapter}
+def _find_features(job: Job) -> tuple[Feature, ...]:
+    asked: dict[Feature, object] = {
+        "steering": job.plan,
+        "override": job.override,
+        "adapter": job.adapter,
+    }
     return tuple(feature for feature, value in asked.items() if value is not None)
 
 
@@ -277,7 +281,7 @@ class CaptureJob(Job):
     read: str = "last"
 
     @property
-    def features(self) -> tuple[str, ...]:
+    def features(self) -> tuple[Feature, ...]:
         """What the job needs of an engine: hooks, as steering does."""
         return ("steering",)
 
@@ -317,7 +321,7 @@ class GradientJob(Job):
         return len(self.targets)
 
     @property
-    def features(self) -> tuple[str, ...]:
+    def features(self) -> tuple[Feature, ...]:
         """What the job needs of an engine."""
         return ("gradient", *_find_features(self))
 
@@ -347,7 +351,7 @@ class CheckOverrideJob(Job):
     shapes: Mapping[str, tuple[int, ...]]
 
     @property
-    def features(self) -> tuple[str, ...]:
+    def features(self) -> tuple[Feature, ...]:
         """What the job needs of an engine."""
         return ("override",)
 

@@ -1,10 +1,10 @@
-"""What routes depend on: the JSON body within its limit, the caller's key, a model, a deadline."""
+"""What routes depend on: the JSON body within its limit, the caller's key, models, stores."""
 
 import asyncio
 import hmac
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import orjson
 from fastapi import Depends, Request, Response
@@ -17,8 +17,6 @@ from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.stores.store import Store
 from logsteer_server.stores.vectors import VectorStore
-
-T = TypeVar("T")
 
 
 class LimitedRequest(Request):

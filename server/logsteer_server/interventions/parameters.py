@@ -6,11 +6,12 @@ from typing import Any
 from logsteer.errors import api_error
 from logsteer.schemas import AdapterCard, OverrideCard, ParameterOverride
 from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import Feature
 from logsteer_server.contract.parameters import Adapter, Direction, Override
 from logsteer_server.stores.store import Store
 
 
-def check_feature(feature: str, info: EngineInfo, param: str | None) -> None:
+def check_feature(feature: Feature, info: EngineInfo, param: str | None) -> None:
     """Make sure that the model's engine has a feature.
 
     Errors: APIError `unsupported_by_engine`, with what to do instead.

@@ -11,7 +11,7 @@ and lets it cover its jobs once it knows them. For a budget of 100 tokens:
     a.release()               # 0 of 100
 """
 
-from types import TracebackType
+from contextlib import AbstractContextManager
 
 from logsteer.errors import APIError, api_error
 
@@ -67,7 +67,7 @@ class Admission:
         self._tokens_per_s = (1 - NEW_SHARE) * old + NEW_SHARE * rate
 
 
-class Reservation:
+class Reservation(AbstractContextManager["Reservation"]):
     """Room for one run, until it is released or its block is left."""
 
     def __init__(self, admission: Admission) -> None:
@@ -85,13 +85,5 @@ class Reservation:
         self._admission.pending_tokens -= self._tokens
         self._tokens = 0
 
-    def __enter__(self) -> "Reservation":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()

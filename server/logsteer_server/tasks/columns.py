@@ -31,15 +31,14 @@ class ColumnOptions:
     def of(
         cls,
         columns: Iterable[str],
-        policy: SamplingPolicy | Policy | None = None,
+        policy: SamplingPolicy | None = None,
         precision: Precision = "float32",
         top: int = 0,
     ) -> "ColumnOptions":
         """Return the options of a request's fields."""
         wanted = tuple(dict.fromkeys(["logprob", *columns]))
-        if isinstance(policy, SamplingPolicy):
-            policy = Policy(policy.temperature, policy.top_k, policy.top_p, policy.min_p)
-        return cls(wanted, top, policy or Policy(), precision == "float64")
+        cut = Policy(**policy.model_dump()) if policy else Policy()
+        return cls(wanted, top, cut, precision == "float64")
 
 
 def show_columns(read: Mapping[str, Column], asked: Sequence[str]) -> dict[str, Any]:

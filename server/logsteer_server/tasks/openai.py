@@ -52,7 +52,7 @@ class OpenAITask(Task):
             yield Batch(jobs, self._show)
             return
         collector = Collector(jobs)
-        yield Batch(jobs, collector.take)
+        yield Batch(jobs, collector.take, cache=True)
         self._found = collector.outputs
 
     def _plan(self, codec: TextCodec, info: EngineInfo) -> list[CompletionPrompt]:

@@ -1,13 +1,13 @@
 """`/perplexity`: log-likelihood of whole texts, window by window, and of a text as it arrives."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from logsteer.errors import api_error
 from logsteer.schemas import InterventionFields, PerplexityRequest, PerplexityStreamQuery
-from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
+from logsteer_server.contract.jobs import ScoreOutput
 from logsteer_server.interventions.interventions import Interventions, Stores
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.registry import ModelRegistry
@@ -99,12 +99,15 @@ class PerplexityTask(WindowTask):
             yield Batch(jobs, self._take, cache=self._body.cache)
             return
         parts = list(self._comparison.split(jobs, settings.max_reference_bytes))
-        sizes = [sum(job.num_positions for job in jobs[p.start : p.stop]) for p in parts]
-        for part in parts:
-            compared = self._compare(self._comparison, jobs, part, settings)
-            async with aclosing(compared) as batches:
-                async for batch in batches:
-                    yield replace(batch, room=max(sizes))
+        own = [jobs[part.start : part.stop] for part in parts]
+        room = max((sum(job.num_positions for job in part) for part in own), default=0)
+        reference, vocab_size = self._comparison.reference, self._comparison.vocab_size
+        for part, compared in zip(parts, own, strict=True):
+            with export_files(compared, vocab_size, settings.scratch_directory) as files:
+                exports = export_jobs(compared, files)
+                yield Batch(exports, model=reference, purpose="reference", silent=True, room=room)
+                take = partial(self._take_compared, part.start)
+                yield Batch(compare_jobs(compared, files), take, room=room)
 
     def _cut(self) -> list[TextWindow]:
         codec, info = self.model.require()
@@ -118,20 +121,10 @@ class PerplexityTask(WindowTask):
             score.tally.num_tokens = length
         return windows
 
-    async def _compare(
-        self, comparison: Comparison, jobs: Sequence[ScoreJob], part: range, settings: Settings
-    ) -> AsyncGenerator[Batch, None]:
-        """Have the reference score these jobs, then the model."""
-        own = jobs[part.start : part.stop]
-
-        def take(index: int, output: ScoreOutput) -> Event | None:
-            comparison.add(output)
-            return self._take(part.start + index, output)
-
-        with export_files(own, comparison.vocab_size, settings.scratch_directory) as files:
-            exports = export_jobs(own, files)
-            yield Batch(exports, model=comparison.reference, purpose="reference", silent=True)
-            yield Batch(compare_jobs(own, files), take, cache=self._body.cache)
+    def _take_compared(self, first: int, index: int, output: ScoreOutput) -> Event | None:
+        assert self._comparison is not None
+        self._comparison.add(output)
+        return self._take(first + index, output)
 
     def _take(self, index: int, output: ScoreOutput) -> Event | None:
         body, window = self._body, self._windows[index]

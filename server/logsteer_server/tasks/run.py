@@ -52,14 +52,15 @@ class Batch:
     """Jobs that are run together, and what takes their outputs as they come.
 
     `take` is given the index of a job and an output (or a piece of one), and may return an event to
-    show. `model` is where they run: None for the task's own. A `silent` batch does not open the
+    show. `model` is where they run: None for the task's own. `cache` says whether results may come
+    from earlier work, which those of score jobs alone can. A `silent` batch does not open the
     stream of events. `room` tokens are reserved at least, where later batches need more than this.
     """
 
     jobs: Sequence[Job]
     take: Callable[[int, Any], Event | None] = ignore
     model: ResidentModel | None = None
-    cache: bool = True
+    cache: bool = False
     purpose: Purpose = "work"
     silent: bool = False
     room: int = 0

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from logsteer_server.contract.engine import EngineInfo, EngineSpec
+from logsteer_server.contract.jobs import Feature
 from logsteer_server.engines.weights import digest_weights, limit_context
 from logsteer_server.numerics.rows import PUBLIC_COLUMNS
 
@@ -153,10 +154,10 @@ def describe(
     )
 
 
-def _find_missing(spec: EngineSpec, steerable_layers: int) -> dict[str, str]:
+def _find_missing(spec: EngineSpec, steerable_layers: int) -> dict[Feature, str]:
     """Return what this model cannot do, and what to do instead."""
     other = "serve the model with engine transformer_lens"
-    lacks = {
+    lacks: dict[Feature, str] = {
         "override": f"the engine vllm has no parameter overrides; {other}",
         "gradient": f"the engine vllm has no gradients; {other}",
     }
