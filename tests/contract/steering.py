@@ -24,16 +24,16 @@ POSITIONS: list[Any] = ["all", "prompt", "completion", "predicting", "last_promp
                         {"slices": [[0, 2], [5, 9]]}]  # fmt: skip
 
 
-def _along(x: Tensor) -> Tensor:
-    return (x @ U)[..., None]
+def _along(x: Tensor, u: Tensor = U) -> Tensor:
+    return (x @ u)[..., None]
 
 
-def _turn(x: Tensor, degrees: float) -> Tensor:
-    """x turned by an angle that does not reach U."""
+def turn(x: Tensor, degrees: float, u: Tensor = U) -> Tensor:
+    """x turned toward u by an angle that does not reach it."""
     norm = x.norm(dim=-1, keepdim=True)
-    across = x - _along(x) * U
-    angle = torch.acos(_along(x) / norm) - math.radians(degrees)
-    return norm * (angle.cos() * U + angle.sin() * across / across.norm(dim=-1, keepdim=True))
+    across = x - _along(x, u) * u
+    angle = torch.acos(_along(x, u) / norm) - math.radians(degrees)
+    return norm * (angle.cos() * u + angle.sin() * across / across.norm(dim=-1, keepdim=True))
 
 
 OPERATIONS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = {
@@ -49,7 +49,7 @@ OPERATIONS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = {
         lambda x: x + (_along(x).clamp(0.5, 1.0) - _along(x)) * U,
     ),
     "replace": ({"op": "replace", "scale": 2.0}, lambda x: (2 * V).expand_as(x)),
-    "rotate": ({"op": "rotate", "scale": 20.0}, lambda x: _turn(x, 20)),
+    "rotate": ({"op": "rotate", "scale": 20.0}, lambda x: turn(x, 20)),
 }  # fmt: skip
 
 
@@ -58,6 +58,9 @@ class HookedReference:
 
     def __init__(self, path: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        count = self.model.config.num_hidden_layers
+        lists = [m for m in self.model.modules() if isinstance(m, torch.nn.ModuleList)]
+        self.layers = next(modules for modules in lists if len(modules) == count)
 
     def logprobs(
         self,
@@ -83,7 +86,7 @@ class HookedReference:
                 changed[:, mask] = change(hidden[:, mask])
             return (changed, *output[1:]) if isinstance(output, tuple) else changed
 
-        handle = self.model.model.layers[layer].register_forward_hook(hook)
+        handle = self.layers[layer].register_forward_hook(hook)
         try:
             with torch.no_grad():
                 logits = self.model(torch.tensor([ids])).logits[0]
@@ -92,3 +95,20 @@ class HookedReference:
         rows = logits[len(context) - 1 : -1].log_softmax(-1)
         found: np.ndarray = rows[torch.arange(len(target)), torch.tensor(target)].numpy()
         return found
+
+    def activations(self, ids: Sequence[int]) -> np.ndarray:
+        """What each layer puts out, [L, T, D]."""
+        found: list[Tensor] = []
+
+        def keep(_module: object, _args: object, output: Any) -> None:
+            found.append((output[0] if isinstance(output, tuple) else output)[0])
+
+        handles = [layer.register_forward_hook(keep) for layer in self.layers]
+        try:
+            with torch.no_grad():
+                self.model(torch.tensor([ids]))
+        finally:
+            for handle in handles:
+                handle.remove()
+        outputs: np.ndarray = torch.stack(found).numpy()
+        return outputs

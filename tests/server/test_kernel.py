@@ -53,9 +53,12 @@ def make_tables(dtype):
 
 found = []
 for dtype in (torch.float32, torch.bfloat16):
-    for residual in (None, torch.randn(9, WIDTH).to(dtype)):
+    beside = torch.randn(9, WIDTH).to(dtype)
+    for residual, form in ((None, "hidden"), (beside, "sum"), (beside, "hidden")):
         given = torch.randn(9, WIDTH).to(dtype)
         plain, fused = make_tables(dtype), make_tables(dtype)
+        plain.set_form(form)
+        fused.set_form(form)
         a, b = given.clone(), given.clone()
         plain.apply(a, residual, LAYER)
         kernel.launch(fused, b, residual, LAYER)
@@ -82,8 +85,8 @@ def test_the_kernel_does_what_the_plain_form_does() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     cases = json.loads(done.stdout.splitlines()[-1])
-    assert len(cases) == 4
-    for case, tolerance in zip(cases, (2e-6, 2e-6, 0.07, 0.07), strict=True):
+    assert len(cases) == 6
+    for case, tolerance in zip(cases, [2e-6] * 3 + [0.07] * 3, strict=True):
         assert case["changed"] == [False, *[True] * 7, False]
         assert case["hidden"] < tolerance
         assert case["ratios"] < max(2e-6, tolerance / 10)

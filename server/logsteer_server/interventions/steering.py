@@ -13,6 +13,7 @@ from logsteer.schemas import Steering, SteeringVector
 from logsteer.schemas.steering import PositionName, SlicePositions
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan, Vector
+from logsteer_server.interventions.parameters import check_feature
 from logsteer_server.stores.layer_vectors import RESID_POST, LayerVectors, invalid_vector
 from logsteer_server.stores.vectors import StoredVectors
 
@@ -44,9 +45,7 @@ def resolve_steering(
 
     Errors: APIError `unknown_vector`, `invalid_vector`, `unsupported_by_engine`.
     """
-    if not info.hooks:
-        detail = "This model cannot be steered; configure it with steering_slots above 0."
-        raise api_error("unsupported_by_engine", detail, param="steering")
+    check_feature("steering", info, "steering")
     sites: dict[tuple[int, str], _SiteDraft] = {}
     used = []
     for use in steering.vectors:

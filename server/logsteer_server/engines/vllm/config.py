@@ -120,9 +120,9 @@ def context_length(path: Path | str, limit: int | None) -> int:
 
 
 def describe(
-    spec: EngineSpec, path: Path | str, config: Any, limit: int, steerable_layers: int
+    spec: EngineSpec, path: Path | str, config: Any, limit: int, unsteerable: str | None
 ) -> EngineInfo:
-    """Describe the engine; `config` is vLLM's."""
+    """Describe the engine; `config` is vLLM's; `unsteerable` says why it has no hooks."""
     import vllm
     import vllm.envs
 
@@ -148,21 +148,21 @@ def describe(
         eos_ids=_find_eos(model),
         num_layers=int(model.hf_text_config.num_hidden_layers),
         hidden_size=int(model.get_hidden_size()),
-        hooks=("resid_post",) if steerable_layers else (),
-        lacks=_find_missing(spec, steerable_layers),
+        hooks=() if unsteerable else ("resid_post",),
+        lacks=_find_missing(spec, unsteerable),
         tf32=spec.tf32 and config.device_config.device_type == "cuda",
     )
 
 
-def _find_missing(spec: EngineSpec, steerable_layers: int) -> dict[Feature, str]:
+def _find_missing(spec: EngineSpec, unsteerable: str | None) -> dict[Feature, str]:
     """Return what this model cannot do, and what to do instead."""
     other = "serve the model with engine transformer_lens"
     lacks: dict[Feature, str] = {
         "override": f"the engine vllm has no parameter overrides; {other}",
         "gradient": f"the engine vllm has no gradients; {other}",
     }
-    if not steerable_layers:
-        lacks["steering"] = "this model takes no steering; set steering_slots above 0"
+    if unsteerable:
+        lacks["steering"] = unsteerable
     if not spec.adapter_slots:
         lacks["adapter"] = "this model takes no adapters; configure it with adapter_slots above 0"
     return lacks

@@ -26,6 +26,8 @@ from logsteer_server.engines.vllm.requests import (
     ScoreRequests,
 )
 from logsteer_server.engines.vllm.steering_slots import SteeringSlot, SteeringSlots
+from logsteer_server.engines.vllm.stream import UnknownStreamError
+from logsteer_server.engines.vllm.stream_form import ask_stream_form
 from logsteer_server.engines.weights import locate_model
 
 ADAPTER_ANSWERS: dict[type[Job], Output] = {CheckAdapterJob: CheckAdapterOutput()}
@@ -42,8 +44,9 @@ class VllmEngine:
         from logsteer_server.engines.vllm.core import VllmCore
 
         self._vllm = VllmCore(spec, path)
-        layers = self._vllm.call_workers("count_layers")[0] if spec.steering_slots else 0
-        self._info = describe(spec, path, self._vllm.config, self._vllm.context_length, layers)
+        self._info = describe(
+            spec, path, self._vllm.config, self._vllm.context_length, self._find_unsteerable(spec)
+        )
         self._depth = spec.steering_depth
         self._slots = SteeringSlots(self._vllm.call_workers, steering_size(spec))
         self._adapters = AdapterSlots(self._vllm, spec.adapter_slots, spec.adapter_rank)
@@ -56,6 +59,19 @@ class VllmEngine:
         self._running: dict[int, RunningJob] = {}
         self._by_request_id: dict[str, RunningJob] = {}
         self._known: list[tuple[int, JobResult]] = []
+
+    def _find_unsteerable(self, spec: EngineSpec) -> str | None:
+        """Return why the model is not steered, as an error's detail; None where it is."""
+        if not spec.steering_slots:
+            return "this model takes no steering; configure it with steering_slots above 0"
+        try:
+            ask_stream_form(self._vllm)
+        except UnknownStreamError as error:
+            return (
+                f"this model cannot be steered in vLLM: {error}; serve it with engine "
+                "transformer_lens"
+            )
+        return None
 
     @property
     def info(self) -> EngineInfo:

@@ -21,7 +21,7 @@ WARPS_ABOVE = 2048
 @triton.jit  # type: ignore[untyped-decorator]
 def _steer_token(
     hidden_ptr, residual_ptr, slots_ptr, captures_ptr, offsets_ptr, directions_ptr, numbers_ptr,
-    ratios_ptr, sums_ptr, hidden_stride, residual_stride, width,
+    ratios_ptr, sums_ptr, residual_counts_ptr, hidden_stride, residual_stride, width,
     HAS_RESIDUAL: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -36,7 +36,8 @@ def _steer_token(
     residual = tl.zeros([BLOCK], tl.float32)
     if HAS_RESIDUAL:
         at = residual_ptr + token * residual_stride + d
-        residual = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        counts = inside & (tl.load(residual_counts_ptr) != 0)
+        residual = tl.load(at, mask=counts, other=0.0).to(tl.float32)
     if slot != 0:
         before = own + residual
         offset = tl.load(offsets_ptr + slot * width + d, mask=inside, other=0.0).to(tl.float32)
@@ -86,7 +87,7 @@ def launch(
     _steer_token[(tokens,)](
         hidden_TD, second_TD, tables.slots_T, tables.captures_T,
         tables.offsets_LSD[layer], tables.directions_LSKD[layer], tables.numbers_LSKP[layer],
-        tables.ratios_LT[layer], tables.sums_LCD[layer],
+        tables.ratios_LT[layer], tables.sums_LCD[layer], tables.residual_counts_1,
         hidden_TD.stride(0), second_TD.stride(0), width,
         HAS_RESIDUAL=residual_TD is not None, DEPTH=tables.directions_LSKD.shape[2],
         BLOCK=triton.next_power_of_2(width), num_warps=8 if width > WARPS_ABOVE else 4,

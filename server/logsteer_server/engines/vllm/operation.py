@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.models.interfaces import supports_multimodal
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from logsteer_server.engines.vllm.stream import split_output
 from logsteer_server.engines.vllm.tables import SteeringTables
 
 TABLES = "logsteer.steering_tables"
@@ -39,8 +41,14 @@ direct_register_custom_op("steer", steer, ["hidden_TD"], _shape_only, LIBRARY)
 
 
 def find_layers(model: nn.Module, count: int) -> list[nn.Module]:
-    """Return a model's `count` decoder layers by their number; none where it has no such list."""
-    for module in model.modules():
+    """Return a model's `count` decoder layers by their number; none where it has no such list.
+
+    Of a model that also sees or hears, those of its language model: other towers may have as many.
+    """
+    language: Any = model
+    if supports_multimodal(model):
+        language = language.get_language_model()
+    for module in language.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return list(module)
     return []
@@ -49,7 +57,7 @@ def find_layers(model: nn.Module, count: int) -> list[nn.Module]:
 def append_operation(layers: list[nn.Module], tables: SteeringTables) -> None:
     """Put the operation behind the layers that this pipeline stage has, before they are compiled.
 
-    A decoder layer returns `hidden`, or `(hidden, residual)` whose sum is the residual stream.
+    It is left out behind a layer whose output is not understood; such a model is not steered.
     """
     for number, layer in enumerate(layers):
         if not isinstance(layer, PPMissingLayer):
@@ -60,7 +68,10 @@ def _steer_output(
     tables: SteeringTables, layer: int, _module: nn.Module, _args: Any, output: Any
 ) -> None:
     """Steer what a decoder layer returns, in place: a forward hook."""
-    hidden_TD, residual_TD = output if isinstance(output, tuple) else (output, None)
+    parts = split_output(output)
+    if parts is None:
+        return
+    hidden_TD, residual_TD = parts
     # A CPU with idle tables need not call; graphs, compiled or captured, always have the operation.
     if torch.compiler.is_compiling() or hidden_TD.is_cuda or not tables.is_idle:
         torch.ops.logsteer.steer(hidden_TD, residual_TD, layer)

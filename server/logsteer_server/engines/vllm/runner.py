@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from vllm.config import CUDAGraphMode
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.forward_context import get_forward_context
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -20,6 +22,7 @@ from logsteer_server.engines.vllm.extra_args import SCORE
 from logsteer_server.engines.vllm.operation import TABLES, append_operation, find_layers
 from logsteer_server.engines.vllm.scoring import PromptPart, RowReader
 from logsteer_server.engines.vllm.steering import StepSteering
+from logsteer_server.engines.vllm.stream import StreamProbe
 
 
 class LogsteerRunner(GPUModelRunner):  # type: ignore[misc]
@@ -31,6 +34,7 @@ class LogsteerRunner(GPUModelRunner):  # type: ignore[misc]
 
     row_reader: RowReader
     steering: StepSteering | None
+    stream_probe: StreamProbe | None
 
     def prepare_scoring(self, chunk_bytes: int) -> None:
         """Make ready to read rows, in chunks of so many bytes."""
@@ -38,6 +42,7 @@ class LogsteerRunner(GPUModelRunner):  # type: ignore[misc]
         vocab_size = self.model_config.get_vocab_size()
         self.row_reader = RowReader(chunk_bytes, vocab_size, writes_exports)
         self.steering = None
+        self.stream_probe = None
 
     def prepare_steering(self, size: SteeringSize) -> None:
         """Put the steering operation behind the layers of the model, before it is compiled."""
@@ -62,18 +67,25 @@ class LogsteerRunner(GPUModelRunner):  # type: ignore[misc]
                 module.embedding_modules = {}
         return super().load_lora_model(model, vllm_config, device)
 
+    def _update_states(self, scheduler_output: Any) -> Any:
+        """Note which requests end and begin, as vLLM does: it calls this in steps without tokens,
+        too.
+        """
+        if self.steering is not None:
+            self.steering.record()
+            for req_id in scheduler_output.finished_req_ids:
+                self.steering.end(req_id)
+            for request in scheduler_output.scheduled_new_reqs:
+                params = request.sampling_params
+                extra_args = params.extra_args if params and params.extra_args else {}
+                self.steering.begin(request.req_id, extra_args, request.num_computed_tokens)
+        return super()._update_states(scheduler_output)
+
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         """Prepare a step as vLLM does, then mark its tokens: vLLM calls this once a step."""
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         if self.steering is None:
             return prepared
-        self.steering.record()
-        for req_id in scheduler_output.finished_req_ids:
-            self.steering.end(req_id)
-        for request in scheduler_output.scheduled_new_reqs:
-            params = request.sampling_params
-            extra_args = params.extra_args if params and params.extra_args else {}
-            self.steering.begin(request.req_id, extra_args, request.num_computed_tokens)
         rows = self.input_batch.num_reqs
         self.steering.mark(
             self.input_batch.req_ids,
@@ -81,6 +93,15 @@ class LogsteerRunner(GPUModelRunner):  # type: ignore[misc]
             self.input_batch.num_computed_tokens_cpu[:rows].astype(np.int64),
         )
         return prepared
+
+    def _model_forward(self, *args: Any, **inputs: Any) -> Any:
+        """Run the model as vLLM does; with a probe, neither compiled nor as a captured graph."""
+        if self.stream_probe is None:
+            return super()._model_forward(*args, **inputs)
+        context = get_forward_context()
+        context.skip_compiled, context.cudagraph_runtime_mode = True, CUDAGraphMode.NONE
+        with self.stream_probe.attached():
+            return super()._model_forward(*args, **inputs)
 
     def _get_prompt_logprobs_dict(
         self, hidden_states: Tensor, num_scheduled_tokens: dict[str, int]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from logsteer_server.contract.plan import Site
 from logsteer_server.engines.vllm.config import SteeringSize
+from logsteer_server.engines.vllm.stream import StreamForm
 from logsteer_server.numerics.residual_ops import UNCHANGED, change_stream, pack_ops
 
 
@@ -69,10 +70,17 @@ class SteeringTables:
         self.captures_T = new((tokens,), dtype=torch.int32)
         self.ratios_LT = new((layers, tokens), dtype=float32)
         self.sums_LCD = new((layers, captures, width), dtype=float32)
+        self.residual_counts_1 = torch.ones(1, dtype=torch.int32, device=like.device)
+        self._residual_counts = True
         self._layers_of_slot: list[frozenset[int]] = [frozenset()] * slots
         self._depths: list[dict[int, int]] = [{}] * slots
         self.step = Step()
         self._begin(self.step)
+
+    def set_form(self, form: StreamForm) -> None:
+        """Say where the residual stream is in what the model's layers return."""
+        self._residual_counts = form == "sum"
+        self.residual_counts_1.fill_(self._residual_counts)
 
     def load(self, slot: int, sites: Sequence[Site]) -> None:
         """Put a plan's sites into a slot, in place of what it held."""
@@ -153,6 +161,8 @@ class SteeringTables:
 
         The plain form, which looks at the marked tokens alone: for CPUs.
         """
+        if not self._residual_counts:
+            residual_TD = None
         if layer in self.steered_layers:
             self._steer(hidden_TD, residual_TD, layer)
         if len(self._captured_t):
@@ -213,7 +223,7 @@ class _Change:
 
 
 def _read_stream(hidden_TD: Tensor, residual_TD: Tensor | None, index_t: Tensor | None) -> Tensor:
-    """Return the residual stream of some tokens, float32: vLLM's layers leave it in two parts."""
+    """Return the residual stream of some tokens, float32, which may lie in two parts."""
     if index_t is None:
         if residual_TD is None:
             return hidden_TD.to(torch.float32, copy=True)

@@ -4,12 +4,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.platforms import current_platform
 
 from logsteer_server.contract.plan import Site
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.runner import LogsteerRunner
+from logsteer_server.engines.vllm.stream import Change, StreamForm, StreamProbe
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as BaseWorker
@@ -49,9 +52,32 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
                 device=runner.device,
             )
 
-    def count_layers(self) -> int:
-        """Return how many decoder layers this rank found, those of other stages included."""
-        return len(self.model_runner.find_layers())
+    def begin_stream_probe(self, change: Change | None) -> None:
+        """Run the next steps with a change of what this stage's decoder layers return."""
+        runner = self.model_runner
+        layers = [x for x in runner.find_layers() if not isinstance(x, PPMissingLayer)]
+        runner.stream_probe = StreamProbe(layers, change)
+
+    def end_stream_probe(self) -> set[str]:
+        """Run steps as they are again; return what this stage's layers returned, in words."""
+        probe, self.model_runner.stream_probe = self.model_runner.stream_probe, None
+        outputs: set[str] = probe.outputs
+        return outputs
+
+    def find_scaled_stream(self) -> str | None:
+        """Return why the stream is not the model's own, where vLLM scales it; else None.
+
+        The decoder layers of DeepSeek and its relatives divide it by a constant in float16.
+        """
+        runner = self.model_runner
+        if runner.model_config.dtype != torch.float16:
+            return None
+        scales = any(hasattr(layer, "routed_scaling_factor") for layer in runner.find_layers())
+        return "vLLM scales its residual stream in float16: use bfloat16" if scales else None
+
+    def set_stream_form(self, form: StreamForm) -> None:
+        """Say to the tables where the residual stream is in what the layers return."""
+        self.model_runner.steering.tables.set_form(form)
 
     def load_plan(self, slot: int, sites: Sequence[Site]) -> None:
         """Put a plan's sites into a slot of the tables."""

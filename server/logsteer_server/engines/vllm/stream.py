@@ -1,0 +1,143 @@
+"""Where a decoder layer's output has the residual stream, which differs from family to family.
+
+A decoder layer of vLLM's returns `hidden`, or `(hidden, residual)`. Of most families the stream is
+their sum; of some it is `hidden`, and `residual` is left over from inside the layer. Nothing in a
+model says which, so each model is asked: `StreamProbe` changes what its layers return, and
+`find_stream_form` sees which changes the logits take no notice of.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+StreamForm = Literal["sum", "hidden"]
+"""Where the residual stream is in a layer's output: hidden + residual, or hidden."""
+
+Change = Literal["hidden", "shift", "residual"]
+"""What is added to a layer's output, for a vector d of a probe: d to hidden; d to hidden and -d to
+residual; d to residual."""
+
+EXACT, ROUNDED = 0.01, 0.2
+"""How much of a change of hidden a change may come to that the logits take no notice of: where
+all is computed in float32, and where d and -d are rounded apart."""
+
+
+class UnknownStreamError(ValueError):
+    """The residual stream of a model was not found; the message says what was."""
+
+
+def split_output(output: Any) -> tuple[Tensor, Tensor | None] | None:
+    """Return the two parts of a decoder layer's output as [T, D], views of it; None for others.
+
+    The layers of vLLM's Transformers backend return [1, T, D].
+    """
+    parts = output if isinstance(output, tuple) else (output,)
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    is_known = all(part is None for part in parts[1:]) or len(parts) == len(tensors) == 2
+    if not is_known or not isinstance(parts[0], Tensor):
+        return None
+    if tensors[0].shape != tensors[-1].shape:
+        return None
+    if tensors[0].dim() == 3 and len(tensors[0]) == 1:
+        tensors = [tensor.squeeze(0) for tensor in tensors]
+    if tensors[0].dim() != 2:
+        return None
+    return tensors[0], tensors[1] if len(tensors) == 2 else None
+
+
+def describe_output(output: Any) -> str:
+    """Return what a decoder layer's output consists of, in words."""
+    parts = split_output(output)
+    if parts is not None:
+        return "hidden" if parts[1] is None else "hidden, residual"
+    named = output if isinstance(output, tuple) else (output,)
+    shapes = [str(list(p.shape)) if isinstance(p, Tensor) else type(p).__name__ for p in named]
+    return f"unknown: {', '.join(shapes)}"
+
+
+class StreamProbe:
+    """Change what the decoder layers of one rank return, and note what that consists of."""
+
+    def __init__(self, layers: Sequence[nn.Module], change: Change | None) -> None:
+        self._layers = layers
+        self._change = change
+        self.outputs: set[str] = set()
+
+    def attached(self) -> AbstractContextManager[Any]:
+        """Return a context in which the layers' outputs are changed."""
+        stack = ExitStack()
+        for number, layer in enumerate(self._layers):
+            handle = layer.register_forward_hook(partial(self._change_output, number))
+            stack.callback(handle.remove)
+        return stack
+
+    def _change_output(self, layer: int, _module: nn.Module, _args: Any, output: Any) -> Any:
+        self.outputs.add(describe_output(output))
+        parts = split_output(output)
+        if parts is None or self._change is None:
+            return None
+        hidden_TD, residual_TD = parts
+        stream_TD = hidden_TD.float() if residual_TD is None else hidden_TD.float() + residual_TD
+        scale_T1 = 0.5 * stream_TD.square().mean(-1, keepdim=True).sqrt()
+        draw = torch.Generator().manual_seed(layer)
+        noise_D = torch.randn(hidden_TD.shape[-1], generator=draw).to(hidden_TD.device)
+        vector_TD = (scale_T1 * noise_D).to(hidden_TD.dtype)
+        if self._change != "residual":
+            hidden_TD = hidden_TD + vector_TD
+        if residual_TD is not None and self._change != "hidden":
+            sign = 1 if self._change == "residual" else -1
+            residual_TD = residual_TD + sign * vector_TD
+        if not isinstance(output, tuple):
+            return hidden_TD.view(output.shape)
+        shape = output[0].shape
+        if residual_TD is None:
+            return (hidden_TD.view(shape), *output[1:])
+        return hidden_TD.view(shape), residual_TD.view(shape)
+
+
+def find_stream_form(
+    outputs: set[str],
+    score: Callable[[Change | None], npt.NDArray[np.float32]],
+    *,
+    exact: bool,
+) -> StreamForm:
+    """Return where the residual stream of a model is, by what changes its scores.
+
+    Args:
+        outputs: what its layers return, in the words of `describe_output`.
+        score: returns the log-probabilities of a text under a change.
+        exact: whether all is computed in float32.
+
+    Errors: UnknownStreamError where neither form explains what was seen.
+
+    """
+    unknown = sorted(outputs - {"hidden", "hidden, residual"})
+    if unknown or not outputs:
+        raise UnknownStreamError(f"its layers return {', '.join(unknown) or 'nothing'}")
+    plain_R = score(None)
+
+    def measure(change: Change) -> float:
+        return float(np.abs(score(change) - plain_R).mean())
+
+    reached = measure("hidden")
+    if not reached > 1e-5:
+        raise UnknownStreamError("a change behind its layers does not reach its logits")
+    if outputs == {"hidden"}:
+        return "hidden"
+    limit = reached * (EXACT if exact else ROUNDED)
+    shift, residual = measure("shift"), measure("residual")
+    if shift <= limit < residual:
+        return "sum"
+    if residual <= limit < shift:
+        return "hidden"
+    raise UnknownStreamError(
+        "its layers return two parts, and the residual stream is neither their sum nor the first: "
+        f"nats moved by a change of the first {reached:.2g}, against the second {shift:.2g}, of "
+        f"the second {residual:.2g}"
+    )

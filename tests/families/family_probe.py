@@ -1,0 +1,210 @@
+"""Measures an engine on checkpoints of families against transformers, in processes of its own.
+
+    python -m tests.families.family_probe ENGINE compiled|eager CHECKPOINT ...
+
+prints a line of JSON for each checkpoint: by check the largest difference, in nats or, of
+activations, as a part of their root mean square; or what the engine said in place of an answer.
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from logsteer_server.contract.engine import Engine, EngineSpec
+from logsteer_server.contract.jobs import (
+    CaptureJob,
+    CaptureOutput,
+    GenerateJob,
+    GenerateOutput,
+    Job,
+    JobFailure,
+    ScoreJob,
+    ScoreOutput,
+)
+from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
+from logsteer_server.engines.process import build_engine
+from logsteer_server.engines.vllm.config import set_environment
+from tests.contract.steering import HookedReference, turn
+
+LAYER = 1
+SOME = ((2, 9), (20, 21))
+"""Positions that are steered where not all are."""
+
+
+class FamilyProbe:
+    """An engine and the reference, and the jobs that both are asked."""
+
+    def __init__(self, engine: Engine, reference: HookedReference) -> None:
+        self.engine = engine
+        self.reference = reference
+        rng = np.random.default_rng(3)
+        vocab = engine.info.vocab_size
+        self.texts = [rng.integers(5, vocab, size).astype(np.int32) for size in (40, 7, 90)]
+        self.generator = np.random.default_rng(4)
+        vector = rng.normal(size=engine.info.hidden_size)
+        scale = float(np.sqrt(np.mean(self.reference.activations(self.texts[0])[LAYER] ** 2)))
+        self.vector = (scale * vector).astype(np.float32)
+        self.unit = torch.tensor(self.vector / np.linalg.norm(self.vector))
+
+    def run(self, jobs: list[Job]) -> list[Any]:
+        """The results of jobs that run together. Errors: ValueError for a job that fails."""
+        self.engine.add(list(enumerate(jobs)))
+        found: dict[int, Any] = {}
+        while self.engine.busy:
+            found |= dict(self.engine.step())
+        for result in found.values():
+            if isinstance(result, JobFailure):
+                raise ValueError(result.detail)
+        return [found[n] for n in range(len(jobs))]
+
+    def measure(self) -> dict[str, Any]:
+        """Every check's largest difference, or the engine's words where it refuses."""
+        checks: dict[str, Callable[[], float]] = {
+            "scores": self.compare_scores,
+            "prefix": self.compare_prefix,
+            "captures": self.compare_captures,
+            "add": lambda: self.compare_steering("add"),
+            "ablate": lambda: self.compare_steering("ablate"),
+            "rotate": lambda: self.compare_steering("rotate"),
+            "generation": self.compare_generation,
+        }
+        found: dict[str, Any] = {}
+        for name, check in checks.items():
+            try:
+                found[name] = check()
+            except ValueError as error:
+                found[name] = str(error)
+        return found
+
+    def compare_scores(self) -> float:
+        """Texts of several lengths at once."""
+        jobs: list[Job] = [ScoreJob(ids[:-1], ids[1:]) for ids in self.texts]
+        expected = [self.reference.logprobs(ids[:1], ids[1:]) for ids in self.texts]
+        return _differ(self.run(jobs), expected)
+
+    def compare_prefix(self) -> float:
+        """The end of a long text twice, whose beginning the prefix cache has the second time."""
+        ids = self.texts[2]
+        expected = self.reference.logprobs(ids[:-5], ids[-5:])
+        return max(_differ(self.run([ScoreJob(ids[:-1], ids[-5:])]), [expected]) for _ in range(2))
+
+    def compare_captures(self) -> float:
+        """Activations of every layer, their mean and those of the last token."""
+        ids = self.texts[0]
+        layers = tuple(range(self.engine.info.num_layers))
+        expected_LTD = self.reference.activations(ids)
+        jobs: list[Job] = [CaptureJob(ids, layers, read=read) for read in ("mean", "last")]
+        results: list[CaptureOutput] = self.run(jobs)
+        worst = 0.0
+        wanted = (expected_LTD.mean(1), expected_LTD[:, -1])
+        for result, expected_LD in zip(results, wanted, strict=True):
+            size_L = np.sqrt((expected_LD**2).mean(1))
+            errors_LD = np.abs(result.activations_LD - expected_LD)
+            worst = max(worst, float((errors_LD.max(1) / size_L).max()))
+        return worst
+
+    def _plan(self, name: str, positions: Positions) -> SteeringPlan:
+        unit = self.unit.numpy()
+        offset, ops = {
+            "add": (self.vector, ()),
+            "ablate": (None, (ResidualOp(unit),)),
+            "rotate": (None, (ResidualOp(unit, per_component=1, degrees=20),)),
+        }[name]
+        return SteeringPlan((Site(LAYER, "resid_post", offset, ops),), positions)
+
+    def _change(self, name: str) -> Callable[[Tensor], Tensor]:
+        vector, unit = torch.tensor(self.vector), self.unit
+        changes: dict[str, Callable[[Tensor], Tensor]] = {
+            "add": lambda x: x + vector,
+            "ablate": lambda x: x - (x @ unit)[..., None] * unit,
+            "rotate": lambda x: turn(x, 20, unit),
+        }
+        return changes[name]
+
+    def compare_steering(self, name: str) -> float:
+        """An operation at all positions and at some, beside a text that is not steered."""
+        jobs, expected = [], []
+        change = self._change(name)
+        for ids in self.texts:
+            for positions in (Positions(), Positions("slices", SOME)):
+                where = "all" if positions.kind == "all" else {"slices": SOME}
+                jobs.append(ScoreJob(ids[:-1], ids[1:], plan=self._plan(name, positions)))
+                expected.append(self.reference.logprobs(ids[:1], ids[1:], change, where, LAYER))
+        ids = self.texts[0]
+        jobs.append(ScoreJob(ids[:-1], ids[1:]))
+        expected.append(self.reference.logprobs(ids[:1], ids[1:]))
+        results: list[ScoreOutput] = self.run(list(jobs))
+        for job, result in zip(jobs[:-1], results[:-1], strict=True):
+            assert job.plan is not None and result.trace is not None
+            steered = job.plan.positions.count(len(job.tokens), job.prompt_len)
+            assert result.trace.tokens == steered, (result.trace, steered)
+        return _differ(results, expected)
+
+    def compare_generation(self) -> float:
+        """A steered sample, scored by the engine and by the reference."""
+        ids, plan = self.texts[0], self._plan("rotate", Positions("completion"))
+        job = GenerateJob(ids, 24, seed=5, ignore_eos=True, plan=plan)
+        (sample,) = self.run([job])
+        assert isinstance(sample, GenerateOutput)
+        target = sample.token_ids
+        whole = np.concatenate([ids, target])
+        again = ScoreJob(whole[:-1], target, plan=plan)
+        change = self._change("rotate")
+        expected = self.reference.logprobs(ids, target, change, "completion", LAYER)
+        worst = _differ(self.run([again]), [expected])
+        return max(worst, float(np.abs(sample.logprobs - expected).max()))
+
+
+def _differ(results: list[ScoreOutput], expected: list[np.ndarray]) -> float:
+    pairs = zip(results, expected, strict=True)
+    return max(float(np.abs(r.columns["logprob"] - e).max()) for r, e in pairs)
+
+
+def probe(engine: str, compiled: bool, path: Path) -> None:
+    """Measure one checkpoint and print the line."""
+    warnings.filterwarnings("ignore")
+    spec = EngineSpec("probe", engine, str(path), dtype="float32", compile=compiled)
+    if engine == "vllm":
+        spec = EngineSpec("probe", engine, str(path), dtype="float32", compile=compiled,
+                          memory="64MiB", steering_slots=8)  # fmt: skip
+    found: dict[str, Any] = {"family": path.name, "engine": engine}
+    reference = HookedReference(path)  # now: vLLM changes classes of transformers
+    try:
+        built = build_engine(spec)
+    except Exception as error:
+        found["start"] = f"{type(error).__name__}: {error}"
+    else:
+        found |= FamilyProbe(built, reference).measure()
+    print(json.dumps(found), flush=True)
+
+
+def main() -> None:
+    """Measure checkpoints one after another, each in a process forked off after all imports."""
+    engine, mode, *paths = sys.argv[1:]
+    if engine == "vllm":
+        set_environment(EngineSpec("probe", engine, paths[0]))
+        for module in ("core", "worker"):
+            import_module(f"logsteer_server.engines.vllm.{module}")
+    context = multiprocessing.get_context("fork")
+    for path in paths:
+        process = context.Process(target=probe, args=(engine, mode == "compiled", Path(path)))
+        process.start()
+        process.join()
+        if process.exitcode:
+            died = {"family": Path(path).name, "engine": engine, "start": "the process died"}
+            print(json.dumps(died), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Where the residual stream lies in what decoder layers return, found out on toy models."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from logsteer_server.engines.vllm.config import SteeringSize
+from logsteer_server.engines.vllm.stream import (
+    Change,
+    StreamProbe,
+    UnknownStreamError,
+    describe_output,
+    find_stream_form,
+    split_output,
+)
+from logsteer_server.engines.vllm.tables import SteeringTables, Step
+
+WIDTH, TOKENS, COUNT = 16, 6, 3
+Output = Callable[[Tensor, Tensor], Any]
+
+
+class ToyLayer(nn.Module):
+    """A block that reads the stream x and says what it returns of x and of its branch's output."""
+
+    def __init__(self, make_output: Output) -> None:
+        super().__init__()
+        self.branch = nn.Linear(WIDTH, WIDTH)
+        self._make_output = make_output
+
+    def forward(self, stream_TD: Tensor) -> Any:
+        return self._make_output(torch.tanh(self.branch(stream_TD)), stream_TD)
+
+
+class ToyModel:
+    """Layers, and a head that reads the stream out of what the last one returns."""
+
+    def __init__(self, make_output: Output, read: Callable[[Any], Tensor]) -> None:
+        torch.manual_seed(0)
+        self.layers = [ToyLayer(make_output) for _ in range(COUNT)]
+        self._read = read
+        self._head = nn.Linear(WIDTH, 30)
+        self._text = torch.randn(TOKENS, WIDTH)
+        self.dtype = torch.float32
+        self.outputs: set[str] = set()
+
+    @torch.no_grad()
+    def score(self, change: Change | None) -> np.ndarray:
+        """Log-probabilities of some tokens under a change."""
+        probe = StreamProbe(self.layers, change)
+        with probe.attached():
+            stream_TD = self._text
+            for layer in self.layers:
+                stream_TD = self._read(layer(stream_TD))
+        self.outputs |= probe.outputs
+        scores: np.ndarray = self._head(stream_TD).log_softmax(-1)[:, 7].numpy()
+        return scores
+
+
+def find_form(model: ToyModel) -> str:
+    model.score(None)
+    return find_stream_form(model.outputs, model.score, exact=True)
+
+
+def test_a_stream_in_two_parts() -> None:
+    model = ToyModel(lambda branch, x: (branch, x), lambda output: output[0] + output[1])
+    assert find_form(model) == "sum"
+
+
+def test_a_residual_that_is_left_over() -> None:
+    model = ToyModel(lambda branch, x: (branch + x, x), lambda output: output[0])
+    assert find_form(model) == "hidden"
+
+
+def test_a_residual_that_is_hidden_once_more() -> None:
+    """In place, a change and its opposite would leave both as they were."""
+
+    def twice(branch: Tensor, x: Tensor) -> Any:
+        return (branch + x,) * 2
+
+    assert find_form(ToyModel(twice, lambda output: output[0])) == "hidden"
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda x: x, lambda x: (x,), lambda x: (x, None), lambda x: x[None]]
+)
+def test_a_stream_in_one_part(wrap: Callable[[Tensor], Any]) -> None:
+    def read(output: Any) -> Tensor:
+        hidden = output[0] if isinstance(output, tuple) else output
+        return hidden.reshape(TOKENS, WIDTH)
+
+    assert find_form(ToyModel(lambda branch, x: wrap(branch + x), read)) == "hidden"
+
+
+def test_a_stream_that_is_neither_is_refused() -> None:
+    halved = ToyModel(lambda branch, x: (branch, 2 * x), lambda output: output[0] + output[1] / 2)
+    with pytest.raises(UnknownStreamError, match="neither their sum nor the first"):
+        find_form(halved)
+
+
+def test_a_model_that_nothing_reaches_is_refused() -> None:
+    model = ToyModel(lambda branch, x: branch + x, lambda output: torch.zeros_like(output))
+    with pytest.raises(UnknownStreamError, match="does not reach its logits"):
+        find_form(model)
+
+
+def test_layers_that_were_not_found_or_not_understood_are_refused() -> None:
+    four = ToyModel(lambda branch, x: (branch + x).expand(4, -1, -1), lambda output: output[0])
+    with pytest.raises(UnknownStreamError, match=r"\[4, 6, 16\]"):
+        find_form(four)
+    with pytest.raises(UnknownStreamError, match="nothing"):
+        find_stream_form(set(), four.score, exact=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [(torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 300)]
+)
+def test_rounding_is_not_taken_for_a_change(dtype: torch.dtype, scale: float) -> None:
+    """A vector and its opposite are rounded apart in bfloat16."""
+
+    def split(branch: Tensor, x: Tensor) -> Any:
+        return branch.to(dtype), (scale * x).to(dtype)
+
+    def join(output: Any) -> Tensor:
+        return output[0].float() + output[1].float() / scale if scale == 1 else whole(output)
+
+    def whole(output: Any) -> Tensor:
+        stream_TD: Tensor = output[0].float() + output[1].float()
+        return stream_TD / stream_TD.norm(dim=-1, keepdim=True)
+
+    model = ToyModel(split, join)
+    model.score(None)
+    assert find_stream_form(model.outputs, model.score, exact=dtype == torch.float32) == "sum"
+
+
+def test_three_parts_are_unknown() -> None:
+    x = torch.zeros(2, 3)
+    assert split_output((x, x, x)) is None
+    assert split_output((x, torch.zeros(2, 4))) is None
+    assert describe_output((x, "cache")) == "unknown: [2, 3], str"
+
+
+def test_tables_leave_a_residual_out_that_is_no_part_of_the_stream() -> None:
+    tables = SteeringTables(SteeringSize(1, 0, 1), 1, 4, WIDTH, torch.empty(0))
+    tables.write(Step(captured_t=np.array([1]), capture_slots_t=np.array([1])))
+    hidden, residual = torch.randn(2, 4, WIDTH)
+    tables.apply(hidden, residual, 0)
+    assert np.allclose(tables.take_captures(1)[0], (hidden + residual)[1], atol=1e-6)
+    tables.clear_captures(1)
+    tables.set_form("hidden")
+    tables.apply(hidden, residual, 0)
+    assert np.array_equal(tables.take_captures(1)[0], hidden[1])
