@@ -57,7 +57,8 @@ class HookedReference:
     """A model in transformers, float32, whose block outputs a function may change."""
 
     def __init__(self, path: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+        self.model = AutoModelForCausalLM.from_pretrained(path, **options).eval()
         count = self.model.config.num_hidden_layers
         lists = [m for m in self.model.modules() if isinstance(m, torch.nn.ModuleList)]
         self.layers = next(modules for modules in lists if len(modules) == count)

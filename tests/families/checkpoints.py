@@ -64,7 +64,7 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaConfig", GROUPED | {"rope_parameters": LLAMA3}),
     "mistral": Family("MistralConfig", GROUPED | {"sliding_window": 32}),
-    "qwen2": Family("Qwen2Config", GROUPED),
+    "qwen2": Family("Qwen2Config", {"num_key_value_heads": 1}),
     "qwen3": Family("Qwen3Config", GROUPED),
     "qwen3_moe": Family("Qwen3MoeConfig", GROUPED | MOE),
     "mixtral": Family("MixtralConfig", GROUPED | {"num_local_experts": 4}),
@@ -92,12 +92,13 @@ FAMILIES: dict[str, Family] = {
                                       "head_dim": None}),
     "starcoder2": Family("Starcoder2Config", {}),
     "smollm3": Family("SmolLM3Config", {"no_rope_layers": [1, 1, 1, 0]}),
-    "bloom": Family("BloomConfig", {"n_layer": LAYERS, "n_head": HEADS, "tie_word_embeddings": True}),
+    "bloom": Family("BloomConfig", {
+        "n_layer": LAYERS, "n_head": HEADS, "tie_word_embeddings": True}),
     "deepseek_v3": Family("DeepseekV3Config", {
-        "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32,
+        "q_lora_rank": 32, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32,
         "v_head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
         "topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": WIDTH,
-        "n_shared_experts": 1, "topk_method": "noaux_tc",
+        "n_shared_experts": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
         "head_dim": None}),
     "granite_hybrid": Family("GraniteMoeHybridConfig", {
         "layer_types": ["mamba", "attention"] * (LAYERS // 2), "mamba_n_heads": 8,

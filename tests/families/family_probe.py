@@ -11,7 +11,8 @@ import multiprocessing
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -41,20 +42,70 @@ SOME = ((2, 9), (20, 21))
 """Positions that are steered where not all are."""
 
 
+class Reference:
+    """The model in transformers, in a process of its own: vLLM changes classes of transformers."""
+
+    def __init__(self, path: Path) -> None:
+        context = multiprocessing.get_context("fork")
+        self._pool = ProcessPoolExecutor(1, context, _load_reference, (path,))
+        self.activations([5])  # starts the process
+
+    def close(self) -> None:
+        """End the process."""
+        self._pool.shutdown()
+
+    def activations(self, ids: Sequence[int]) -> np.ndarray:
+        """What each layer puts out, [L, T, D]."""
+        return self._pool.submit(_read_activations, list(ids)).result()
+
+    def logprobs(self, context: Sequence[int], target: Sequence[int], *steering: Any) -> np.ndarray:
+        """Log p of each target token; `steering`: an operation, its vector, positions."""
+        return self._pool.submit(_read_logprobs, list(context), list(target), *steering).result()
+
+
+_loaded: dict[str, HookedReference] = {}
+
+
+def _load_reference(path: Path) -> None:
+    torch.set_num_threads(1)
+    _loaded["model"] = HookedReference(path)
+
+
+def _read_activations(ids: list[int]) -> np.ndarray:
+    return _loaded["model"].activations(ids)
+
+
+def _read_logprobs(
+    context: list[int],
+    target: list[int],
+    name: str = "add",
+    vector: np.ndarray | None = None,
+    positions: Any = "all",
+) -> np.ndarray:
+    if vector is None:
+        return _loaded["model"].logprobs(context, target)
+    offset = torch.tensor(vector)
+    unit = offset / offset.norm()
+    changes: dict[str, Callable[[Tensor], Tensor]] = {
+        "add": lambda x: x + offset,
+        "ablate": lambda x: x - (x @ unit)[..., None] * unit,
+        "rotate": lambda x: turn(x, 20, unit),
+    }
+    return _loaded["model"].logprobs(context, target, changes[name], positions, LAYER)
+
+
 class FamilyProbe:
     """An engine and the reference, and the jobs that both are asked."""
 
-    def __init__(self, engine: Engine, reference: HookedReference) -> None:
+    def __init__(self, engine: Engine, reference: Reference) -> None:
         self.engine = engine
         self.reference = reference
         rng = np.random.default_rng(3)
         vocab = engine.info.vocab_size
         self.texts = [rng.integers(5, vocab, size).astype(np.int32) for size in (40, 7, 90)]
-        self.generator = np.random.default_rng(4)
         vector = rng.normal(size=engine.info.hidden_size)
         scale = float(np.sqrt(np.mean(self.reference.activations(self.texts[0])[LAYER] ** 2)))
         self.vector = (scale * vector).astype(np.float32)
-        self.unit = torch.tensor(self.vector / np.linalg.norm(self.vector))
 
     def run(self, jobs: list[Job]) -> list[Any]:
         """The results of jobs that run together. Errors: ValueError for a job that fails."""
@@ -114,7 +165,7 @@ class FamilyProbe:
         return worst
 
     def _plan(self, name: str, positions: Positions) -> SteeringPlan:
-        unit = self.unit.numpy()
+        unit = self.vector / np.linalg.norm(self.vector)
         offset, ops = {
             "add": (self.vector, ()),
             "ablate": (None, (ResidualOp(unit),)),
@@ -122,24 +173,14 @@ class FamilyProbe:
         }[name]
         return SteeringPlan((Site(LAYER, "resid_post", offset, ops),), positions)
 
-    def _change(self, name: str) -> Callable[[Tensor], Tensor]:
-        vector, unit = torch.tensor(self.vector), self.unit
-        changes: dict[str, Callable[[Tensor], Tensor]] = {
-            "add": lambda x: x + vector,
-            "ablate": lambda x: x - (x @ unit)[..., None] * unit,
-            "rotate": lambda x: turn(x, 20, unit),
-        }
-        return changes[name]
-
     def compare_steering(self, name: str) -> float:
         """An operation at all positions and at some, beside a text that is not steered."""
         jobs, expected = [], []
-        change = self._change(name)
         for ids in self.texts:
             for positions in (Positions(), Positions("slices", SOME)):
                 where = "all" if positions.kind == "all" else {"slices": SOME}
                 jobs.append(ScoreJob(ids[:-1], ids[1:], plan=self._plan(name, positions)))
-                expected.append(self.reference.logprobs(ids[:1], ids[1:], change, where, LAYER))
+                expected.append(self.reference.logprobs(ids[:1], ids[1:], name, self.vector, where))
         ids = self.texts[0]
         jobs.append(ScoreJob(ids[:-1], ids[1:]))
         expected.append(self.reference.logprobs(ids[:1], ids[1:]))
@@ -159,8 +200,7 @@ class FamilyProbe:
         target = sample.token_ids
         whole = np.concatenate([ids, target])
         again = ScoreJob(whole[:-1], target, plan=plan)
-        change = self._change("rotate")
-        expected = self.reference.logprobs(ids, target, change, "completion", LAYER)
+        expected = self.reference.logprobs(ids, target, "rotate", self.vector, "completion")
         worst = _differ(self.run([again]), [expected])
         return max(worst, float(np.abs(sample.logprobs - expected).max()))
 
@@ -178,14 +218,14 @@ def probe(engine: str, compiled: bool, path: Path) -> None:
         spec = EngineSpec("probe", engine, str(path), dtype="float32", compile=compiled,
                           memory="64MiB", steering_slots=8)  # fmt: skip
     found: dict[str, Any] = {"family": path.name, "engine": engine}
-    reference = HookedReference(path)  # now: vLLM changes classes of transformers
+    reference = Reference(path)
     try:
-        built = build_engine(spec)
+        found |= FamilyProbe(build_engine(spec), reference).measure()
     except Exception as error:
-        found["start"] = f"{type(error).__name__}: {error}"
-    else:
-        found |= FamilyProbe(built, reference).measure()
+        found["died"] = f"{type(error).__name__}: {error}"
     print(json.dumps(found), flush=True)
+    reference.close()
+    os._exit(0)  # an engine that died leaves threads behind
 
 
 def main() -> None:
@@ -195,13 +235,16 @@ def main() -> None:
         set_environment(EngineSpec("probe", engine, paths[0]))
         for module in ("core", "worker"):
             import_module(f"logsteer_server.engines.vllm.{module}")
+        # vLLM would import itself once more for every family, to look at its class.
+        registry = import_module("vllm.model_executor.models.registry")
+        registry._run_in_subprocess = lambda look: look()
     context = multiprocessing.get_context("fork")
     for path in paths:
         process = context.Process(target=probe, args=(engine, mode == "compiled", Path(path)))
         process.start()
         process.join()
         if process.exitcode:
-            died = {"family": Path(path).name, "engine": engine, "start": "the process died"}
+            died = {"family": Path(path).name, "engine": engine, "died": f"{process.exitcode}"}
             print(json.dumps(died), flush=True)
     os._exit(0)
 

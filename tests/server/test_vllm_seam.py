@@ -19,19 +19,20 @@ pytestmark = pytest.mark.engine  # it imports all of vLLM
 
 ENGINE = ROOT / "server" / "logsteer_server" / "engines" / "vllm"
 SOURCES = {path.stem: path.read_text() for path in ENGINE.glob("*.py") if path.stem != "seam"}
-IMPORTERS = {"config", "core", "runner", "worker", "operation"}
+IMPORTERS = {"config", "core", "runner", "worker", "operation", "corrections"}
 """The modules that may import vLLM."""
 
 TOUCHED = {
     "config": ("config", "model"),
-    "core": ("self._front", "self.engine_core", "processed", "batch", "params", "request",
-             "manager", "Executor", "current_platform", "RequestOutputKind"),
+    "core": ("self.config", "self._front", "self.engine_core", "processed", "batch", "params",
+             "request", "manager", "Executor", "current_platform", "RequestOutputKind"),
     "engine": ("output",),
     "requests": ("output",),
     "generation": ("output", "completion"),
     "runner": ("self", "super()", "module", "params", "request", "scheduler_output", "output"),
     "worker": ("self", "super()", "runner", "get_pp_group()", "current_platform"),
     "operation": ("get_forward_context()",),
+    "corrections": ("module",),
 }  # fmt: skip
 """By module, the expressions whose attributes are vLLM's."""
 

@@ -38,6 +38,10 @@ class VllmCore:
         self.context_length = context_length(path, spec.max_model_len)
         args = engine_args(spec, path, on_cpu, self.context_length)
         self.config = EngineArgs(**args).create_engine_config()
+        if on_cpu and self.config.model_config.is_hybrid:
+            # The operations of state space layers give no states for the cache on the CPU.
+            args["enable_prefix_caching"] = False
+            self.config = EngineArgs(**args).create_engine_config()
         executor = Executor.get_class(self.config)
         self._front = LLMEngine(self.config, executor, log_stats=False)
         self.engine_core = self._front.engine_core.engine_core

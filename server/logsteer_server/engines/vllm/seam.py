@@ -1,9 +1,9 @@
 """Every internal of vLLM that this engine relies on, and what it relies on, as data.
 
-Five modules touch vLLM: `config` (environment, arguments, description), `core` (the engine's
-process), `runner`, `worker` and `operation` (the workers' processes); `requests` and `generation`
-read what `core` gives them. The others are free of it. Another model runner of vLLM's, such as V2,
-takes another `runner`, and rows of its own here.
+Six modules touch vLLM: `config` (environment, arguments, description), `core` (the engine's
+process), `runner`, `worker`, `operation` and `corrections` (the workers' processes); `requests` and
+`generation` read what `core` gives them. The others are free of it. Another model runner of vLLM's,
+such as V2, takes another `runner`, and rows of its own here.
 
 `tests/server/test_vllm_seam.py` holds each row against the vLLM that is installed, so that an
 upgrade fails with the name of what moved; and it finds touches that have no row.
@@ -76,6 +76,10 @@ _START = (
          "what a model of the configuration is set up with", "config", "core"),
     _row("call", "vllm.engine.arg_utils.EngineArgs.create_engine_config", "self",
          "vLLM's own checks and defaults", "core"),
+    _row("attribute", "vllm.config.ModelConfig", "is_hybrid", "state space layers", "core"),
+    _row("source", "vllm.model_executor.layers.mamba.ops.ssd_combined",
+         "_mamba_chunk_scan_combined_fwd = cpu_mamba_ssm._mamba_chunk_scan_combined_fwd_cpu",
+         "state space layers of the CPU have no states for the prefix cache", "core"),
     _row("source", "vllm.config.VllmConfig.compute_hash", "if self.additional_config:",
          "compiled models with and without steering are not taken for one another", "config"),
     _row("source", "vllm.v1.worker.worker_base.WorkerWrapperBase.init_worker",
@@ -199,6 +203,15 @@ _RUNNER = (
     _row("source", f"{RUNNER}.execute_model",
          "self._prepare_inputs(scheduler_output, num_scheduled_tokens_np)",
          "once a step, in front of the forward pass", "runner"),
+    _row("source", "vllm.model_executor.models.bloom.BloomMLP",
+         'self.gelu_impl = get_act_fn("gelu")', "Bloom was trained with the tanh approximation",
+         "corrections"),
+    _row("source", "vllm.model_executor.layers.rotary_embedding.base.RotaryEmbedding.forward_cpu",
+         "ops.rotary_embedding(positions, query, key, self.head_size, cos_sin_cache,",
+         "it takes no notice of how far apart a query's heads are", "corrections"),
+    *_attributes("vllm.model_executor.layers.rotary_embedding.base.RotaryEmbedding",
+                 "_forward_method forward_cpu", "what a layer calls", "corrections"),
+
     _row("override", f"{RUNNER}._update_states", "self, scheduler_output",
          "requests begin and end there, in steps without tokens, too", "runner"),
     _row("source", f"{RUNNER}.execute_model", "self._update_states(scheduler_output)",

@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 
 from logsteer_server.contract.plan import Site
 from logsteer_server.engines.vllm.config import SteeringSize
+from logsteer_server.engines.vllm.corrections import correct_model
 from logsteer_server.engines.vllm.runner import LogsteerRunner
 from logsteer_server.engines.vllm.stream import Change, StreamForm, StreamProbe
 
@@ -42,6 +43,7 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
         """
         super().load_model(**options)
         runner = self.model_runner
+        correct_model(runner.model)
         options = self.vllm_config.additional_config[OPTIONS]
         if options["steering"]["slots"]:
             runner.prepare_steering(SteeringSize(**options["steering"]))
