@@ -31,16 +31,17 @@ class Family:
     embedding_std: float = 0.5
     """Smaller for families that scale embeddings up and use them as the head, too."""
 
-    def make(self, directory: Path, vocab_size: int) -> None:
+    def make(self, directory: Path) -> None:
         """Write a random checkpoint of the family, with the demo model's tokenizer."""
+        tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
         config_class: Callable[..., PretrainedConfig] = getattr(transformers, self.config)
-        values = SHAPE | {"vocab_size": vocab_size} | self.values
+        values = SHAPE | {"vocab_size": len(tokenizer)} | self.values
         config = config_class(**{name: v for name, v in values.items() if v is not None})
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         randomise(model, self.embedding_std)
         model.save_pretrained(directory)
-        AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
 
 
 SHAPE: dict[str, Any] = {

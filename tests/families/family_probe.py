@@ -220,9 +220,14 @@ def probe(engine: str, compiled: bool, path: Path) -> None:
     found: dict[str, Any] = {"family": path.name, "engine": engine}
     reference = Reference(path)
     try:
-        found |= FamilyProbe(build_engine(spec), reference).measure()
-    except Exception as error:
-        found["died"] = f"{type(error).__name__}: {error}"
+        built = build_engine(spec)
+    except ValueError as error:
+        found["refused"] = str(error).replace(f"{path}: ", "")
+    else:
+        try:
+            found |= FamilyProbe(built, reference).measure()
+        except Exception as error:
+            found["died"] = f"{type(error).__name__}: {error}"
     print(json.dumps(found), flush=True)
     reference.close()
     os._exit(0)  # an engine that died leaves threads behind

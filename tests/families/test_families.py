@@ -1,0 +1,109 @@
+"""Every family on both engines: the numbers of transformers, or a refusal with its words.
+
+`FAMILIES=all` tries all of them, compiled ones too, and writes docs/families.md; without it, those
+that most people use, and one of each way in which families differ.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.families.checkpoints import FAMILIES
+
+pytestmark = pytest.mark.engine
+
+EVERY = os.environ.get("FAMILIES") == "all"
+USUAL = ("llama", "mistral", "qwen3", "gemma3", "gpt_neox", "stablelm")
+CHECKS = ("scores", "prefix", "captures", "add", "ablate", "rotate", "generation")
+TOLERANCE = 1e-4
+ENGINES = (("vllm", "eager"), ("vllm", "compiled"), ("transformer_lens", "eager"))
+TRIED = [
+    (family, engine, mode)
+    for engine, mode in ENGINES
+    for family in (FAMILIES if EVERY else USUAL)
+    if EVERY or mode == "eager"
+]
+REFUSED = {("granite_hybrid", "transformer_lens"): "has recurrent layers"}
+"""By family and engine, how its refusal begins, where there is one."""
+
+
+def measure(engine: str, mode: str, paths: list[Path]) -> dict[tuple[str, str, str], Any]:
+    """What `family_probe` found, by family, engine and mode."""
+    command = [sys.executable, "-m", "tests.families.family_probe", engine, mode]
+    done = subprocess.run(
+        [*command, *map(str, paths)], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == len(paths), done.stderr[-3000:]
+    return {(line["family"], engine, mode): line for line in lines}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], Any]:
+    """What was measured of every family, the engines side by side."""
+    directory = tmp_path_factory.mktemp("families")
+    families = list(dict.fromkeys(family for family, *_ in TRIED))
+    for family in families:
+        FAMILIES[family].make(directory / family)
+    paths = [directory / family for family in families]
+    modes = list(dict.fromkeys((engine, mode) for _, engine, mode in TRIED))
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda pair: measure(*pair, paths), modes))
+    found = {key: line for result in results for key, line in result.items()}
+    if EVERY:
+        (ROOT / "docs" / "families.md").write_text(describe(found))
+    return found
+
+
+@pytest.mark.parametrize(("family", "engine", "mode"), TRIED)
+def test_a_family_has_the_numbers_of_transformers(
+    measured: dict[tuple[str, str, str], Any], family: str, engine: str, mode: str
+) -> None:
+    line = measured[family, engine, mode]
+    assert "died" not in line, line["died"]
+    if refusal := REFUSED.get((family, engine)):
+        assert line.get("refused", "").startswith(refusal), f"it is refused no more: {line}"
+        return
+    assert "refused" not in line, line["refused"]
+    for check in CHECKS:
+        assert not isinstance(line[check], str), f"{check}: {line[check]}"
+        assert line[check] < TOLERANCE, (check, line)
+
+
+def describe(found: dict[tuple[str, str, str], Any]) -> str:
+    """The table of docs/families.md."""
+    head = " | ".join(["family", "engine", *CHECKS])
+    rows = [f"| {head} |", "|" + "---|" * (len(CHECKS) + 2)]
+    for (family, engine, mode), line in sorted(found.items()):
+        cells = [_write_cell(line, check) for check in CHECKS]
+        name = engine if mode == "eager" else f"{engine}, {mode}"
+        if words := line.get("refused", line.get("died")):
+            cells = [words] + [""] * (len(CHECKS) - 1)
+        rows.append(f"| {' | '.join([family, name, *cells])} |")
+    return "\n".join([INTRODUCTION, *rows]) + "\n"
+
+
+def _write_cell(line: dict[str, Any], check: str) -> str:
+    value = line.get(check, "")
+    return value if isinstance(value, str) else f"{value:.0e}"
+
+
+INTRODUCTION = """# Families of models
+
+Largest difference from transformers (float32, eager attention, hooks on its decoder layers), on
+tiny random checkpoints: of log-probabilities in nats; of captured activations as a part of their
+root mean square. `make families` measures it and writes this file.
+"""
+
+
+def test_the_table_names_every_family() -> None:
+    table = (ROOT / "docs" / "families.md").read_text()
+    missing = [name for name in FAMILIES if f"| {name} |" not in table]
+    assert not missing, f"run `make families`: {missing} are not in docs/families.md"
