@@ -115,6 +115,15 @@ def configure_precision(directory: Path) -> Configuration:
     )
 
 
+def configure_chat(directory: Path) -> Configuration:
+    """The demo model on both engines, with a chat template that ends in two newlines."""
+    checkpoint = directory / "demo-newlines"
+    shutil.copytree(DEMO_MODEL, checkpoint)
+    with (checkpoint / "chat_template.jinja").open("a") as template:
+        template.write("{{- '\\n\\n' -}}")
+    return uncached(vllm_model("vllm", checkpoint), tlens_model("tlens", checkpoint))
+
+
 CONFIGURATIONS: dict[str, Callable[[Path], Configuration]] = {
     "vllm": configure_vllm,
     "tlens": lambda _: uncached(tlens_model("demo")),
@@ -125,6 +134,7 @@ CONFIGURATIONS_OF_ONE_FILE: dict[str, Callable[[Path], Configuration]] = {
     "demo": configure_demo,
     "quantized": configure_quantized,
     "precision": configure_precision,
+    "chat": configure_chat,
     # vLLM with a compiled model, and with one that is never steered.
     "compiled": lambda _: uncached(
         vllm_model("compiled", compile=True), vllm_model("unsteered", steering_slots=0)

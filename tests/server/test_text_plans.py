@@ -249,6 +249,7 @@ class TestContinuations:
         assert places == [(0, 0), (0, 1), (1, 0), (1, 1)] * 2
         more = [{"columns": index} for index in range(8)]
         results = all_.write(CODEC, truncated, more)
+        assert [result["prompt_ids"].tolist() for result in results] == [[5], [6]]
         assert [[c["columns"] for c in result["completions"]] for result in results] == [
             [0, 1],
             [2, 3],
