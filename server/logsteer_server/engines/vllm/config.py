@@ -15,6 +15,10 @@ CPU_BLOCK_SIZE = 32
 """Tokens per cache block on CPU; vLLM's own default of 128 shares no short context."""
 
 
+SAMPLED = 1
+"""Positions of vLLM's context beside those that are read: that of the sampled token."""
+
+
 def set_environment(spec: EngineSpec) -> None:
     """Set what vLLM reads from the environment; only before it is imported does that count."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -58,7 +62,7 @@ def engine_args(spec: EngineSpec, path: Path | str, on_cpu: bool, limit: int) ->
         "pipeline_parallel_size": spec.pipeline_parallel,
         "quantization": spec.quantization,
         # A scored sequence may fill the context, and vLLM always leaves room for a sampled token.
-        "max_model_len": limit + 1,
+        "max_model_len": limit + SAMPLED,
         "enforce_eager": not spec.compile,
         "enable_prefix_caching": True,
         "async_scheduling": False,
@@ -111,12 +115,36 @@ def steering_size(spec: EngineSpec) -> SteeringSize:
     return SteeringSize(spec.steering_slots, spec.steering_depth, captures)
 
 
+TUNED_BEYOND = 32_768
+"""Context from which vLLM scales the queries of a Llama 4 by their position, whatever it says."""
+
+
 def context_length(path: Path | str, limit: int | None) -> int:
-    """Return how many tokens the model reads. Errors: ValueError where nothing says it."""
+    """Return how many tokens the model reads. Errors: ValueError as `fit_context_length`."""
     from vllm.transformers_utils.config import get_config
 
     config = get_config(str(path), trust_remote_code=False)
-    return limit_context(path, config.get_text_config(), limit)
+    return fit_context_length(path, config.get_text_config(), limit)
+
+
+def fit_context_length(path: Path | str, text_config: Any, limit: int | None) -> int:
+    """Return how many tokens a model of this configuration reads in vLLM.
+
+    Errors: ValueError where nothing says it, or where vLLM at that length computes another model.
+    """
+    length = limit_context(path, text_config, limit, SAMPLED)
+    if getattr(text_config, "model_type", None) == "llama4_text":
+        is_tuned = bool(text_config.attn_temperature_tuning)
+        start = text_config.floor_scale
+        if length >= start and is_tuned != (length + SAMPLED > TUNED_BEYOND):
+            raise ValueError(
+                f"max_model_len: vLLM scales Llama 4's queries by their position only where the "
+                f"context has {TUNED_BEYOND} tokens or more, and this model's config says "
+                f"attn_temperature_tuning: {is_tuned}; set "
+                + (f"{TUNED_BEYOND} or more, or " if is_tuned else "")
+                + f"less than {start}"
+            )
+    return length
 
 
 def describe(
