@@ -8,6 +8,8 @@ from typing import Any
 
 from logsteer_server.contract.engine import EngineInfo, EngineSpec
 from logsteer_server.contract.jobs import Feature
+from logsteer_server.engines.machine import describe_machine, show_devices
+from logsteer_server.engines.vllm.arguments import check_arguments
 from logsteer_server.engines.weights import digest_weights, limit_context
 from logsteer_server.numerics.rows import PUBLIC_COLUMNS
 
@@ -25,6 +27,9 @@ def set_environment(spec: EngineSpec) -> None:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     os.environ["VLLM_FLOAT32_MATMUL_PRECISION"] = "high" if spec.tf32 else "highest"
+    # Half precision is all that FlashAttention takes; in float32 vLLM's attention is Triton's.
+    os.environ["TRITON_F32_DEFAULT"] = "tf32" if spec.tf32 else "ieee"
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is compiled at start, by nvcc
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -33,7 +38,7 @@ def set_environment(spec: EngineSpec) -> None:
     if ranks > 1:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _bind_cores(ranks))
     if not isinstance(spec.devices, str):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.devices))
+        show_devices(spec.devices)
 
 
 def _bind_cores(ranks: int) -> str:
@@ -54,7 +59,8 @@ def parse_bytes(size: str) -> int:
 
 
 def engine_args(spec: EngineSpec, path: Path | str, on_cpu: bool, limit: int) -> dict[str, Any]:
-    """Return the arguments of vLLM's `EngineArgs`."""
+    """Return the arguments of vLLM's `EngineArgs`. Errors: ValueError as `check_arguments`."""
+    check_arguments(spec.engine_args)
     args: dict[str, Any] = {
         "model": str(path),
         "dtype": spec.dtype,
@@ -179,6 +185,7 @@ def describe(
         hooks=("resid_post",) if steerable_layers else (),
         lacks=_find_missing(spec, steerable_layers),
         tf32=spec.tf32 and config.device_config.device_type == "cuda",
+        computed_on=describe_machine(config.device_config.device_type),
     )
 
 
