@@ -115,6 +115,38 @@ def configure_precision(directory: Path) -> Configuration:
     )
 
 
+def configure_chat(directory: Path) -> Configuration:
+    """The demo model on both engines, with a chat template that ends in two newlines."""
+    checkpoint = directory / "demo-newlines"
+    shutil.copytree(DEMO_MODEL, checkpoint)
+    with (checkpoint / "chat_template.jinja").open("a") as template:
+        template.write("{{- '\\n\\n' -}}")
+    return uncached(vllm_model("vllm", checkpoint), tlens_model("tlens", checkpoint))
+
+
+def configure_longrope(directory: Path) -> Configuration:
+    """A tiny Phi-3 with random weights, on both engines; its factors change after 64 tokens."""
+    import torch
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    checkpoint = directory / "phi3"
+    torch.manual_seed(0)
+    config = Phi3Config(
+        vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=256,
+        original_max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        initializer_range=0.1, rope_parameters={
+            "rope_type": "longrope", "rope_theta": 10000.0,
+            "short_factor": [1 + 0.02 * i for i in range(16)],
+            "long_factor": [1 + 0.5 * i for i in range(16)],
+        },
+    )  # fmt: skip
+    Phi3ForCausalLM(config).save_pretrained(checkpoint)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / name, checkpoint)
+    return uncached(vllm_model("vllm", checkpoint), tlens_model("tlens", checkpoint))
+
+
 CONFIGURATIONS: dict[str, Callable[[Path], Configuration]] = {
     "vllm": configure_vllm,
     "tlens": lambda _: uncached(tlens_model("demo")),
@@ -125,6 +157,8 @@ CONFIGURATIONS_OF_ONE_FILE: dict[str, Callable[[Path], Configuration]] = {
     "demo": configure_demo,
     "quantized": configure_quantized,
     "precision": configure_precision,
+    "chat": configure_chat,
+    "longrope": configure_longrope,
     # vLLM with a compiled model, and with one that is never steered.
     "compiled": lambda _: uncached(
         vllm_model("compiled", compile=True), vllm_model("unsteered", steering_slots=0)

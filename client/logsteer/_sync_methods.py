@@ -135,7 +135,9 @@ class ClientMethods(Caller):
             columns: Columns read from each scored row. Default ['logprob', 'rank'].
             policy: What the policy columns refer to.
             boundary: `joint` encodes context + target together and cuts at the context's
-                length; `separate` encodes each alone. Ids are taken as they are. Default joint.
+                length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
+                white space that ends a text context goes to the target; a conversation keeps
+                what its template ends in. Default joint.
             space: `both` scores text targets with and without one leading space. Default
                 as_given.
             top: Most probable alternatives listed per row. Default 0.
@@ -204,7 +206,9 @@ class ClientMethods(Caller):
             columns: Columns read from each scored row; all of them unless given.
             policy: What the policy columns refer to.
             boundary: `joint` encodes context + target together and cuts at the context's
-                length; `separate` encodes each alone. Ids are taken as they are. Default joint.
+                length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
+                white space that ends a text context goes to the target; a conversation keeps
+                what its template ends in. Default joint.
             space: `both` scores text targets with and without one leading space. Default
                 as_given.
             top: Most probable alternatives listed per row. Default 0.
@@ -866,7 +870,9 @@ class ClientMethods(Caller):
             texts: Texts to score.
             layers: Sets of layers, each in place of the vectors' own; None: the vectors' own.
             boundary: `joint` encodes context + target together and cuts at the context's
-                length; `separate` encodes each alone. Ids are taken as they are. Default joint.
+                length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
+                white space that ends a text context goes to the target; a conversation keeps
+                what its template ends in. Default joint.
         """
         answer: SweepAnswer = self._ask(
             "sweep",
@@ -921,7 +927,9 @@ class ClientMethods(Caller):
             cache: Whether results of earlier equal work may be given again, and the results of
                 this request kept. They are the same numbers, bit for bit. Default True.
             boundary: `joint` encodes context + target together and cuts at the context's
-                length; `separate` encodes each alone. Ids are taken as they are. Default joint.
+                length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
+                white space that ends a text context goes to the target; a conversation keeps
+                what its template ends in. Default joint.
         """
         answer: GradientAnswer = self._ask(
             "gradient",
@@ -1012,7 +1020,9 @@ class ClientMethods(Caller):
             columns: Columns read from each scored row. Default ['logprob', 'rank'].
             policy: What the policy columns refer to.
             boundary: `joint` encodes context + target together and cuts at the context's
-                length; `separate` encodes each alone. Ids are taken as they are. Default joint.
+                length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
+                white space that ends a text context goes to the target; a conversation keeps
+                what its template ends in. Default joint.
             space: `both` scores text targets with and without one leading space. Default
                 as_given.
             top: Most probable alternatives listed per row. Default 0.
@@ -1073,7 +1083,9 @@ class ClientMethods(Caller):
             cache: Whether results of earlier equal work may be given again, and the results of
                 this request kept. They are the same numbers, bit for bit. Default True.
             boundary: `joint` encodes context + target together and cuts at the context's
-                length; `separate` encodes each alone. Ids are taken as they are. Default joint.
+                length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
+                white space that ends a text context goes to the target; a conversation keeps
+                what its template ends in. Default joint.
         """
         return self._get_log_prob(
             prompts,

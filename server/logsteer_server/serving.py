@@ -12,6 +12,7 @@ import uvicorn
 
 from logsteer_server import __version__
 from logsteer_server.app import create_app
+from logsteer_server.engines.vllm.arguments import check_arguments
 from logsteer_server.models.cachefile import check_cache_file
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import ConfigurationError, Settings, load_settings
@@ -42,6 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     try:
         settings = load_settings(arguments.config, host=arguments.host, port=arguments.port)
+        _check_arguments(settings)
         check_cache_file(settings)
         check_store_directory(settings)
     except ConfigurationError as error:
@@ -65,6 +67,16 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     return asyncio.run(_serve(settings, listener))
+
+
+def _check_arguments(settings: Settings) -> None:
+    """Refuse arguments of vLLM's that break the service. Errors: ConfigurationError."""
+    for model in settings.models:
+        try:
+            if model.engine == "vllm":
+                check_arguments(model.engine_args)
+        except ValueError as error:
+            raise ConfigurationError(f"model {model.id}: {error}") from error
 
 
 def _listen(settings: Settings) -> socket.socket:

@@ -35,7 +35,12 @@ class ModelSettings(BaseModel):
     tensor_parallel: int = Field(1, ge=1)
     pipeline_parallel: int = Field(1, ge=1)
     quantization: str | None = None
-    max_model_len: int | None = Field(None, ge=2)
+    max_model_len: int | None = Field(
+        None,
+        ge=2,
+        description="Tokens that the model reads; null: what it names. A LongRoPE model reads what "
+        "keeps its short factors: its original length, in vLLM one token less.",
+    )
     memory: float | str | None = Field(
         None, description="Fraction of a GPU, or the key-value cache's size, such as 1GiB."
     )

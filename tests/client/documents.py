@@ -150,7 +150,7 @@ def steer_answer(n: int = 1, *, baseline: bool = False) -> dict[str, Any]:
     """An answer of `/steer` with completions "glad 0", "glad 1", and baselines "sad 0", …"""
     steered = [completion(f"glad {k}", 7 + k) for k in range(n)]
     plain = [completion(f"sad {k}", 7 + k) for k in range(n)] if baseline else None
-    results = [{"completions": steered, "baseline": plain}]
+    results = [{"completions": steered, "baseline": plain, "prompt_ids": [1, 9]}]
     return {**ANSWER, "results": results, "steering": steering_receipt()}
 
 

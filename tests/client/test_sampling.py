@@ -29,7 +29,7 @@ def continue_prompts(request: httpx.Request) -> httpx.Response:
                     ("sum", "mean", "min", "max", "early", "late"), 0.15)},
             })  # fmt: skip
             seed += 1
-        results.append({"completions": completions})
+        results.append({"completions": completions, "prompt_ids": [1, 9]})
     return httpx.Response(200, json=ANSWER | {"results": results})
 
 

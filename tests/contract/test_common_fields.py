@@ -145,6 +145,11 @@ def error_of(response: httpx.Response) -> tuple[str, str | None, str]:
     return document["code"], document["param"], document["detail"]
 
 
+def invalid(response: httpx.Response) -> int:
+    """The status of an invalid request, in the shape that its path has for errors."""
+    return 400 if response.request.url.path.startswith("/v1/") else 422
+
+
 def with_text(path: str, text: str) -> dict[str, Any]:
     """The endpoint's request about another text."""
     body = dict(BODIES[path])
@@ -198,7 +203,7 @@ def test_the_request_itself_is_right(http: httpx.Client, path: str) -> None:
 
 def check_unsupported(response: httpx.Response, param: str | None = None) -> None:
     """The fake engine lacks it, which is told by name, and with what has it."""
-    assert response.status_code == 422, response.text
+    assert response.status_code == invalid(response), response.text
     code, named, detail = error_of(response)
     assert (code, named) == ("unsupported_by_engine", param)
     assert "serve the model with" in detail
@@ -210,9 +215,9 @@ def test_a_field_that_is_not_taken_is_refused_with_the_reason(
     http: httpx.Client, path: str, field: str
 ) -> None:
     response = post(http, path, BODIES[path] | {field: VALUES[field]})
-    assert response.status_code == 422, response.text
-    code, _, detail = error_of(response)
-    assert code == "invalid_request"
+    assert response.status_code == invalid(response), response.text
+    code, param, detail = error_of(response)
+    assert (code, param) == ("invalid_request", field)
     assert f"{field}: " in detail
     assert REFUSALS[path][field] in detail
 

@@ -14,6 +14,7 @@ from typing import Any
 import lm_eval
 import pytest
 from lm_eval._cli.utils import key_val_to_dict
+from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
 
 import corpus
@@ -154,6 +155,27 @@ def test_chats_are_rendered_as_by_hf(fake_server: Server) -> None:
     assert model.tok_encode(text) == hf.tok_encode(text)
     assert model.chat_template(True) == hf.chat_template(True)
     assert model.tokenizer_name.startswith("sha256:")
+
+
+@pytest.mark.parametrize("name", ["local-completions", "local-chat-completions"])
+def test_the_harness_own_clients_of_openais_shape_are_answered(
+    fake_server: Server, name: str
+) -> None:
+    is_chat = name == "local-chat-completions"
+    path = "chat/completions" if is_chat else "completions"
+    own = get_model(name)(
+        base_url=f"{fake_server.url}/v1/{path}", model="fake", tokenizer_backend=None
+        if is_chat else "huggingface", tokenizer=str(DEMO_MODEL), max_retries=1,
+    )  # fmt: skip
+    chat = own.apply_chat_template([{"role": "user", "content": "Hi"}])
+    ending = {"until": ["."], "max_gen_toks": 4, "do_sample": False, "temperature": 0.0}
+    (text,) = own.generate_until([ask(chat if is_chat else "Once", ending)], disable_tqdm=True)
+    assert isinstance(text, str)
+    if not is_chat:
+        ((logprob, _),) = own.loglikelihood([ask("Once", " upon a time")], disable_tqdm=True)
+        plain = LogsteerLM(fake_server.url, "fake", add_bos_token=False)
+        ((wanted, _),) = plain.loglikelihood([ask("Once", " upon a time")], disable_tqdm=True)
+        assert logprob == pytest.approx(wanted, abs=1e-4)
 
 
 def test_a_model_without_a_chat_template_says_so() -> None:

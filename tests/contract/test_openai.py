@@ -81,6 +81,28 @@ def test_a_stream_is_the_answer_in_pieces(outside: openai.OpenAI, model: str) ->
     assert pieces[-1].finish_reason == whole.finish_reason
 
 
+def test_an_echo_is_streamed_in_front_of_the_pieces(outside: openai.OpenAI, model: str) -> None:
+    arguments: Any = {
+        "model": model, "prompt": PROMPT, "max_tokens": 6, "temperature": 0, "echo": True,
+        "logprobs": 1,
+    }  # fmt: skip
+    whole = outside.completions.create(**arguments)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *parts, last = outside.completions.create(**arguments, **options)
+    assert (last.choices, last.usage) == ([], whole.usage)
+    assert [part.usage for part in parts] == [None] * len(parts)
+    first, *pieces = [part.choices[0] for part in parts]
+    assert first.text == PROMPT
+    assert len(pieces) > 2
+    assert "".join(piece.text for piece in (first, *pieces)) == whole.choices[0].text
+    wanted = whole.choices[0].logprobs
+    assert wanted is not None
+    found = [piece.logprobs for piece in (first, *pieces) if piece.logprobs]
+    values = [value for each in found for value in each.token_logprobs or []]
+    assert values[1:] == pytest.approx((wanted.token_logprobs or [])[1:], abs=1e-5)
+    assert [n for each in found for n in each.text_offset or []] == wanted.text_offset
+
+
 def test_chats_and_their_streams(outside: openai.OpenAI, model: str) -> None:
     arguments = {
         "model": model,
@@ -107,16 +129,21 @@ def test_a_seed_decides_the_samples(outside: openai.OpenAI, model: str) -> None:
 def test_errors_have_openais_shape(outside: openai.OpenAI, model: str, client: Client) -> None:
     with pytest.raises(openai.NotFoundError, match="resident"):
         outside.completions.create(model="gpt", prompt=PROMPT)
-    for bad, hint in (
-        ({"prompt": ""}, "empty"),
-        ({"prompt": PROMPT, "max_tokens": 10**6}, "context"),
-        ({"prompt": [10**6]}, "vocabulary|token ids"),
-        ({"prompt": PROMPT, "logit_bias": {"5": 1}}, "logit_bias"),
-        ({"prompt": PROMPT, "temperature": -1}, "temperature"),
-        ({"prompt": PROMPT, "max_tokens": 0}, "echo"),
+    for bad, param, hint in (
+        ({"prompt": ""}, "prompt", "empty"),
+        ({"max_tokens": 10**6}, "max_tokens", "context"),
+        ({"prompt": [10**6]}, "prompt", "vocabulary|token ids"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "own probabilities"),
+        ({"temperature": -1}, "temperature", "greater than or equal to 0"),
+        ({"max_tokens": 0}, "max_tokens", "echo"),
+        ({"extra_body": {"sterring": {}}}, "sterring", "did you mean `steering`"),
+        ({"extra_body": {"zzz": None}}, "zzz", "no such field; remove it"),
+        ({"extra_body": {"cache": False}}, "cache", "send /logprob or /generate"),
     ):
-        with pytest.raises(openai.UnprocessableEntityError, match=hint):
-            outside.completions.create(model=model, **bad)
+        arguments: Any = {"model": model, "prompt": PROMPT} | bad
+        with pytest.raises(openai.BadRequestError, match=hint) as caught:
+            outside.completions.create(**arguments)
+        assert (caught.value.type, caught.value.param) == ("invalid_request_error", param)
     body = httpx.post(f"{client.base_url}/v1/completions", json={}).json()
     assert set(body["error"]) == {"message", "type", "param", "code"}
 

@@ -192,6 +192,10 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"prompt": IDS, "max_tokens": 0, "echo": True, "logprobs": 1},
     ),
     "completions, events": ("/v1/completions", {"prompt": IDS, "max_tokens": 40, **STREAM}),
+    "completions, echo, events": (
+        "/v1/completions",
+        {"prompt": IDS, "max_tokens": 40, "echo": True, **STREAM},
+    ),
     "chat": ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 40}),
     "chat, events": ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 40, **STREAM}),
 }

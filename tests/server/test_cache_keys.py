@@ -86,6 +86,7 @@ def test_jobs_with_files_have_no_key(name: str) -> None:
         ("dtype", "bfloat16"), ("logits_dtype", "bfloat16"), ("quantization", "fp8"),
         ("tensor_parallel", 2), ("pipeline_parallel", 2), ("batch_invariant", True),
         ("context_length", 64), ("vocab_size", 101), ("model_path", "there"),
+        ("computed_on", ("torch 2", "AVX2")),
     ],
 )  # fmt: skip
 def test_another_engine_has_another_scope(name: str, value: object) -> None:

@@ -204,7 +204,9 @@ class TestProblems:
                 "valid integer",
             ),
             ({"items": [{}]}, "items[0].targets", "Field required"),
-            ({"itmes": []}, "itmes", "itmes: there is no such field; remove it."),
+            ({"itmes": []}, "itmes", "itmes: there is no such field; did you mean `items`?"),
+            ({"zzz": []}, "zzz", "zzz: there is no such field; remove it."),
+            ({"items": [{"targets": [1], "x": 1}]}, "items[0].x", "no such field; remove it."),
             ({"both": True}, None, "both: needs items; give some."),
             ({"items": 5, "both": 1}, "items", "items: Input should be a valid list. both: "),
         ],
@@ -280,24 +282,29 @@ class TestOpenAIShape:
         assert response.headers["retry-after"] == "3"
         assert response.json() == {
             "error": {
-                "message": "Told to fail.", "type": "overloaded", "param": "wait",
+                "message": "Told to fail.", "type": "rate_limit_error", "param": "wait",
                 "code": "overloaded",
             }
         }  # fmt: skip
 
     @pytest.mark.parametrize(
-        ("method", "path", "code"),
+        ("method", "path", "code", "status", "kind"),
         [
-            ("POST", "/v1/items", "invalid_request"),
-            ("GET", "/v1/items", "method_not_allowed"),
-            ("GET", "/v1/nothing", "not_found"),
+            ("POST", "/v1/items", "invalid_request", 400, "invalid_request_error"),
+            ("GET", "/v1/items", "method_not_allowed", 405, "invalid_request_error"),
+            ("GET", "/v1/nothing", "not_found", 404, "invalid_request_error"),
+            ("GET", "/v1/fail/context_too_long", "context_too_long", 400, "invalid_request_error"),
+            ("GET", "/v1/fail/out_of_memory", "out_of_memory", 503, "server_error"),
         ],
     )
-    def test_whatever_goes_wrong(self, method: str, path: str, code: str) -> None:
+    def test_whatever_goes_wrong(
+        self, method: str, path: str, code: str, status: int, kind: str
+    ) -> None:
         arguments = {"json": {"items": [{}]}} if method == "POST" else {}
         response = ask(method, path, **arguments)
-        assert response.json()["error"]["code"] == code
-        assert response.json()["error"]["message"]
+        error = response.json()["error"]
+        assert (error["code"], response.status_code, error["type"]) == (code, status, kind)
+        assert error["message"]
         assert response.headers["x-request-id"]
 
 

@@ -4,12 +4,14 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
 
 from logsteer import Client
 from logsteer.errors import APIError, AuthenticationError, DeadlineError, OverloadedError
+from logsteer.schemas import ModelCard
 from tests.conftest import Server, ServerFactory, fake_model
 
 CRASH, FAIL = 77, 78
@@ -85,6 +87,35 @@ def test_a_dead_engine_is_restarted_and_the_http_process_lives_on(client: Client
     card = client.model("quick")
     assert (card.state, card.restarts) == ("ready", 1)
     assert client.logprob([ITEM], model="quick").results
+
+
+def test_a_start_that_lacks_memory_is_tried_again(tmp_path: Path) -> None:
+    memory = tmp_path / "memory"
+    config = {"models": [fake_model("waiting", memory_file=str(memory)), fake_model("other")]}
+    server = Server.start(config, tmp_path)
+    try:
+        with Client(server.url, max_retries=3) as client:
+            card = wait_for(client, "waiting", "restarting")
+            assert "MemoryError: the fake engine was told to lack memory" in card.detail
+            assert card.restarts >= 1
+            with pytest.raises(APIError) as caught:
+                client.logprob([ITEM], model="waiting")
+            assert (caught.value.code, caught.value.retryable) == ("engine_restarting", True)
+            memory.touch()
+            wait_for(client, "waiting", "ready")
+            assert client.logprob([ITEM], model="waiting").results
+    finally:
+        server.stop()
+
+
+def wait_for(client: Client, model: str, state: str) -> ModelCard:
+    """The model's card as soon as it has this state."""
+    deadline = time.monotonic() + 60
+    while (card := client.model(model)).state != state and time.monotonic() < deadline:
+        assert card.state != "failed", card.detail
+        time.sleep(0.05)
+    assert card.state == state
+    return card
 
 
 def test_a_job_that_fails_takes_nobody_with_it(client: Client) -> None:

@@ -31,7 +31,14 @@ ENTRIES = LAYERS[0]
 ONLY_IN = {
     "fastapi": {"app", "http", "routes"},
     "uvicorn": {"serving"},
-    "torch": {"embedded", "numerics", "engines.tlens", "engines.vllm", "stores.formats.pt_file"},
+    "torch": {
+        "embedded",
+        "numerics",
+        "engines.machine",
+        "engines.tlens",
+        "engines.vllm",
+        "stores.formats.pt_file",
+    },
     "vllm": {"engines.vllm"},
     "transformer_lens": {"engines.tlens"},
     "transformers": {"text", "engines.tlens"},
@@ -118,7 +125,7 @@ def test_an_engine_knows_no_other(engine: str) -> None:
     for path in (SERVER / "engines" / engine).glob("*.py"):
         for module in project_imports(path):
             assert not module.startswith("engines.") or module.startswith(
-                (f"engines.{engine}", "engines.weights")
+                (f"engines.{engine}", "engines.weights", "engines.machine")
             ), f"{path} imports {module}"
 
 

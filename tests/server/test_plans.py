@@ -3,21 +3,24 @@
 Each cuts with the demo model's tokenizer for a made-up model; no engine runs.
 """
 
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from logsteer.errors import APIError
-from logsteer.schemas import LogprobItem, Message
+from logsteer.schemas import Boundary, LogprobItem, Message
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import Policy, ScoreJob
+from logsteer_server.contract.jobs import GenerateJob, Policy, ScoreJob
 from logsteer_server.contract.parameters import Direction
 from logsteer_server.contract.plan import Positions
 from logsteer_server.engines.fake import fake_scores
 from logsteer_server.tasks.columns import ColumnOptions
+from logsteer_server.tasks.continuations import Prompts, plan_continuations
 from logsteer_server.tasks.gradient import plan_gradients
 from logsteer_server.tasks.targets import (
     Shown,
@@ -26,6 +29,7 @@ from logsteer_server.tasks.targets import (
     assemble_targets,
     plan_targets,
 )
+from logsteer_server.text.tokenizer import TextCodec
 from tests.server.scripted_model import INFO, load_codec
 
 CODEC = load_codec()
@@ -105,6 +109,29 @@ class TestTargets:
         (target,) = made.planned
         assert target.cut.context_ids == CODEC.encode_ids([CODEC.render_chat([message])])[0]
         assert target.cut.context_ids.count(BOS) == 1
+
+    @pytest.mark.parametrize("boundary", ["joint", "separate"])
+    def test_a_conversation_keeps_the_white_space_that_its_template_ends_in(
+        self, boundary: Boundary
+    ) -> None:
+        tokenizer = copy(CODEC._tokenizer)
+        tokenizer.chat_template += "{{- '\\n\\n' -}}"
+        codec = TextCodec(tokenizer, CODEC.digest)
+        chat = LogprobItem(messages=[Message(role="user", content="Hi")], targets=["Once"])
+        (read,), _ = plan_continuations(
+            Prompts(messages=chat.messages),
+            GenerateJob(np.zeros(0, np.int32), 1, Policy()),
+            1,
+            codec,
+            INFO,
+        )
+        options = TargetOptions(boundary)
+        (target,) = plan_targets([chat], codec, INFO, options, READ).planned
+        assert codec.decode(target.cut.context_ids).endswith("<|assistant|>\n\n")
+        assert target.cut.context_ids == read.tokens.tolist()
+        assert target.cut.target_ids == CODEC.encode_ids(["Once"])[0]
+        assert target.cut.offsets is not None
+        assert target.cut.offsets[0][0] == 0
 
     def test_single_tokens_after_one_context_share_a_row(self) -> None:
         ids = {"context_ids": [7, 8], "target_ids": [[9], [10, 11], [12]]}

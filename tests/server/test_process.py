@@ -9,7 +9,16 @@ import pytest
 
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Job, JobFailure, JobResult, Output
-from logsteer_server.engines.process import Add, Cancel, Close, EngineLoop, Finished, Ping, Pong
+from logsteer_server.engines.process import (
+    Add,
+    Cancel,
+    Close,
+    EngineLoop,
+    Finished,
+    Ping,
+    Pong,
+    lacks_memory,
+)
 
 JOB = Job(np.zeros(1, np.int32))
 FAILURE = JobFailure("invalid_request", "this one cannot run")
@@ -105,3 +114,33 @@ def test_a_job_is_reported_until_its_last_result(ends: tuple[Connection, Connect
         if ends[0].poll():
             sent.append(ends[0].recv())
     assert [message.results[0][1].is_last for message in sent] == [False, True]
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch's class is called."""
+
+
+def caused(error: Exception) -> Exception:
+    """An error that came from another one."""
+    found = RuntimeError("the model did not load")
+    found.__cause__ = error
+    return found
+
+
+@pytest.mark.parametrize(
+    ("error", "lacks"),
+    [
+        (MemoryError(), True),
+        (OutOfMemoryError("CUDA"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"), True),
+        (ValueError("Free memory on device cuda:0 (1/80 GiB) on startup is less than 72"), True),
+        (ValueError("Available memory on node 0 (1/8 GiB) on kv cache allocation is less"), True),
+        (caused(MemoryError()), True),
+        (ValueError("max_model_len: 64 needs more key-value cache than the 2 MiB given"), False),
+        (caused(ValueError("no such directory")), False),
+    ],
+    ids=repr,
+)
+def test_an_error_that_tells_of_too_little_memory(error: Exception, lacks: bool) -> None:
+    assert lacks_memory(error) == lacks

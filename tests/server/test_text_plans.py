@@ -28,7 +28,7 @@ from logsteer_server.tasks.continuations import (
     show_diagnostics,
 )
 from logsteer_server.tasks.openai import CompletionTask
-from logsteer_server.tasks.run import Run
+from logsteer_server.tasks.run import Event, Run
 from logsteer_server.tasks.texts import StreamedText, TextScores, Windowing, cut_texts
 from logsteer_server.text.prompts import fit_prompt, read_prompts
 from tests.server.scripted_model import (
@@ -249,6 +249,7 @@ class TestContinuations:
         assert places == [(0, 0), (0, 1), (1, 0), (1, 1)] * 2
         more = [{"columns": index} for index in range(8)]
         results = all_.write(CODEC, truncated, more)
+        assert [result["prompt_ids"].tolist() for result in results] == [[5], [6]]
         assert [[c["columns"] for c in result["completions"]] for result in results] == [
             [0, 1],
             [2, 3],
@@ -257,6 +258,20 @@ class TestContinuations:
             [4, 5],
             [6, 7],
         ]
+
+
+GREEDY = {"max_tokens": 1, "temperature": 0}
+
+
+def run_completion(**fields: Any) -> list[Event]:
+    """The events of a request for completions."""
+
+    async def collect() -> list[Event]:
+        body = CompletionRequest(**fields)
+        run = Run(CompletionTask(body, register(make_model()), STORES), SETTINGS)
+        return [event async for event in run.events()]
+
+    return asyncio.run(collect())
 
 
 class TestCompletions:
@@ -296,22 +311,40 @@ class TestCompletions:
 
     @pytest.mark.parametrize("echo", [True, False])
     def test_pieces_are_asked_for_where_the_answer_is_a_stream(self, echo: bool) -> None:
-        """An echo is answered whole, so its completions are wanted whole."""
         (prompt,) = self.plan(prompt=[5, 6], echo=echo, stream=True)
-        assert [job.stream for job in prompt.samples] == [not echo]
+        assert [job.stream for job in prompt.samples] == [True]
 
-    def test_an_echo_is_the_same_with_and_without_a_stream(self) -> None:
-        bodies = [
-            CompletionRequest(prompt=[5, 6], echo=True, stream=stream) for stream in (True, False)
-        ]
-        found = [
-            asyncio.run(
-                Run(CompletionTask(body, register(make_model()), STORES), SETTINGS).finish()
-            )
-            for body in bodies
-        ]
-        assert found[0]["choices"] == found[1]["choices"]
-        assert found[0]["usage"]["completion_tokens"] == 16
+    @pytest.mark.parametrize("logprobs", [None, 0, 2])
+    @pytest.mark.parametrize("more", [{}, {"n": 2}, {"max_tokens": 0}, GREEDY], ids=str)
+    def test_an_echo_is_the_same_with_and_without_a_stream(
+        self, logprobs: int | None, more: dict[str, Any]
+    ) -> None:
+        """The prompt comes first, then pieces; joined they are the whole answer."""
+        prompts = [[5, 6, 7], [8]]
+        fields = {"prompt": prompts, "echo": True, "logprobs": logprobs} | more
+        whole = [event.document for event in run_completion(**fields)][-1]
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        start, *chunks, usage, end = run_completion(**fields, **options)
+        assert (start.name, end.name) == ("start", "result")
+        assert usage.document["choices"] == []
+        assert usage.document["usage"] == whole["usage"]
+        assert all(chunk.document["usage"] is None for chunk in chunks)
+        pieces = [chunk.document["choices"][0] for chunk in chunks]
+        assert len(whole["choices"]) == 2 * more.get("n", 1)
+        for choice in whole["choices"]:
+            own = [piece for piece in pieces if piece["index"] == choice["index"]]
+            assert own[0]["text"] == CODEC.decode(prompts[choice["index"] // more.get("n", 1)])
+            assert "".join(piece["text"] for piece in own) == choice["text"]
+            assert [piece["finish_reason"] for piece in own[:-1]] == [None] * (len(own) - 1)
+            assert own[-1]["finish_reason"] == choice["finish_reason"]
+            for name, values in (choice["logprobs"] or {}).items():
+                assert [v for piece in own for v in piece["logprobs"][name]] == values
+        assert len(pieces) > 2 * len(whole["choices"]) or more in ({"max_tokens": 0}, GREEDY)
+
+    def test_a_stream_tells_its_usage_where_asked(self) -> None:
+        _, *chunks, _ = run_completion(prompt=[5, 6], stream=True)
+        assert all(chunk.document["choices"] for chunk in chunks)
+        assert all("usage" not in chunk.document for chunk in chunks)
 
     def test_what_does_not_fit_is_refused(self) -> None:
         full = list(range(INFO.context_length))
@@ -339,10 +372,10 @@ class TestCompletions:
             )
 
     def test_a_chats_alternatives_need_its_log_probabilities(self) -> None:
-        for logprobs in (True, False):
-            request = ChatCompletionRequest(messages=CHAT, logprobs=logprobs, top_logprobs=3)
+        for fields in ({}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 3}):
+            request = ChatCompletionRequest(messages=CHAT, **fields)
             (job,) = plan_chat(request, CODEC, INFO).samples
-            assert (job.logprobs, job.top) == (logprobs, 3 if logprobs else 0)
+            assert (job.logprobs, job.top) == ("logprobs" in fields, fields.get("top_logprobs", 0))
 
 
 class TestColumns:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 BosPolicy = Literal["auto", "always", "never"]
 OverflowPolicy = Literal["error", "truncate_left"]
@@ -42,8 +43,18 @@ class NamedRefusals(Request):
     def _refuse_by_name(cls, data: Any) -> Any:
         given = [name for name in cls.refused if isinstance(data, dict) and name in data]
         if given:
-            raise ValueError(" ".join(f"{name}: {cls.refused[name]}." for name in given))
+            raise name_refusal({name: cls.refused[name] for name in given})
         return data
+
+
+REFUSAL = "named_refusal"
+"""The type of `name_refusal`'s errors."""
+
+
+def name_refusal(reasons: Mapping[str, str]) -> PydanticCustomError:
+    """Return an error for fields that are not taken; its context names the first as `param`."""
+    text = " ".join(f"{name}: {reason}." for name, reason in reasons.items())
+    return PydanticCustomError(REFUSAL, "{text}", {"text": text, "param": next(iter(reasons))})
 
 
 class RequestOptions(Request):

@@ -66,7 +66,8 @@ class LogprobRequest(RowOptions, InterventionFields):
     boundary: Boundary = Field(
         default="joint",
         description="`joint` encodes context + target together and cuts at the context's length; "
-        "`separate` encodes each alone. Ids are taken as they are.",
+        "`separate` encodes each alone. Ids are taken as they are. Under `joint`, white space that "
+        "ends a text context goes to the target; a conversation keeps what its template ends in.",
     )
     space: SpacePolicy = Field(
         default="as_given",

@@ -1,23 +1,60 @@
 """The shapes of OpenAI's interface that the server answers in, for clients that exist already.
 
-Unlike logsteer's own requests these ignore fields that they do not know, as such clients expect;
-fields that would change the answer and are not supported are named and refused.
+What a client sends is honoured or refused by name: unknown fields, and those of OpenAI's that would
+change the answer and are not supported. Such a field is taken where its value asks for nothing, and
+null stands for a field that is left out.
 """
 
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from logsteer.schemas.common import MIN_P, TOP_P, Float, Message, NamedRefusals, Reply, TokenId
+from logsteer.schemas.common import (
+    MIN_P,
+    TOP_P,
+    Float,
+    Message,
+    NamedRefusals,
+    Reply,
+    Request,
+    TokenId,
+    name_refusal,
+)
 from logsteer.schemas.interventions import AppliedInterventions, InterventionFields
 
 FinishReason = Literal["stop", "length"]
-REFUSED = ("suffix", "logit_bias", "tools", "response_format", "presence_penalty",
-           "frequency_penalty")  # fmt: skip
-NEUTRAL: tuple[object, ...] = (None, {}, [], 0, 0.0, {"type": "text"})
 
 
+class Unsupported(NamedTuple):
+    """Why a field of OpenAI's is not honoured, and the values beside null that ask for nothing."""
+
+    reason: str
+    off: tuple[object, ...] = ()
+
+
+LABELS = frozenset(
+    {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+)
+"""Fields of OpenAI's that say something of the caller, and change no answer."""
 COMMON_ELSEWHERE = "OpenAI's shape has no place for it; send /logprob or /generate"
+_OWN_DISTRIBUTION = "tokens are drawn from the model's own probabilities; leave it out"
+_NO_TOOLS = "there are no tools here; leave it out"
+_TEXT_ALONE = "text is read and written, and nothing else; leave it out"
+_SAMPLING: Mapping[str, Unsupported] = {
+    "presence_penalty": Unsupported(_OWN_DISTRIBUTION, (0,)),
+    "frequency_penalty": Unsupported(_OWN_DISTRIBUTION, (0,)),
+    "logit_bias": Unsupported(_OWN_DISTRIBUTION, ({},)),
+}
+
+
+class StreamOptions(Request):
+    """What a stream has beside its pieces."""
+
+    include_usage: bool = Field(
+        default=False, description="End with a chunk that has no choice, and the usage."
+    )
+    include_obfuscation: Literal[False] | None = None
 
 
 class SamplingRequest(InterventionFields, NamedRefusals):
@@ -26,8 +63,7 @@ class SamplingRequest(InterventionFields, NamedRefusals):
     refused: ClassVar[dict[str, str]] = dict.fromkeys(
         ("columns", "policy", "precision", "on_overflow", "cache", "bos"), COMMON_ELSEWHERE
     )
-
-    model_config = ConfigDict(extra="allow", strict=True)
+    unsupported: ClassVar[Mapping[str, Unsupported]] = _SAMPLING
 
     model: str | None = None
     temperature: float = Field(default=1.0, ge=0, le=2)
@@ -39,13 +75,32 @@ class SamplingRequest(InterventionFields, NamedRefusals):
     stop: str | list[str] | None = None
     ignore_eos: bool = Field(default=False, description="Go on after the end of sequence.")
     stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_what_asks_for_nothing(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        known = cls.model_fields.keys() | cls.unsupported.keys()
+        kept = {
+            name: value
+            for name, value in data.items()
+            if name not in LABELS and not (value is None and name in known)
+        }
+        asked = {
+            name: reason
+            for name, (reason, off) in cls.unsupported.items()
+            if name in kept and kept.pop(name) not in off
+        }
+        if asked:
+            raise name_refusal(asked)
+        return kept
 
     @model_validator(mode="after")
-    def _refuse_what_would_change_the_answer(self) -> "SamplingRequest":
-        given = self.model_extra or {}
-        refused = [name for name in REFUSED if given.get(name) not in NEUTRAL]
-        if refused:
-            raise ValueError(f"{', '.join(refused)}: not supported here; leave it out")
+    def _options_are_those_of_a_stream(self) -> "SamplingRequest":
+        if self.stream_options is not None and not self.stream:
+            raise name_refusal({"stream_options": "goes with stream: true; leave out one of them"})
         return self
 
     @property
@@ -55,13 +110,19 @@ class SamplingRequest(InterventionFields, NamedRefusals):
         return tuple(text for text in given if text)
 
     @property
-    def is_streamed(self) -> bool:
-        """Whether the answer is a stream of chunks."""
-        return self.stream
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
 
 
 class CompletionRequest(SamplingRequest):
     """`POST /v1/completions`: prompts as text or token ids, one or several."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        **_SAMPLING,
+        "best_of": Unsupported("every completion is given, not the best; send n", (1,)),
+        "suffix": Unsupported("nothing is inserted before other text; leave it out", ("",)),
+    }
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     max_tokens: int = Field(default=16, ge=0)
@@ -71,25 +132,52 @@ class CompletionRequest(SamplingRequest):
     @model_validator(mode="after")
     def _has_something_to_do(self) -> "CompletionRequest":
         if not self.prompt or (isinstance(self.prompt, list) and "" in self.prompt):
-            raise ValueError("prompt is empty: give text or token ids")
+            raise name_refusal({"prompt": "it is empty: give text or token ids"})
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens: 0 without echo asks for nothing; set one of them")
+            raise name_refusal(
+                {"max_tokens": "0 without echo asks for nothing; set one of max_tokens and echo"}
+            )
         return self
-
-    @property
-    def is_streamed(self) -> bool:
-        """Whether the answer is a stream of chunks: an echo is answered whole."""
-        return self.stream and not self.echo
 
 
 class ChatCompletionRequest(SamplingRequest):
     """`POST /v1/chat/completions`."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        **_SAMPLING,
+        "tools": Unsupported(_NO_TOOLS, ([],)),
+        "tool_choice": Unsupported(_NO_TOOLS, ("none", "auto")),
+        "parallel_tool_calls": Unsupported(_NO_TOOLS, (True, False)),
+        "functions": Unsupported(_NO_TOOLS, ([],)),
+        "function_call": Unsupported(_NO_TOOLS, ("none", "auto")),
+        "web_search_options": Unsupported(_NO_TOOLS),
+        "response_format": Unsupported(
+            "the form of a reply is not forced; leave it out", ({"type": "text"},)
+        ),
+        "modalities": Unsupported(_TEXT_ALONE, (["text"],)),
+        "audio": Unsupported(_TEXT_ALONE),
+        "prediction": Unsupported("nothing is predicted ahead; leave it out"),
+        "moderation": Unsupported("nothing is moderated; leave it out"),
+        "reasoning_effort": Unsupported("the chat template is given no effort; leave it out"),
+        "verbosity": Unsupported(
+            "the chat template is given no verbosity; leave it out", ("medium",)
+        ),
+        "service_tier": Unsupported("there are no tiers; leave it out", ("auto", "default")),
+        "prompt_cache_options": Unsupported("the prefix cache has no options; leave it out"),
+        "store": Unsupported("no conversation is stored; leave it out", (False,)),
+    }
 
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=1000)
+
+    @model_validator(mode="after")
+    def _alternatives_stand_beside_log_probabilities(self) -> "ChatCompletionRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise name_refusal({"top_logprobs": "goes with logprobs: true; send both"})
+        return self
 
 
 class CompletionLogprobs(Reply):

@@ -16,6 +16,7 @@ from logsteer.schemas.common import (
     RowColumns,
     RowOptions,
     Usage,
+    name_refusal,
 )
 from logsteer.schemas.interventions import AppliedInterventions, InterventionFields
 from logsteer.schemas.overrides import ParameterOverride
@@ -40,10 +41,11 @@ class WindowOptions(RequestOptions):
     @model_validator(mode="after")
     def _windows_fit(self) -> "WindowOptions":
         if self.on_overflow != "error":
-            raise ValueError(
-                "on_overflow: a text is cut into windows that fit the context, so that nothing is "
-                "truncated; leave it out"
+            reason = (
+                "a text is cut into windows that fit the context, so that nothing is truncated; "
+                "leave it out"
             )
+            raise name_refusal({"on_overflow": reason})
         return self
 
     @model_validator(mode="after")

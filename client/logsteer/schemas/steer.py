@@ -143,6 +143,10 @@ class PromptCompletions(Reply):
     baseline: list[Completion] | None = Field(
         default=None, description="Without steering, where asked for."
     )
+    prompt_ids: list[int] = Field(
+        description="The prompt as the model read it. With a completion's `token_ids` as the "
+        "target, /logprob scores that completion again."
+    )
     truncated_tokens: int = Field(
         default=0, description="Leftmost tokens of the prompt that were dropped to fit the context."
     )

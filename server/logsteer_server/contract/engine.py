@@ -63,6 +63,8 @@ class EngineInfo:
     """For each feature that it does not have: what to do instead, as an error's detail."""
     tf32: bool = False
     """Whether float32 products may be computed in TF32."""
+    computed_on: tuple[str, ...] = ()
+    """What else its numbers may change with: versions of libraries, and the device."""
 
     def refuse(self, job: Job) -> JobFailure | None:
         """Return why the engine cannot run a job: a feature that it lacks, or a job too long."""

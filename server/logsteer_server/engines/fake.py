@@ -94,7 +94,8 @@ class FakeEngine:
     """Answer jobs at once. `engine_args`: `vocab_size`, `context_length`, `num_layers`,
     `hidden_size`, `delay_s` a step.
 
-    A token id of `crash_id` breaks the engine, one of `fail_id` fails its job alone.
+    A token id of `crash_id` breaks the engine, one of `fail_id` fails its job alone. A start lacks
+    memory until the file `memory_file` exists.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -103,6 +104,9 @@ class FakeEngine:
         self._crash_id = args.get("crash_id")
         self._fail_id = args.get("fail_id")
         self._jobs: dict[int, Job] = {}
+        memory = args.get("memory_file")
+        if memory is not None and not Path(memory).exists():
+            raise MemoryError("the fake engine was told to lack memory")
         if not Path(spec.path).is_dir():
             raise ValueError(f"{spec.path}: no such directory")
         self._info = EngineInfo(

@@ -110,7 +110,8 @@ def _serve(connection: Connection, spec: EngineSpec) -> None:
         engine = build_engine(spec)
     except Exception as error:
         log.exception("engine %s did not start", spec.id)
-        connection.send(Failed(f"{type(error).__name__}: {error}", can_restart=False))
+        lacking = lacks_memory(error)  # which another process may give back
+        connection.send(Failed(f"{type(error).__name__}: {error}", lacking, can_restart=lacking))
         return
     try:
         connection.send(Ready(engine.info))
@@ -119,10 +120,31 @@ def _serve(connection: Connection, spec: EngineSpec) -> None:
         pass  # the parent is gone, and with it everyone who waits for results
     except Exception as error:
         log.exception("engine %s broke", spec.id)
-        out_of_memory = isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__
-        connection.send(Failed(f"{type(error).__name__}: {error}", out_of_memory))
+        connection.send(Failed(f"{type(error).__name__}: {error}", lacks_memory(error)))
     finally:
         engine.close()
+
+
+NO_MEMORY = (
+    "out of memory",  # CUDA's
+    "allocate memory",  # torch's allocator for CPUs
+    "not enough memory",
+    "Free memory on device",  # vLLM's checks at a start
+    "Available memory on node",
+    "Error in memory profiling",
+)
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Return whether an error, or one that it came from, tells that too little memory was free."""
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, MemoryError) or "OutOfMemory" in type(link).__name__:
+            return True
+        if any(words in str(link) for words in NO_MEMORY):
+            return True
+        link = link.__cause__ or link.__context__
+    return False
 
 
 class EngineLoop:

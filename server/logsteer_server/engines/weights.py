@@ -28,15 +28,42 @@ def locate_model(path: str) -> Path | str:
         return Path(snapshot_download(path, ignore_patterns=["*.bin", "*.pth", "original/*"]))
 
 
-def limit_context(path: Path | str, text_config: Any, limit: int | None) -> int:
+def limit_context(path: Path | str, text_config: Any, limit: int | None, unread: int = 0) -> int:
     """Return how many tokens a model reads: what its text config says, or `limit` if that is less.
 
-    Errors: ValueError where neither names a number.
+    The engine is asked for `unread` positions more. A LongRoPE model reads what keeps its short
+    factors: beyond, the engines turn every text of a batch by the long ones, short texts too.
+
+    Errors: ValueError where no number is named, or a LongRoPE model is to read more.
     """
     derived = getattr(text_config, "max_position_embeddings", None)
     if derived is None and limit is None:
         raise ValueError(f"{path}: its config names no context length; set max_model_len")
+    if (original := find_longrope(text_config)) is not None:
+        derived = original - unread if derived is None else min(derived, original - unread)
+        if limit is not None and limit > derived:
+            raise ValueError(
+                f"max_model_len: {limit} would have the engine turn all texts by LongRoPE's long "
+                f"factors, or all that share a batch with a long one, where the model turns texts "
+                f"of up to {original} tokens by the short ones: set at most {derived}"
+            )
     return int(min(x for x in (derived, limit) if x is not None))
+
+
+def find_longrope(text_config: Any) -> int | None:
+    """Return the length up to which a LongRoPE model uses its short factors; None for any other.
+
+    A model of which both factors are the same is none.
+    """
+    given = getattr(text_config, "rope_parameters", None) or {}
+    by_layer = [entry for entry in given.values() if isinstance(entry, dict)]
+    for entry in by_layer or [given]:
+        pairs = (("short_factor", "long_factor"), ("short_mscale", "long_mscale"))
+        differs = any(entry.get(short) != entry.get(long) for short, long in pairs)
+        if entry.get("rope_type") == "longrope" and differs:
+            name = "original_max_position_embeddings"
+            return int(entry[name] if name in entry else getattr(text_config, name))
+    return None
 
 
 def digest_weights(path: Path | str) -> str:

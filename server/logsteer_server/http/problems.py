@@ -1,5 +1,6 @@
 """Errors as answers: problem documents (RFC 9457), and OpenAI's shape under `/v1`."""
 
+import difflib
 import logging
 import math
 from typing import Any
@@ -10,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from logsteer.errors import APIError, api_error
+from logsteer.schemas.common import REFUSAL
 from logsteer_server.http.encoding import JSON, encode_json
 
 log = logging.getLogger(__name__)
@@ -17,6 +19,7 @@ log = logging.getLogger(__name__)
 PROBLEM = "application/problem+json"
 CLIENT_CLOSED_REQUEST = 499
 MAX_SHOWN_ERRORS = 5
+OPENAI_PATHS = "/v1/"
 
 
 def add_handlers(app: FastAPI) -> None:
@@ -30,10 +33,11 @@ def add_handlers(app: FastAPI) -> None:
 
 def describe_openai_error(error: APIError) -> dict[str, Any]:
     """Write an error in OpenAI's shape."""
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
     return {
         "error": {
             "message": error.detail,
-            "type": error.code,
+            "type": "rate_limit_error" if error.status == 429 else kind,
             "param": error.param,
             "code": error.code,
         }
@@ -49,9 +53,9 @@ def _answer_problem(request: Request, error: APIError) -> Response:
         headers["Retry-After"] = str(math.ceil(error.retry_after))
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    if request.url.path.startswith("/v1/"):
+    if request.url.path.startswith(OPENAI_PATHS):
         body = encode_json(describe_openai_error(error))
-        return Response(body, error.status, headers, JSON)
+        return Response(body, 400 if error.status == 422 else error.status, headers, JSON)
     body = encode_json(error.problem(request_id).model_dump())
     return Response(body, error.status, headers, PROBLEM)
 
@@ -65,7 +69,7 @@ async def _answer_invalid(request: Request, error: Exception) -> Response:
     """Say every reason why the request does not fit its schema, in one line."""
     assert isinstance(error, RequestValidationError)
     found = error.errors()
-    reasons = [_explain(entry) for entry in found[:MAX_SHOWN_ERRORS]]
+    reasons = [_explain(entry, request) for entry in found[:MAX_SHOWN_ERRORS]]
     if len(found) > MAX_SHOWN_ERRORS:
         reasons.append(f"and {len(found) - MAX_SHOWN_ERRORS} more")
     content_type = request.headers.get("content-type", "")
@@ -74,7 +78,7 @@ async def _answer_invalid(request: Request, error: Exception) -> Response:
             f"The body was sent as {content_type or 'no content type'}; "
             "send JSON with the header Content-Type: application/json."
         ]
-    param = _name_field(found[0]["loc"]) if found else None
+    param = _name_param(found[0]) if found else None
     return _answer_problem(request, api_error("invalid_request", " ".join(reasons), param=param))
 
 
@@ -86,7 +90,23 @@ def _name_field(location: tuple[int | str, ...]) -> str | None:
     return name.removeprefix(".") or None
 
 
-def _explain(entry: dict[str, object]) -> str:
+def _name_param(entry: dict[str, Any]) -> str | None:
+    """Return the field that an error is about: a refusal by name is raised by the whole request."""
+    if entry["type"] == REFUSAL:
+        return str(entry["ctx"]["param"])
+    return _name_field(entry["loc"])
+
+
+def _suggest(request: Request, location: tuple[int | str, ...]) -> str:
+    """Return what to do about an unknown field: send the body's field that it resembles."""
+    body = getattr(request.scope.get("route"), "body_field", None)
+    known = getattr(body and body.field_info.annotation, "model_fields", {})
+    if len(location) == 2 and (close := difflib.get_close_matches(str(location[1]), known, 1)):
+        return f"did you mean `{close[0]}`?"
+    return "remove it."
+
+
+def _explain(entry: dict[str, object], request: Request) -> str:
     location = entry["loc"]
     assert isinstance(location, tuple)
     reason = str(entry["msg"]).removeprefix("Value error, ")
@@ -95,7 +115,9 @@ def _explain(entry: dict[str, object]) -> str:
         cause = context.get("error") if isinstance(context, dict) else None
         return f"The body is not valid JSON: {cause or reason}."
     if entry["type"] == "extra_forbidden":
-        return f"{_name_field(location)}: there is no such field; remove it."
+        return f"{_name_field(location)}: there is no such field; {_suggest(request, location)}"
+    if entry["type"] == REFUSAL:
+        return reason
     field = _name_field(location)
     return f"{field}: {reason}." if field else f"{reason}."
 

@@ -105,7 +105,7 @@ def _plan_samples(
             ignore_eos=request.ignore_eos,
             top=top or 0,
             logprobs=top is not None,
-            stream=request.is_streamed,
+            stream=request.stream,
         )
         for index in range(request.n)
     ]
@@ -128,13 +128,13 @@ class TokenColumns:
             self.top_logprobs + other.top_logprobs,
         )
 
-    def render(self, codec: TextCodec) -> dict[str, Any]:
-        """Write the columns as `CompletionLogprobs`.
+    def render(self, codec: TextCodec, offset: int = 0) -> dict[str, Any]:
+        """Write the columns as `CompletionLogprobs`; `offset` characters came before.
 
         The alternatives name the token itself, too, as OpenAI's do.
         """
         tokens = [codec.piece(token_id) for token_id in self.token_ids]
-        offsets, offset = [], 0
+        offsets = []
         for token in tokens:
             offsets.append(offset)
             offset += len(token)

@@ -147,6 +147,7 @@ class Continuations:
             {
                 "completions": written[start : start + size],
                 "baseline": written[own + start : own + start + size] or None,
+                "prompt_ids": self.jobs[start].tokens,
                 "truncated_tokens": truncated[start // size],
             }
             for start in range(0, own, size)

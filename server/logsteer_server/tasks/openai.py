@@ -2,17 +2,19 @@
 
 import time
 from abc import abstractmethod
-from collections.abc import AsyncGenerator
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 from logsteer.schemas.openai import ChatCompletionRequest, CompletionRequest, SamplingRequest
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import GenerateOutput, Output, ScoreOutput
+from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, Output, ScoreJob, ScoreOutput
 from logsteer_server.interventions.interventions import AppliedReport, Interventions, Stores
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.completions import (
     CompletionPrompt,
+    TokenColumns,
     plan_chat,
     plan_completions,
     read_echo,
@@ -35,25 +37,41 @@ class OpenAITask(Task):
     """The `object` of an answer."""
 
     def __init__(self, body: SamplingRequest, models: ModelRegistry, stores: Stores) -> None:
-        super().__init__(models.find(body.model), streams=body.is_streamed)
+        super().__init__(models.find(body.model), streams=body.stream)
         self._sampling = body
         self._stores = stores
         self._created = int(time.time())
         self._prompts: list[CompletionPrompt] = []
-        self._started: set[int] = set()
         self._found: list[Any] = []
+        self._num_generated = 0
 
-    async def plan(self, _settings: Settings) -> AsyncGenerator[Batch, None]:
-        """Score echoes and generate completions in one batch."""
+    async def plan(self, _settings: Settings) -> AsyncGenerator[Batch | Event, None]:
+        """Score echoes and generate completions in one batch; in a stream the echoes come first."""
         codec, info = self.model.require()
         self._prompts = await off_loop(self._plan, codec, info)
         jobs = self.interventions.apply([job for each in self._prompts for job in each.jobs])
-        if self.streams:
-            yield Batch(jobs, self._show)
+        if not self.streams:
+            collector = Collector(jobs)
+            yield Batch(jobs, collector.take, cache=True)
+            self._found = collector.outputs
             return
-        collector = Collector(jobs)
-        yield Batch(jobs, collector.take, cache=True)
-        self._found = collector.outputs
+        samples = [job for job in jobs if isinstance(job, GenerateJob)]
+        if self.echoes:
+            scored = [job for job in jobs if isinstance(job, ScoreJob)]
+            collector = Collector(scored)
+            room = sum(job.num_positions for job in samples)
+            yield Batch(scored, collector.take, cache=True, room=room)
+            for event in self._show_echoes(collector.outputs):
+                yield event
+        if samples:
+            yield Batch(samples, self._show)
+        if self._sampling.includes_usage:
+            yield Event("chunk", {**self._head, "choices": [], "usage": self._count_usage()})
+
+    @property
+    def echoes(self) -> bool:
+        """Whether prompts are given back before their completions."""
+        return False
 
     def _plan(self, codec: TextCodec, info: EngineInfo) -> list[CompletionPrompt]:
         self.interventions = Interventions.resolve(self._sampling, self._stores, info)
@@ -67,17 +85,26 @@ class OpenAITask(Task):
     def _render(self, index: int, output: GenerateOutput) -> dict[str, Any]:
         """Return a choice of (a piece of) a completion."""
 
+    def _show_echoes(self, _scores: Sequence[ScoreOutput]) -> Iterator[Event]:
+        """Yield chunks of the prompts' texts, and of what is known without generation."""
+        yield from ()
+
     def _show(self, index: int, output: Output) -> Event:
-        """Return a piece as a chunk; the last one of a choice says what was applied to it."""
+        """Return a piece as a chunk."""
         assert isinstance(output, GenerateOutput)
-        choice = self._render(index, output)
-        self._started.add(index)
-        applied = {}
-        if output.is_last:
+        self._num_generated += len(output.token_ids)
+        return self._write_chunk(self._render(index, output), output if output.is_last else None)
+
+    def _write_chunk(self, choice: dict[str, Any], last: Output | None) -> Event:
+        """Return a choice's chunk; where its last output is given, with what was applied to it."""
+        document = {**self._head, "choices": [choice]}
+        if self._sampling.includes_usage:
+            document["usage"] = None
+        if last is not None:
             report = AppliedReport(self.interventions)
-            report.add(output)
-            applied = _drop_nulls(report.write())
-        return Event("chunk", {**self._head, "choices": [choice], **applied})
+            report.add(last)
+            document |= _drop_nulls(report.write())
+        return Event("chunk", document)
 
     @property
     def _head(self) -> dict[str, Any]:
@@ -89,16 +116,21 @@ class OpenAITask(Task):
         }
 
     def write(self, facts: Facts) -> dict[str, Any]:
-        """Write the answer in OpenAI's shape: a prompt's tokens count once, whatever `n` is."""
-        read = sum(len(prompt.ids) for prompt in self._prompts)
+        """Write the answer in OpenAI's shape; of a stream nothing is left to say."""
+        if self.streams:
+            return self._head
         document = self.report()
-        generated = document.pop("num_generated")
-        usage = {
+        applied = _drop_nulls(facts.applied)
+        return {**self._head, **document, "usage": self._count_usage(), **applied}
+
+    def _count_usage(self) -> dict[str, int]:
+        """Return the fields of `OpenAIUsage`: a prompt's tokens count once, whatever `n` is."""
+        read = sum(len(prompt.ids) for prompt in self._prompts)
+        return {
             "prompt_tokens": read,
-            "completion_tokens": generated,
-            "total_tokens": read + generated,
+            "completion_tokens": self._num_generated,
+            "total_tokens": read + self._num_generated,
         }
-        return {**self._head, **document, "usage": usage, **_drop_nulls(facts.applied)}
 
 
 def _drop_nulls(applied: dict[str, Any]) -> dict[str, Any]:
@@ -115,6 +147,7 @@ class CompletionTask(OpenAITask):
     def __init__(self, body: CompletionRequest, models: ModelRegistry, stores: Stores) -> None:
         super().__init__(body, models, stores)
         self._body = body
+        self._offsets: Counter[int] = Counter()
 
     def check_limits(self, settings: Settings) -> None:
         """Bound prompts times completions. Errors: APIError `payload_too_large`."""
@@ -126,30 +159,60 @@ class CompletionTask(OpenAITask):
     def _plan_prompts(self, codec: TextCodec, info: EngineInfo) -> list[CompletionPrompt]:
         return plan_completions(self._body, codec, info)
 
+    @property
+    def echoes(self) -> bool:
+        """Whether prompts are given back before their completions."""
+        return self._body.echo
+
+    def _show_echoes(self, scores: Sequence[ScoreOutput]) -> Iterator[Event]:
+        """Yield chunks of the prompts' texts, and of what is known without generation."""
+        codec, _ = self.model.require()
+        echoes, index = iter(scores), 0
+        for prompt in self._prompts:
+            echo = next(echoes) if prompt.echo_job else None
+            columns = read_echo(prompt, echo, self._body.logprobs or 0)
+            for _ in range(max(1, len(prompt.samples))):
+                ends = not (prompt.samples or prompt.reads_next)
+                choice = self._choose(index, prompt.text, columns, "length" if ends else None)
+                yield self._write_chunk(choice, echo if ends else None)
+                if prompt.reads_next:
+                    assert echo is not None
+                    output = read_next(echo, codec, self._body.logprobs or 0)
+                    self._num_generated += len(output.token_ids)
+                    yield self._write_chunk(self._render(index, output), echo)
+                index += 1
+
     def _render(self, index: int, output: GenerateOutput) -> dict[str, Any]:
+        return self._choose(index, output.text, read_generated(output), output.finish_reason)
+
+    def _choose(
+        self, index: int, text: str, columns: TokenColumns | None, finish_reason: str | None
+    ) -> dict[str, Any]:
+        """Return (a piece of) a choice; its offsets go on from those of the piece before."""
         codec, _ = self.model.require()
         logprobs = None
-        if self._body.logprobs is not None:
-            logprobs = read_generated(output).render(codec)
+        if columns is not None and self._body.logprobs is not None:
+            logprobs = columns.render(codec, self._offsets[index])
+            self._offsets[index] += sum(map(len, logprobs["tokens"]))
         return {
             "index": index,
-            "text": output.text,
+            "text": text,
             "logprobs": logprobs,
-            "finish_reason": output.finish_reason,
+            "finish_reason": finish_reason,
         }
 
     def report(self) -> dict[str, Any]:
         """Return the choices, the completions of each prompt in turn."""
         choices: list[dict[str, Any]] = []
-        generated = first = 0
+        first = 0
         for prompt in self._prompts:
             own = self._found[first : first + len(prompt.jobs)]
             first += len(prompt.jobs)
             for output in self._complete(prompt, own):
-                generated += 0 if output is None else len(output.token_ids)
+                self._num_generated += 0 if output is None else len(output.token_ids)
                 echo = own[0] if prompt.echo_job else None
-                choices.append({"index": len(choices), **self._choose(prompt, echo, output)})
-        return {"choices": choices, "num_generated": generated}
+                choices.append(self._join(len(choices), prompt, echo, output))
+        return {"choices": choices}
 
     def _complete(
         self, prompt: CompletionPrompt, own: list[Any]
@@ -160,22 +223,20 @@ class CompletionTask(OpenAITask):
             return [read_next(own[0], codec, self._body.logprobs or 0)]
         return own[1 if prompt.echo_job else 0 :] or [None]
 
-    def _choose(
-        self, prompt: CompletionPrompt, echo: ScoreOutput | None, output: GenerateOutput | None
+    def _join(
+        self,
+        index: int,
+        prompt: CompletionPrompt,
+        echo: ScoreOutput | None,
+        output: GenerateOutput | None,
     ) -> dict[str, Any]:
-        body = self._body
-        codec, _ = self.model.require()
-        columns = None
-        if body.logprobs is not None:
-            columns = None if output is None else read_generated(output)
-            if body.echo:
-                own = read_echo(prompt, echo, body.logprobs)
-                columns = own if columns is None else own + columns
-        return {
-            "text": (prompt.text if body.echo else "") + (output.text if output else ""),
-            "logprobs": columns.render(codec) if columns else None,
-            "finish_reason": output.finish_reason if output else "length",
-        }
+        """Return a choice: the echo where asked for, and the completion where there is one."""
+        text = (prompt.text if self._body.echo else "") + (output.text if output else "")
+        columns = None if output is None else read_generated(output)
+        if self._body.echo:
+            own = read_echo(prompt, echo, self._body.logprobs or 0)
+            columns = own if columns is None else own + columns
+        return self._choose(index, text, columns, output.finish_reason if output else "length")
 
 
 class ChatCompletionTask(OpenAITask):
@@ -186,6 +247,7 @@ class ChatCompletionTask(OpenAITask):
     def __init__(self, body: ChatCompletionRequest, models: ModelRegistry, stores: Stores) -> None:
         super().__init__(body, models, stores)
         self._body = body
+        self._started: set[int] = set()
         self.shape = "chat.completion.chunk" if body.stream else "chat.completion"
 
     def check_limits(self, settings: Settings) -> None:
@@ -201,6 +263,7 @@ class ChatCompletionTask(OpenAITask):
         if self._body.logprobs:
             logprobs = render_chat_logprobs(read_generated(output), codec)
         role = {} if index in self._started else {"role": "assistant"}
+        self._started.add(index)
         return {
             "index": index,
             "delta" if self._body.stream else "message": role | {"content": output.text},
@@ -211,5 +274,5 @@ class ChatCompletionTask(OpenAITask):
     def report(self) -> dict[str, Any]:
         """Return the choices."""
         choices = [self._render(index, output) for index, output in enumerate(self._found)]
-        generated = sum(len(output.token_ids) for output in self._found)
-        return {"choices": choices, "num_generated": generated}
+        self._num_generated = sum(len(output.token_ids) for output in self._found)
+        return {"choices": choices}

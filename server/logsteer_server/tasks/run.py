@@ -105,8 +105,11 @@ class Task(ABC):
         """Refuse by arithmetic what is too much. Errors: APIError `payload_too_large`."""
 
     @abstractmethod
-    def plan(self, settings: Settings) -> AsyncGenerator[Batch, None]:
-        """Yield batches of jobs; each after the last output of the one before was taken."""
+    def plan(self, settings: Settings) -> AsyncGenerator[Batch | Event, None]:
+        """Yield batches of jobs, each after the last output of the one before was taken.
+
+        Events that no output causes may be yielded between batches, not before the first.
+        """
 
     @abstractmethod
     def report(self) -> dict[str, Any]:
@@ -190,6 +193,9 @@ class Run:
             has_started = False
             async with aclosing(self.task.plan(self.settings)) as plan:
                 async for batch in plan:
+                    if isinstance(batch, Event):
+                        yield batch
+                        continue
                     model = batch.model or self.task.model
                     prepared = await model.prepare(batch.jobs, batch.cache)
                     self._reserve(model).cover(max(prepared.num_tokens, batch.room))

@@ -1,4 +1,4 @@
-"""Where a target begins: contexts and targets as text, cut into tokens.
+r"""Where a target begins: contexts and targets as text, cut into tokens.
 
 Joint encoding follows lm-evaluation-harness (`TemplateLM._encode_pair`): white space that ends the
 context is moved to the target, both are encoded together, and the target's tokens are those after
@@ -6,6 +6,11 @@ as many as the context alone has.
 
     context "The capital is "   target "Paris"
     encoded  [The][ capital][ is]  |  [ Paris]
+
+A conversation keeps the white space that its template ends in: generation reads it, too.
+
+    context "<|assistant|>\n\n"  target "Paris"
+    encoded  [<|assistant|>][\n\n]  |  [Paris]
 """
 
 from collections.abc import Sequence
@@ -18,7 +23,10 @@ from logsteer_server.text.tokenizer import Offsets, TextCodec
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A context and a target as text. `is_rendered`: the context already has its BOS."""
+    """A context and a target as text. `is_rendered`: the context came from a chat template.
+
+    It then has its BOS already, and its end is where a generated answer would begin.
+    """
 
     context: str
     target: str
@@ -50,7 +58,7 @@ def cut_pairs(
 
 
 def _cut_jointly(codec: TextCodec, pairs: Sequence[Pair]) -> list[Cut]:
-    contexts = [pair.context.rstrip() for pair in pairs]
+    contexts = [pair.context if pair.is_rendered else pair.context.rstrip() for pair in pairs]
     distinct = {context: index for index, context in enumerate(dict.fromkeys(contexts))}
     context_ids = codec.encode_ids(list(distinct))
     joint = codec.encode([pair.context + pair.target for pair in pairs])

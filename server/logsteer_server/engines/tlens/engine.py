@@ -24,6 +24,7 @@ from logsteer_server.contract.jobs import (
     JobFailure,
     ScoreJob,
 )
+from logsteer_server.engines.machine import describe_machine
 from logsteer_server.engines.tlens.capture import CaptureQueue
 from logsteer_server.engines.tlens.generation import GenerateQueue
 from logsteer_server.engines.tlens.gradient import GradientQueue
@@ -196,4 +197,5 @@ def _describe(spec: EngineSpec, path: str, model: BridgeModel, digest: str) -> E
         hidden_size=model.hidden_size,
         hooks=model.points.names,
         tf32=spec.tf32 and model.device.type == "cuda",
+        computed_on=describe_machine(model.device.type),
     )

@@ -5,7 +5,6 @@ run by itself, so that only the rows that are wanted go through the head.
 """
 
 import inspect
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging as transformers_logging
 
 from logsteer_server.contract.engine import EngineSpec
+from logsteer_server.engines.machine import show_devices
 from logsteer_server.engines.tlens.parameters import Parameters
 from logsteer_server.engines.tlens.plain_forward import PlainForward, agree, unwrap
 from logsteer_server.engines.tlens.points import (
@@ -61,7 +61,7 @@ def place_model(spec: EngineSpec) -> Placement:
     if not isinstance(spec.devices, str):
         if num_gpus not in (1, len(spec.devices)):
             raise ValueError(f"pipeline_parallel is {num_gpus}, devices {list(spec.devices)}")
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.devices))
+        show_devices(spec.devices)
         num_gpus = len(spec.devices)
     found = torch.cuda.device_count()
     if not found and isinstance(spec.devices, str) and num_gpus == 1:

@@ -8,11 +8,17 @@ from typing import Any
 
 from logsteer_server.contract.engine import EngineInfo, EngineSpec
 from logsteer_server.contract.jobs import Feature
+from logsteer_server.engines.machine import describe_machine, show_devices
+from logsteer_server.engines.vllm.arguments import check_arguments
 from logsteer_server.engines.weights import digest_weights, limit_context
 from logsteer_server.numerics.rows import PUBLIC_COLUMNS
 
 CPU_BLOCK_SIZE = 32
 """Tokens per cache block on CPU; vLLM's own default of 128 shares no short context."""
+
+
+SAMPLED = 1
+"""Positions of vLLM's context beside those that are read: that of the sampled token."""
 
 
 def set_environment(spec: EngineSpec) -> None:
@@ -21,6 +27,9 @@ def set_environment(spec: EngineSpec) -> None:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     os.environ["VLLM_FLOAT32_MATMUL_PRECISION"] = "high" if spec.tf32 else "highest"
+    # Half precision is all that FlashAttention takes; in float32 vLLM's attention is Triton's.
+    os.environ["TRITON_F32_DEFAULT"] = "tf32" if spec.tf32 else "ieee"
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is compiled at start, by nvcc
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -29,7 +38,7 @@ def set_environment(spec: EngineSpec) -> None:
     if ranks > 1:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _bind_cores(ranks))
     if not isinstance(spec.devices, str):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.devices))
+        show_devices(spec.devices)
 
 
 def _bind_cores(ranks: int) -> str:
@@ -50,7 +59,8 @@ def parse_bytes(size: str) -> int:
 
 
 def engine_args(spec: EngineSpec, path: Path | str, on_cpu: bool, limit: int) -> dict[str, Any]:
-    """Return the arguments of vLLM's `EngineArgs`."""
+    """Return the arguments of vLLM's `EngineArgs`. Errors: ValueError as `check_arguments`."""
+    check_arguments(spec.engine_args)
     args: dict[str, Any] = {
         "model": str(path),
         "dtype": spec.dtype,
@@ -58,7 +68,7 @@ def engine_args(spec: EngineSpec, path: Path | str, on_cpu: bool, limit: int) ->
         "pipeline_parallel_size": spec.pipeline_parallel,
         "quantization": spec.quantization,
         # A scored sequence may fill the context, and vLLM always leaves room for a sampled token.
-        "max_model_len": limit + 1,
+        "max_model_len": limit + SAMPLED,
         "enforce_eager": not spec.compile,
         "enable_prefix_caching": True,
         "async_scheduling": False,
@@ -111,12 +121,36 @@ def steering_size(spec: EngineSpec) -> SteeringSize:
     return SteeringSize(spec.steering_slots, spec.steering_depth, captures)
 
 
+TUNED_BEYOND = 32_768
+"""Context from which vLLM scales the queries of a Llama 4 by their position, whatever it says."""
+
+
 def context_length(path: Path | str, limit: int | None) -> int:
-    """Return how many tokens the model reads. Errors: ValueError where nothing says it."""
+    """Return how many tokens the model reads. Errors: ValueError as `fit_context_length`."""
     from vllm.transformers_utils.config import get_config
 
     config = get_config(str(path), trust_remote_code=False)
-    return limit_context(path, config.get_text_config(), limit)
+    return fit_context_length(path, config.get_text_config(), limit)
+
+
+def fit_context_length(path: Path | str, text_config: Any, limit: int | None) -> int:
+    """Return how many tokens a model of this configuration reads in vLLM.
+
+    Errors: ValueError where nothing says it, or where vLLM at that length computes another model.
+    """
+    length = limit_context(path, text_config, limit, SAMPLED)
+    if getattr(text_config, "model_type", None) == "llama4_text":
+        is_tuned = bool(text_config.attn_temperature_tuning)
+        start = text_config.floor_scale
+        if length >= start and is_tuned != (length + SAMPLED > TUNED_BEYOND):
+            raise ValueError(
+                f"max_model_len: vLLM scales Llama 4's queries by their position only where the "
+                f"context has {TUNED_BEYOND} tokens or more, and this model's config says "
+                f"attn_temperature_tuning: {is_tuned}; set "
+                + (f"{TUNED_BEYOND} or more, or " if is_tuned else "")
+                + f"less than {start}"
+            )
+    return length
 
 
 def describe(
@@ -151,6 +185,7 @@ def describe(
         hooks=() if unsteerable else ("resid_post",),
         lacks=_find_missing(spec, unsteerable),
         tf32=spec.tf32 and config.device_config.device_type == "cuda",
+        computed_on=describe_machine(config.device_config.device_type),
     )
 
 

@@ -62,7 +62,7 @@ _START = (
         for name in (
             "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER", "VLLM_NO_USAGE_STATS",
             "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_LOGGING_LEVEL",
-            "VLLM_CPU_OMP_THREADS_BIND",
+            "VLLM_CPU_OMP_THREADS_BIND", "VLLM_USE_FLASHINFER_SAMPLER",
         )
     ),
     _row("name", "vllm.envs.VLLM_BATCH_INVARIANT", "", "what the engine says of itself", "config"),
@@ -87,6 +87,19 @@ _START = (
          "every executor finds our worker by its name", "config"),
     _row("call", "vllm.transformers_utils.config.get_config", "model, *, trust_remote_code",
          "the context length before vLLM checks it", "config"),
+    _row("source", "triton.knobs.language_knobs", 'env_opt_str("TRITON_F32_DEFAULT")',
+         "float32 products of Triton's kernels are in float32 unless tf32 is set", "config"),
+    _row("source", "triton.language.core.dot", "input_precision = knobs.language.fp32_default or",
+         "kernels that name no precision follow it", "config"),
+    _row("source", "vllm.v1.attention.ops.triton_unified_attention.kernel_unified_attention",
+         "S += score_scale * tl.dot(Q, K)", "attention in float32 names no precision", "config"),
+    _row("source", "vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope."
+         "Phi3LongRoPEScaledRotaryEmbedding",
+         "self.use_long_rope = max_model_len > original_max_position_embeddings",
+         "what keeps LongRoPE's short factors", "config"),
+    _row("source", "vllm.model_executor.models.llama4.Llama4ForCausalLM",
+         "default_attn_temperature_tuning = vllm_config.model_config.max_model_len > 32768",
+         "where vLLM scales Llama 4's queries", "config"),
     *_attributes("vllm.config.ModelConfig",
                  "dtype head_dtype tokenizer quantization hf_text_config get_vocab_size "
                  "get_hidden_size try_get_generation_config",

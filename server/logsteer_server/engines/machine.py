@@ -1,0 +1,63 @@
+"""The machine that an engine runs on: which of its GPUs, and what its numbers depend on."""
+
+import os
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+CPU_FACTS = ("model name", "flags", "Features")
+"""Lines of Linux's cpuinfo; the last is what ARM has for flags."""
+
+
+def show_devices(indices: Sequence[int]) -> None:
+    """Have CUDA see these GPUs alone, of those that it may see; only before its first use.
+
+    Where a scheduler has set `4,5,6`, or UUIDs, 0 and 1 mean its first two entries: `4,5`.
+
+    Errors: ValueError for an index beyond them.
+    """
+    given = os.environ.get(VISIBLE)
+    os.environ[VISIBLE] = ",".join(_pick(indices, given))
+
+
+def _pick(indices: Sequence[int], given: str | None) -> list[str]:
+    if given is None:
+        return [str(index) for index in indices]
+    entries = [entry.strip() for entry in given.split(",")]
+    hidden = next((n for n, entry in enumerate(entries) if entry in ("", "-1")), len(entries))
+    visible = entries[:hidden]  # CUDA reads no further than the first entry that is no device
+    beyond = [index for index in indices if not 0 <= index < len(visible)]
+    if beyond:
+        raise ValueError(
+            f"devices: {beyond} of {list(indices)} do not exist: {VISIBLE} is {given!r}, so that "
+            f"{len(visible)} can be seen, counted from 0"
+        )
+    return [visible[index] for index in indices]
+
+
+def describe_machine(device_type: str) -> tuple[str, ...]:
+    """Return what the same model's numbers may change with: libraries, and GPUs or the CPU."""
+    import torch
+
+    found = [f"torch {torch.__version__}", f"transformers {version('transformers')}"]
+    if device_type == "cuda":
+        names = {torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())}
+        return (*found, f"CUDA {torch.version.cuda}", *sorted(names))
+    capability = torch.backends.cpu.get_cpu_capability()
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
+    return (*found, capability, limit, *_read_cpu())
+
+
+def _read_cpu() -> list[str]:
+    """Return the first processor's name and instruction sets, as Linux tells them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+    found: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() in CPU_FACTS:
+            found.setdefault(name.strip(), value.strip())
+    return list(found.values())

@@ -1,0 +1,84 @@
+"""Arguments of vLLM's that a configuration may not give, each with the reason.
+
+The module is free of vLLM: a configuration is checked before anything is started.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+_IN_BATCH = "rows and steering follow the tokens of one batch on one rank, which it splits"
+_PREFIX = "it brings keys and values from elsewhere, so that rows that are scored get lost"
+_DRAWN = "tokens would be drawn from another distribution than the one that answers report"
+_OTHER_MODEL = (
+    "it changes the model behind its weights' digest; change the checkpoint's config.json instead"
+)
+
+INSTEAD = {
+    "model": "path",
+    "dtype": "dtype",
+    "quantization": "quantization",
+    "max_model_len": "max_model_len",
+    "tensor_parallel_size": "tensor_parallel",
+    "pipeline_parallel_size": "pipeline_parallel",
+    "device_ids": "devices",
+    "enforce_eager": "compile",
+    "kv_cache_memory_bytes": "memory",
+    "enable_lora": "adapter_slots",
+    "max_loras": "adapter_slots",
+    "max_cpu_loras": "adapter_slots",
+    "max_lora_rank": "adapter_rank",
+}
+"""Argument -> the key of a model's configuration that sets it."""
+
+REFUSED = {
+    "worker_cls": "rows, steering and captures are those of the worker that is set here",
+    "worker_extension_cls": "it would take the place of methods of the worker that is set here",
+    "additional_config": "the worker that is set here is told its sizes by it",
+    "scheduler_cls": "prefix hits are limited in vLLM's own scheduler",
+    "runner": "the model is to score and to generate",
+    "convert": "the model is to score and to generate",
+    "revision": "path names the checkpoint; give a directory with that revision",
+    "skip_tokenizer_init": "stop strings are looked for in the text",
+    "hf_overrides": _OTHER_MODEL,
+    "hf_config_path": _OTHER_MODEL,
+    "disable_sliding_window": _OTHER_MODEL,
+    "enable_prompt_embeds": "a prompt has token ids, which scores and steering refer to",
+    "async_scheduling": "steering plans, rows and pieces are read between two steps",
+    "speculative_config": "positions of drafted tokens are neither steered nor read",
+    "spec_method": "positions of drafted tokens are neither steered nor read",
+    "spec_model": "positions of drafted tokens are neither steered nor read",
+    "spec_tokens": "positions of drafted tokens are neither steered nor read",
+    "diffusion_config": "tokens are scored and drawn from left to right",
+    "kv_sharing_fast_prefill": "it leaves out layers of tokens that are scored and steered",
+    "enable_dbo": _IN_BATCH,
+    "ubatch_size": _IN_BATCH,
+    "enable_hc_sp": _IN_BATCH,
+    "prefill_context_parallel_size": _IN_BATCH,
+    "decode_context_parallel_size": _IN_BATCH,
+    "data_parallel_size": f"{_IN_BATCH}; serve the model twice under two ids",
+    "enable_elastic_ep": _IN_BATCH,
+    "kv_transfer_config": _PREFIX,
+    "kv_offloading_size": _PREFIX,
+    "ec_transfer_config": _PREFIX,
+    "logits_processors": _DRAWN,
+    "watermark_config": _DRAWN,
+    "logprobs_mode": "log-probabilities are the model's own, before any processing",
+}
+"""Argument -> why it is not taken."""
+
+ONE_IS_OFF = frozenset(
+    {"prefill_context_parallel_size", "decode_context_parallel_size", "data_parallel_size"}
+)
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Refuse arguments that the service sets itself, or that break what it promises.
+
+    One that asks for nothing (null, false, 0, or one rank) is taken. Errors: ValueError.
+    """
+    for name, value in given.items():
+        if name in INSTEAD:
+            raise ValueError(f"engine_args: {name}: set {INSTEAD[name]} of the model instead")
+        asks = value is not None and bool(value) and not (name in ONE_IS_OFF and value == 1)
+        if name in REFUSED and asks:
+            raise ValueError(f"engine_args: {name}: {REFUSED[name]}; leave it out")

@@ -1,0 +1,188 @@
+"""What engines are set up with: environment, devices, arguments, the context that they read."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from logsteer_server.contract.engine import EngineSpec
+from logsteer_server.engines.machine import describe_machine, show_devices
+from logsteer_server.engines.vllm.arguments import INSTEAD, ONE_IS_OFF, REFUSED, check_arguments
+from logsteer_server.engines.vllm.config import engine_args, fit_context_length, set_environment
+from logsteer_server.engines.weights import limit_context
+from logsteer_server.serving import main
+
+FACTORS = {"short_factor": [1.0, 1.1], "long_factor": [1.0, 4.0]}
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 64, **FACTORS}
+
+
+LLAMA_4 = {"model_type": "llama4_text", "floor_scale": 8192}
+
+
+def config(**fields: Any) -> SimpleNamespace:
+    return SimpleNamespace(max_position_embeddings=256, **fields)
+
+
+class TestContext:
+    @pytest.mark.parametrize(("limit", "wanted"), [(None, 256), (100, 100), (300, 256)])
+    def test_a_limit_lowers_what_the_config_says(self, limit: int | None, wanted: int) -> None:
+        assert limit_context("p", config(), limit, 1) == wanted
+
+    def test_a_model_that_names_no_length_needs_a_limit(self) -> None:
+        assert limit_context("p", SimpleNamespace(), 9) == 9
+        with pytest.raises(ValueError, match="set max_model_len"):
+            limit_context("p", SimpleNamespace(), None)
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            config(rope_parameters=LONGROPE),
+            config(rope_parameters={"full_attention": LONGROPE, "other": {"rope_type": "default"}}),
+            config(
+                rope_parameters={"rope_type": "longrope", **FACTORS},
+                original_max_position_embeddings=64,
+            ),
+        ],
+    )
+    def test_longrope_keeps_its_short_factors(self, text: Any) -> None:
+        assert [limit_context("p", text, None, unread) for unread in (0, 1)] == [64, 63]
+        assert limit_context("p", text, 63, 1) == 63
+        assert limit_context("p", text, 20, 1) == 20
+        for limit, unread in ((64, 1), (65, 0), (256, 1)):
+            with pytest.raises(
+                ValueError, match=f"{limit} would have .* set at most {64 - unread}"
+            ):
+                limit_context("p", text, limit, unread)
+
+    @pytest.mark.parametrize(
+        ("tuned", "limit", "fits"),
+        [
+            (True, 8191, True), (True, 8192, False), (True, 32_767, False), (True, 32_768, True),
+            (False, 32_767, True), (False, 32_768, False),
+        ],
+    )  # fmt: skip
+    def test_a_llama_4_is_scaled_as_it_says(self, tuned: bool, limit: int, fits: bool) -> None:
+        text = config(**LLAMA_4, attn_temperature_tuning=tuned)
+        text.max_position_embeddings = 10**6
+        if fits:
+            assert fit_context_length("p", text, limit) == limit
+        else:
+            with pytest.raises(ValueError, match="less than 8192"):
+                fit_context_length("p", text, limit)
+
+    @pytest.mark.parametrize(
+        "rope",
+        [
+            LONGROPE | {"short_factor": [1.0, 4.0]},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            None,
+        ],
+    )
+    def test_other_models_read_all_that_they_name(self, rope: Any) -> None:
+        assert limit_context("p", config(rope_parameters=rope), None, 1) == 256
+
+
+SPEC = EngineSpec("m", "vllm", "p")
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """An environment of the test's own; what is set in it ends with the test."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return monkeypatch
+
+
+class TestEnvironment:
+    @pytest.mark.parametrize(
+        ("tf32", "triton", "matmul"), [(False, "ieee", "highest"), (True, "tf32", "high")]
+    )
+    def test_float32_products_are_what_provenance_says(
+        self, environment: pytest.MonkeyPatch, tf32: bool, triton: str, matmul: str
+    ) -> None:
+        environment.setenv("TRITON_F32_DEFAULT", "tf32x3")
+        set_environment(EngineSpec("m", "vllm", "p", tf32=tf32))
+        assert os.environ["TRITON_F32_DEFAULT"] == triton
+        assert os.environ["VLLM_FLOAT32_MATMUL_PRECISION"] == matmul
+
+    def test_flashinfers_sampler_is_off_unless_the_user_sets_it(
+        self, environment: pytest.MonkeyPatch
+    ) -> None:
+        set_environment(SPEC)
+        assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+        environment.setenv("VLLM_USE_FLASHINFER_SAMPLER", "1")
+        set_environment(SPEC)
+        assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "1"
+
+
+class TestDevices:
+    @pytest.mark.parametrize(
+        ("given", "wanted"),
+        [
+            (None, "0,2"), ("4,5,6", "4,6"), (" 4, 5 ,6,7", "4,6"),
+            ("GPU-aa,GPU-bb,MIG-cc", "GPU-aa,MIG-cc"),
+        ],
+    )  # fmt: skip
+    def test_indices_count_what_a_scheduler_has_given(
+        self, environment: pytest.MonkeyPatch, given: str | None, wanted: str
+    ) -> None:
+        if given is not None:
+            environment.setenv("CUDA_VISIBLE_DEVICES", given)
+        set_environment(EngineSpec("m", "vllm", "p", devices=(0, 2)))
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == wanted
+
+    @pytest.mark.parametrize(("given", "count"), [("4,5", 2), ("", 0), ("4,-1,5", 1)])
+    def test_an_index_beyond_them_is_refused(
+        self, environment: pytest.MonkeyPatch, given: str, count: int
+    ) -> None:
+        environment.setenv("CUDA_VISIBLE_DEVICES", given)
+        with pytest.raises(ValueError, match=rf"2\] of \[0, 2\] .* so that {count} can be seen"):
+            show_devices((0, 2))
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == given
+
+    def test_a_machine_is_told_by_its_libraries_and_its_processor(
+        self, environment: pytest.MonkeyPatch
+    ) -> None:
+        found = describe_machine("cpu")
+        assert found == describe_machine("cpu")
+        assert any(fact.startswith("torch ") for fact in found)
+        assert any("avx2" in fact.split() for fact in found)
+        environment.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
+        assert describe_machine("cpu") != found
+
+
+class TestArguments:
+    def test_what_breaks_the_service_is_refused_with_the_reason(self) -> None:
+        for name, reason in REFUSED.items():
+            for value in ("x", 2, {"a": 1}):
+                with pytest.raises(ValueError, match=name) as caught:
+                    engine_args(
+                        EngineSpec("m", "vllm", "p", engine_args={name: value}), "p", True, 9
+                    )
+                assert reason in str(caught.value)
+            check_arguments({name: 1 if name in ONE_IS_OFF else False})
+            check_arguments({name: None})
+
+    def test_what_the_service_sets_itself_names_its_key(self) -> None:
+        for name, key in INSTEAD.items():
+            with pytest.raises(ValueError, match=f"{name}: set {key} of the model instead"):
+                check_arguments({name: None})
+            assert key in EngineSpec.__dataclass_fields__
+
+    def test_anything_else_is_vllms_own(self) -> None:
+        given = {"max_num_seqs": 7, "gpu_memory_utilization": 0.4, "kv_cache_dtype": "auto"}
+        args = engine_args(EngineSpec("m", "vllm", "p", engine_args=given), "p", True, 9)
+        assert given.items() <= args.items()
+
+    def test_a_configuration_is_checked_before_anything_starts(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = tmp_path / "models.yaml"
+        for engine, status in (("vllm", 2), ("transformer_lens", 0)):
+            model = {"id": "m", "path": "p", "engine": engine, "engine_args": {"enable_dbo": True}}
+            path.write_text(yaml.safe_dump({"models": [model]}))
+            assert main(["--config", str(path), "--check"]) == status
+        assert "model m: engine_args: enable_dbo: " in capsys.readouterr().err

@@ -1,0 +1,103 @@
+"""Requests in OpenAI's shape: each field is honoured, taken as asking for nothing, or refused."""
+
+from typing import Any, get_type_hints
+
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_params
+from pydantic import ValidationError
+
+from logsteer.schemas.openai import (
+    LABELS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    SamplingRequest,
+    Unsupported,
+)
+
+COMPLETION = {"prompt": "Once"}
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+REQUESTS: list[tuple[type[SamplingRequest], dict[str, Any]]] = [
+    (CompletionRequest, COMPLETION),
+    (ChatCompletionRequest, CHAT),
+]
+UNSUPPORTED = [
+    pytest.param(kind, body, name, entry, id=f"{kind.__name__}-{name}")
+    for kind, body in REQUESTS
+    for name, entry in kind.unsupported.items()
+]
+
+
+def refusal(kind: type[SamplingRequest], body: dict[str, Any]) -> tuple[str | None, str]:
+    """The field that is refused, and the reason."""
+    with pytest.raises(ValidationError) as caught:
+        kind(**body)
+    (error,) = caught.value.errors()
+    return error.get("ctx", {}).get("param"), error["msg"]
+
+
+@pytest.mark.parametrize(("kind", "body", "name", "entry"), UNSUPPORTED)
+def test_what_is_not_supported_is_refused_unless_it_asks_for_nothing(
+    kind: type[SamplingRequest], body: dict[str, Any], name: str, entry: Unsupported
+) -> None:
+    assert refusal(kind, body | {name: "anything"}) == (name, f"{name}: {entry.reason}.")
+    plain = kind(**body)
+    for value in (None, *entry.off):
+        assert kind(**body, **{name: value}) == plain
+
+
+@pytest.mark.parametrize(("kind", "body"), REQUESTS)
+def test_null_stands_for_a_field_that_is_left_out(
+    kind: type[SamplingRequest], body: dict[str, Any]
+) -> None:
+    names = kind.model_fields.keys() - body.keys()
+    assert kind(**body, **dict.fromkeys(names)) == kind(**body)
+    assert kind(**body, **dict.fromkeys(LABELS, "mine")) == kind(**body)
+
+
+@pytest.mark.parametrize(("kind", "body"), REQUESTS)
+def test_unknown_fields_are_refused(kind: type[SamplingRequest], body: dict[str, Any]) -> None:
+    for value in (None, 0, "x"):
+        with pytest.raises(ValidationError, match=r"sterring\n *Extra inputs are not permitted"):
+            kind(**body, sterring=value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        (CompletionRequest, completion_create_params.CompletionCreateParamsBase),
+        (ChatCompletionRequest, chat_params.CompletionCreateParamsBase),
+    ],
+)
+def test_every_field_of_the_openai_client_is_known(
+    kind: type[SamplingRequest], params: type
+) -> None:
+    known = kind.model_fields.keys() | kind.unsupported.keys() | LABELS
+    assert get_type_hints(params).keys() - known == set()
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param"),
+    [
+        (CompletionRequest, COMPLETION | {"stream_options": {}}, "stream_options"),
+        (CompletionRequest, {"prompt": ""}, "prompt"),
+        (CompletionRequest, COMPLETION | {"max_tokens": 0}, "max_tokens"),
+        (CompletionRequest, COMPLETION | {"cache": False}, "cache"),
+        (ChatCompletionRequest, CHAT | {"top_logprobs": 3}, "top_logprobs"),
+    ],
+)
+def test_a_request_that_contradicts_itself_is_refused_by_name(
+    kind: type[SamplingRequest], body: dict[str, Any], param: str
+) -> None:
+    named, reason = refusal(kind, body)
+    assert named == param
+    assert reason.startswith(f"{param}: ")
+
+
+def test_what_the_harness_sends_is_taken() -> None:
+    """As `_create_payload` of its `local-completions` and `local-chat-completions` writes it."""
+    score = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+    CompletionRequest(model="m", prompt=[[1, 2]], **score)
+    generate = {"max_tokens": 256, "temperature": 0, "stop": ["\n\n"], "seed": 1234}
+    CompletionRequest(model="m", prompt=["a"], **generate)
+    ChatCompletionRequest(model="m", **CHAT, **generate)
