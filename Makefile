@@ -7,7 +7,7 @@ WORKERS ?= 2
 PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 EXACT := $(addprefix tests/contract/test_,exactness.py logprob.py quantized.py tlens.py)
 
-.PHONY: serve demo setup test test-fast test-avx2 check format bench openapi client lock clean
+.PHONY: serve demo setup test test-fast test-avx2 families check format bench openapi client lock clean
 
 serve: ## install what is missing, then serve CONFIG on PORT
 	@requirements/install.sh server
@@ -29,6 +29,9 @@ test-fast: setup ## the tests that need no engine
 
 test-avx2: setup ## the tests of exactness as on a CPU without AVX-512
 	@ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(PYTEST) -k "not two_ranks" $(EXACT)
+
+families: setup ## every family of models on both engines against transformers: docs/families.md
+	@FAMILIES=all $(PYTHON) -m pytest tests/families
 
 check: setup ## linters, types, schemas: what the pre-commit hooks run
 	@$(PYTHON) -m pre_commit run --all-files --show-diff-on-failure
