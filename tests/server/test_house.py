@@ -34,7 +34,7 @@ ONLY_IN = {
     "torch": {"embedded", "numerics", "engines.tlens", "engines.vllm", "stores.formats.pt_file"},
     "vllm": {"engines.vllm"},
     "transformer_lens": {"engines.tlens"},
-    "transformers": {"text", "engines.tlens"},
+    "transformers": {"text", "engines.tlens", "engines.weights"},
     "yaml": {"settings"},
     "scipy": {"tasks.training"},
     "sklearn": {"tasks.training"},

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from logsteer_server.contract.jobs import Policy
 from logsteer_server.numerics import sampling
-from logsteer_server.numerics.sampling import draw_rows, shape_rows
+from logsteer_server.numerics.drawing import draw_rows
+from logsteer_server.numerics.sampling import shape_rows
 
 NUMBERS = st.floats(-8, 8, width=32) | st.sampled_from([-1.0, 0.0, 1.0])
 LOGITS = st.lists(NUMBERS, min_size=2, max_size=12)

@@ -155,9 +155,10 @@ class CompletionTask(OpenAITask):
         self, prompt: CompletionPrompt, own: list[Any]
     ) -> list[GenerateOutput] | list[None]:
         """Return a prompt's completions; one None where nothing was to be generated."""
-        codec, _ = self.model.require()
+        codec, info = self.model.require()
         if prompt.reads_next:
-            return [read_next(own[0], codec, self._body.logprobs or 0)]
+            eos_ids = () if self._body.ignore_eos else info.eos_ids
+            return [read_next(own[0], codec, self._body.logprobs or 0, eos_ids)]
         return own[1 if prompt.echo_job else 0 :] or [None]
 
     def _choose(
