@@ -481,7 +481,7 @@ class ClientMethods(Caller):
             messages: One conversation, through the chat template.
             max_tokens: Tokens at most of each completion. Default 64.
             n: Completions of each prompt. Default 1.
-            temperature: 0: greedy. Default 1.0.
+            temperature: 0, or anything below 0.00001: greedy. Default 1.0.
             top_p: The most probable tokens that come to this probability are drawn from.
                 Default 1.0.
             top_k: 0: every token. Default 0.
@@ -489,9 +489,9 @@ class ClientMethods(Caller):
                 Default 0.0.
             seed: Seed of the first completion; each further one, of this prompt and the next
                 ones, has the next number, so that all draws are independent. None: the server
-                draws one. A seed gives the same tokens whatever else is in the batch, in
-                float32; in half precision a near tie may fall otherwise, unless provenance says
-                batch_invariant.
+                draws one. A seed gives the same tokens whatever else is in the batch, and on
+                every engine, in float32; in half precision a near tie may fall otherwise,
+                unless provenance says batch_invariant.
             stop: Texts that end a completion.
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
@@ -584,7 +584,7 @@ class ClientMethods(Caller):
             messages: One conversation, through the chat template.
             max_tokens: Tokens at most of each completion. Default 64.
             n: Completions of each prompt. Default 1.
-            temperature: 0: greedy. Default 1.0.
+            temperature: 0, or anything below 0.00001: greedy. Default 1.0.
             top_p: The most probable tokens that come to this probability are drawn from.
                 Default 1.0.
             top_k: 0: every token. Default 0.
@@ -592,9 +592,9 @@ class ClientMethods(Caller):
                 Default 0.0.
             seed: Seed of the first completion; each further one, of this prompt and the next
                 ones, has the next number, so that all draws are independent. None: the server
-                draws one. A seed gives the same tokens whatever else is in the batch, in
-                float32; in half precision a near tie may fall otherwise, unless provenance says
-                batch_invariant.
+                draws one. A seed gives the same tokens whatever else is in the batch, and on
+                every engine, in float32; in half precision a near tie may fall otherwise,
+                unless provenance says batch_invariant.
             stop: Texts that end a completion.
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
@@ -683,7 +683,7 @@ class ClientMethods(Caller):
             messages: One conversation, through the chat template.
             max_tokens: Tokens at most of each completion. Default 64.
             n: Completions of each prompt. Default 1.
-            temperature: 0: greedy. Default 1.0.
+            temperature: 0, or anything below 0.00001: greedy. Default 1.0.
             top_p: The most probable tokens that come to this probability are drawn from.
                 Default 1.0.
             top_k: 0: every token. Default 0.
@@ -691,9 +691,9 @@ class ClientMethods(Caller):
                 Default 0.0.
             seed: Seed of the first completion; each further one, of this prompt and the next
                 ones, has the next number, so that all draws are independent. None: the server
-                draws one. A seed gives the same tokens whatever else is in the batch, in
-                float32; in half precision a near tie may fall otherwise, unless provenance says
-                batch_invariant.
+                draws one. A seed gives the same tokens whatever else is in the batch, and on
+                every engine, in float32; in half precision a near tie may fall otherwise,
+                unless provenance says batch_invariant.
             stop: Texts that end a completion.
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
@@ -782,7 +782,7 @@ class ClientMethods(Caller):
             messages: One conversation, through the chat template.
             max_tokens: Tokens at most of each completion. Default 64.
             n: Completions of each prompt. Default 1.
-            temperature: 0: greedy. Default 1.0.
+            temperature: 0, or anything below 0.00001: greedy. Default 1.0.
             top_p: The most probable tokens that come to this probability are drawn from.
                 Default 1.0.
             top_k: 0: every token. Default 0.
@@ -790,9 +790,9 @@ class ClientMethods(Caller):
                 Default 0.0.
             seed: Seed of the first completion; each further one, of this prompt and the next
                 ones, has the next number, so that all draws are independent. None: the server
-                draws one. A seed gives the same tokens whatever else is in the batch, in
-                float32; in half precision a near tie may fall otherwise, unless provenance says
-                batch_invariant.
+                draws one. A seed gives the same tokens whatever else is in the batch, and on
+                every engine, in float32; in half precision a near tie may fall otherwise,
+                unless provenance says batch_invariant.
             stop: Texts that end a completion.
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
@@ -1150,7 +1150,7 @@ class ClientMethods(Caller):
                 this request kept. They are the same numbers, bit for bit. Default True.
             max_tokens: Tokens at most of each completion. Default 64.
             n: Completions of each prompt. Default 1.
-            temperature: 0: greedy. Default 1.0.
+            temperature: 0, or anything below 0.00001: greedy. Default 1.0.
             top_p: The most probable tokens that come to this probability are drawn from.
                 Default 1.0.
             top_k: 0: every token. Default 0.
@@ -1158,9 +1158,9 @@ class ClientMethods(Caller):
                 Default 0.0.
             seed: Seed of the first completion; each further one, of this prompt and the next
                 ones, has the next number, so that all draws are independent. None: the server
-                draws one. A seed gives the same tokens whatever else is in the batch, in
-                float32; in half precision a near tie may fall otherwise, unless provenance says
-                batch_invariant.
+                draws one. A seed gives the same tokens whatever else is in the batch, and on
+                every engine, in float32; in half precision a near tie may fall otherwise,
+                unless provenance says batch_invariant.
             stop: Texts that end a completion.
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.

@@ -8,7 +8,16 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from logsteer.schemas.common import MIN_P, TOP_P, Float, Message, NamedRefusals, Reply, TokenId
+from logsteer.schemas.common import (
+    MIN_P,
+    TEMPERATURE,
+    TOP_P,
+    Float,
+    Message,
+    NamedRefusals,
+    Reply,
+    TokenId,
+)
 from logsteer.schemas.interventions import AppliedInterventions, InterventionFields
 
 FinishReason = Literal["stop", "length"]
@@ -30,7 +39,7 @@ class SamplingRequest(InterventionFields, NamedRefusals):
     model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = None
-    temperature: float = Field(default=1.0, ge=0, le=2)
+    temperature: float = Field(default=1.0, ge=0, le=2, description=TEMPERATURE)
     top_p: float = Field(default=1.0, gt=0, le=1, description=TOP_P)
     top_k: int = Field(default=0, ge=0, description="0: every token.")
     min_p: float = Field(default=0.0, ge=0, le=1, description=MIN_P)
