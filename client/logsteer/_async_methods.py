@@ -485,7 +485,7 @@ class AsyncClientMethods(AsyncCaller):
             messages: One conversation, through the chat template.
             max_tokens: Tokens at most of each completion. Default 64.
             n: Completions of each prompt. Default 1.
-            temperature: 0: greedy. Default 1.0.
+            temperature: 0, or anything below 0.00001: greedy. Default 1.0.
             top_p: The most probable tokens that come to this probability are drawn from.
                 Default 1.0.
             top_k: 0: every token. Default 0.
@@ -493,9 +493,9 @@ class AsyncClientMethods(AsyncCaller):
                 Default 0.0.
             seed: Seed of the first completion; each further one, of this prompt and the next
                 ones, has the next number, so that all draws are independent. None: the server
-                draws one. A seed gives the same tokens whatever else is in the batch, in
-                float32; in half precision a near tie may fall otherwise, unless provenance says
-                batch_invariant.
+                draws one. A seed gives the same tokens whatever else is in the batch, and on
+                every engine, in float32; in half precision a near tie may fall otherwise,
+                unless provenance says batch_invariant.
             stop: Texts that end a completion.
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
@@ -588,7 +588,7 @@ class AsyncClientMethods(AsyncCaller):
             messages: One conversation, through the chat template.
             max_tokens: Tokens at most of each completion. Default 64.
             n: Completions of each prompt. Default 1.
-            temperature: 0: greedy. Default 1.0.
+            temperature: 0, or anything below 0.00001: greedy. Default 1.0.
             top_p: The most probable tokens that come to this probability are drawn from.
                 Default 1.0.
             top_k: 0: every token. Default 0.
@@ -596,9 +596,9 @@ class AsyncClientMethods(AsyncCaller):
                 Default 0.0.
             seed: Seed of the first completion; each further one, of this prompt and the next
                 ones, has the next number, so that all draws are independent. None: the server
-                draws one. A seed gives the same tokens whatever else is in the batch, in
-                float32; in half precision a near tie may fall otherwise, unless provenance says
-                batch_invariant.
+                draws one. A seed gives the same tokens whatever else is in the batch, and on
+                every engine, in float32; in half precision a near tie may fall otherwise,
+                unless provenance says batch_invariant.
             stop: Texts that end a completion.
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
@@ -687,7 +687,7 @@ class AsyncClientMethods(AsyncCaller):
             messages: One conversation, through the chat template.
             max_tokens: Tokens at most of each completion. Default 64.
             n: Completions of each prompt. Default 1.
-            temperature: 0: greedy. Default 1.0.
+            temperature: 0, or anything below 0.00001: greedy. Default 1.0.
             top_p: The most probable tokens that come to this probability are drawn from.
                 Default 1.0.
             top_k: 0: every token. Default 0.
@@ -695,9 +695,9 @@ class AsyncClientMethods(AsyncCaller):
                 Default 0.0.
             seed: Seed of the first completion; each further one, of this prompt and the next
                 ones, has the next number, so that all draws are independent. None: the server
-                draws one. A seed gives the same tokens whatever else is in the batch, in
-                float32; in half precision a near tie may fall otherwise, unless provenance says
-                batch_invariant.
+                draws one. A seed gives the same tokens whatever else is in the batch, and on
+                every engine, in float32; in half precision a near tie may fall otherwise,
+                unless provenance says batch_invariant.
             stop: Texts that end a completion.
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
@@ -786,7 +786,7 @@ class AsyncClientMethods(AsyncCaller):
             messages: One conversation, through the chat template.
             max_tokens: Tokens at most of each completion. Default 64.
             n: Completions of each prompt. Default 1.
-            temperature: 0: greedy. Default 1.0.
+            temperature: 0, or anything below 0.00001: greedy. Default 1.0.
             top_p: The most probable tokens that come to this probability are drawn from.
                 Default 1.0.
             top_k: 0: every token. Default 0.
@@ -794,9 +794,9 @@ class AsyncClientMethods(AsyncCaller):
                 Default 0.0.
             seed: Seed of the first completion; each further one, of this prompt and the next
                 ones, has the next number, so that all draws are independent. None: the server
-                draws one. A seed gives the same tokens whatever else is in the batch, in
-                float32; in half precision a near tie may fall otherwise, unless provenance says
-                batch_invariant.
+                draws one. A seed gives the same tokens whatever else is in the batch, and on
+                every engine, in float32; in half precision a near tie may fall otherwise,
+                unless provenance says batch_invariant.
             stop: Texts that end a completion.
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
@@ -1162,7 +1162,7 @@ class AsyncClientMethods(AsyncCaller):
                 this request kept. They are the same numbers, bit for bit. Default True.
             max_tokens: Tokens at most of each completion. Default 64.
             n: Completions of each prompt. Default 1.
-            temperature: 0: greedy. Default 1.0.
+            temperature: 0, or anything below 0.00001: greedy. Default 1.0.
             top_p: The most probable tokens that come to this probability are drawn from.
                 Default 1.0.
             top_k: 0: every token. Default 0.
@@ -1170,9 +1170,9 @@ class AsyncClientMethods(AsyncCaller):
                 Default 0.0.
             seed: Seed of the first completion; each further one, of this prompt and the next
                 ones, has the next number, so that all draws are independent. None: the server
-                draws one. A seed gives the same tokens whatever else is in the batch, in
-                float32; in half precision a near tie may fall otherwise, unless provenance says
-                batch_invariant.
+                draws one. A seed gives the same tokens whatever else is in the batch, and on
+                every engine, in float32; in half precision a near tie may fall otherwise,
+                unless provenance says batch_invariant.
             stop: Texts that end a completion.
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from logsteer_server.contract.engine import EngineSpec
-from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, Policy
+from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, Policy, draw_seed
 from logsteer_server.engines.tlens.batch import pad_right
 from logsteer_server.engines.tlens.generation import GenerationRow, RunningBatch
 from logsteer_server.engines.tlens.model import BridgeModel
@@ -201,14 +201,14 @@ class LocalModel:
     ) -> list[np.ndarray]:
         """Return continuations that the policy draws, int32, without a graph.
 
-        The k-th has the seed `seed` + k. One ends behind a token that ends the sequence.
+        The k-th has the seed `seed` + k; without a seed one is drawn. One ends behind a token that
+        ends the sequence.
         """
-        rows = []
+        rows, start = [], draw_seed() if seed is None else seed
         for index, prompt in enumerate(prompts):
             ids = np.array(prompt, np.int32)
             self._check_length(ids, np.zeros(max_tokens, np.int32))
-            own = None if seed is None else seed + index
-            job = GenerateJob(ids, max_tokens, policy, seed=own)
+            job = GenerateJob(ids, max_tokens, policy, seed=start + index)
             rows.append(GenerationRow.start(index, job, None, self._model))
         given = {name: tensor.detach() for name, tensor in self._fit(parameters).items()}
         batch = RunningBatch(self._model, rows, given)

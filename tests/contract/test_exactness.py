@@ -183,6 +183,12 @@ def test_two_ranks_say_what_one_says(
         plain = compare(flatten(vllm_client, items, "demo"), flatten(client, items, "two"))
         print(f"{split}: largest difference {plain:.2e} nats a token")
         assert plain < PER_TOKEN
+        drawn = [
+            found.generate("Once upon a time", max_tokens=30, n=6, seed=4, top_p=0.95, top_k=200)
+            for found in (vllm_client, client)
+        ]
+        own, split_up = ([c.token_ids for c in answer.results[0].completions] for answer in drawn)
+        assert own == split_up
         vectors = [{"data": {"1": WAVE, "4": WAVE}}, {"data": {"0": WAVE}, "op": "ablate"}]
         answers = [
             found.logprob(items, steering={"vectors": vectors}, cache=False)

@@ -60,8 +60,8 @@ def test_a_seed_decides_whatever_else_is_in_the_batch(engine: Any, prompt: np.nd
         assert alone.token_ids.tolist() == output.token_ids.tolist()
         assert alone.text == output.text
         assert alone.logprobs == pytest.approx(output.logprobs, abs=BATCH)
-    unseeded = run(engine, *[GenerateJob(prompt, 40)] * 2)
-    assert unseeded[0].text != unseeded[1].text
+    unseeded = run(engine, *(GenerateJob(prompt, 40) for _ in range(5)))
+    assert len({output.text for output in unseeded}) > 1
 
 
 def test_stop_strings_and_streams(engine: Any, prompt: np.ndarray) -> None:

@@ -108,17 +108,22 @@ def check(row: Internal) -> str:
 
 
 def find_collisions() -> list[str]:
-    """Names of our runner and worker that vLLM's have, too, without a row that says so."""
+    """Names of our runner, sampler and worker that vLLM's have, too, without a row that says so."""
     from logsteer_server.engines.vllm.runner import LogsteerRunner
+    from logsteer_server.engines.vllm.sampler import PolicySampler
     from logsteer_server.engines.vllm.worker import LogsteerWorker
 
     overridden = {row.name.rpartition(".")[2] for row in INTERNALS if row.kind == "override"}
     runner = import_module("vllm.v1.worker.cpu_model_runner").CPUModelRunner
-    pairs = ((LogsteerRunner, runner), (LogsteerWorker, LogsteerWorker.__base__))
+    pairs = (
+        (LogsteerRunner, runner),
+        (LogsteerWorker, LogsteerWorker.__base__),
+        (PolicySampler, PolicySampler.__base__),
+    )
     return [
         f"{own.__name__}.{name}"
         for own, base in pairs
-        for name in {*vars(own), *own.__annotations__}
+        for name in {*vars(own), *vars(own).get("__annotations__", {})}
         if not name.startswith("__") and name not in overridden and has_attribute(base, name)
     ]
 

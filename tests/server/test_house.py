@@ -41,7 +41,7 @@ ONLY_IN = {
     },
     "vllm": {"engines.vllm"},
     "transformer_lens": {"engines.tlens"},
-    "transformers": {"text", "engines.tlens"},
+    "transformers": {"text", "engines.tlens", "engines.weights"},
     "yaml": {"settings"},
     "scipy": {"tasks.training"},
     "sklearn": {"tasks.training"},

@@ -1,4 +1,4 @@
-"""Sampling policies against their definition, a row at a time, and draws against their numbers."""
+"""Sampling policies against their definition, a row at a time."""
 
 import math
 from itertools import pairwise
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from logsteer_server.contract.jobs import Policy
 from logsteer_server.numerics import sampling
-from logsteer_server.numerics.sampling import draw_rows, shape_rows
+from logsteer_server.numerics.sampling import shape_rows
 
 NUMBERS = st.floats(-8, 8, width=32) | st.sampled_from([-1.0, 0.0, 1.0])
 LOGITS = st.lists(NUMBERS, min_size=2, max_size=12)
@@ -106,15 +106,27 @@ def test_without_cuts_nothing_is_lost() -> None:
     assert (shape_rows(logits_RV, [Policy(top_k=5000)]).q_RV > 0).sum() == (q_RV > 0).sum()
 
 
-def test_draws_have_the_frequencies_of_q() -> None:
-    q_V = torch.tensor([0.0, 0.5, 0.0, 0.2, 0.3, 0.0])
-    count = 10_000
-    uniform_R = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    ids_R = draw_rows(q_V.expand(count, -1), uniform_R)
-    assert (ids_R.bincount(minlength=6) - q_V * count).abs().max() <= 1
+def test_a_row_that_is_not_a_number_is_no_error() -> None:
+    logits_RV = torch.full((3, 2000), math.nan)
+    for policy in (Policy(), Policy(top_p=0.9), Policy(top_k=5), Policy(min_p=0.1)):
+        assert shape_rows(logits_RV, [policy] * 3).q_RV.isnan().any()
 
 
-def test_the_ends_of_the_unit_interval_never_draw_what_is_cut() -> None:
-    q_RV = torch.tensor([[0.0, 0.25, 0.75, 0.0]]).expand(2, -1)
-    uniform_R = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    assert draw_rows(q_RV, uniform_R).tolist() == [1, 2]
+@pytest.mark.parametrize("top_k", [2000, 2001, 10**30])
+def test_a_top_k_of_the_vocabulary_or_more_cuts_nothing(top_k: int) -> None:
+    logits_RV = torch.linspace(-3, 3, 2000)[None]
+    assert (shape_rows(logits_RV, [Policy(top_k=top_k)]).q_RV > 0).all()
+
+
+@pytest.mark.parametrize("head", [2, 16, 512])
+def test_of_equally_probable_tokens_the_first_are_drawn_from(head: int) -> None:
+    """Ties cross the edge of the cut and the edge of what is looked at first."""
+    generator = torch.Generator().manual_seed(3)
+    logits_RV = torch.randint(0, 4, (40, 900), generator=generator).float()
+    logits_RV[:, 5] = 9.0
+    policies = [Policy(top_k=k) for k in range(1, 400, 40)] * 2
+    policies += [Policy(top_p=p) for p in (0.2, 0.5, 0.8, 0.93)] * 5
+    with mock.patch.object(sampling, "HEAD", head):
+        q_RV = shape_rows(logits_RV, policies).q_RV
+    for q_V, logits_V, policy in zip(q_RV, logits_RV.tolist(), policies, strict=True):
+        assert q_V.tolist() == pytest.approx(define(logits_V, policy), abs=1e-6)

@@ -201,7 +201,7 @@ class TestContinuations:
         assert all(replace(job, tokens=FIRST.tokens, seed=11) == FIRST for job in jobs)
 
     def test_a_seed_is_drawn_where_none_is_given(self) -> None:
-        seeds = {continue_(Prompts([[5]]), seed=None)[0][0].seed for _ in range(5)}
+        seeds = {GenerateJob(FIRST.tokens, 4).seed for _ in range(5)}
         assert len(seeds) > 1
         assert all(0 <= seed < 2**31 for seed in seeds)
 
@@ -289,7 +289,10 @@ class TestCompletions:
         }
         plain = self.plan(prompt="Once")[0]
         assert (plain.ids, plain.echo_job) == (encode("Once")[0], None)
-        assert (plain.samples[0].logprobs, plain.samples[0].seed) == (False, None)
+        assert not plain.samples[0].logprobs
+        drawn = [[job.seed for job in self.plan(prompt="Once", n=2)[0].samples] for _ in range(5)]
+        assert all(0 <= first < 2**31 and second == first + 1 for first, second in drawn)
+        assert len({first for first, _ in drawn}) > 1
 
     def test_an_echo_with_log_probabilities_is_scored(self) -> None:
         (prompt,) = self.plan(prompt=[5, 6, 7], echo=True, logprobs=2, max_tokens=0)

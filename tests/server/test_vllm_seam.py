@@ -19,7 +19,7 @@ pytestmark = pytest.mark.engine  # it imports all of vLLM
 
 ENGINE = ROOT / "server" / "logsteer_server" / "engines" / "vllm"
 SOURCES = {path.stem: path.read_text() for path in ENGINE.glob("*.py") if path.stem != "seam"}
-IMPORTERS = {"config", "core", "runner", "worker", "operation", "corrections"}
+IMPORTERS = {"config", "core", "runner", "sampler", "worker", "operation", "corrections"}
 """The modules that may import vLLM."""
 
 TOUCHED = {
@@ -29,8 +29,10 @@ TOUCHED = {
     "engine": ("output",),
     "requests": ("output",),
     "generation": ("output", "completion"),
-    "runner": ("self", "super()", "module", "params", "request", "scheduler_output", "output"),
+    "runner": ("self", "super()", "module", "params", "request", "scheduler_output", "output",
+               "batch"),
     "worker": ("self", "super()", "runner", "get_pp_group()", "current_platform"),
+    "sampler": ("super()", "params"),
     "operation": ("get_forward_context()",),
     "corrections": ("module",),
 }  # fmt: skip

@@ -80,14 +80,18 @@ class RequestOptions(Request):
     )
 
 
+TEMPERATURE = "0, or anything below 0.00001: greedy."
 TOP_P = "The most probable tokens that come to this probability are drawn from."
 MIN_P = "Tokens less probable than this share of the most probable one are not drawn."
 
 
 class SamplingPolicy(Request):
-    """How tokens are drawn: temperature, then min_p, then top_k, then top_p, renormalised."""
+    """How tokens are drawn: temperature, then min_p, then top_k, then top_p, renormalised.
 
-    temperature: float = Field(default=1.0, ge=0, le=100, description="0: greedy.")
+    Of equally probable tokens those with smaller ids are kept. Every engine draws by this.
+    """
+
+    temperature: float = Field(default=1.0, ge=0, le=100, description=TEMPERATURE)
     top_p: float = Field(default=1.0, gt=0, le=1, description=TOP_P)
     top_k: int = Field(default=0, ge=0, description="0: every token.")
     min_p: float = Field(default=0.0, ge=0, le=1, description=MIN_P)

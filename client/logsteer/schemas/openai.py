@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from logsteer.schemas.common import (
     MIN_P,
+    TEMPERATURE,
     TOP_P,
     Float,
     Message,
@@ -66,7 +67,7 @@ class SamplingRequest(InterventionFields, NamedRefusals):
     unsupported: ClassVar[Mapping[str, Unsupported]] = _SAMPLING
 
     model: str | None = None
-    temperature: float = Field(default=1.0, ge=0, le=2)
+    temperature: float = Field(default=1.0, ge=0, le=2, description=TEMPERATURE)
     top_p: float = Field(default=1.0, gt=0, le=1, description=TOP_P)
     top_k: int = Field(default=0, ge=0, description="0: every token.")
     min_p: float = Field(default=0.0, ge=0, le=1, description=MIN_P)

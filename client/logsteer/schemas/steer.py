@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from logsteer.schemas.common import (
     MIN_P,
+    TEMPERATURE,
     TOP_P,
     Aggregate,
     Answer,
@@ -53,7 +54,7 @@ class PromptRequest(RequestOptions, PrecisionOption, InterventionFields, NamedRe
     )
     max_tokens: int = Field(default=64, ge=1, description="Tokens at most of each completion.")
     n: int = Field(default=1, ge=1, le=1024, description="Completions of each prompt.")
-    temperature: float = Field(default=1.0, ge=0, le=2, description="0: greedy.")
+    temperature: float = Field(default=1.0, ge=0, le=2, description=TEMPERATURE)
     top_p: float = Field(default=1.0, gt=0, le=1, description=TOP_P)
     top_k: int = Field(default=0, ge=0, description="0: every token.")
     min_p: float = Field(default=0.0, ge=0, le=1, description=MIN_P)
@@ -63,8 +64,9 @@ class PromptRequest(RequestOptions, PrecisionOption, InterventionFields, NamedRe
         lt=2**62,
         description="Seed of the first completion; each further one, of this prompt and the next "
         "ones, has the next number, so that all draws are independent. Null: the server draws one. "
-        "A seed gives the same tokens whatever else is in the batch, in float32; in half precision "
-        "a near tie may fall otherwise, unless provenance says batch_invariant.",
+        "A seed gives the same tokens whatever else is in the batch, and on every engine, in "
+        "float32; in half precision a near tie may fall otherwise, unless provenance says "
+        "batch_invariant.",
     )
     stop: list[Annotated[str, Field(min_length=1)]] = Field(
         default_factory=list, max_length=64, description="Texts that end a completion."

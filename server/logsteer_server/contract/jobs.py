@@ -6,6 +6,7 @@ vocabulary, L layers, D width of an activation.
 """
 
 import hashlib
+import secrets
 import struct
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, astuple, dataclass, field
@@ -30,6 +31,14 @@ class Policy:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+
+
+MAX_DRAWN_SEED = 2**31
+
+
+def draw_seed() -> int:
+    """Return a seed for what was given none, in [0, MAX_DRAWN_SEED)."""
+    return secrets.randbelow(MAX_DRAWN_SEED)
 
 
 Feature = Literal["steering", "override", "gradient", "adapter"]
@@ -215,15 +224,16 @@ class ScoreOutput(Output):
 class GenerateJob(Job):
     """One prompt of T tokens to continue by at most `max_tokens` ones that `policy` draws.
 
-    The same seed gives the same tokens whatever else is in the batch; None draws a seed. Generation
-    ends at a token that ends the sequence, or where the text contains a string of `stop`, which is
-    left out unless `include_stop`; with `ignore_eos` only at the latter. With `stream` the output
-    comes in pieces. Without `logprobs` an engine may leave log-probabilities and alternatives out.
+    The same seed gives the same tokens whatever else is in the batch; a job without one has a seed
+    drawn. Generation ends at a token that ends the sequence, or where the text contains a string of
+    `stop`, which is left out unless `include_stop`; with `ignore_eos` only at the latter. With
+    `stream` the output comes in pieces. Without `logprobs` an engine may leave log-probabilities
+    and alternatives out.
     """
 
     max_tokens: int
     policy: Policy = Policy()
-    seed: int | None = None
+    seed: int = field(default_factory=draw_seed)
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     ignore_eos: bool = False

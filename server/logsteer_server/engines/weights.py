@@ -1,4 +1,4 @@
-"""Where a checkpoint lies on this machine, and which one it is."""
+"""Where a checkpoint lies on this machine, what its configuration says, and which one it is."""
 
 import hashlib
 from pathlib import Path
@@ -64,6 +64,25 @@ def find_longrope(text_config: Any) -> int | None:
             name = "original_max_position_embeddings"
             return int(entry[name] if name in entry else getattr(text_config, name))
     return None
+
+
+def find_eos(path: Path | str, tokenizer_path: Path | str, vocab_size: int) -> tuple[int, ...]:
+    """Return the tokens that end a sequence, in order.
+
+    These are those of the generation configuration, or, where it names none, of the model's own;
+    and the tokenizer's. Those outside the vocabulary are left out: a model cannot say them.
+    """
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    named: Any = None
+    if (Path(path) / "generation_config.json").is_file():
+        named = GenerationConfig.from_pretrained(path).eos_token_id
+    if named is None:
+        config = AutoConfig.from_pretrained(path)
+        named = GenerationConfig.from_model_config(config).eos_token_id
+    ids = [*(named if isinstance(named, list) else [named])]
+    ids.append(AutoTokenizer.from_pretrained(tokenizer_path).eos_token_id)
+    return tuple(sorted({int(i) for i in ids if i is not None and 0 <= int(i) < vocab_size}))
 
 
 def digest_weights(path: Path | str) -> str:

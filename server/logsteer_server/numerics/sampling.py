@@ -1,7 +1,7 @@
-"""Sampling policies: the distribution that a policy draws from, and the draw.
+"""Sampling policies: the distribution that a policy draws from.
 
-The engine that samples and whoever wants to know what it sampled from use the same functions.
-Axis letters: R rows, V vocabulary.
+The engine that samples and whoever wants to know what it sampled from use the same functions;
+`drawing` has the draw. Axis letters: R rows, V vocabulary, N most probable tokens.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,10 @@ from logsteer_server.contract.jobs import Policy
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them leaves nothing but the largest logit."""
 
-HEAD = 512
-"""Most probable tokens that are looked at before all tokens are sorted."""
+HEAD = 128
+"""Most probable tokens that are looked at first; more only where a cut lies beyond them."""
+GROWTH = 8
+"""How many times as many are looked at next."""
 
 
 @dataclass(frozen=True)
@@ -55,59 +57,128 @@ def _has_cut(policy: Policy) -> bool:
 def shape_rows(logits_RV: Tensor, policies: Sequence[Policy]) -> ShapedRows:
     """Return q of every token under each row's policy; float32, or float64 for float64.
 
-    The order is vLLM's: softmax at the temperature; without tokens less probable than `min_p`
-    times the most probable; the `top_k` most probable; of these, renormalised, the smallest set of
-    most probable tokens whose mass reaches `top_p`; renormalised. Of equally probable tokens those
-    with smaller ids come first.
+    The order is: softmax at the temperature; without tokens less probable than `min_p` times the
+    most probable; the `top_k` most probable; of these, renormalised, the smallest set of most
+    probable tokens whose mass reaches `top_p`; renormalised. Of equally probable tokens those with
+    smaller ids come first.
     """
-    logits_RV = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
-    device = logits_RV.device
-    best_R = logits_RV.argmax(-1)
-    greedy = [r for r, policy in enumerate(policies) if is_greedy(policy)]
-    cut = [r for r, policy in enumerate(policies) if _has_cut(policy) and not is_greedy(policy)]
-    temperatures = [1.0 if is_greedy(p) else p.temperature for p in policies]
-    temperature_R = torch.tensor(temperatures, dtype=logits_RV.dtype, device=device)
-    # The largest logit is taken off first, so that a small temperature cannot overflow.
-    logits_RV = (logits_RV - logits_RV.gather(-1, best_R[:, None])) / temperature_R[:, None]
-    head_mass_R = torch.ones_like(temperature_R)
-    if greedy:
-        rows = torch.tensor(greedy, device=device)
-        is_best_RV = torch.nn.functional.one_hot(best_R[rows], logits_RV.shape[-1]).bool()
-        logits_RV[rows] = logits_RV[rows].masked_fill(~is_best_RV, -inf)
-    if cut:
-        rows = torch.tensor(cut, device=device)
-        support_RV, head_mass_R[rows] = _find_support(logits_RV[rows], [policies[r] for r in cut])
-        logits_RV[rows] = logits_RV[rows].masked_fill(~support_RV, -inf)
-    return ShapedRows(logits_RV, head_mass_R)
+    dtype = torch.float64 if logits_RV.dtype == torch.float64 else torch.float32
+    return PolicyRows(policies, logits_RV.shape[-1], dtype, logits_RV.device).shape(logits_RV)
+
+
+class PolicyRows:
+    """The policies of R rows as tensors, which shape the logits of one step after the other."""
+
+    def __init__(
+        self, policies: Sequence[Policy], size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        temperatures = [1.0 if is_greedy(p) else p.temperature for p in policies]
+        self._temperature_R1 = torch.tensor(temperatures, dtype=dtype, device=device)[:, None]
+        greedy = [r for r, policy in enumerate(policies) if is_greedy(policy)]
+        cut = [r for r, policy in enumerate(policies) if _has_cut(policy) and not is_greedy(policy)]
+        self._greedy = pick_rows(greedy, len(policies), device) if greedy else None
+        self._cut = pick_rows(cut, len(policies), device) if cut else None
+        self._cuts = Cuts.of([policies[r] for r in cut], size, dtype, device)
+
+    def shape(self, logits_RV: Tensor) -> ShapedRows:
+        """Return what each row is drawn from."""
+        given_RV = logits_RV.to(self._temperature_R1.dtype)
+        # The largest logit is taken off first, so that a small temperature cannot overflow.
+        shaped_RV = given_RV - given_RV.amax(-1, keepdim=True)
+        shaped_RV /= self._temperature_R1
+        head_mass_R = torch.ones_like(self._temperature_R1[:, 0])
+        if self._greedy is not None:
+            own_RV = shaped_RV[self._greedy]
+            best_R1 = given_RV[self._greedy].argmax(-1, keepdim=True)
+            alone_RV = torch.full_like(own_RV, -inf).scatter(
+                -1, best_R1, own_RV.gather(-1, best_R1)
+            )
+            shaped_RV[self._greedy] = alone_RV
+        if self._cut is not None:
+            own_RV = shaped_RV[self._cut]
+            support_RV, head_mass_R[self._cut] = self._cuts.find_support(own_RV.softmax(-1))
+            shaped_RV[self._cut] = own_RV.masked_fill(~support_RV, -inf)
+        return ShapedRows(shaped_RV, head_mass_R)
+
+
+def pick_rows(rows: Sequence[int], total: int, device: torch.device) -> Tensor | slice:
+    """Return an index of these of `total` rows: a slice, which copies nothing, where it is all."""
+    return slice(None) if len(rows) == total else torch.tensor(rows, device=device)
 
 
 @dataclass(frozen=True, slots=True)
-class _Thresholds:
-    """Where the distribution of each of R rows is cut."""
+class Cuts:
+    """Where the distribution of each of R rows over `size` tokens is cut.
 
+    `head` is how many of the most probable tokens are looked at first.
+    """
+
+    size: int
+    head: int
     min_p_R1: Tensor
     top_k_R1: Tensor
     top_p_R1: Tensor
 
     @classmethod
-    def of(cls, policies: Sequence[Policy], like: Tensor) -> "_Thresholds":
-        """Return the thresholds of policies; those that cut nothing are out of reach.
-
-        `like` has the vocabulary's size, dtype and device.
-        """
-        device = like.device
-        min_p = torch.tensor([p.min_p for p in policies], device=device, dtype=like.dtype)
-        top_k = torch.tensor([p.top_k or like.shape[-1] for p in policies], device=device)
+    def of(
+        cls, policies: Sequence[Policy], size: int, dtype: torch.dtype, device: torch.device
+    ) -> "Cuts":
+        """Return the cuts of policies; those that cut nothing are out of reach."""
+        top_k = [min(p.top_k or size, size) for p in policies]
+        # One more than are drawn from: whether it is as probable as the last of them.
+        head = max(top_k) + 1 if policies and all(p.top_k for p in policies) else HEAD
         # A sum of rounded numbers may reach 1 too early; without a cut, nothing does.
         top_p = [p.top_p if p.top_p < 1 else 2.0 for p in policies]
-        top_p_R = torch.tensor(top_p, device=device, dtype=torch.float64)
-        return cls(min_p[:, None], top_k[:, None], top_p_R[:, None])
+        return cls(
+            size,
+            min(head, size),
+            torch.tensor([p.min_p for p in policies], device=device, dtype=dtype)[:, None],
+            torch.tensor(top_k, device=device)[:, None],
+            torch.tensor(top_p, device=device, dtype=torch.float64)[:, None],
+        )
 
-    def pick(self, rows: Tensor) -> "_Thresholds":
-        """Return the thresholds of these rows."""
-        return _Thresholds(self.min_p_R1[rows], self.top_k_R1[rows], self.top_p_R1[rows])
+    def _pick(self, rows: Tensor) -> "Cuts":
+        """Return the cuts of these rows, to be looked for among more tokens."""
+        head = min(GROWTH * self.head, self.size)
+        picked = self.min_p_R1[rows], self.top_k_R1[rows], self.top_p_R1[rows]
+        return Cuts(self.size, head, *picked)
 
-    def cut(self, sorted_RN: Tensor, others_R: Tensor) -> tuple[Tensor, Tensor]:
+    def find_support(self, p_RV: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which tokens can be drawn [R, V], and the mass that `top_p` leaves of 1 [R].
+
+        The most probable tokens decide that for most rows, and finding them costs less than
+        sorting all.
+        """
+        sorted_RN = p_RV.topk(self.head).values
+        is_whole = self.head == self.size
+        rest_R = p_RV.sum(-1) - sorted_RN.sum(-1)
+        support_RN, mass_R = self._cut(sorted_RN, torch.zeros_like(rest_R) if is_whole else rest_R)
+        count_R1 = support_RN.sum(-1, keepdim=True)
+        # A row that is not a number has none.
+        least_R1 = sorted_RN.gather(-1, (count_R1 - 1).clamp(min=0))
+        support_RV = p_RV >= least_R1
+        next_R1 = sorted_RN.gather(-1, count_R1.clamp(max=self.head - 1))
+        goes_on_R1 = count_R1 == self.head
+        is_tied_R1 = (next_R1 == least_R1) & ~goes_on_R1
+        is_open_R1 = (goes_on_R1 | self._is_open(sorted_RN)) & (not is_whole)
+        # One array, because each copy from a GPU waits for it.
+        flags = (is_tied_R1 + 2 * is_open_R1).squeeze(-1).tolist()
+        if tied := [r for r, flag in enumerate(flags) if flag == 1]:
+            rows = torch.tensor(tied, device=p_RV.device)
+            kept_R1 = (support_RN[rows] & (sorted_RN[rows] == least_R1[rows])).sum(-1, keepdim=True)
+            support_RV[rows] = _keep_first(p_RV[rows], least_R1[rows], kept_R1)
+        if undecided := [r for r, flag in enumerate(flags) if flag > 1]:
+            rows = torch.tensor(undecided, device=p_RV.device)
+            support_RV[rows], mass_R[rows] = self._pick(rows).find_support(p_RV[rows])
+        return support_RV, mass_R
+
+    def _is_open(self, sorted_RN: Tensor) -> Tensor:
+        """Return where `min_p` or `top_k` cut beyond the N most probable tokens [R, 1]."""
+        survives_R1 = sorted_RN[:, -1:] >= self.min_p_R1 * sorted_RN[:, :1]
+        survives_R1 &= self.top_k_R1 > self.head
+        return survives_R1 & ((self.min_p_R1 > 0) | (self.top_k_R1 < self.size))
+
+    def _cut(self, sorted_RN: Tensor, others_R: Tensor) -> tuple[Tensor, Tensor]:
         """Return which of the N most probable tokens can be drawn, and the mass `top_p` leaves [R].
 
         With min_p 0.2, top_p 0.7 and no top_k, a row is cut like this:
@@ -124,55 +195,14 @@ class _Thresholds:
         nor `top_k` cuts among the N; that they cut nothing beyond is for the caller to see.
         """
         support_RN = sorted_RN >= self.min_p_R1 * sorted_RN[:, :1]
-        support_RN &= torch.arange(sorted_RN.shape[-1], device=sorted_RN.device) < self.top_k_R1
+        support_RN &= torch.arange(self.head, device=sorted_RN.device) < self.top_k_R1
         total_R = (sorted_RN * support_RN).sum(-1) + torch.where(support_RN[:, -1], others_R, 0.0)
         mass_RN = (sorted_RN * support_RN / total_R[:, None]).double()
         support_RN &= mass_RN.cumsum(-1) - mass_RN < self.top_p_R1
         return support_RN, (mass_RN * support_RN).sum(-1).clamp(max=1.0).to(sorted_RN)
 
 
-def _find_support(logits_RV: Tensor, policies: Sequence[Policy]) -> tuple[Tensor, Tensor]:
-    """Return which tokens can be drawn [R, V], and the mass that `top_p` leaves of 1 [R].
-
-    The HEAD most probable tokens decide that for most rows, and finding them costs less than
-    sorting all.
-    """
-    p_RV = logits_RV.softmax(-1)
-    thresholds = _Thresholds.of(policies, logits_RV)
-    size = p_RV.shape[-1]
-    if size <= HEAD:
-        return _sort_and_cut(p_RV, thresholds)
-    head_RH = p_RV.topk(HEAD).values
-    support_RH, mass_R = thresholds.cut(head_RH, p_RV.sum(-1) - head_RH.sum(-1))
-    last_R1 = support_RH.sum(-1, keepdim=True) - 1
-    least_R1 = head_RH.gather(-1, last_R1)
-    support_RV = p_RV >= least_R1
-    # Not decided: where a cut lies beyond the head, or between tokens that are equally probable.
-    next_R1 = head_RH.gather(-1, (last_R1 + 1).clamp(max=HEAD - 1))
-    min_p_R1, top_k_R1 = thresholds.min_p_R1, thresholds.top_k_R1
-    survives_R1 = (head_RH[:, -1:] >= min_p_R1 * head_RH[:, :1]) & (top_k_R1 > HEAD)
-    is_cut_R1 = (min_p_R1 > 0) | (top_k_R1 < size)
-    is_open_R1 = (next_R1 == least_R1) | (survives_R1 & is_cut_R1)
-    rows = is_open_R1.squeeze(-1).nonzero().squeeze(-1)
-    if len(rows):
-        support_RV[rows], mass_R[rows] = _sort_and_cut(p_RV[rows], thresholds.pick(rows))
-    return support_RV, mass_R
-
-
-def _sort_and_cut(p_RV: Tensor, thresholds: _Thresholds) -> tuple[Tensor, Tensor]:
-    """Return what `_find_support` does, for any row, by sorting all tokens."""
-    sorted_RV, order_RV = p_RV.sort(dim=-1, descending=True, stable=True)
-    support_RV, mass_R = thresholds.cut(sorted_RV, torch.zeros_like(sorted_RV[:, 0]))
-    return torch.zeros_like(support_RV).scatter(-1, order_RV, support_RV), mass_R
-
-
-def draw_rows(q_RV: Tensor, uniform_R: Tensor) -> Tensor:
-    """Return the token that each row's uniform number in [0, 1) draws from q [R]: its inverse CDF.
-
-    From q = 0.5, 0.2, 0.3 the numbers 0.1, 0.5 and 0.69 draw the tokens 0, 1 and 1.
-    """
-    cumulated_RV = q_RV.double().cumsum(-1)
-    points_R1 = uniform_R.to(q_RV.device, torch.float64)[:, None] * cumulated_RV[:, -1:]
-    # `right`: the first token whose sum lies above the point, so never one with q = 0.
-    ids_R = torch.searchsorted(cumulated_RV, points_R1, right=True).squeeze(-1)
-    return ids_R.clamp(max=q_RV.shape[-1] - 1)
+def _keep_first(p_RV: Tensor, least_R1: Tensor, kept_R1: Tensor) -> Tensor:
+    """Return where a token is more probable than the least, or one of the first `kept` as much."""
+    is_least_RV = p_RV == least_R1
+    return (p_RV > least_R1) | (is_least_RV & (is_least_RV.cumsum(-1) <= kept_R1))

@@ -5,6 +5,7 @@ token that lm-evaluation-harness asks for on top of it is read from the prompt's
 nothing is generated.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from logsteer_server.contract.jobs import (
     Policy,
     ScoreJob,
     ScoreOutput,
+    draw_seed,
 )
 from logsteer_server.text.prompts import fit_prompt, read_prompts
 from logsteer_server.text.tokenizer import TextCodec
@@ -95,12 +97,13 @@ def _plan_samples(
     request: SamplingRequest, ids: list[int], max_tokens: int, top: int | None
 ) -> list[GenerateJob]:
     """Return the jobs of one prompt's samples; without log-probabilities where `top` is None."""
+    seed = draw_seed() if request.seed is None else request.seed
     return [
         GenerateJob(
             np.array(ids, dtype=np.int32),
             max_tokens,
             Policy(request.temperature, request.top_k, request.top_p, request.min_p),
-            seed=None if request.seed is None else request.seed + index,
+            seed=seed + index,
             stop=request.stop_strings,
             ignore_eos=request.ignore_eos,
             top=top or 0,
@@ -182,12 +185,17 @@ def _cut(values: np.ndarray | None, count: int, top: int) -> list[list[Any]]:
     return [[] for _ in range(count)] if values is None else values[:count, :top].tolist()
 
 
-def read_next(output: ScoreOutput, codec: TextCodec, top: int) -> GenerateOutput:
-    """Return the greedy token of an echoed prompt's last row, as if it had been generated."""
+def read_next(
+    output: ScoreOutput, codec: TextCodec, top: int, eos_ids: Sequence[int]
+) -> GenerateOutput:
+    """Return the greedy token of an echoed prompt's last row, as if it had been generated.
+
+    It ends the completion where it is one of `eos_ids`.
+    """
     assert output.top_ids is not None
     assert output.top_logprobs is not None
     ids: Ids = output.top_ids[-1:]
-    ends = int(ids[0, 0]) == codec.eos_id
+    ends = int(ids[0, 0]) in eos_ids
     return GenerateOutput(
         ids[:, 0],
         "" if ends else codec.piece(int(ids[0, 0])),

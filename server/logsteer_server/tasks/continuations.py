@@ -1,7 +1,6 @@
 """Prompts as generation jobs, and their outputs as completions."""
 
 import math
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,8 +13,6 @@ from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, ScoreJob,
 from logsteer_server.tasks.columns import ColumnOptions, aggregate_columns, show_columns
 from logsteer_server.text.prompts import fit_prompt, read_prompts
 from logsteer_server.text.tokenizer import TextCodec
-
-MAX_DRAWN_SEED = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +36,18 @@ def plan_continuations(
 ) -> tuple[list[GenerateJob], list[int]]:
     """Plan an unsteered job for each completion, `count` of the first prompt, then of the next.
 
-    `first` has everything but the tokens. Seeds count on from its own over all completions; the
-    server draws the first one where it is None. Returned besides: how many tokens of each prompt
-    were dropped. Errors: APIError `invalid_request`, `context_too_long`.
+    `first` has everything but the tokens; seeds count on from its own over all completions.
+    Returned besides: how many tokens of each prompt were dropped. Errors: APIError
+    `invalid_request`, `context_too_long`.
     """
-    seed = secrets.randbelow(MAX_DRAWN_SEED) if first.seed is None else first.seed
     jobs: list[GenerateJob] = []
     truncated = []
     for given in prompts.encode(codec, info):
         ids, dropped = fit_prompt(given, first.max_tokens, info.context_length, prompts.on_overflow)
         truncated.append(dropped)
         tokens = np.array(ids, dtype=np.int32)
-        jobs += [replace(first, tokens=tokens, seed=seed + len(jobs) + k) for k in range(count)]
+        start = first.seed + len(jobs)
+        jobs += [replace(first, tokens=tokens, seed=start + k) for k in range(count)]
     return jobs, truncated
 
 

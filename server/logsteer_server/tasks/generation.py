@@ -7,7 +7,7 @@ import numpy as np
 
 from logsteer.schemas import ALL_COLUMNS, GenerateRequest, PromptRequest, SteerRequest
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, Policy
+from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, Policy, draw_seed
 from logsteer_server.interventions.interventions import Interventions, Stores
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
@@ -81,7 +81,7 @@ class GenerationTask(Task):
             NO_TOKENS,
             body.max_tokens,
             Policy(body.temperature, body.top_k, body.top_p, body.min_p),
-            seed=body.seed,
+            seed=draw_seed() if body.seed is None else body.seed,
             stop=tuple(body.stop),
             include_stop=body.include_stop,
             ignore_eos=body.ignore_eos,

@@ -166,7 +166,6 @@ class CompletionTask(OpenAITask):
 
     def _show_echoes(self, scores: Sequence[ScoreOutput]) -> Iterator[Event]:
         """Yield chunks of the prompts' texts, and of what is known without generation."""
-        codec, _ = self.model.require()
         echoes, index = iter(scores), 0
         for prompt in self._prompts:
             echo = next(echoes) if prompt.echo_job else None
@@ -177,7 +176,7 @@ class CompletionTask(OpenAITask):
                 yield self._write_chunk(choice, echo if ends else None)
                 if prompt.reads_next:
                     assert echo is not None
-                    output = read_next(echo, codec, self._body.logprobs or 0)
+                    output = self._read_next(echo)
                     self._num_generated += len(output.token_ids)
                     yield self._write_chunk(self._render(index, output), echo)
                 index += 1
@@ -218,10 +217,14 @@ class CompletionTask(OpenAITask):
         self, prompt: CompletionPrompt, own: list[Any]
     ) -> list[GenerateOutput] | list[None]:
         """Return a prompt's completions; one None where nothing was to be generated."""
-        codec, _ = self.model.require()
         if prompt.reads_next:
-            return [read_next(own[0], codec, self._body.logprobs or 0)]
+            return [self._read_next(own[0])]
         return own[1 if prompt.echo_job else 0 :] or [None]
+
+    def _read_next(self, echo: ScoreOutput) -> GenerateOutput:
+        codec, info = self.model.require()
+        eos_ids = () if self._body.ignore_eos else info.eos_ids
+        return read_next(echo, codec, self._body.logprobs or 0, eos_ids)
 
     def _join(
         self,

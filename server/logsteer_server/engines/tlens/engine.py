@@ -192,7 +192,7 @@ def _describe(spec: EngineSpec, path: str, model: BridgeModel, digest: str) -> E
         context_length=model.context_length,
         vocab_size=model.vocab_size,
         columns=PUBLIC_COLUMNS,
-        eos_ids=tuple(sorted(model.eos_ids)),
+        eos_ids=model.eos_ids,
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         hooks=model.points.names,

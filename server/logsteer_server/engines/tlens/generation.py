@@ -27,8 +27,8 @@ from logsteer_server.engines.tlens.points import RefusedJobError
 from logsteer_server.engines.tlens.queue import BatchRun, EngineLimits, JobQueue, Results
 from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow, TokenRange
 from logsteer_server.engines.tlens.text import GrowingText
+from logsteer_server.numerics.drawing import RowSampler
 from logsteer_server.numerics.rows import Rows, RowSpec, read_rows
-from logsteer_server.numerics.sampling import draw_rows, is_greedy, shape_rows
 
 
 @dataclass(slots=True)
@@ -39,7 +39,6 @@ class GenerationRow:
     job: GenerateJob
     steered: SteeredRow | None
     text: GrowingText
-    generator: torch.Generator
     num_tokens: int = 0
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -53,19 +52,10 @@ class GenerationRow:
         """Return the row of a job that has no token yet."""
         prompt = job.tokens.tolist()
         text = GrowingText(model.tokenizer, prompt, job.stop, job.include_stop)
-        generator = torch.Generator()
-        if job.seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(job.seed % 2**63)
-        return cls(job_id, job, steered, text, generator)
-
-    def draw(self) -> float:
-        """Draw the uniform number of the next token, from the row's own generator."""
-        return float(torch.rand((), generator=self.generator, dtype=torch.float64))
+        return cls(job_id, job, steered, text)
 
     def add(
-        self, token: int, values_W: np.ndarray, top: int, eos_ids: frozenset[int]
+        self, token: int, values_W: np.ndarray, top: int, eos_ids: tuple[int, ...]
     ) -> str | None:
         """Take a token in, with its log-probability and `top` alternatives.
 
@@ -129,6 +119,12 @@ class RunningBatch:
         for b, row in enumerate(rows):
             self._next_BT[b, self._pads[b] :] = torch.from_numpy(row.job.tokens)
         self._steering = BatchSteering([row.steered for row in rows])
+        self._sampler = self._make_sampler()
+
+    def _make_sampler(self) -> RowSampler:
+        jobs = [row.job for row in self.rows]
+        policies, seeds = [job.policy for job in jobs], [job.seed for job in jobs]
+        return RowSampler(policies, seeds)
 
     @property
     def has_work(self) -> bool:
@@ -210,12 +206,7 @@ class RunningBatch:
         Returns the tokens [B], whether their logits were finite [B], and their values [B, W]:
         log-probability, ids of `top` alternatives, log-probabilities of these.
         """
-        policies = [row.job.policy for row in self.rows]
-        if all(map(is_greedy, policies)):
-            ids_B = logits_BV.argmax(-1)
-        else:
-            uniform_B = torch.tensor([row.draw() for row in self.rows], dtype=torch.float64)
-            ids_B = draw_rows(shape_rows(logits_BV, policies).q_RV, uniform_B)
+        ids_B = self._sampler.draw(logits_BV, np.array([row.num_tokens for row in self.rows]))
         rows = Rows(logits_BV, ids_B)
         values_BW = read_rows(rows, RowSpec(("logprob",), top))
         finite_B = values_BW[:, 0].isfinite()
@@ -244,6 +235,7 @@ class RunningBatch:
         if self._cache.get_seq_length():
             self._cache.batch_select_indices(torch.tensor(indices))
         self._steering = BatchSteering([row.steered for row in self.rows])
+        self._sampler = self._make_sampler()
 
 
 class GenerateQueue(JobQueue[GenerationRow]):

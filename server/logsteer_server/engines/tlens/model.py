@@ -30,7 +30,7 @@ from logsteer_server.engines.tlens.points import (
     RefusedJobError,
     find_points,
 )
-from logsteer_server.engines.weights import limit_context
+from logsteer_server.engines.weights import find_eos, limit_context
 
 PROBE_LENGTH = 32
 HEAD_TOLERANCE = 1e-3
@@ -151,9 +151,9 @@ class BridgeModel:
         self.hidden_size = int(text.hidden_size)
         self.quantization = _name_quantization(self._causal.config)
         self.tokenizer = bridge.tokenizer.backend_tokenizer
-        self.eos_ids = _find_eos(self._causal, bridge.tokenizer)
         self._given_body, self._head = self._detach_head()
         self.vocab_size = self._compare_head(path)
+        self.eos_ids = find_eos(path, path, self.vocab_size)
         if spec.logits_dtype != "auto":
             self._widen_head(path)
         self.logits_dtype = str(self._project_probe().dtype).removeprefix("torch.")
@@ -347,10 +347,3 @@ def _name_quantization(config: Any) -> str | None:
         return None
     name = found.get("quant_method") if isinstance(found, dict) else found.quant_method
     return str(getattr(name, "value", name))
-
-
-def _find_eos(causal: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end a sequence, by the tokenizer and by the generation config."""
-    named = causal.generation_config.eos_token_id if causal.generation_config else None
-    ids = named if isinstance(named, list) else [named]
-    return frozenset(int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None)

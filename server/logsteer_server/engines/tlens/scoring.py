@@ -80,7 +80,7 @@ class ScoreQueue(JobQueue[ScoreEntry]):
         device, width = hidden_BTD.device, hidden_BTD.shape[1]
         index_R = np.concatenate([batch[b].rows + b * width for b in members])
         targets_R = np.concatenate([job.targets for job in jobs])
-        spec = RowSpec.of(jobs[0], tuple(sorted(self._model.eos_ids)))
+        spec = RowSpec.of(jobs[0], self._model.eos_ids)
         values_RW = read_hidden(
             hidden_BTD.flatten(0, 1)[torch.from_numpy(index_R).to(device)],
             torch.from_numpy(targets_R).to(device, torch.int64),

@@ -10,7 +10,7 @@ from logsteer_server.contract.engine import EngineInfo, EngineSpec
 from logsteer_server.contract.jobs import Feature
 from logsteer_server.engines.machine import describe_machine, show_devices
 from logsteer_server.engines.vllm.arguments import check_arguments
-from logsteer_server.engines.weights import digest_weights, limit_context
+from logsteer_server.engines.weights import digest_weights, find_eos, limit_context
 from logsteer_server.numerics.rows import PUBLIC_COLUMNS
 
 CPU_BLOCK_SIZE = 32
@@ -179,7 +179,7 @@ def describe(
         context_length=limit,
         vocab_size=int(model.get_vocab_size()),
         columns=PUBLIC_COLUMNS,
-        eos_ids=_find_eos(model),
+        eos_ids=find_eos(path, model.tokenizer, int(model.get_vocab_size())),
         num_layers=int(model.hf_text_config.num_hidden_layers),
         hidden_size=int(model.get_hidden_size()),
         hooks=() if unsteerable else ("resid_post",),
@@ -201,13 +201,3 @@ def _find_missing(spec: EngineSpec, unsteerable: str | None) -> dict[Feature, st
     if not spec.adapter_slots:
         lacks["adapter"] = "this model takes no adapters; configure it with adapter_slots above 0"
     return lacks
-
-
-def _find_eos(model: Any) -> tuple[int, ...]:
-    """Return the tokens at which vLLM ends a sequence, by the model's two configurations."""
-    named = [
-        model.try_get_generation_config().get("eos_token_id"),
-        getattr(model.hf_text_config, "eos_token_id", None),
-    ]
-    ids = [i for entry in named for i in (entry if isinstance(entry, list) else [entry])]
-    return tuple(sorted({int(i) for i in ids if i is not None}))

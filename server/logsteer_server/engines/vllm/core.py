@@ -83,22 +83,23 @@ class VllmCore:
         return request_id
 
     def generate(
-        self, job: GenerateJob, extra_args: dict[str, Any], adapter: LoRARequest | None
+        self,
+        job: GenerateJob,
+        extra_args: dict[str, Any],
+        adapter: LoRARequest | None,
+        eos_ids: Sequence[int],
     ) -> tuple[str, str]:
         """Hand a job that generates to vLLM; return the ids of its request and of its outputs.
 
-        Errors: ValueError for what vLLM does not sample with.
+        vLLM ends it at one of `eos_ids` unless the job ignores them, and at no token beside them.
         """
         params = SamplingParams(
             max_tokens=job.max_tokens,
-            temperature=job.policy.temperature,
-            top_p=job.policy.top_p,
-            top_k=job.policy.top_k,
-            min_p=job.policy.min_p,
-            seed=job.seed,
+            temperature=0.0,
             stop=list(job.stop),
             include_stop_str_in_output=job.include_stop,
-            ignore_eos=job.ignore_eos,
+            ignore_eos=True,
+            stop_token_ids=[] if job.ignore_eos else list(eos_ids),
             logprobs=job.top if job.logprobs else None,
             output_kind=RequestOutputKind.DELTA if job.stream else RequestOutputKind.FINAL_ONLY,
             extra_args=extra_args,

@@ -53,7 +53,7 @@ class VllmEngine:
         self._kinds: dict[type[Job], JobRequests] = {
             ScoreJob: ScoreRequests(self._vllm, self._slots, self._info.eos_ids),
             CaptureJob: CaptureRequests(self._vllm, self._slots),
-            GenerateJob: GenerationRequests(self._vllm, self._slots),
+            GenerateJob: GenerationRequests(self._vllm, self._slots, self._info.eos_ids),
         }
         self._waiting: dict[int, Job] = {}
         self._running: dict[int, RunningJob] = {}
@@ -135,7 +135,7 @@ class VllmEngine:
     def _submit(self, running: RunningJob) -> None:
         try:
             running.request_id = running.kind.submit(running)
-        except ValueError as error:  # vLLM's own limits on sampling parameters
+        except ValueError as error:  # vLLM's limit on alternatives, `max_logprobs`
             self._release(running.slot, running.adapter)
             self._known.append((running.job_id, JobFailure("invalid_request", str(error))))
             return

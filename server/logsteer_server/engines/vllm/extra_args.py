@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from logsteer_server.contract.jobs import CaptureJob, Job, ScoreJob
+from logsteer_server.contract.jobs import CaptureJob, GenerateJob, Job, ScoreJob
 from logsteer_server.numerics.rows import RowSpec
 
 SCORE = "logsteer_score"
@@ -11,6 +11,8 @@ STEER = "logsteer_steer"
 """How a request is steered: slot, kind of positions, slices, length of its prompt."""
 CAPTURE = "logsteer_capture"
 """Where a request's activations are summed up: slot, whether those of every token, its length."""
+DRAW = "logsteer_draw"
+"""What a request's tokens are drawn by, if not greedily: temperature, top_k, top_p, min_p, seed."""
 
 
 def describe_rows(job: ScoreJob, spec: RowSpec) -> dict[str, Any]:
@@ -25,6 +27,13 @@ def describe_rows(job: ScoreJob, spec: RowSpec) -> dict[str, Any]:
             "reference": job.reference,
         }
     }
+
+
+def describe_draw(job: GenerateJob) -> dict[str, Any]:
+    """Return the extra arguments of a request that generates."""
+    policy = job.policy
+    drawn_by = (policy.temperature, policy.top_k, policy.top_p, policy.min_p, job.seed % 2**64)
+    return {DRAW: drawn_by}
 
 
 def describe_steering(job: Job, slot: int) -> dict[str, Any]:

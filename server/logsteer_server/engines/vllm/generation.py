@@ -1,4 +1,4 @@
-"""Generation in vLLM: sampled continuations, with vLLM's own detokenizer and stop strings.
+"""Generation in vLLM: continuations, with vLLM's own detokenizer and stop strings.
 
 The log-probabilities of sampled tokens are taken from the engine's arrays before vLLM's output
 processor sees them, which would make a Python object of each.
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from logsteer_server.contract.jobs import GenerateJob, GenerateOutput
+from logsteer_server.engines.vllm.extra_args import describe_draw
 from logsteer_server.engines.vllm.requests import Collected, RunningJob
 from logsteer_server.engines.vllm.steering_slots import SteeringSlot, SteeringSlots
 
@@ -40,9 +41,10 @@ class _Sample:
 class GenerationRequests:
     """Run the jobs of one vLLM engine that generate."""
 
-    def __init__(self, vllm: "VllmCore", slots: SteeringSlots) -> None:
+    def __init__(self, vllm: "VllmCore", slots: SteeringSlots, eos_ids: tuple[int, ...]) -> None:
         self._vllm = vllm
         self._slots = slots
+        self._eos_ids = eos_ids
         self._samples: dict[str, _Sample] = {}
         self._by_output_id: dict[str, _Sample] = {}
 
@@ -51,12 +53,10 @@ class GenerationRequests:
         return self._slots.take_plan(job)
 
     def submit(self, running: RunningJob) -> str:
-        """Hand a job to vLLM and return its request's id.
-
-        Errors: ValueError for what vLLM does not sample with.
-        """
+        """Hand a job to vLLM and return its request's id."""
+        extra_args = running.slot.extra_args | describe_draw(running.job)
         request_id, output_id = self._vllm.generate(
-            running.job, running.slot.extra_args, running.lora_request
+            running.job, extra_args, running.lora_request, self._eos_ids
         )
         sample = _Sample(running, output_id)
         self._samples[request_id] = self._by_output_id[output_id] = sample

@@ -1,9 +1,10 @@
-"""vLLM's V1 model runner, which also reads scored rows and marks steered tokens.
+"""vLLM's V1 model runner, which also reads scored rows, marks steered tokens and draws by policies.
 
 What is read and marked is free of vLLM (`scoring`, `steering`). A runner has to tell them: of each
 step the parts of prompts and their hidden states (`RowReader.read`), the way back for finished
 rows, which requests begin and end (`StepSteering.begin`, `end`), and in front of each forward pass
-where the requests' tokens lie (`mark`). Another runner of vLLM's takes another module like this.
+where the requests' tokens lie (`mark`); and the sampler, whose rows it gets (`expect`). Another
+runner of vLLM's takes another module like this.
 """
 
 from typing import Any
@@ -20,6 +21,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.extra_args import SCORE
 from logsteer_server.engines.vllm.operation import TABLES, append_operation, find_layers
+from logsteer_server.engines.vllm.sampler import PolicySampler
 from logsteer_server.engines.vllm.scoring import PromptPart, RowReader
 from logsteer_server.engines.vllm.steering import StepSteering
 from logsteer_server.engines.vllm.stream import StreamProbe
@@ -43,6 +45,10 @@ class LogsteerRunner(GPUModelRunner):  # type: ignore[misc]
         self.row_reader = RowReader(chunk_bytes, vocab_size, writes_exports)
         self.steering = None
         self.stream_probe = None
+
+    def prepare_sampling(self) -> None:
+        """Put our sampler in the place of vLLM's."""
+        self.sampler = PolicySampler()
 
     def prepare_steering(self, size: SteeringSize) -> None:
         """Put the steering operation behind the layers of the model, before it is compiled."""
@@ -68,9 +74,7 @@ class LogsteerRunner(GPUModelRunner):  # type: ignore[misc]
         return super().load_lora_model(model, vllm_config, device)
 
     def _update_states(self, scheduler_output: Any) -> Any:
-        """Note which requests end and begin, as vLLM does: it calls this in steps without tokens,
-        too.
-        """
+        """Note which requests end and begin, as vLLM does, in steps without tokens, too."""
         if self.steering is not None:
             self.steering.record()
             for req_id in scheduler_output.finished_req_ids:
@@ -135,21 +139,20 @@ class LogsteerRunner(GPUModelRunner):  # type: ignore[misc]
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Return vLLM's output of the step, with the rows of requests whose prompt it finished."""
         self.row_reader.begin_step()
-        removed = self._remove_generators() if self.device.type == "cpu" else {}
         output = super().sample_tokens(grammar_output)
-        self.input_batch.generators.update(removed)
         if finished := self.row_reader.take_finished():
             if not isinstance(output, ModelRunnerOutput):
                 raise TypeError(f"rows need synchronous scheduling, got {type(output).__name__}")
             output.prompt_token_id_logprobs_dict = finished
         return output
 
-    def _remove_generators(self) -> dict[int, torch.Generator]:
-        """Take away the generators of requests whose prefill goes on, so that they stay in place.
+    def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
+        """Sample as vLLM does, by our sampler, which is told whose rows these are.
 
-        vLLM samples for these too and winds their generators back after, which one on the CPU
-        cannot be.
+        The tokens of requests whose prefill goes on are drawn too, and vLLM discards them.
         """
-        unfinished = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]
-        generators = self.input_batch.generators
-        return {i: generators.pop(i) for i in map(int, unfinished) if i in generators}
+        batch = self.input_batch
+        rows = batch.num_reqs
+        index_R = batch.num_tokens_no_spec[:rows] - batch.num_prompt_tokens[:rows]
+        self.sampler.expect(batch.req_ids, self.requests, index_R)
+        return super()._sample(logits, spec_decode_metadata)

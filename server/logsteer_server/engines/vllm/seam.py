@@ -1,9 +1,9 @@
 """Every internal of vLLM that this engine relies on, and what it relies on, as data.
 
-Six modules touch vLLM: `config` (environment, arguments, description), `core` (the engine's
-process), `runner`, `worker`, `operation` and `corrections` (the workers' processes); `requests` and
-`generation` read what `core` gives them. The others are free of it. Another model runner of vLLM's,
-such as V2, takes another `runner`, and rows of its own here.
+Seven modules touch vLLM: `config` (environment, arguments, description), `core` (the engine's
+process), `runner`, `sampler`, `worker`, `operation` and `corrections` (the workers'); `requests`
+and `generation` read what `core` gives them. The others are free of it. Another model runner of
+vLLM's, such as V2, takes another `runner`, and rows of its own here.
 
 `tests/server/test_vllm_seam.py` holds each row against the vLLM that is installed, so that an
 upgrade fails with the name of what moved; and it finds touches that have no row.
@@ -102,10 +102,12 @@ _START = (
          "where vLLM scales Llama 4's queries", "config"),
     *_attributes("vllm.config.ModelConfig",
                  "dtype head_dtype tokenizer quantization hf_text_config get_vocab_size "
-                 "get_hidden_size try_get_generation_config",
+                 "get_hidden_size",
                  "what the engine says of its model", "config"),
-    *_attributes("vllm.config.VllmConfig", "model_config device_config",
-                 "what the engine says of its model", "config"),
+    _row("attribute", "vllm.config.VllmConfig", "model_config", "what the engine says of its model",
+         "config", "core"),
+    _row("attribute", "vllm.config.VllmConfig", "device_config", "whether TF32 is possible",
+         "config"),
     *_attributes("vllm.config.DeviceConfig", "device_type", "whether TF32 is possible", "config"),
     _row("attribute", "vllm.platforms.interface.Platform", "is_cpu",
          "which of vLLM's two builds it is", "core", "worker"),
@@ -184,9 +186,17 @@ _OUTPUTS = (
 
 _GENERATION = (
     _row("call", "vllm.SamplingParams",
-         "*, max_tokens, temperature, top_p, top_k, min_p, seed, stop, "
-         "include_stop_str_in_output, ignore_eos, logprobs, output_kind, extra_args, detokenize, "
-         "skip_reading_prefix_cache", "how a request is sampled, and what workers know", "core"),
+         "*, max_tokens, temperature, stop, include_stop_str_in_output, ignore_eos, "
+         "stop_token_ids, logprobs, output_kind, extra_args, detokenize, "
+         "skip_reading_prefix_cache",
+         "what a request generates, and what workers know", "core"),
+    _row("source", "vllm.SamplingParams.update_from_generation_config",
+         "if not self.ignore_eos: assert self.stop_token_ids is not None",
+         "with `ignore_eos` a request ends at its own tokens and no other", "core"),
+    _row("source", "vllm.v1.core.sched.utils.check_stop",
+         "if last_token_id in (sampling_params.stop_token_ids or ()): "
+         "request.status = RequestStatus.FINISHED_STOPPED",
+         "which end it as vLLM's own would", "core"),
     *_attributes("vllm.SamplingParams", "extra_args skip_reading_prefix_cache",
                  "set on a copy for each request", "core", ),
     *_attributes("vllm.sampling_params.RequestOutputKind", "DELTA FINAL_ONLY",
@@ -255,9 +265,6 @@ _RUNNER = (
     _row("override", f"{RUNNER}.sample_tokens", "self, grammar_output", "rows go back", "runner"),
     _row("attribute", "vllm.v1.outputs.ModelRunnerOutput", "prompt_token_id_logprobs_dict",
          "the way back for rows", "runner"),
-    _row("source", f"{RUNNER}._bookkeeping_sync", "gen.set_offset(gen.get_offset() - 4)",
-         "generators of unfinished prompts are wound back, which one on the CPU cannot be",
-         "runner"),
     _row("override", f"{RUNNER}.load_lora_model", "self, model, vllm_config, device",
          "no LoRA layer around embeddings and head", "runner"),
     _row("source", f"{RUNNER}.load_model",
@@ -267,12 +274,12 @@ _RUNNER = (
     _row("source", "vllm.lora.utils.get_supported_lora_modules",
          'getattr(module, "embedding_modules", None)', "emptied on every module", "runner"),
     *_attributes(RUNNER, "model model_config device requests input_batch query_start_loc "
-                 "discard_request_mask compilation_config max_num_tokens",
+                 "sampler compilation_config max_num_tokens",
                  "the model, and the requests of a step", "runner"),
     *_attributes("vllm.config.ModelConfig", "dtype hf_text_config get_vocab_size get_hidden_size",
                  "the model's shape", "runner"),
     _row("attribute", "vllm.v1.utils.CpuGpuBuffer", "np", "buffers on the host", "runner"),
-    *_attributes(BATCH, "num_reqs req_ids req_id_to_index num_computed_tokens_cpu generators",
+    *_attributes(BATCH, "num_reqs req_ids req_id_to_index num_computed_tokens_cpu",
                  "where each request's tokens lie in a step, and which they are", "runner"),
     *_attributes("vllm.v1.worker.gpu_input_batch.CachedRequestState",
                  "num_computed_tokens num_prompt_tokens sampling_params",
@@ -287,6 +294,40 @@ _RUNNER = (
          "logits of any hidden states", "runner"),
     _row("call", "vllm.distributed.get_tensor_model_parallel_rank", "",
          "ranks with equal results", "runner", "worker"),
+)  # fmt: skip
+
+_SAMPLING = (
+    _row("override", f"{RUNNER}._sample", "self, logits, spec_decode_metadata",
+         "our sampler is told whose rows it gets", "runner"),
+    _row("source", f"{RUNNER}.sample_tokens",
+         "sampler_output = self._sample(logits, spec_decode_metadata)", "in every step", "runner"),
+    _row("source", f"{RUNNER}._sample",
+         "return self.sampler(logits=logits, sampling_metadata=sampling_metadata)",
+         "the runner's attribute is called, which is replaced", "runner"),
+    _row("source", f"{RUNNER}._bookkeeping_sync",
+         "for i in discard_sampled_tokens_req_indices: valid_sampled_token_ids[int(i)].clear()",
+         "tokens of unfinished prompts are discarded", "runner"),
+    *_attributes(BATCH, "num_tokens_no_spec num_prompt_tokens",
+                 "how many tokens a request has generated", "runner"),
+    _row("source", f"{BATCH}.add_request",
+         "self.num_tokens_no_spec[req_index] = request.num_tokens",
+         "that number is right after preemption, too", "runner"),
+    _row("call", "vllm.v1.sample.sampler.Sampler", "", "our sampler is one", "sampler"),
+    _row("override", "vllm.v1.sample.sampler.Sampler.sample",
+         "self, logits, sampling_metadata, logprobs_mode_override", "the draw", "sampler"),
+    _row("source", "vllm.v1.sample.sampler.Sampler.forward",
+         "sampled, processed_logprobs = self.sample(logits, sampling_metadata)",
+         "log-probabilities are read apart from the draw", "sampler"),
+    _row("source", "vllm.v1.sample.sampler.Sampler.forward",
+         "raw_logprobs = self.compute_logprobs(logits)", "from the logits as they are", "sampler"),
+    _row("source", f"{RUNNER}._dummy_sampler_run",
+         "sampler_output = self.sampler(logits=logits, sampling_metadata=dummy_metadata)",
+         "rows of no request, by which memory is measured", "sampler"),
+    _row("call", "vllm.v1.sample.sampler.Sampler.greedy_sample", "logits", "a faster argmax",
+         "sampler"),
+    _row("attribute", "vllm.v1.worker.gpu_input_batch.CachedRequestState", "sampling_params",
+         "how a request's tokens are drawn", "sampler"),
+    _row("attribute", "vllm.SamplingParams", "extra_args", "how its tokens are drawn", "sampler"),
 )  # fmt: skip
 
 _WORKER = (
@@ -336,5 +377,13 @@ _WORKER = (
          "every forward pass finds the tables", "operation"),
 )  # fmt: skip
 
-INTERNALS: tuple[Internal, ...] = (*_START, *_STEPS, *_OUTPUTS, *_GENERATION, *_RUNNER, *_WORKER)
+INTERNALS: tuple[Internal, ...] = (
+    *_START,
+    *_STEPS,
+    *_OUTPUTS,
+    *_GENERATION,
+    *_RUNNER,
+    *_SAMPLING,
+    *_WORKER,
+)
 """All rows."""

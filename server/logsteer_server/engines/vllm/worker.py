@@ -34,6 +34,7 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
         self.model_runner.__class__ = type(f"Logsteer{own.__name__}", (LogsteerRunner, own), {})
         options = self.vllm_config.additional_config[OPTIONS]
         self.model_runner.prepare_scoring(options["chunk_bytes"])
+        self.model_runner.prepare_sampling()
 
     def load_model(self, **options: Any) -> None:
         """Load the model as vLLM does, and put the steering operation behind its layers.

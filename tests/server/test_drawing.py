@@ -1,0 +1,174 @@
+"""The draw: its noise is uniform and follows from seeds; its tokens have the frequencies of q."""
+
+import math
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from logsteer_server.contract.jobs import Policy
+from logsteer_server.numerics import drawing
+from logsteer_server.numerics.drawing import RowSampler, draw_rows, find_uniform, mix_bits
+from tests.server.test_sampling import define, is_close_call
+
+LARGEST = 1 - 2.0**-52
+GREEDY = Policy(temperature=0.0)
+
+
+def as_words(*numbers: int) -> np.ndarray:
+    return np.array([number % 2**64 for number in numbers], dtype=np.uint64)
+
+
+def chi_square(counts_N: np.ndarray, expected_N: np.ndarray) -> float:
+    """How many standard deviations the statistic lies above its mean; rare values are pooled."""
+    rare_N = expected_N < 10
+    found = [*counts_N[~rare_N], counts_N[rare_N].sum()]
+    wanted = [*expected_N[~rare_N], expected_N[rare_N].sum()]
+    terms = [(a - b) ** 2 / b for a, b in zip(found, wanted, strict=True) if b]
+    freedom = len(terms) - 1
+    return float((sum(terms) - freedom) / math.sqrt(2 * freedom))
+
+
+def test_the_noise_is_splitmix64() -> None:
+    """Outputs for the seed 1234567, as the reference implementation in C prints them."""
+    states = as_words(*(1234567 + n * 0x9E3779B97F4A7C15 for n in range(1, 6)))
+    assert mix_bits(states).tolist() == [
+        6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431,
+        16408922859458223821,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("first", [0, 2**31 - 7, 2**63 - 100, -(2**62)])
+def test_the_noise_is_uniform_over_places_seeds_and_pairs(first: int) -> None:
+    seeds = as_words(*range(first, first + 400))
+    uniform_SI = find_uniform(seeds[:, None], np.arange(500, dtype=np.uint64)[None])
+    assert uniform_SI.min() >= 0
+    assert uniform_SI.max() <= LARGEST
+    assert len(np.unique(uniform_SI)) == uniform_SI.size
+    flat = uniform_SI.ravel()
+    even = np.full(256, flat.size / 256)
+    assert abs(chi_square(np.histogram(flat, 256, (0, 1))[0], even)) < 5
+    low_bits = (flat * 2**52).astype(np.uint64) % np.uint64(256)
+    assert abs(chi_square(np.bincount(low_bits.astype(int), minlength=256), even)) < 5
+    for one, other in ((uniform_SI[:-1], uniform_SI[1:]), (uniform_SI[:, :-1], uniform_SI[:, 1:])):
+        pairs = np.histogram2d(one.ravel(), other.ravel(), 16, ((0, 1), (0, 1)))[0].ravel()
+        assert abs(chi_square(pairs, np.full(256, one.size / 256))) < 5
+
+
+def test_no_seed_has_the_sequence_of_another_moved_on() -> None:
+    """Seeds that lie a step of the generator apart would have, were they its states."""
+    seeds = as_words(5, 5 + 0x9E3779B97F4A7C15)
+    uniform_SI = find_uniform(seeds[:, None], np.arange(50, dtype=np.uint64)[None])
+    assert not set(uniform_SI[0]) & set(uniform_SI[1])
+
+
+def test_draws_have_the_frequencies_of_q() -> None:
+    q_V = torch.tensor([0.0, 0.5, 0.0, 0.2, 0.3, 0.0])
+    count = 10_000
+    uniform_R = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    ids_R = draw_rows(q_V.expand(count, -1), uniform_R)
+    assert (ids_R.bincount(minlength=6) - q_V * count).abs().max() <= 1
+
+
+def test_the_example_of_the_draw() -> None:
+    q_RV = torch.tensor([[0.5, 0.2, 0.3]]).expand(3, -1)
+    assert draw_rows(q_RV, torch.tensor([0.1, 0.5, 0.69], dtype=torch.float64)).tolist() == [
+        0,
+        1,
+        1,
+    ]
+
+
+def test_the_ends_of_the_unit_interval_never_draw_what_is_cut() -> None:
+    generator = torch.Generator().manual_seed(1)
+    inner_RV = torch.rand((500, 3), generator=generator)
+    q_RV = torch.nn.functional.pad(inner_RV / inner_RV.sum(-1, keepdim=True), (1, 1))
+    for uniform, wanted in ((0.0, 1), (LARGEST, 3)):
+        ids_R = draw_rows(q_RV, torch.full((500,), uniform, dtype=torch.float64))
+        assert (ids_R == wanted).all()
+
+
+def make_tied_logits() -> torch.Tensor:
+    """Logits of a half-precision head: of 300 tokens many are equally probable."""
+    generator = torch.Generator().manual_seed(8)
+    return (2 * torch.randn(300, generator=generator)).bfloat16().float()
+
+
+def find_tied_edges(logits_V: torch.Tensor) -> tuple[int, float]:
+    """A top_k and a top_p whose edges part tokens that are equally probable."""
+    sorted_V = logits_V.sort(descending=True).values
+    tied = (sorted_V[:-1] == sorted_V[1:]).nonzero().squeeze(-1)
+    top_k = int(tied[tied > 20][0]) + 1
+    p_V = sorted_V.double().softmax(-1)
+    edge = int(tied[tied > 40][0])
+    return top_k, float(p_V[:edge].sum() + 0.5 * p_V[edge])
+
+
+TIED = make_tied_logits()
+TOP_K, TOP_P = find_tied_edges(TIED)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy(), Policy(0.6), Policy(top_k=TOP_K), Policy(top_p=TOP_P), Policy(min_p=0.05),
+        Policy(1.3, 60, 0.9, 0.01), Policy(1e-3), Policy(0.01, top_p=0.9),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_100_000_draws_fit_q_ties_included(policy: Policy) -> None:
+    """By the function that both engines draw with: 500 seeds, 200 tokens of each."""
+    if policy.temperature == 1.0:
+        assert not is_close_call(TIED.tolist(), policy)
+    rows, steps = 500, 200
+    sampler = RowSampler([policy] * rows, range(rows))
+    logits_RV = TIED.expand(rows, -1)
+    counts_V = np.zeros(len(TIED))
+    for step in range(steps):
+        ids_R = sampler.draw(logits_RV, np.full(rows, step))
+        counts_V += ids_R.bincount(minlength=len(TIED)).numpy()
+    q_V = np.array(define(TIED.tolist(), policy))
+    assert not counts_V[q_V == 0].any()
+    if policy.temperature > 0.1:
+        assert abs(chi_square(counts_V, rows * steps * q_V)) < 5
+    else:
+        assert counts_V / (rows * steps) == pytest.approx(q_V, abs=0.005)
+
+
+def test_the_edges_of_the_cuts_part_ties() -> None:
+    sorted_V = TIED.sort(descending=True).values
+    assert sorted_V[TOP_K - 1] == sorted_V[TOP_K]
+    q_V = np.array(define(TIED.tolist(), Policy(top_p=TOP_P)))
+    least = TIED[q_V > 0].min()
+    assert (q_V[(least == TIED).numpy()] == 0).any()
+
+
+def test_a_row_draws_the_same_whatever_the_others_are() -> None:
+    generator = torch.Generator().manual_seed(5)
+    logits_RV = 3 * torch.randn((60, 700), generator=generator)
+    policies = [GREEDY, Policy(), Policy(top_k=9), Policy(0.7, top_p=0.8), Policy(min_p=0.1)] * 12
+    seeds = [7, -3, 2**63 - 1, 2**64 + 5, 0, 1] * 10
+    index_R = np.arange(60)
+    together_R = RowSampler(policies, seeds).draw(logits_RV, index_R)
+    with mock.patch.object(drawing, "CHUNK_LOGITS", {"cpu": 1}):
+        assert torch.equal(RowSampler(policies, seeds).draw(logits_RV, index_R), together_R)
+    for r, policy in enumerate(policies):
+        alone = RowSampler([policy], [seeds[r]]).draw(logits_RV[r : r + 1], index_R[r : r + 1])
+        assert alone.item() == together_R[r]
+    assert torch.equal(together_R[::5], logits_RV[::5].argmax(-1))
+    other_R = RowSampler(policies, seeds).draw(logits_RV, index_R + 1)
+    assert (other_R != together_R).sum() > 20
+
+
+def test_seeds_count_modulo_64_bits() -> None:
+    logits_RV = torch.zeros((2, 5000))
+    one, other = RowSampler([Policy()] * 2, [-1, 2**64 - 1]).draw(logits_RV, np.array([4, 4]))
+    assert one == other
+
+
+def test_logits_that_are_not_numbers_draw_a_token_of_the_vocabulary() -> None:
+    logits_RV = torch.full((4, 1000), math.nan)
+    policies = [GREEDY, Policy(), Policy(top_p=0.5), Policy(top_k=3, min_p=0.1)]
+    ids_R = RowSampler(policies, [0, 1, 2, 3]).draw(logits_RV, np.zeros(4, np.int64))
+    assert ((ids_R >= 0) & (ids_R < 1000)).all()
