@@ -63,6 +63,8 @@ class EngineInfo:
     """For each feature that it does not have: what to do instead, as an error's detail."""
     tf32: bool = False
     """Whether float32 products may be computed in TF32."""
+    step_tokens: int | None = None
+    """Tokens that a step reads at most, so that texts are split between steps; None: never."""
 
     def refuse(self, job: Job) -> JobFailure | None:
         """Return why the engine cannot run a job: a feature that it lacks, or a job too long."""

@@ -151,6 +151,11 @@ def describe(
         hooks=("resid_post",) if steerable_layers else (),
         lacks=_find_missing(spec, steerable_layers),
         tf32=spec.tf32 and config.device_config.device_type == "cuda",
+        step_tokens=(
+            config.scheduler_config.max_num_batched_tokens
+            if config.scheduler_config.enable_chunked_prefill
+            else None
+        ),
     )
 
 
