@@ -104,9 +104,16 @@ class Task(ABC):
     def check_limits(self, settings: Settings) -> None:
         """Refuse by arithmetic what is too much. Errors: APIError `payload_too_large`."""
 
+    def require(self) -> None:
+        """Make sure that the model answers now. Errors: as `ResidentModel.require`."""
+        self.model.require()
+
     @abstractmethod
-    def plan(self, settings: Settings) -> AsyncGenerator[Batch, None]:
-        """Yield batches of jobs; each after the last output of the one before was taken."""
+    def plan(self, settings: Settings) -> AsyncGenerator[Batch | Event, None]:
+        """Yield batches of jobs; each after the last output of the one before was taken.
+
+        And, once there was a batch, events to show between them.
+        """
 
     @abstractmethod
     def report(self) -> dict[str, Any]:
@@ -184,12 +191,15 @@ class Run:
         Errors: as `finish`; those of limits, admission and planning before the first event.
         """
         self.task.check_limits(self.settings)
-        self.task.model.require()
+        self.task.require()
         with self._room:
             self._reserve(self.task.model)
             has_started = False
             async with aclosing(self.task.plan(self.settings)) as plan:
                 async for batch in plan:
+                    if isinstance(batch, Event):
+                        yield batch
+                        continue
                     model = batch.model or self.task.model
                     prepared = await model.prepare(batch.jobs, batch.cache)
                     self._reserve(model).cover(max(prepared.num_tokens, batch.room))
