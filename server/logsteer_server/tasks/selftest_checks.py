@@ -24,11 +24,11 @@ from logsteer_server.tasks.selftest_trial import (
     CUT_POLICY,
     SEED,
     Discrepancy,
+    DrawnTexts,
     Finding,
     Noise,
-    Samples,
-    TestPlans,
     Trial,
+    TrialPlans,
     capture_norm,
     plan_samples,
 )
@@ -68,7 +68,7 @@ def draw(trial: Trial, context: int) -> Iterator[Batch]:
         captured = Collector([capture_norm(trial)])
         yield Batch([capture_norm(trial)], captured.take)
         norm = float(np.linalg.norm(captured.outputs[0].activations_LD))
-        trial.plans = TestPlans.make(trial.info, norm)
+        trial.plans = TrialPlans.make(trial.info, norm)
     kinds = plan_samples(trial, context)
     jobs: list[Job] = [job for kind in kinds.values() for job in kind]
     collector = Collector(jobs)
@@ -77,7 +77,7 @@ def draw(trial: Trial, context: int) -> Iterator[Batch]:
     for name, own in kinds.items():
         outputs = [next(found) for _ in own]
         ids = [output.token_ids for output in outputs]
-        trial.samples[name] = Samples(own, ids, [output.logprobs for output in outputs])
+        trial.samples[name] = DrawnTexts(own, ids, [output.logprobs for output in outputs])
     plain = trial.samples["sampled"]
     sampled = [
         np.concatenate([job.tokens, ids])

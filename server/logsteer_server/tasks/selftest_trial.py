@@ -160,7 +160,7 @@ class Discrepancy:
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
+class DrawnTexts:
     """Continuations of one kind: what was asked for, the tokens, and what they were drawn with."""
 
     jobs: list[GenerateJob]
@@ -194,8 +194,8 @@ class Trial:
     given: list[Ids]
     max_tokens: int
     texts: list[Ids] = field(default_factory=list)
-    samples: dict[PromiseName, Samples] = field(default_factory=dict)
-    plans: "TestPlans | None" = None
+    samples: dict[PromiseName, DrawnTexts] = field(default_factory=dict)
+    plans: "TrialPlans | None" = None
     plain: list[npt.NDArray[np.float32]] = field(default_factory=list)
     steered: list[npt.NDArray[np.float32]] = field(default_factory=list)
     noise: Noise = field(default_factory=lambda: Noise(0.0, 0.0))
@@ -253,7 +253,7 @@ def choose_texts(
 
 
 @dataclass(frozen=True, slots=True)
-class TestPlans:
+class TrialPlans:
     """Plans that steer at the middle layer, each changing an activation by about a quarter.
 
     `whole` adds a vector at some tokens, `nothing` goes the way of steering and changes nothing.
@@ -266,7 +266,7 @@ class TestPlans:
     nothing: SteeringPlan
 
     @classmethod
-    def make(cls, info: EngineInfo, norm: float) -> "TestPlans":
+    def make(cls, info: EngineInfo, norm: float) -> "TrialPlans":
         """Make the plans for activations of this norm."""
         drawn_D = np.random.default_rng(SEED).normal(size=info.hidden_size)
         unit_D: Vector = (drawn_D / np.linalg.norm(drawn_D)).astype(np.float32)
@@ -292,7 +292,7 @@ def turn_op(unit_D: Vector) -> ResidualOp:
 
 
 def capture_norm(trial: Trial) -> CaptureJob:
-    """Return the job that reads the activation whose norm `TestPlans` are made for."""
+    """Return the job that reads the activation whose norm `TrialPlans` are made for."""
     longest = max(trial.given, key=len)
     return CaptureJob(longest, (trial.info.num_layers // 2,), RESID_POST, "last")
 
