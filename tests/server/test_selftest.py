@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from logsteer.errors import APIError, api_error
+from logsteer.errors import APIError, OverloadedError, api_error
 from logsteer.schemas import SelftestAnswer, SelftestCheck, SelftestRequest
 from logsteer_server.contract.jobs import GenerateJob, Job, ScoreJob
 from logsteer_server.contract.plan import Site
@@ -265,6 +265,20 @@ def test_it_repeats_itself_and_asks_no_cache() -> None:
         assert [job.tokens.tolist() for job in a] == [job.tokens.tolist() for job in b]
 
 
+def test_over_the_budget_it_is_refused_before_it_runs_and_gives_its_room_back() -> None:
+    engine = HonestEngine()
+    model = make_model(engine, max_tokens=100_000)
+    task = SelftestTask("any", SelftestRequest(), register(model))
+    with model.admission.enter() as others:
+        others.cover(100_000)
+        with pytest.raises(OverloadedError):
+            asyncio.run(Run(task, SETTINGS).finish())
+    assert engine.calls == []
+    task = SelftestTask("any", SelftestRequest(), register(model))
+    asyncio.run(Run(task, SETTINGS).finish())
+    assert model.admission.pending_tokens == 0
+
+
 def test_a_stream_has_an_event_for_each_check() -> None:
     model = make_model(HonestEngine(), max_tokens=100_000)
     task = SelftestTask("any", SelftestRequest(stream=True), register(model))
@@ -349,6 +363,13 @@ class TestAtStart:
         asyncio.run(prove(model, register(model), SETTINGS))
         assert model.status[0] == "failed"
         assert "could not be run: The request needs" in model.status[1]
+
+    def test_one_whose_test_breaks_does_not_wait_for_ever(self) -> None:
+        def wrong(_moment: Moment) -> float:
+            raise ZeroDivisionError("no such number")
+
+        model = prove_model(HonestEngine(wrong))
+        assert model.status == ("failed", "its self-test broke: ZeroDivisionError: no such number")
 
     def test_an_engine_that_is_restarted_is_tested_again(self) -> None:
         class Restarted(HonestEngine):

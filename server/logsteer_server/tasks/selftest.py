@@ -119,6 +119,10 @@ async def prove(model: ResidentModel, models: ModelRegistry, settings: Settings)
             await asyncio.sleep(error.retry_after or 1)
             await model.handle.ready.wait()
             continue
+        except Exception as error:  # a fault of the server: nobody waits for this task
+            log.exception("the self-test of model %s broke", model.id)
+            _block(model, f"its self-test broke: {type(error).__name__}: {error}")
+            return
         told = [f"{check['name']} ({check['reason']})" for check in task.failed]
         if told:
             _block(model, f"it failed its self-test: {'; '.join(told)}")
