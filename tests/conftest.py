@@ -159,6 +159,10 @@ CONFIGURATIONS_OF_ONE_FILE: dict[str, Callable[[Path], Configuration]] = {
     "precision": configure_precision,
     "chat": configure_chat,
     "longrope": configure_longrope,
+    # Both engines side by side, to be held against each other, and one in half precision.
+    "parity": lambda _: uncached(
+        vllm_model("vllm"), tlens_model("tlens"), tlens_model("half", dtype="bfloat16")
+    ),
     # vLLM with a compiled model, and with one that is never steered.
     "compiled": lambda _: uncached(
         vllm_model("compiled", compile=True), vllm_model("unsteered", steering_slots=0)

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from logsteer._endpoints import GenerateEvent, PerplexityEvent, SteerEvent
+    from logsteer._endpoints import GenerateEvent, PerplexityEvent, SelftestEvent, SteerEvent
     from logsteer._pairs import LogProb
     from logsteer.async_client import AsyncClient
     from logsteer.client import Client
@@ -51,6 +51,7 @@ _HOMES = {
     "PayloadTooLargeError": "errors",
     "PerplexityEvent": "_endpoints",
     "RequestTimeoutError": "errors",
+    "SelftestEvent": "_endpoints",
     "SteerEvent": "_endpoints",
     "TransportError": "errors",
     "UnavailableError": "errors",
@@ -74,6 +75,7 @@ __all__ = [
     "PayloadTooLargeError",
     "PerplexityEvent",
     "RequestTimeoutError",
+    "SelftestEvent",
     "SteerEvent",
     "TransportError",
     "UnavailableError",

@@ -11,7 +11,7 @@ from typing import Any
 
 from logsteer._call import Download
 from logsteer._callers import AsyncCaller, AsyncStoreMethods
-from logsteer._endpoints import GenerateEvent, PerplexityEvent, SteerEvent
+from logsteer._endpoints import GenerateEvent, PerplexityEvent, SelftestEvent, SteerEvent
 from logsteer._pairs import LogProb
 from logsteer._parameters import NOT_GIVEN, NotGiven
 from logsteer._upload import AsyncSource
@@ -49,6 +49,7 @@ from logsteer.schemas import (
     Protocol,
     Readiness,
     SamplingPolicy,
+    SelftestAnswer,
     SpacePolicy,
     SteerAnswer,
     Steering,
@@ -79,6 +80,62 @@ class AsyncClientMethods(AsyncCaller):
         """
         answer: ModelCard = await self._ask("model", model_id=model_id)
         return answer
+
+    async def selftest(
+        self,
+        model_id: str,
+        *,
+        texts: Sequence[str] | NotGiven = NOT_GIVEN,
+        token_ids: Sequence[Sequence[int]] | NotGiven = NOT_GIVEN,
+        against: str | NotGiven | None = NOT_GIVEN,
+    ) -> SelftestAnswer:
+        """Measure on a model what the service promises; return a verdict for each promise.
+
+        A check that fails raises nothing: see the answer's `verdict`.
+
+        Args:
+            model_id: Id of the model.
+            texts: Texts to test with, in place of the built-in ones.
+            token_ids: Likewise, texts as token ids.
+            against: Id of a second resident model with the same tokenizer, such as the same
+                checkpoint on the other engine: both score the same tokens.
+        """
+        answer: SelftestAnswer = await self._ask(
+            "selftest",
+            model_id=model_id,
+            texts=texts,
+            token_ids=token_ids,
+            against=against,
+        )
+        return answer
+
+    def selftest_events(
+        self,
+        model_id: str,
+        *,
+        texts: Sequence[str] | NotGiven = NOT_GIVEN,
+        token_ids: Sequence[Sequence[int]] | NotGiven = NOT_GIVEN,
+        against: str | NotGiven | None = NOT_GIVEN,
+    ) -> AsyncGenerator[SelftestEvent, None]:
+        """Yield the events of `selftest`: a start, each check as it ends, then the whole answer.
+
+        A check that fails raises nothing: see the answer's `verdict`. The request is sent when the
+        first event is asked for. Close the generator to stop early.
+
+        Args:
+            model_id: Id of the model.
+            texts: Texts to test with, in place of the built-in ones.
+            token_ids: Likewise, texts as token ids.
+            against: Id of a second resident model with the same tokenizer, such as the same
+                checkpoint on the other engine: both score the same tokens.
+        """
+        return self._listen(
+            "selftest",
+            model_id=model_id,
+            texts=texts,
+            token_ids=token_ids,
+            against=against,
+        )
 
     async def health(self) -> Health:
         """Return that the server's process answers, and its version."""

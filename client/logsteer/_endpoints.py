@@ -32,6 +32,9 @@ GenerateEvent: TypeAlias = s.SteerStart | s.SteerPiece | s.GenerateAnswer
 SteerEvent: TypeAlias = s.SteerStart | s.SteerPiece | s.SteerAnswer
 """What a stream of `/steer` yields: one start, a piece at a time, and the answer."""
 
+SelftestEvent: TypeAlias = StreamStart | s.SelftestCheck | s.SelftestAnswer
+"""What a stream of a self-test yields: one start, a check at a time, and the answer."""
+
 
 @dataclass(frozen=True, eq=False)
 class Endpoint:
@@ -121,6 +124,16 @@ _OPERATIONS = [
         "model", "GET", "/models/{model_id}", "operations", s.ModelCard,
         positional=("model_id",), parameters={"model_id": "Id of the model."},
         summary="Return the card of one model; NotFoundError where there is none of this id.",
+    ),
+    Endpoint(
+        "selftest", "POST", "/models/{model_id}/selftest", "operations", s.SelftestAnswer,
+        s.SelftestRequest, positional=("model_id",),
+        events={"start": StreamStart, "check": s.SelftestCheck, LAST_EVENT: s.SelftestAnswer},
+        parameters={"model_id": "Id of the model."},
+        summary="Measure on a model what the service promises; return a verdict for each promise.",
+        notes="A check that fails raises nothing: see the answer's `verdict`.",
+        events_summary="Yield the events of `selftest`: a start, each check as it ends, then the "
+        "whole answer.",
     ),
     Endpoint(
         "health", "GET", "/healthz", "operations", s.Health,

@@ -132,7 +132,7 @@ from typing import Any
 
 from logsteer._call import Download
 from logsteer._callers import {caller}, {resource}
-from logsteer._endpoints import GenerateEvent, PerplexityEvent, SteerEvent
+from logsteer._endpoints import GenerateEvent, PerplexityEvent, SelftestEvent, SteerEvent
 from logsteer._pairs import LogProb
 from logsteer._parameters import NOT_GIVEN, NotGiven
 from logsteer._upload import {source}

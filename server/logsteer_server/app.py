@@ -4,6 +4,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 from fastapi import Depends, FastAPI
 from starlette.datastructures import Headers, MutableHeaders
@@ -29,6 +30,7 @@ from logsteer_server.routes import (
 from logsteer_server.settings import Settings
 from logsteer_server.stores.store import ADAPTERS, OVERRIDES, VECTORS, Store
 from logsteer_server.stores.vectors import VectorStore
+from logsteer_server.tasks.selftest import prove
 
 MAX_REQUEST_ID = 128
 MAX_FILE_READERS = 2
@@ -54,7 +56,10 @@ def create_app(settings: Settings) -> FastAPI:
         )
         models = ModelRegistry(settings, results, app.state.metrics)
         app.state.models = models
-        models.start()
+        # Each model is tested before it answers, where the settings ask for that.
+        models.start(
+            partial(prove, models=models, settings=settings) if settings.selftest else None
+        )
         try:
             yield
         finally:

@@ -34,6 +34,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on (default 8000)")
     parser.add_argument("--check", action="store_true", help="validate the configuration and exit")
+    parser.add_argument(
+        "--selftest",
+        action="store_true",
+        default=None,
+        help="test each model at its start; one that fails does not answer, and /readyz says so",
+    )
     parser.add_argument("--version", action="version", version=__version__)
     return parser.parse_args(argv)
 
@@ -42,7 +48,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run the server until it is interrupted; the exit status (2: unusable configuration)."""
     arguments = parse_arguments(argv)
     try:
-        settings = load_settings(arguments.config, host=arguments.host, port=arguments.port)
+        settings = load_settings(
+            arguments.config,
+            host=arguments.host,
+            port=arguments.port,
+            selftest=arguments.selftest,
+        )
         _check_arguments(settings)
         check_cache_file(settings)
         check_store_directory(settings)
@@ -139,7 +150,8 @@ async def report_start(models: ModelRegistry, url: str, needs_key: bool) -> None
                 del waiting[model_id]
         if waiting and time.monotonic() - last_report >= PROGRESS_EVERY_S:
             last_report = time.monotonic()
-            print(f"  {', '.join(waiting)}: loading, {elapsed:.0f} s", flush=True)
+            states = (f"{model_id}: {model.status[0]}" for model_id, model in waiting.items())
+            print(f"  {', '.join(states)}, {elapsed:.0f} s", flush=True)
     ready = [model for model in models.by_id.values() if model.is_ready]
     if ready:
         print(_suggest_calls(url, ready[0].id if len(models.by_id) > 1 else None, needs_key))

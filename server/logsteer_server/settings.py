@@ -128,6 +128,12 @@ class Settings(BaseSettings):
     max_training_bytes: int = Field(
         2**30, ge=2**10, description="Bytes of activations held while a vector is trained."
     )
+    selftest: bool = Field(
+        False, description="Test each model at its start; one that fails does not answer."
+    )
+    max_selftest_tokens: int = Field(
+        32_768, ge=64, description="Tokens of a self-test's texts, and those it fills a step with."
+    )
     request_timeout_s: float = Field(600.0, gt=0, description="For one request without streaming.")
     engine_tokens: int = Field(65_536, ge=1, description="Tokens that an engine holds at once.")
     ping_timeout_s: float = Field(30.0, gt=0)

@@ -178,3 +178,29 @@ SWEEP = {
     "unsteered": sweep_point(0, None),
     "points": [sweep_point(scale, [layer]) for layer in (2, 3) for scale in (-1, 0, 1)],
 }
+CHECKS = [
+    {
+        "name": name,
+        "promise": "It [red]holds.",
+        "verdict": verdict,
+        "reason": reason,
+        "num_compared": count,
+        "largest_difference": largest,
+        "rms_difference": largest,
+        "tolerance": 1e-4,
+        "noise_floor": 5e-7,
+    }
+    for name, verdict, reason, count, largest in (
+        ("batched", "passed", "10 texts", 903, 0.0),
+        ("shuffled", "passed", "10 texts", 902, 5.7e-6),
+        ("steered_neighbour", "failed", "value 3 differs", 901, 0.25),
+        ("chunked", "not_run", "one step", 0, None),
+    )
+]
+SELFTEST = {
+    **ANSWER, "verdict": "failed", "checks": CHECKS, "against": None, "num_texts": 10,
+    "num_tokens": 913, "seconds": 2.5,
+}  # fmt: skip
+SELFTEST_EVENTS = [
+    ("start", START), *(("check", check) for check in CHECKS), ("result", SELFTEST),
+]  # fmt: skip

@@ -14,7 +14,10 @@ from .documents import (
     MODELS,
     PERPLEXITY,
     PERPLEXITY_EVENTS,
+    SELFTEST,
+    SELFTEST_EVENTS,
     TOKENS,
+    events,
     logprob_answer,
     target,
 )
@@ -77,6 +80,30 @@ def test_score_marks_the_best_and_says_what_is_unusual(capsys: Output) -> None:
         "top": 1,
         "boundary": "separate",
     }
+
+
+def test_selftest_shows_each_check_and_fails_where_one_does(capsys: Output) -> None:
+    server = Script(event_stream(events(*SELFTEST_EVENTS)))
+    assert run(server, "selftest", "demo", "--against", "other") == 1
+    out, err = capsys.readouterr()
+    assert str(server.requests[0].url).endswith("/models/demo/selftest")
+    assert json.loads(server.bodies[0]) == {"against": "other", "stream": True}
+    rows = [line.split() for line in out.splitlines()]
+    assert ["batched", "It", "[red]holds.", "903", "0", "1.0e-04", "passed"] in rows
+    assert ["shuffled", "It", "[red]holds.", "902", "5.7e-06", "1.0e-04", "passed"] in rows
+    assert ["steered_neighbour", "It", "[red]holds.", "901", "2.5e-01", "1.0e-04", "failed"] in rows
+    assert ["chunked", "It", "[red]holds.", "1.0e-04", "not", "run"] in rows
+    assert "value 3 differs" in out and "noise floor 5.0e-07" in out
+    assert err == "error: demo failed its self-test: steered_neighbour\n"
+
+
+def test_selftest_that_passes_is_0(capsys: Output) -> None:
+    passed = {**SELFTEST, "verdict": "passed", "checks": SELFTEST["checks"][:2]}
+    told = events(*SELFTEST_EVENTS[:3], ("result", passed))
+    assert run(Script(event_stream(told)), "selftest", "demo", "--json") == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["verdict"] == "passed"
+    assert err == ""
 
 
 def test_tokenize(capsys: Output) -> None:

@@ -26,6 +26,7 @@ NAMES = {
     "PayloadTooLargeError",
     "PerplexityEvent",
     "RequestTimeoutError",
+    "SelftestEvent",
     "SteerEvent",
     "TransportError",
     "UnavailableError",

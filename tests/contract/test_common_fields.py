@@ -27,8 +27,9 @@ NEITHER = {
     "/detokenize": "decodes",
     "/vectors/train": "reads activations",
     "/vectors/{name}/combine": "adds vectors",
+    "/models/{model_id}/selftest": "tests a model with and without every change that it makes",
 }
-"""Endpoints with a body that neither score nor generate, and what they do."""
+"""Endpoints with a body that neither score nor generate for the caller, and what they do."""
 
 ABLATE = {"vectors": [{"data": {"1": [1.0] + [0.0] * 15}, "op": "ablate"}]}
 ITEMS = [{"context": "Once upon", "targets": [" a time"]}]

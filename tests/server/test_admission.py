@@ -313,4 +313,5 @@ def test_every_endpoint_that_computes_is_among_these() -> None:
     computing = {path for path, methods in paths.items() if "post" in methods}
     computing -= {"/tokenize", "/detokenize", "/vectors/{name}/combine"}
     tried = {path for path, _ in REQUESTS.values()} | {"/perplexity/stream", "/gradient"}
+    tried.add("/models/{model_id}/selftest")  # in test_selftest.py
     assert computing == tried

@@ -17,6 +17,7 @@ from logsteer._progress import ScoringProgress
 from logsteer.cli import tables
 from logsteer.cli.adapters import add_adapter_commands
 from logsteer.cli.options import add_options
+from logsteer.cli.selftest import add_selftest
 from logsteer.cli.steering import add_steer, add_sweep
 from logsteer.cli.steering_options import add_steering_options, read_changes
 from logsteer.cli.terminal import Command, decode_text, given, show
@@ -32,6 +33,7 @@ EXAMPLES = """examples:
   logsteer perplexity book.txt --protocol rolling --context-length 512
   zcat corpus.gz | logsteer perplexity -
   logsteer tokenize "Hello world"
+  logsteer selftest demo --against demo-tlens
   logsteer vectors train happy pairs.jsonl --method pca --layers 10,11,12
   logsteer vectors get happy happy.gguf
   logsteer steer "Once upon a time" --vector happy:4@2 --baseline --seed 1
@@ -96,6 +98,7 @@ def _build_parser() -> argparse.ArgumentParser:
     tokenize.set_defaults(command=_show_tokens)
     add_steer(add("steer", help="continue a prompt under steering, as it is generated"))
     add_sweep(add("sweep", help="what steering does to targets and texts, scale by scale"))
+    add_selftest(add("selftest", help="measure on a model what the service promises"))
     add_vector_commands(add("vectors", help="store, make and fetch steering vectors"), common)
     add_adapter_commands(add("adapters", help="store LoRA adapters"), common)
     return parser

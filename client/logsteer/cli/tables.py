@@ -21,6 +21,7 @@ from logsteer.schemas import (
     ModelList,
     PerplexityAnswer,
     PromptCompletions,
+    SelftestCheck,
     SteeringReceipt,
     SweepAnswer,
     SweepPoint,
@@ -115,6 +116,28 @@ def draw_adapters(cards: Sequence[AdapterCard]) -> Table:
         sizes = [str(card.rank), _number(card.alpha)]
         cells = [card.name, card.model, *sizes, ", ".join(card.modules), card.created, card.sha256]
         table.add_row(*map(Text, cells))
+    return table
+
+
+_VERDICT_STYLES = {"passed": "green", "failed": "bold red", "not_run": "yellow"}
+
+
+def draw_checks(checks: Sequence[SelftestCheck]) -> Table:
+    """Draw a row per check of a self-test: its promise, and under it what was measured."""
+    table = _table("check", ">values", ">largest", ">limit", "verdict")
+    for column in table.columns[1:]:
+        column.no_wrap = True
+    for check in checks:
+        promise = Text.assemble((check.name, "bold"), f" {check.promise}")
+        largest = check.largest_difference
+        verdict = check.verdict.replace("_", " ")
+        table.add_row(
+            promise.append(f"\n{check.reason}", "dim"),
+            str(check.num_compared or ""),
+            "" if largest is None else f"{largest:.1e}" if largest else "0",
+            f"{check.tolerance:.1e}",
+            Text(verdict, _VERDICT_STYLES[check.verdict]),
+        )
     return table
 
 

@@ -72,6 +72,13 @@ from logsteer.schemas.perplexity import (
     WindowScore,
 )
 from logsteer.schemas.problem import Problem, ProblemCode
+from logsteer.schemas.selftest import (
+    PromiseName,
+    SelftestAnswer,
+    SelftestCheck,
+    SelftestRequest,
+    Verdict,
+)
 from logsteer.schemas.steer import (
     Completion,
     GenerateAnswer,
@@ -179,6 +186,7 @@ __all__ = [
     "Precision",
     "Problem",
     "ProblemCode",
+    "PromiseName",
     "PromptCompletions",
     "PromptRequest",
     "Protocol",
@@ -188,6 +196,9 @@ __all__ = [
     "RowOptions",
     "SamplingPolicy",
     "ScoredTarget",
+    "SelftestAnswer",
+    "SelftestCheck",
+    "SelftestRequest",
     "SlicePositions",
     "SpacePolicy",
     "SpaceVariants",
@@ -228,6 +239,7 @@ __all__ = [
     "VectorFormat",
     "VectorList",
     "VectorPart",
+    "Verdict",
     "WeightedVector",
     "WindowEvent",
     "WindowOptions",

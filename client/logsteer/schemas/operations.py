@@ -6,7 +6,8 @@ from pydantic import Field
 
 from logsteer.schemas.common import EngineKind, Provenance, Reply
 
-ModelState = Literal["loading", "ready", "restarting", "failed"]
+ModelState = Literal["loading", "testing", "ready", "restarting", "failed"]
+"""`testing`: the engine is ready, and the self-test that `--selftest` asks for runs."""
 
 
 class ModelCard(Reply):
@@ -15,7 +16,9 @@ class ModelCard(Reply):
     id: str
     engine: EngineKind
     state: ModelState
-    detail: str = Field(description="What the engine is doing, or why it failed.")
+    detail: str = Field(
+        description="What the engine is doing, or why it failed: its self-test, where that did."
+    )
     required: bool
     context_length: int | None = Field(
         default=None, description="Tokens that the model can read at once."

@@ -65,6 +65,8 @@ class EngineInfo:
     """Whether float32 products may be computed in TF32."""
     computed_on: tuple[str, ...] = ()
     """What else its numbers may change with: versions of libraries, and the device."""
+    step_tokens: int | None = None
+    """Tokens that a step reads at most, so that texts are split between steps; None: never."""
 
     def refuse(self, job: Job) -> JobFailure | None:
         """Return why the engine cannot run a job: a feature that it lacks, or a job too long."""

@@ -106,11 +106,15 @@ def _find_features(job: Job) -> tuple[Feature, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What comes of a job. `cached_tokens` came from the prefix cache; `trace` is of its plan."""
+    """What comes of a job. `cached_tokens` came from the prefix cache; `trace` is of its plan.
+
+    `was_split` says of a score job that its tokens were read in more than one step.
+    """
 
     failed: ClassVar[Literal[False]] = False
     _: KW_ONLY
     cached_tokens: int = 0
+    was_split: bool = False
     trace: SteeringTrace | None = None
 
     @property

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from logsteer.errors import api_error
-from logsteer.schemas import ModelCard, Precision, Provenance
+from logsteer.schemas import ModelCard, ModelState, Precision, Provenance
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Job, Output
 from logsteer_server.engines.supervisor import EngineHandle
@@ -65,6 +65,8 @@ class ResidentModel:
         self._results = results
         self._counters = counters
         self._codec: TextCodec | None = None
+        self.gate: tuple[ModelState, str] | None = None
+        """State and detail of a model that does not answer although its engine is ready."""
 
     @property
     def id(self) -> str:
@@ -83,12 +85,31 @@ class ResidentModel:
             self.handle.detail = f"its tokenizer did not load: {error}"
 
     @property
+    def status(self) -> tuple[ModelState, str]:
+        """State and detail: the engine's; once that is ready, the tokenizer's and the gate's."""
+        own = self.handle.state, self.handle.detail
+        if own[0] != "ready":
+            return own
+        return ("loading", own[1]) if self._codec is None else self.gate or own
+
+    @property
     def is_ready(self) -> bool:
         """Whether requests can be answered."""
-        return self.handle.state == "ready" and self._codec is not None
+        return self.status[0] == "ready"
 
     def require(self) -> tuple[TextCodec, EngineInfo]:
         """Return tokenizer and engine. Errors: APIError where the model does not answer now."""
+        found = self.require_engine()
+        if self.gate is not None:
+            state, why = self.gate
+            detail = f"Model {self.id} does not answer: {why}."
+            if state == "failed":
+                raise api_error("internal", f"{detail} POST /models/{self.id}/selftest shows more.")
+            raise api_error("model_loading", f"{detail} Try again shortly.", retry_after=5)
+        return found
+
+    def require_engine(self) -> tuple[TextCodec, EngineInfo]:
+        """Return tokenizer and engine, whatever the gate says. Errors: APIError without them."""
         info = self.handle.check_ready()
         if self._codec is None:
             detail = f"The tokenizer of model {self.id} is still loading; try again shortly."
@@ -174,13 +195,12 @@ class ResidentModel:
     def describe(self) -> ModelCard:
         """Describe the model as `GET /models` shows it."""
         info, codec = self.handle.info, self._codec
+        state, detail = self.status
         card = ModelCard(
             id=self.id,
             engine=self.settings.engine,
-            state="loading"
-            if self.handle.state == "ready" and codec is None
-            else self.handle.state,
-            detail=self.handle.detail,
+            state=state,
+            detail=detail,
             required=self.settings.required,
             restarts=self.handle.restarts,
         )
@@ -196,7 +216,7 @@ class ResidentModel:
         self, protocol: str | None = None, precision: Precision = "float32"
     ) -> Provenance:
         """Say what computes this model's numbers."""
-        codec, info = self.require() if self.is_ready else (self._codec, self.handle.info)
+        codec, info = self._codec, self.handle.info
         assert codec is not None and info is not None
         return Provenance(
             engine=self.settings.engine,

@@ -1,6 +1,7 @@
 """The models of the configuration, by id: started, found, ended."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 from logsteer.errors import api_error
 from logsteer_server.engines.supervisor import EngineHandle, SupervisionLimits
@@ -8,6 +9,9 @@ from logsteer_server.metrics import Metrics
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.settings import Settings
+
+Prove = Callable[[ResidentModel], Awaitable[None]]
+"""Finds out whether a model may answer, and lifts or labels its gate."""
 
 
 class ModelRegistry:
@@ -30,11 +34,13 @@ class ModelRegistry:
         metrics.live.read_models = lambda: [model.read() for model in self.by_id.values()]
         self._loading: list[asyncio.Task[None]] = []
 
-    def start(self) -> None:
-        """Start every engine; returns at once."""
+    def start(self, prove: Prove | None = None) -> None:
+        """Start every engine; returns at once. With `prove`, no model answers before that."""
         for model in self.by_id.values():
+            if prove is not None:
+                model.gate = ("testing", "its self-test has not ended")
             model.handle.start()
-            self._loading.append(asyncio.create_task(model.load_codec()))
+            self._loading.append(asyncio.create_task(_load(model, prove)))
 
     async def close(self) -> None:
         """End every engine."""
@@ -57,3 +63,9 @@ class ModelRegistry:
             detail = f"No model {model_id!r} is resident; these are: {ids}."
             raise api_error("unknown_model", detail, param="model")
         return self.by_id[model_id]
+
+
+async def _load(model: ResidentModel, prove: Prove | None) -> None:
+    await model.load_codec()
+    if prove is not None and model.handle.state != "failed":
+        await prove(model)

@@ -1,17 +1,27 @@
-"""`GET /models`, `/models/{id}`, `/healthz`, `/readyz` and `/metrics`."""
+"""`/models` and `/models/{id}`, its self-test, `/healthz`, `/readyz` and `/metrics`."""
 
 import asyncio
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import PlainTextResponse
 
-from logsteer.schemas import Health, ModelCard, ModelList, ModelState, Readiness
+from logsteer.schemas import (
+    Health,
+    ModelCard,
+    ModelList,
+    ModelState,
+    Readiness,
+    SelftestAnswer,
+    SelftestRequest,
+)
 from logsteer_server import __version__
-from logsteer_server.http.dependencies import ModelsDep, check_key
+from logsteer_server.http.dependencies import LimitedRoute, ModelsDep, check_key
+from logsteer_server.http.respond import respond
 from logsteer_server.metrics import METRICS_TYPE, Metrics
 from logsteer_server.models.model import ResidentModel
+from logsteer_server.tasks.selftest import SelftestTask
 
-router = APIRouter(tags=["operations"])
+router = APIRouter(route_class=LimitedRoute, tags=["operations"])
 
 
 @router.get("/models", dependencies=[Depends(check_key)])
@@ -24,6 +34,19 @@ async def list_models(models: ModelsDep) -> ModelList:
 async def get_model(model_id: str, models: ModelsDep) -> ModelCard:
     """One model and its state."""
     return models.find(model_id).describe()
+
+
+@router.post(
+    "/models/{model_id}/selftest",
+    dependencies=[Depends(check_key)],
+    description=SelftestTask.__doc__,
+    responses={200: {"model": SelftestAnswer, "content": {"application/msgpack": {}}}},
+)
+async def selftest(
+    model_id: str, body: SelftestRequest, request: Request, models: ModelsDep
+) -> Response:
+    """What the service promises, measured on this model."""
+    return await respond(request, SelftestTask(model_id, body, models))
 
 
 @router.get("/healthz")

@@ -51,6 +51,21 @@ def compare_jobs(jobs: Sequence[ScoreJob], files: Sequence[str]) -> list[ScoreJo
     ]
 
 
+def check_same_vocabulary(model: ResidentModel, other: ResidentModel, param: str) -> None:
+    """Make sure that two models give the same tokens scores; `param` names the other.
+
+    Errors: APIError `invalid_request` where they have different vocabularies.
+    """
+    codec, info = model.require_engine()
+    other_codec, other_info = other.require()
+    if (codec.digest, info.vocab_size) != (other_codec.digest, other_info.vocab_size):
+        detail = (
+            f"{other.id} and {model.id} have different vocabularies, so their distributions "
+            f"cannot be compared; name as {param} a model with the same tokenizer."
+        )
+        raise api_error("invalid_request", detail, param=param)
+
+
 class Comparison:
     """A model's divergence from a reference, collected output by output.
 
@@ -58,14 +73,9 @@ class Comparison:
     """
 
     def __init__(self, model: ResidentModel, reference: ResidentModel) -> None:
-        codec, info = model.require()
-        other_codec, other_info = reference.require()
-        if (codec.digest, info.vocab_size) != (other_codec.digest, other_info.vocab_size):
-            detail = (
-                f"{reference.id} and {model.id} have different vocabularies, so their "
-                "distributions cannot be compared; name a reference with the same tokenizer."
-            )
-            raise api_error("invalid_request", detail, param="reference")
+        _, info = model.require()
+        _, other_info = reference.require()
+        check_same_vocabulary(model, reference, "reference")
         self.context_length = min(info.context_length, other_info.context_length)
         self.vocab_size = info.vocab_size
         self.reference = reference

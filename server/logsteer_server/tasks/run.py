@@ -104,6 +104,10 @@ class Task(ABC):
     def check_limits(self, settings: Settings) -> None:
         """Refuse by arithmetic what is too much. Errors: APIError `payload_too_large`."""
 
+    def require(self) -> None:
+        """Make sure that the model answers now. Errors: as `ResidentModel.require`."""
+        self.model.require()
+
     @abstractmethod
     def plan(self, settings: Settings) -> AsyncGenerator[Batch | Event, None]:
         """Yield batches of jobs, each after the last output of the one before was taken.
@@ -187,7 +191,7 @@ class Run:
         Errors: as `finish`; those of limits, admission and planning before the first event.
         """
         self.task.check_limits(self.settings)
-        self.task.model.require()
+        self.task.require()
         with self._room:
             self._reserve(self.task.model)
             has_started = False

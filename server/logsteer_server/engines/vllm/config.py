@@ -186,6 +186,11 @@ def describe(
         lacks=_find_missing(spec, unsteerable),
         tf32=spec.tf32 and config.device_config.device_type == "cuda",
         computed_on=describe_machine(config.device_config.device_type),
+        step_tokens=(
+            config.scheduler_config.max_num_batched_tokens
+            if config.scheduler_config.enable_chunked_prefill
+            else None
+        ),
     )
 
 

@@ -46,6 +46,7 @@ class VllmCore:
         self._front = LLMEngine(self.config, executor, log_stats=False)
         self.engine_core = self._front.engine_core.engine_core
         PrefixHitLimit(self.engine_core.scheduler.kv_cache_manager)
+        self.split_ids: set[str] = set()
         self._serial = itertools.count()
         self._params = SamplingParams(
             temperature=0.0, max_tokens=1, detokenize=False, skip_reading_prefix_cache=False
@@ -112,9 +113,17 @@ class VllmCore:
         return request_id, output_id
 
     def step(self) -> list[Any]:
-        """Run one step of the scheduler and the model; return an `EngineCoreOutput` a request."""
+        """Run one step of the scheduler and the model; return an `EngineCoreOutput` a request.
+
+        `split_ids` then has the ids of requests that it read a part of, besides those it had.
+        """
         outputs, executed = self.engine_core.step_fn()
         self.engine_core.post_step(model_executed=executed)
+        self.split_ids |= {
+            request.request_id
+            for request in self.engine_core.scheduler.running
+            if request.num_computed_tokens < request.num_prompt_tokens
+        }
         # None while pipeline stages are being filled
         return [output for batch in (outputs or {}).values() for output in batch.outputs]
 

@@ -119,8 +119,13 @@ class ScoreRequests(PrefillRequests):
             # The prefix cache reached beyond the first wanted row, so that row was not computed.
             return None
         rows = unpack(values.numpy().reshape(-1, spec.width), spec)
-        cached = output.prefill_stats.num_cached_tokens if output.prefill_stats else 0
-        return ScoreOutput(rows.columns, rows.top_ids, rows.top_logprobs, cached_tokens=cached)
+        return ScoreOutput(
+            rows.columns,
+            rows.top_ids,
+            rows.top_logprobs,
+            cached_tokens=output.prefill_stats.num_cached_tokens if output.prefill_stats else 0,
+            was_split=running.request_id in self._vllm.split_ids,
+        )
 
 
 class CaptureRequests(PrefillRequests):

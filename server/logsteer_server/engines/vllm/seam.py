@@ -108,6 +108,10 @@ _START = (
          "config", "core"),
     _row("attribute", "vllm.config.VllmConfig", "device_config", "whether TF32 is possible",
          "config"),
+    _row("attribute", "vllm.config.VllmConfig", "scheduler_config",
+         "when a prompt is read in several steps", "config"),
+    *_attributes("vllm.config.SchedulerConfig", "max_num_batched_tokens enable_chunked_prefill",
+                 "when a prompt is read in several steps", "config"),
     *_attributes("vllm.config.DeviceConfig", "device_type", "whether TF32 is possible", "config"),
     _row("attribute", "vllm.platforms.interface.Platform", "is_cpu",
          "which of vLLM's two builds it is", "core", "worker"),
@@ -162,6 +166,12 @@ _STEPS = (
          "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.find_longest_cache_hit",
          "self, block_hashes, max_cache_hit_length", "replaced", "core"),
     _row("attribute", "vllm.v1.request.Request", "sampling_params", "says the first row", "core"),
+    _row("attribute", SCHEDULER, "running", "prompts of which a part was read", "core"),
+    *_attributes("vllm.v1.request.Request", "request_id num_computed_tokens num_prompt_tokens",
+                 "prompts of which a part was read", "core"),
+    _row("source", f"{SCHEDULER}._update_after_schedule",
+         "request.num_computed_tokens += num_scheduled_token",
+         "what a step has read is counted when it was scheduled", "core"),
 )  # fmt: skip
 
 _OUTPUTS = (

@@ -1,0 +1,400 @@
+"""The checks of a self-test: each yields the batches that it needs, then what it has found.
+
+They run in the order of CHECKS, because later ones compare with what earlier ones have scored:
+
+    draw        continuations, steered and not, in one batch; those unsteered become texts
+    repeated    each text alone, twice: what all others are compared with
+    ...         the same values in another way
+"""
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from logsteer.schemas.selftest import PromiseName
+from logsteer_server.contract.jobs import GenerateOutput, Job, ScoreJob, ScoreOutput
+from logsteer_server.contract.plan import SteeringPlan
+from logsteer_server.models.model import ResidentModel
+from logsteer_server.stores.layer_vectors import RESID_POST
+from logsteer_server.tasks.run import Batch, Collector
+from logsteer_server.tasks.selftest_trial import (
+    CUT_POLICY,
+    SEED,
+    Discrepancy,
+    DrawnTexts,
+    Finding,
+    Noise,
+    Trial,
+    TrialPlans,
+    capture_norm,
+    plan_samples,
+)
+
+Steps: TypeAlias = Generator[Batch | Finding, None, None]
+Logprobs: TypeAlias = npt.NDArray[np.float32]
+
+PROMISES: Mapping[PromiseName, str] = {
+    "repeated": "A text scores the same a second time.",
+    "batched": "A text scores in a batch as it does alone.",
+    "shuffled": "A text scores the same in another order, among other texts.",
+    "target_rows": "A target scores as it does within the scores of the whole text.",
+    "sampled": "A continuation scores as it was sampled.",
+    "steered_sampled": "A steered continuation scores, steered alike, as it was sampled.",
+    "drawn": "A token drawn under top_k is one that the policy gives a probability.",
+    "zero_scale": "Steering by nothing changes nothing.",
+    "steered_neighbour": "Steered texts in its batch change nothing for a text that is not.",
+    "prefix_cached": "A text scores from the prefix cache as it does without.",
+    "chunked": "A text scores the same where it is read in several steps.",
+    "against": "The other model gives the same tokens the same scores.",
+    "against_steered": "The other model gives the same tokens the same scores, steered alike.",
+}
+"""What each check shows, in their order."""
+
+SCALE_COLUMNS = ("logprob", "logit_mean", "logit_std")
+CACHED_ROWS = 8
+"""Rows that are scored behind a prefix that may come from the cache."""
+TARGET_ROW = 8
+"""The first row of a target: no block of a prefix cache is so short."""
+MAX_CHUNKED = 120
+"""Texts of a kind in flight at once; vLLM has 128 in a step."""
+
+
+def draw(trial: Trial, context: int) -> Iterator[Batch]:
+    """Draw continuations, all kinds in one batch; those unsteered become texts."""
+    if not trial.why_unsteered:
+        captured = Collector([capture_norm(trial)])
+        yield Batch([capture_norm(trial)], captured.take)
+        norm = float(np.linalg.norm(captured.outputs[0].activations_LD))
+        trial.plans = TrialPlans.make(trial.info, norm)
+    kinds = plan_samples(trial, context)
+    jobs: list[Job] = [job for kind in kinds.values() for job in kind]
+    collector = Collector(jobs)
+    yield Batch(jobs, collector.take)
+    found: Iterator[GenerateOutput] = iter(collector.outputs)
+    for name, own in kinds.items():
+        outputs = [next(found) for _ in own]
+        ids = [output.token_ids for output in outputs]
+        trial.samples[name] = DrawnTexts(own, ids, [output.logprobs for output in outputs])
+    plain = trial.samples["sampled"]
+    sampled = [
+        np.concatenate([job.tokens, ids])
+        for job, ids in zip(plain.jobs, plain.completions, strict=True)
+    ]
+    trial.texts = [*trial.given, *sampled]
+
+
+def repeat(trial: Trial) -> Steps:
+    """Score each text alone, twice; from the first come the values and the noise."""
+    runs: list[list[ScoreOutput]] = []
+    for _ in range(2):
+        runs.append([])
+        for job in trial.jobs():
+            collector = Collector([job])
+            yield Batch([replace(job, columns=SCALE_COLUMNS)], collector.take)
+            runs[-1].append(collector.outputs[0])
+    trial.plain, again = map(_logprobs, runs)
+    squares = [
+        run.columns["logit_mean"].astype(np.float64) ** 2 + run.columns["logit_std"] ** 2
+        for run in runs[0]
+    ]
+    trial.logit_scale = float(np.sqrt(np.concatenate(squares).mean()))
+    trial.noise = Noise.measure(trial.logit_scale, trial.info)
+    discrepancy = Discrepancy()
+    discrepancy.add_all(again, trial.plain)
+    yield discrepancy.judge("repeated", trial.noise, f"{len(again)} texts, each alone, twice")
+
+
+def batched(trial: Trial) -> Steps:
+    """Score all texts in one batch."""
+    found = yield from _score(trial.jobs())
+    evidence = f"{len(found)} texts in one batch against each alone"
+    yield _compare(trial, "batched", _logprobs(found), trial.plain, evidence)
+
+
+def shuffled(trial: Trial) -> Steps:
+    """Score the texts in another order, with pieces of them in between."""
+    draws = np.random.default_rng(SEED)
+    jobs = trial.jobs()
+    strangers = [_cut(job, int(draws.integers(1, len(job.tokens) + 1))) for job in jobs]
+    order = draws.permutation(2 * len(jobs))
+    both = [*jobs, *strangers]
+    found = yield from _score([both[n] for n in order])
+    by_place = dict(zip(order.tolist(), _logprobs(found), strict=True))
+    own = [by_place[n] for n in range(len(jobs))]
+    evidence = f"{len(jobs)} texts among {len(strangers)} others, in another order"
+    yield _compare(trial, "shuffled", own, trial.plain, evidence)
+
+
+def _cut(job: ScoreJob, length: int) -> ScoreJob:
+    return ScoreJob(job.tokens[:length], job.targets[:length])
+
+
+def target_rows(trial: Trial) -> Steps:
+    """Score the last part of each text alone, behind a context that no cache can hold."""
+    jobs = trial.jobs(first_row=TARGET_ROW)
+    found = yield from _score(jobs)
+    wanted = [whole[TARGET_ROW:] for whole in trial.plain if len(whole) > TARGET_ROW]
+    evidence = f"{len(jobs)} texts, scored behind their first {TARGET_ROW + 1} tokens"
+    yield _compare(trial, "target_rows", _logprobs(found), wanted, evidence)
+
+
+def sampled(trial: Trial) -> Steps:
+    """Score the unsteered continuations."""
+    samples = trial.samples["sampled"]
+    found = yield from _score(samples.reread())
+    evidence = f"{len(found)} continuations, drawn beside steered ones and scored again"
+    if trial.plans is None:
+        evidence = f"{len(found)} continuations, scored again"
+    yield _compare(trial, "sampled", samples.logprobs, _logprobs(found), evidence, "continuation")
+
+
+def steered_sampled(trial: Trial) -> Steps:
+    """Score the steered continuations under their steering; and without, to see that it acts."""
+    name: PromiseName = "steered_sampled"
+    if trial.plans is None:
+        yield _skip(trial, name, trial.why_unsteered)
+        return
+    samples = trial.samples[name]
+    found = yield from _score(samples.reread())
+    plain = yield from _score(samples.reread(steered=False))
+    effect = Discrepancy()
+    effect.add_all(_logprobs(found), _logprobs(plain))
+    if effect.largest <= trial.noise.tolerance:
+        reason = f"steering moves no log-probability by more than {effect.largest:.3g} nats"
+        yield Finding(name, "failed", reason, trial.noise)
+        return
+    evidence = f"{len(found)} continuations; steering moves them by up to {effect.largest:.3g} nats"
+    yield _compare(trial, name, samples.logprobs, _logprobs(found), evidence, "continuation")
+
+
+def drawn(trial: Trial) -> Steps:
+    """Look how far drawn tokens are from the edge of what the policy draws.
+
+    A token that q leaves out is as many nats off as it lacks to the k-th most probable.
+    """
+    if "drawn" not in trial.samples:
+        yield _skip(trial, "drawn", "the engine does not read the column log_q")
+        return
+    count = min(CUT_POLICY.top_k, trial.info.vocab_size)
+    options: dict[str, Any] = {"columns": ("logprob", "log_q"), "policy": CUT_POLICY, "top": count}
+    found = yield from _score(trial.samples["drawn"].reread(**options))
+    lacking, outside = [], 0
+    for output in found:
+        assert output.top_logprobs is not None
+        logprobs, is_out = output.columns["logprob"], ~np.isfinite(output.columns["log_q"])
+        edge = output.top_logprobs[:, -1]
+        lacking.append(np.where(is_out, np.maximum(0.0, edge - logprobs), 0.0))
+        outside += int(is_out.sum())
+    evidence = f"{outside} tokens drawn with top_k {count} lie outside when they are scored again"
+    wanted = [np.zeros_like(own) for own in lacking]
+    yield _compare(trial, "drawn", lacking, wanted, evidence, "continuation")
+
+
+def zero_scale(trial: Trial) -> Steps:
+    """Steer the texts, at every layer, by a vector of scale 0 and an operation that keeps all."""
+    name: PromiseName = "zero_scale"
+    if trial.plans is None:
+        yield _skip(trial, name, trial.why_unsteered)
+        return
+    jobs = trial.jobs(trial.plans.nothing)
+    found = yield from _score(jobs)
+    wanted = sum(len(job.tokens) for job in jobs)
+    steered = sum(output.trace.tokens for output in found if output.trace is not None)
+    evidence = f"{steered} of {wanted} tokens went through steering, at {trial.info.num_layers} "
+    evidence += "layers"
+    finding = _compare(trial, name, _logprobs(found), trial.plain, evidence)
+    is_unreached = finding.verdict == "passed" and steered != wanted
+    yield replace(finding, verdict="failed") if is_unreached else finding
+
+
+def steered_neighbour(trial: Trial) -> Steps:
+    """Score each text unsteered beside steered ones, in batches that one step reads."""
+    name: PromiseName = "steered_neighbour"
+    if trial.plans is None:
+        yield _skip(trial, name, trial.why_unsteered)
+        return
+    plain: list[ScoreOutput] = []
+    steered: list[ScoreOutput] = []
+    pairs = list(zip(trial.jobs(trial.plans.whole), trial.jobs(), strict=True))
+    for group in _group(pairs, trial.info.step_tokens):
+        found = yield from _score([job for pair in group for job in pair])
+        steered += found[::2]
+        plain += found[1::2]
+    trial.steered = _logprobs(steered)
+    effect = Discrepancy()
+    effect.add_all(trial.steered, trial.plain)
+    evidence = f"steering moves their neighbours by up to {effect.largest:.3g} nats"
+    if effect.largest <= trial.noise.tolerance:
+        yield _skip(trial, name, f"it could not show: {evidence}")
+        return
+    yield _compare(trial, name, _logprobs(plain), trial.plain, evidence)
+
+
+def _group(
+    pairs: Sequence[tuple[ScoreJob, ScoreJob]], step_tokens: int | None
+) -> Iterator[list[tuple[ScoreJob, ScoreJob]]]:
+    """Yield runs of pairs that a step has room for, or one pair alone."""
+    group: list[tuple[ScoreJob, ScoreJob]] = []
+    size = 0
+    for pair in pairs:
+        own = 2 * len(pair[0].tokens)
+        if group and step_tokens is not None and size + own > step_tokens:
+            yield group
+            group, size = [], 0
+        group.append(pair)
+        size += own
+    yield group
+
+
+def prefix_cached(trial: Trial) -> Steps:
+    """Score the ends of the texts, whose beginnings the checks so far have left in the cache."""
+    plain = _tails(trial, None, trial.plain)
+    steered = _tails(trial, trial.plans.whole, trial.steered) if trial.plans else []
+    found = yield from _score([job for job, _ in (*plain, *steered)])
+    cached = sum(output.cached_tokens for output in found)
+    if not cached:
+        reason = "no token came from a prefix cache: the engine has none, or its blocks are longer "
+        yield _skip(trial, "prefix_cached", f"{reason}than the texts")
+        return
+    hits = [n for n, output in enumerate(found) if output.cached_tokens]
+    wanted = [values for _, values in (*plain, *steered)]
+    evidence = f"{cached} tokens of {len(hits)} texts came from the prefix cache"
+    own = _logprobs(found)
+    yield _compare(
+        trial, "prefix_cached", [own[n] for n in hits], [wanted[n] for n in hits], evidence
+    )
+
+
+def _tails(
+    trial: Trial, plan: SteeringPlan | None, whole: Sequence[Logprobs]
+) -> list[tuple[ScoreJob, Logprobs]]:
+    """Return a job for the end of each text, and the values that are wanted of it."""
+    jobs = trial.jobs(plan)
+    return [
+        (replace(job, targets=job.targets[-CACHED_ROWS:]), values[-CACHED_ROWS:])
+        for job, values in zip(jobs, whole, strict=True)
+    ]
+
+
+def chunked(trial: Trial) -> Steps:
+    """Score so many texts at once that a step has no room for all, and splits some."""
+    limit = trial.info.step_tokens
+    if limit is None:
+        yield _skip(trial, "chunked", "this engine reads every text in one step")
+        return
+    kinds = [list(zip(trial.jobs(), trial.plain, strict=True))]
+    if trial.plans is not None:
+        kinds.append(list(zip(trial.jobs(trial.plans.whole), trial.steered, strict=True)))
+    needed = limit + max(len(job.tokens) for job, _ in kinds[0])
+    if len(kinds) * needed > trial.max_tokens:
+        reason = f"a step reads {limit} tokens and max_selftest_tokens is {trial.max_tokens}; "
+        yield _skip(trial, "chunked", f"{reason}raise that above {len(kinds) * needed}")
+        return
+    # Each kind fills more than a step, so that texts are split of both.
+    taken = [pair for kind in kinds for pair in _fill(kind, needed)]
+    found = yield from _score([job for job, _ in taken])
+    split = [n for n, output in enumerate(found) if output.was_split]
+    if not split:
+        reason = f"none of {len(taken)} texts was split, at {limit} tokens a step; send longer ones"
+        yield _skip(trial, "chunked", reason)
+        return
+    own = _logprobs(found)
+    evidence = f"{len(split)} of {len(taken)} texts were read in several steps of {limit} tokens"
+    yield _compare(
+        trial, "chunked", [own[n] for n in split], [taken[n][1] for n in split], evidence
+    )
+
+
+def _fill(
+    pairs: list[tuple[ScoreJob, Logprobs]], num_tokens: int
+) -> list[tuple[ScoreJob, Logprobs]]:
+    """Return the pairs, longest first and again and again, until they have so many tokens."""
+    ordered = sorted(pairs, key=lambda pair: len(pair[0].tokens), reverse=True)
+    ordered = [pair for pair in ordered if 2 * len(pair[0].tokens) > len(ordered[0][0].tokens)]
+    taken: list[tuple[ScoreJob, Logprobs]] = []
+    while sum(len(job.tokens) for job, _ in taken) < num_tokens and len(taken) < MAX_CHUNKED:
+        taken.append(ordered[len(taken) % len(ordered)])
+    return taken
+
+
+def against(trial: Trial) -> Steps:
+    """Score the texts on the other model."""
+    if trial.other is None:
+        yield _skip(trial, "against", "no second model is named; name one as against")
+        return
+    _, info = trial.other.require()
+    found = yield from _score(trial.jobs(), trial.other)
+    discrepancy = Discrepancy()
+    discrepancy.add_all(_logprobs(found), trial.plain)
+    noise = Noise.measure(trial.logit_scale, trial.info, info)
+    yield discrepancy.judge("against", noise, _describe_other(trial))
+
+
+def against_steered(trial: Trial) -> Steps:
+    """Score the texts on both models under plans of each kind."""
+    name: PromiseName = "against_steered"
+    if trial.other is None or trial.plans is None:
+        yield _skip(trial, name, trial.why_unsteered or "no second model is named as against")
+        return
+    _, info = trial.other.require()
+    sizes = [(one.num_layers, one.hidden_size) for one in (trial.info, info)]
+    if RESID_POST not in info.hooks or "steering" in info.lacks or sizes[0] != sizes[1]:
+        reason = f"{trial.other.id} has no such layers to be steered, or no hook for them"
+        yield _skip(trial, name, reason)
+        return
+    plans = (trial.plans.add, trial.plans.turn, trial.plans.ablate)
+    jobs = [job for plan in plans for job in trial.jobs(plan)]
+    own = yield from _score(jobs)
+    found = yield from _score(jobs, trial.other)
+    discrepancy = Discrepancy()
+    discrepancy.add_all(_logprobs(found), _logprobs(own))
+    noise = Noise.measure(trial.logit_scale, trial.info, info)
+    evidence = f"added, turned and ablated at layer {trial.info.num_layers // 2}; "
+    yield discrepancy.judge(name, noise, evidence + _describe_other(trial))
+
+
+def _score(
+    jobs: Sequence[ScoreJob], model: ResidentModel | None = None
+) -> Generator[Batch, None, list[ScoreOutput]]:
+    """Yield the batch of some jobs, and return their outputs."""
+    collector = Collector(jobs)
+    yield Batch(jobs, collector.take, model, purpose="reference" if model else "work")
+    return collector.outputs
+
+
+def _logprobs(outputs: Sequence[ScoreOutput]) -> list[Logprobs]:
+    return [output.columns["logprob"] for output in outputs]
+
+
+def _compare(
+    trial: Trial,
+    name: PromiseName,
+    found: Sequence[Logprobs],
+    wanted: Sequence[Logprobs],
+    evidence: str,
+    noun: str = "text",
+) -> Finding:
+    discrepancy = Discrepancy()
+    discrepancy.add_all(found, wanted, noun)
+    return discrepancy.judge(name, trial.noise, evidence)
+
+
+def _skip(trial: Trial, name: PromiseName, reason: str) -> Finding:
+    return Finding(name, "not_run", reason, trial.noise)
+
+
+def _describe_other(trial: Trial) -> str:
+    assert trial.other is not None
+    _, info = trial.other.require()
+    text = f"{trial.other.id} is {info.engine} in {info.dtype}"
+    same = trial.info.weights_digest == info.weights_digest
+    return text if same else f"{text}, of other weights"
+
+
+CHECKS: tuple[Callable[[Trial], Steps], ...] = (
+    repeat, batched, shuffled, target_rows, sampled, steered_sampled, drawn, zero_scale,
+    steered_neighbour, prefix_cached, chunked, against, against_steered,
+)  # fmt: skip

@@ -1,0 +1,126 @@
+"""The self-test on real engines, where everything holds; and on one that is not real."""
+
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from logsteer import Client
+from logsteer.cli import main
+from logsteer.schemas import SelftestAnswer, SelftestCheck
+from logsteer.schemas.perplexity import StreamStart
+from logsteer_server.serving import parse_arguments
+from tests.conftest import Server, fake_model
+from tests.contract.conftest import REAL
+
+MINUTE = 60.0
+NOT_RUN = {
+    "vllm": {"against", "against_steered"},
+    "transformer_lens": {"against", "against_steered", "prefix_cached", "chunked"},
+}
+"""By engine, checks that cannot be run on it."""
+
+
+def by_name(answer: SelftestAnswer) -> dict[str, SelftestCheck]:
+    return {check.name: check for check in answer.checks}
+
+
+@pytest.mark.parametrize("client", REAL, indirect=True)
+def test_everything_holds_on_the_demo_model(client: Client) -> None:
+    began = time.monotonic()
+    answer = client.selftest("demo")
+    assert time.monotonic() - began < MINUTE
+    assert answer.verdict == "passed"
+    for check in answer.checks:
+        wanted = "not_run" if check.name in NOT_RUN[answer.provenance.engine] else "passed"
+        assert check.verdict == wanted, (check.name, check.reason)
+        assert check.tolerance == 1e-4
+        if wanted == "passed":
+            assert check.num_compared >= 100
+            assert check.largest_difference is not None
+            assert check.largest_difference <= 1e-4
+    assert answer.provenance.dtype == "float32"
+    assert answer.usage.generated_tokens > 0
+
+
+@pytest.mark.engine
+def test_vllm_and_transformer_lens_agree(parity_server: Server) -> None:
+    with Client(parity_server.url, max_retries=0, timeout=300) as client:
+        for own, other in (("vllm", "tlens"), ("tlens", "vllm")):
+            answer = client.selftest(own, against=other)
+            assert (answer.verdict, answer.against) == ("passed", other)
+            checks = by_name(answer)
+            assert checks["against"].num_compared > 500
+            assert checks["against_steered"].num_compared == 3 * checks["against"].num_compared
+            for name in ("against", "against_steered"):
+                assert (checks[name].verdict, checks[name].tolerance) == ("passed", 1e-4)
+        texts = client.selftest("vllm", texts=["Once upon a time there was a dog."])
+        assert texts.num_texts == 5
+        with pytest.raises(Exception, match="against itself"):
+            client.selftest("vllm", against="vllm")
+
+
+@pytest.mark.engine
+def test_half_precision_has_its_own_tolerance(parity_server: Server) -> None:
+    with Client(parity_server.url, max_retries=0, timeout=300) as client:
+        answer = client.selftest("half", against="tlens")
+    assert answer.verdict == "passed"
+    checks = by_name(answer)
+    assert 1e-3 < (checks["against"].rms_difference or 0) < checks["against"].tolerance / 4
+    assert checks["batched"].noise_floor == pytest.approx(checks["batched"].tolerance / 12)
+
+
+@pytest.fixture(scope="module")
+def tested_fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that tests its fake models at their start; their samples score otherwise."""
+    models = [fake_model("required"), fake_model("other") | {"required": False}]
+    config = {"models": models, "selftest": True}
+    server = Server.start(config, tmp_path_factory.mktemp("server"))
+    deadline = time.monotonic() + MINUTE
+    with Client(server.url, max_retries=0) as client:
+        while {card.state for card in client.models().models} != {"failed"}:
+            assert time.monotonic() < deadline, server.output
+            time.sleep(0.1)
+    yield server
+    server.stop()
+
+
+def test_a_model_that_fails_at_its_start_says_so_and_does_not_answer(tested_fake: Server) -> None:
+    with Client(tested_fake.url, model="required", max_retries=0) as client:
+        assert httpx.get(f"{tested_fake.url}/readyz").status_code == 503
+        assert client.ready().models == {"required": "failed", "other": "failed"}
+        detail = client.model("required").detail
+        assert detail.startswith("it failed its self-test: sampled (value ")
+        with pytest.raises(Exception, match="failed its self-test: sampled"):
+            client.tokenize(["a"])
+        answer = client.selftest("required")
+        assert answer.verdict == "failed"
+        assert by_name(answer)["sampled"].verdict == "failed"
+        start, *checks, last = client.selftest_events("required", token_ids=[[5, 6, 7]])
+        assert isinstance(start, StreamStart)
+        assert [check.name for check in checks] == list(by_name(answer))
+        assert isinstance(last, SelftestAnswer)
+        assert last.checks == checks
+    assert "failed: it failed its self-test" in tested_fake.output
+
+
+def test_the_command_fails_with_the_table(
+    tested_fake: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["selftest", "other", "--base-url", tested_fake.url]) == 1
+    out, err = capsys.readouterr()
+    assert "not run" in out and "zero_scale" in out
+    assert err.startswith("error: other failed its self-test: sampled")
+
+
+def test_an_unknown_model(fake_server: Server) -> None:
+    for body, words in (({}, "No model 'no'"), ({"model": "fake"}, "model")):
+        found = httpx.post(f"{fake_server.url}/models/no/selftest", json=body)
+        assert found.status_code in (404, 422)
+        assert words in found.json()["detail"]
+
+
+def test_the_flag_is_a_setting() -> None:
+    assert parse_arguments(["--selftest"]).selftest is True
+    assert parse_arguments([]).selftest is None
