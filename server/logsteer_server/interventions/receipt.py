@@ -15,7 +15,10 @@ def check_reach(steering: ResolvedSteering, jobs: Sequence[Job]) -> None:
     """
     where = steering.plan.positions
     reached = any(where.count(job.num_read, job.prompt_len) for job in jobs)
-    if jobs and not reached:
+    if not jobs:
+        detail = "steering reaches no token: the model reads none for this request; leave it out."
+        raise api_error("invalid_request", detail, param="steering")
+    if not reached:
         raise api_error(
             "invalid_request",
             f"steering reaches no token: positions {where.kind} selects none of the tokens that "
