@@ -20,6 +20,8 @@ def set_environment(spec: EngineSpec) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+    # Weights of 4 bits with bfloat16 would else be multiplied by activations of 8 bits on AMX.
+    os.environ["VLLM_CPU_INT4_W4A8"] = "0"
     os.environ["VLLM_FLOAT32_MATMUL_PRECISION"] = "high" if spec.tf32 else "highest"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

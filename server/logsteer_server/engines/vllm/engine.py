@@ -43,7 +43,8 @@ class VllmEngine:
 
         self._vllm = VllmCore(spec, path)
         layers = self._vllm.call_workers("count_layers")[0] if spec.steering_slots else 0
-        self._info = describe(spec, path, self._vllm.config, self._vllm.context_length, layers)
+        info = describe(spec, path, self._vllm.config, self._vllm.context_length, layers)
+        self._info = replace(info, int8_products=self._vllm.call_workers("find_int8_products")[0])
         self._depth = spec.steering_depth
         self._slots = SteeringSlots(self._vllm.call_workers, steering_size(spec))
         self._adapters = AdapterSlots(self._vllm, spec.adapter_slots, spec.adapter_rank)

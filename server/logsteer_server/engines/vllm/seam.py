@@ -1,9 +1,9 @@
 """Every internal of vLLM that this engine relies on, and what it relies on, as data.
 
-Five modules touch vLLM: `config` (environment, arguments, description), `core` (the engine's
-process), `runner`, `worker` and `operation` (the workers' processes); `requests` and `generation`
-read what `core` gives them. The others are free of it. Another model runner of vLLM's, such as V2,
-takes another `runner`, and rows of its own here.
+Six modules touch vLLM: `config` (environment, arguments, description), `core` (the engine's
+process), `runner`, `worker`, `operation` and `cpu_kernels` (the workers' processes); `requests` and
+`generation` read what `core` gives them. The others are free of it. Another model runner of vLLM's,
+such as V2, takes another `runner`, and rows of its own here.
 
 `tests/server/test_vllm_seam.py` holds each row against the vLLM that is installed, so that an
 upgrade fails with the name of what moved; and it finds touches that have no row.
@@ -55,6 +55,9 @@ SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
 BATCH = "vllm.v1.worker.gpu_input_batch.InputBatch"
 HASHES = "vllm.v1.core.kv_cache_utils"
+LINEAR = "vllm.model_executor.kernels.linear"
+INT8 = f"{LINEAR}.scaled_mm.cpu.CPUInt8ScaledMMLinearKernel"
+WNA16 = f"{LINEAR}.mixed_precision.cpu.CPUWNA16LinearKernel"
 
 _START = (
     *(
@@ -62,7 +65,7 @@ _START = (
         for name in (
             "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER", "VLLM_NO_USAGE_STATS",
             "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_LOGGING_LEVEL",
-            "VLLM_CPU_OMP_THREADS_BIND",
+            "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_INT4_W4A8",
         )
     ),
     _row("name", "vllm.envs.VLLM_BATCH_INVARIANT", "", "what the engine says of itself", "config"),
@@ -274,7 +277,8 @@ _WORKER = (
     _row("name", "vllm.model_executor.models.utils.PPMissingLayer", "", "layers of other stages",
          "operation"),
     _row("call", "vllm.utils.torch_utils.direct_register_custom_op",
-         "op_name, op_func, mutates_args, fake_impl, target_lib", "the operation", "operation"),
+         "op_name, op_func, mutates_args, fake_impl, target_lib", "operations of our own",
+         "operation", "cpu_kernels"),
     _row("call", "vllm.forward_context.get_forward_context", "", "the tables", "operation"),
     _row("attribute", "vllm.forward_context.ForwardContext", "no_compile_layers", "the tables",
          "operation"),
@@ -285,5 +289,47 @@ _WORKER = (
          "every forward pass finds the tables", "operation"),
 )  # fmt: skip
 
-INTERNALS: tuple[Internal, ...] = (*_START, *_STEPS, *_OUTPUTS, *_GENERATION, *_RUNNER, *_WORKER)
+_CPU_KERNELS = (
+    _row("name", f"{LINEAR}._POSSIBLE_INT8_KERNELS", "", "ours is put there", "cpu_kernels"),
+    _row("name", f"{LINEAR}._POSSIBLE_KERNELS", "", "ours is put there", "cpu_kernels"),
+    _row("attribute", "vllm.platforms.PlatformEnum", "CPU", "where kernels stand", "cpu_kernels"),
+    _row("source", f"{LINEAR}.init_int8_linear_kernel",
+         'choose_scaled_mm_linear_kernel(config, _POSSIBLE_INT8_KERNELS, quantization="int8_w8a8")',
+         "INT8 layers take the first kernel there that can", "cpu_kernels"),
+    _row("source", f"{LINEAR}.choose_mp_linear_kernel",
+         "platform_kernels = _POSSIBLE_KERNELS.get(current_platform._enum, [])",
+         "layers of 4 bits take the first kernel there that can", "cpu_kernels"),
+    _row("override", f"{INT8}.process_weights_after_loading", "self, layer",
+         "INT8 layers are tried as they are loaded", "cpu_kernels"),
+    _row("call", f"{INT8}.process_weights_for_onednn", "self, layer", "oneDNN's kernel",
+         "cpu_kernels"),
+    _row("call", f"{INT8}._apply_weights_onednn", "self, layer, x", "oneDNN's kernel",
+         "cpu_kernels"),
+    _row("call", f"{INT8}._get_layer_params", "self, layer", "a layer's tensors", "cpu_kernels"),
+    *_attributes(INT8, "config layer_param_names linear_method dnnl_handler",
+                 "an INT8 layer's kernel", "cpu_kernels"),
+    _row("source", f"{INT8}.apply_weights", "return self.linear_method(layer, x, bias)",
+         "how a layer is computed is an attribute of its kernel", "cpu_kernels"),
+    _row("source", f"{INT8}.process_weights_for_onednn",
+         "azp_adj = weight.sum(dim=0, keepdim=True, dtype=torch.float32)\n"
+         "azp_adj = azp_adj * weight_scale.squeeze()", "what zero points take away", "cpu_kernels"),
+    _row("source", f"{INT8}.process_weights_for_onednn",
+         "is_fused_module = len(layer.logical_widths) > 1", "a layer to try has it, too",
+         "cpu_kernels"),
+    _row("source", "vllm.model_executor.model_loader.base_loader.BaseModelLoader.load_model",
+         "with set_default_torch_dtype(model_config.dtype):",
+         "layers are tried in the dtype of the model", "cpu_kernels"),
+    *_attributes(f"{LINEAR}.Int8ScaledMMLinearLayerConfig",
+                 "is_static_input_scheme input_symmetric", "how activations are quantised",
+                 "cpu_kernels"),
+    _row("call", "vllm._custom_ops.onednn_scaled_int8_quant", "input, scale, azp, symmetric",
+         "activations in 8 bits", "cpu_kernels"),
+    _row("call", f"{WNA16}.can_implement", "c", "float32 is refused there", "cpu_kernels"),
+    _row("attribute", f"{LINEAR}.MPLinearLayerConfig", "act_type",
+         "float32 is refused there", "cpu_kernels"),
+)  # fmt: skip
+
+INTERNALS: tuple[Internal, ...] = (
+    *_START, *_STEPS, *_OUTPUTS, *_GENERATION, *_RUNNER, *_WORKER, *_CPU_KERNELS
+)  # fmt: skip
 """All rows."""
