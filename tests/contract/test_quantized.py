@@ -3,8 +3,11 @@
 All of it holds on CPUs without AVX-512, too: `make test-avx2`.
 """
 
+import json
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -225,3 +228,32 @@ def test_the_other_direction_of_the_divergence_is_told_apart(
     assert abs(max(forward) / max(reverse) - 1) > 2 * KL
     assert found.kl_mean == pytest.approx(np.mean(reverse), rel=KL)
     assert found.kl_max == pytest.approx(max(reverse), rel=KL)
+
+
+@pytest.fixture(scope="module")
+def kernels() -> dict[str, Any]:
+    """What `int8_probe.py` found with oneDNN as on a CPU without AVX-512 and VNNI."""
+    script = Path(__file__).with_name("int8_probe.py")
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_int8_layers_are_exact_where_the_instructions_saturate(kernels: dict[str, Any]) -> None:
+    for layer in kernels["layers"]:
+        print(layer)
+        # What rounding leaves, in the largest output: bfloat16 has 8 bits.
+        rounded = 1e-6 if layer["dtype"] == "torch.float32" else 2**-7
+        assert layer["error"] < rounded
+        assert layer["products"] == "float32_blocks" or layer["vllm_error"] < rounded
+    worst = max(layer["vllm_error"] for layer in kernels["layers"])
+    assert worst > 0.1, "oneDNN's products do not saturate any more: are blocks still needed?"
+    assert kernels["is_exact"]
+
+
+def test_weights_of_4_bits_are_refused_in_float32(kernels: dict[str, Any]) -> None:
+    assert "set dtype to float16 or bfloat16" in kernels["float32"]
