@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DEMO_MODEL = ROOT / "demo" / "model"
 SHARED = ROOT.parent / "shared"
 STORIES_MODEL = SHARED / "models" / "stories260k"
+QUANTIZED = {"w8a8": "float32", "fp8": "float32", "w4a16": "float16", "awq": "float16"}
+"""Schemes of `demo/quantize.py`, and what each is served in: vLLM has no float32 for 4 bits."""
 VOCAB_SIZE = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
 
 hypothesis.settings.register_profile("shared-machine", deadline=None)
@@ -96,12 +98,13 @@ def configure_demo(directory: Path) -> Configuration:
 
 
 def configure_quantized(directory: Path) -> Configuration:
-    """The demo model as its script quantises it, `w8a8`, beside `demo`."""
-    checkpoint = directory / "demo-w8a8"
-    script = ROOT / "demo" / "quantize.py"
-    command = [sys.executable, str(script), "--output", str(checkpoint)]
-    subprocess.run(command, check=True, capture_output=True)
-    return uncached(vllm_model("w8a8", checkpoint), vllm_model("demo"))
+    """The demo model in every scheme of its script, beside `demo`."""
+    command = [sys.executable, str(ROOT / "demo" / "quantize.py"), *QUANTIZED]
+    subprocess.run([*command, "--output", str(directory)], check=True, capture_output=True)
+    models = [
+        vllm_model(scheme, directory / scheme, dtype=dtype) for scheme, dtype in QUANTIZED.items()
+    ]
+    return uncached(vllm_model("demo"), *models)
 
 
 def configure_precision(directory: Path) -> Configuration:

@@ -1,4 +1,4 @@
-"""Holds the rows of `engines/vllm/seam.py` against vLLM, and prints what moved, as JSON.
+"""Holds the rows of `engines/vllm/seam` against vLLM, and prints what moved, as JSON.
 
 A process of its own, because vLLM reads its environment once and leaves a process changed.
 """
@@ -13,7 +13,8 @@ from typing import Any
 
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.engines.vllm.config import set_environment
-from logsteer_server.engines.vllm.seam import INTERNALS, Internal
+from logsteer_server.engines.vllm.seam import INTERNALS
+from logsteer_server.engines.vllm.seam.internal import Internal
 
 
 def find(name: str) -> Any:

@@ -214,6 +214,12 @@ class Provenance(Reply):
         default=False, description="Whether float32 products may have been computed in TF32."
     )
     quantization: str | None
+    int8_products: Literal["integer", "float32_blocks"] | None = Field(
+        default=None,
+        description="How the INT8 layers of a model on a CPU were computed: by its instructions "
+        "for 8-bit integers, found exact when the model was loaded; or, where these saturate, in "
+        "float32 over blocks so short that it is exact, too.",
+    )
     tensor_parallel: int
     pipeline_parallel: int
     batch_invariant: bool

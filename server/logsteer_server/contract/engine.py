@@ -6,9 +6,13 @@ work, and sends what `step` returns back in batches.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from logsteer_server.contract.jobs import Feature, Job, JobFailure, JobResult
+
+Int8Products = Literal["integer", "float32_blocks"]
+"""How products of 8-bit integers are summed: by the CPU's instructions for it, found exact at load;
+or in float32 over blocks so short that it is exact, because those saturate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,8 @@ class EngineInfo:
     """What else its numbers may change with: versions of libraries, and the device."""
     step_tokens: int | None = None
     """Tokens that a step reads at most, so that texts are split between steps; None: never."""
+    int8_products: Int8Products | None = None
+    """None where the model has no INT8 layers, and on GPUs."""
 
     def refuse(self, job: Job) -> JobFailure | None:
         """Return why the engine cannot run a job: a feature that it lacks, or a job too long."""

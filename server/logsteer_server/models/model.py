@@ -228,6 +228,7 @@ class ResidentModel:
             precision=precision,
             tf32=info.tf32,
             quantization=info.quantization,
+            int8_products=info.int8_products,
             tensor_parallel=info.tensor_parallel,
             pipeline_parallel=info.pipeline_parallel,
             batch_invariant=info.batch_invariant,

@@ -26,6 +26,8 @@ def set_environment(spec: EngineSpec) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+    # Weights of 4 bits with bfloat16 would else be multiplied by activations of 8 bits on AMX.
+    os.environ["VLLM_CPU_INT4_W4A8"] = "0"
     os.environ["VLLM_FLOAT32_MATMUL_PRECISION"] = "high" if spec.tf32 else "highest"
     # Half precision is all that FlashAttention takes; in float32 vLLM's attention is Triton's.
     os.environ["TRITON_F32_DEFAULT"] = "tf32" if spec.tf32 else "ieee"

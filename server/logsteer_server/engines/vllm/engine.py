@@ -44,9 +44,10 @@ class VllmEngine:
         from logsteer_server.engines.vllm.core import VllmCore
 
         self._vllm = VllmCore(spec, path)
-        self._info = describe(
+        info = describe(
             spec, path, self._vllm.config, self._vllm.context_length, self._find_unsteerable(spec)
         )
+        self._info = replace(info, int8_products=self._vllm.call_workers("find_int8_products")[0])
         self._depth = spec.steering_depth
         self._slots = SteeringSlots(self._vllm.call_workers, steering_size(spec))
         self._adapters = AdapterSlots(self._vllm, spec.adapter_slots, spec.adapter_rank)

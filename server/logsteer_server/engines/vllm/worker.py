@@ -9,6 +9,7 @@ from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.platforms import current_platform
 
+from logsteer_server.contract.engine import Int8Products
 from logsteer_server.contract.plan import Site
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.corrections import correct_model
@@ -17,6 +18,8 @@ from logsteer_server.engines.vllm.stream import Change, StreamForm, StreamProbe
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as BaseWorker
+
+    from logsteer_server.engines.vllm.cpu_kernels import find_int8_products, install_kernels
 else:
     from vllm.v1.worker.gpu_worker import Worker as BaseWorker
 
@@ -42,6 +45,8 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
         The buffers of a later pipeline stage are made ready here, because vLLM makes them in a
         warm-up that it leaves out for eager models on the CPU.
         """
+        if current_platform.is_cpu():
+            install_kernels()
         super().load_model(**options)
         runner = self.model_runner
         correct_model(runner.model)
@@ -81,6 +86,10 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
     def set_stream_form(self, form: StreamForm) -> None:
         """Say to the tables where the residual stream is in what the layers return."""
         self.model_runner.steering.tables.set_form(form)
+
+    def find_int8_products(self) -> Int8Products | None:
+        """Return how this rank's INT8 layers are computed, where it is a CPU and has any."""
+        return find_int8_products(self.model_runner.model) if current_platform.is_cpu() else None
 
     def load_plan(self, slot: int, sites: Sequence[Site]) -> None:
         """Put a plan's sites into a slot of the tables."""

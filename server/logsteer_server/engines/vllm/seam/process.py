@@ -1,0 +1,183 @@
+"""Internals that the engine's process relies on: its start, its steps, their outputs."""
+
+from logsteer_server.engines.vllm.seam.internal import attributes, row
+
+CORE = "vllm.v1.engine.core.EngineCore"
+FRONT = "vllm.v1.engine.llm_engine.LLMEngine"
+MANAGER = "vllm.v1.core.kv_cache_manager.KVCacheManager"
+SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
+HASHES = "vllm.v1.core.kv_cache_utils"
+
+START = (
+    *(
+        row("environment", name, "", "set before vLLM is imported", "config")
+        for name in (
+            "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER", "VLLM_NO_USAGE_STATS",
+            "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_LOGGING_LEVEL",
+            "VLLM_CPU_OMP_THREADS_BIND", "VLLM_USE_FLASHINFER_SAMPLER", "VLLM_CPU_INT4_W4A8",
+        )
+    ),
+    row("name", "vllm.envs.VLLM_BATCH_INVARIANT", "", "what the engine says of itself", "config"),
+    row("name", "vllm.__version__", "", "what the engine says of itself", "config"),
+    row("call", "vllm.engine.arg_utils.EngineArgs",
+         "*, model, dtype, tensor_parallel_size, pipeline_parallel_size, quantization, "
+         "max_model_len, enforce_eager, enable_prefix_caching, async_scheduling, "
+         "disable_log_stats, use_tqdm_on_load, worker_cls, additional_config, hf_overrides, "
+         "enable_lora, max_loras, max_cpu_loras, max_lora_rank, distributed_executor_backend, "
+         "block_size, kv_cache_memory_bytes, gpu_memory_utilization",
+         "what a model of the configuration is set up with", "config", "core"),
+    row("call", "vllm.engine.arg_utils.EngineArgs.create_engine_config", "self",
+         "vLLM's own checks and defaults", "core"),
+    row("attribute", "vllm.config.ModelConfig", "is_hybrid", "state space layers", "core"),
+    row("source", "vllm.model_executor.layers.mamba.ops.ssd_combined",
+         "_mamba_chunk_scan_combined_fwd = cpu_mamba_ssm._mamba_chunk_scan_combined_fwd_cpu",
+         "state space layers of the CPU have no states for the prefix cache", "core"),
+    row("source", "vllm.config.VllmConfig.compute_hash", "if self.additional_config:",
+         "compiled models with and without steering are not taken for one another", "config"),
+    row("source", "vllm.v1.worker.worker_base.WorkerWrapperBase.init_worker",
+         "resolve_obj_by_qualname(parallel_config.worker_cls)",
+         "every executor finds our worker by its name", "config"),
+    row("call", "vllm.transformers_utils.config.get_config", "model, *, trust_remote_code",
+         "the context length before vLLM checks it", "config"),
+    row("source", "triton.knobs.language_knobs", 'env_opt_str("TRITON_F32_DEFAULT")',
+         "float32 products of Triton's kernels are in float32 unless tf32 is set", "config"),
+    row("source", "triton.language.core.dot", "input_precision = knobs.language.fp32_default or",
+         "kernels that name no precision follow it", "config"),
+    row("source", "vllm.v1.attention.ops.triton_unified_attention.kernel_unified_attention",
+         "S += score_scale * tl.dot(Q, K)", "attention in float32 names no precision", "config"),
+    row("source", "vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope."
+         "Phi3LongRoPEScaledRotaryEmbedding",
+         "self.use_long_rope = max_model_len > original_max_position_embeddings",
+         "what keeps LongRoPE's short factors", "config"),
+    row("source", "vllm.model_executor.models.llama4.Llama4ForCausalLM",
+         "default_attn_temperature_tuning = vllm_config.model_config.max_model_len > 32768",
+         "where vLLM scales Llama 4's queries", "config"),
+    *attributes("vllm.config.ModelConfig",
+                 "dtype head_dtype tokenizer quantization hf_text_config get_vocab_size "
+                 "get_hidden_size",
+                 "what the engine says of its model", "config"),
+    row("attribute", "vllm.config.VllmConfig", "model_config", "what the engine says of its model",
+         "config", "core"),
+    row("attribute", "vllm.config.VllmConfig", "device_config", "whether TF32 is possible",
+         "config"),
+    row("attribute", "vllm.config.VllmConfig", "scheduler_config",
+         "when a prompt is read in several steps", "config"),
+    *attributes("vllm.config.SchedulerConfig", "max_num_batched_tokens enable_chunked_prefill",
+                 "when a prompt is read in several steps", "config"),
+    *attributes("vllm.config.DeviceConfig", "device_type", "whether TF32 is possible", "config"),
+    row("attribute", "vllm.platforms.interface.Platform", "is_cpu",
+         "which of vLLM's two builds it is", "core", "worker"),
+    row("name", "vllm.platforms.current_platform", "", "which build it is", "core", "worker"),
+)  # fmt: skip
+
+STEPS = (
+    row("call", FRONT, "vllm_config, executor_class, *, log_stats", "one process for all", "core"),
+    row("call", "vllm.v1.executor.Executor.get_class", "vllm_config", "one or more ranks", "core"),
+    *attributes(FRONT, "engine_core output_processor", "the engine's parts", "core"),
+    row("source", "vllm.v1.engine.core_client.EngineCoreClient.make_client",
+         "return InprocClient(vllm_config, executor_class, log_stats)",
+         "without multiprocessing the core is in this process", "core"),
+    row("attribute", "vllm.v1.engine.core_client.InprocClient", "engine_core",
+         "the core behind the client", "core"),
+    *attributes(CORE, "scheduler model_executor request_block_hasher step_fn",
+                 "the core's parts", "core"),
+    row("source", "vllm.v1.engine.core.EngineCoreProc._process_engine_step",
+         "outputs, model_executed = self.step_fn()", "how vLLM steps its core, as we do", "core"),
+    row("source", "vllm.v1.engine.core.EngineCoreProc._process_engine_step",
+         "for output in outputs.items() if outputs else ()", "a step may have no outputs", "core"),
+    row("source", "vllm.v1.engine.core.EngineCoreProc._process_engine_step",
+         "self.post_step(model_executed)", "what vLLM does after each step", "core"),
+    row("call", f"{CORE}.post_step", "self, *, model_executed", "after each step", "core"),
+    row("call", f"{CORE}.add_request", "self, request", "without vLLM's front end", "core"),
+    row("call", f"{CORE}.abort_requests", "self, request_ids", "cancelled jobs", "core"),
+    row("call", f"{CORE}.add_lora", "self, lora_request", "adapters", "core"),
+    row("call", f"{CORE}.remove_lora", "self, lora_id", "adapters", "core"),
+    row("call", f"{CORE}.shutdown", "self", "the end", "core"),
+    row("call", "vllm.v1.executor.Executor.collective_rpc", "self, method, *, args",
+         "methods of our worker are called by name on every rank", "core"),
+    row("call", "vllm.v1.request.Request",
+         "request_id, prompt_token_ids, sampling_params, pooling_params, *, cache_salt, "
+         "lora_request, block_hasher", "prompts that nothing is generated for", "core"),
+    row("source", "vllm.v1.request.Request.get_skip_reading_prefix_cache",
+         "return self.sampling_params.skip_reading_prefix_cache",
+         "scored requests use the prefix cache unless they say no", "core"),
+    row("source", f"{HASHES}.generate_block_hash_extra_keys",
+         '[("cache_salt", request.cache_salt)]', "plans share no cached prefix", "core"),
+    row("source", f"{HASHES}._gen_lora_extra_hash_keys",
+         "lora_request.lora_name, lora_request.lora_path",
+         "adapters share no cached prefix: their names and paths follow their content", "core"),
+    row("attribute", SCHEDULER, "kv_cache_manager", "prefix hits are limited there", "core"),
+    row("source", SCHEDULER, "self.kv_cache_manager.get_computed_blocks(request)",
+         "the scheduler asks the manager's attribute, which is replaced", "core"),
+    row("override", f"{MANAGER}.get_computed_blocks", "self, request", "replaced", "core"),
+    row("attribute", MANAGER, "coordinator", "prefix hits are limited there", "core"),
+    row("source", f"{MANAGER}.get_computed_blocks",
+         "self.coordinator.find_longest_cache_hit(request.block_hashes, max_cache_hit_length)",
+         "the manager asks the coordinator's attribute, which is replaced", "core"),
+    row("override",
+         "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.find_longest_cache_hit",
+         "self, block_hashes, max_cache_hit_length", "replaced", "core"),
+    row("attribute", "vllm.v1.request.Request", "sampling_params", "says the first row", "core"),
+    row("attribute", SCHEDULER, "running", "prompts of which a part was read", "core"),
+    *attributes("vllm.v1.request.Request", "request_id num_computed_tokens num_prompt_tokens",
+                 "prompts of which a part was read", "core"),
+    row("source", f"{SCHEDULER}._update_after_schedule",
+         "request.num_computed_tokens += num_scheduled_token",
+         "what a step has read is counted when it was scheduled", "core"),
+)  # fmt: skip
+
+OUTPUTS = (
+    row("attribute", "vllm.v1.engine.EngineCoreOutputs", "outputs", "a step's outputs", "core"),
+    row("attribute", "vllm.v1.engine.EngineCoreOutput", "request_id", "whose it is", "engine"),
+    *attributes("vllm.v1.engine.EngineCoreOutput",
+                 "finished finish_reason prompt_token_id_logprobs",
+                 "the end of a prompt, and the way back for rows", "requests"),
+    row("attribute", "vllm.v1.engine.EngineCoreOutput", "prefill_stats",
+         "tokens of the prefix cache", "requests", "generation"),
+    row("attribute", "vllm.v1.metrics.stats.PrefillStats", "num_cached_tokens",
+         "tokens of the prefix cache", "requests", "generation"),
+    row("attribute", "vllm.v1.engine.EngineCoreOutput", "new_logprobs",
+         "arrays, taken before vLLM makes objects of them", "generation"),
+    *attributes("vllm.v1.outputs.LogprobsLists", "logprob_token_ids logprobs",
+                 "the sampled token, then alternatives", "generation"),
+    row("source", f"{SCHEDULER}.update_from_output",
+         "model_runner_output.prompt_token_id_logprobs_dict", "the way back for rows", "runner"),
+    row("source", f"{SCHEDULER}.update_from_output",
+         "prompt_token_id_logprobs=prompt_token_id_logprobs", "the way back for rows", "requests"),
+)  # fmt: skip
+
+GENERATION = (
+    row("call", "vllm.SamplingParams",
+         "*, max_tokens, temperature, stop, include_stop_str_in_output, ignore_eos, "
+         "stop_token_ids, logprobs, output_kind, extra_args, detokenize, "
+         "skip_reading_prefix_cache",
+         "what a request generates, and what workers know", "core"),
+    row("source", "vllm.SamplingParams.update_from_generation_config",
+         "if not self.ignore_eos: assert self.stop_token_ids is not None",
+         "with `ignore_eos` a request ends at its own tokens and no other", "core"),
+    row("source", "vllm.v1.core.sched.utils.check_stop",
+         "if last_token_id in (sampling_params.stop_token_ids or ()): "
+         "request.status = RequestStatus.FINISHED_STOPPED",
+         "which end it as vLLM's own would", "core"),
+    *attributes("vllm.SamplingParams", "extra_args skip_reading_prefix_cache",
+                 "set on a copy for each request", "core", ),
+    *attributes("vllm.sampling_params.RequestOutputKind", "DELTA FINAL_ONLY",
+                 "pieces of a stream, or a whole", "core"),
+    row("call", f"{FRONT}.add_request", "self, request_id, prompt, params, *, lora_request",
+         "vLLM's checks, detokenizer and stop strings", "core"),
+    row("source", f"{FRONT}.add_request", "return req_id",
+         "the id that the core knows; outputs bear the one that was given", "core"),
+    row("call", f"{FRONT}.abort_request", "self, request_ids, *, internal", "by the core's id",
+         "core"),
+    row("call", "vllm.v1.engine.output_processor.OutputProcessor.process_outputs",
+         "self, engine_core_outputs, *, engine_core_timestamp", "text and stop strings", "core"),
+    *attributes("vllm.v1.engine.output_processor.OutputProcessorOutput",
+                 "request_outputs reqs_to_abort", "text, and ends by a stop string", "core"),
+    row("call", "vllm.v1.engine.core_client.InprocClient.abort_requests", "self, request_ids",
+         "ends by a stop string", "core"),
+    *attributes("vllm.outputs.RequestOutput", "request_id outputs finished", "text", "generation"),
+    *attributes("vllm.outputs.CompletionOutput", "token_ids text finish_reason", "text",
+                 "generation"),
+    row("call", "vllm.lora.request.LoRARequest", "lora_name, lora_int_id, lora_path",
+         "what a request with an adapter carries", "core"),
+)  # fmt: skip
