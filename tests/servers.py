@@ -30,6 +30,8 @@ from logsteer import Client
 START_TIMEOUT_S = 600
 LISTEN_TIMEOUT_S = 120
 STARTS_AT_ONCE = 2
+MODELS_AT_ONCE = 12
+"""Models of all servers that run: one takes up to 0.9 GiB, most of it the code of its engine."""
 
 Configuration = dict[str, Any]
 
@@ -149,7 +151,10 @@ class SharedServers:
 
 
 class Starter:
-    """Starts what tests want of the configurations, two servers at once, and ends it."""
+    """Starts what tests want of the configurations, two servers at once, and ends it.
+
+    A server whose models have no room beside those that run waits for others to be released.
+    """
 
     def __init__(
         self, directory: Path, configurations: Mapping[str, Callable[[Path], Configuration]]
@@ -158,6 +163,8 @@ class Starter:
         self._configurations = configurations
         self._closing = threading.Event()
         self._running: dict[str, Server] = {}
+        self._models: dict[str, int] = {}
+        self._room = threading.Condition()
         self._pool = ThreadPoolExecutor(STARTS_AT_ONCE)
         self._starts: list[Future[None]] = []
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -173,15 +180,31 @@ class Starter:
             for name in list(self._running):
                 if (self._directory / name / "released").exists():
                     self._running.pop(name).stop()
+                    with self._room:
+                        del self._models[name]
+                        self._room.notify_all()
+
+    def _take_room(self, name: str, models: int) -> None:
+        with self._room:
+            self._room.wait_for(
+                lambda: (
+                    self._closing.is_set() or sum(self._models.values()) + models <= MODELS_AT_ONCE
+                )
+            )
+            self._models[name] = models
 
     def _start(self, name: str) -> None:
         place = self._directory / name
         place.mkdir()
         try:
-            server = Server.start(self._configurations[name](place), place)
+            config = self._configurations[name](place)
+            self._take_room(name, len(config["models"]))
+            server = Server.start(config, place)
             self._running[name] = server
             server.wait_until_ready()
         except Exception as error:  # whoever waits for this server raises it
+            if name not in self._running:
+                self._models.pop(name, None)
             write(place / "failed", f"{type(error).__name__}: {error}")
         else:
             write(place / "url", server.url)
@@ -189,6 +212,8 @@ class Starter:
     def close(self) -> None:
         """End all servers. Blocks for seconds."""
         self._closing.set()
+        with self._room:
+            self._room.notify_all()
         self._pool.shutdown(cancel_futures=True)
         self._thread.join()
         stop_all(self._running.values())

@@ -1,5 +1,7 @@
 """Where the residual stream lies in what decoder layers return, found out on toy models."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -153,3 +155,46 @@ def test_tables_leave_a_residual_out_that_is_no_part_of_the_stream() -> None:
     tables.set_form("hidden")
     tables.apply(hidden, residual, 0)
     assert np.array_equal(tables.take_captures(1)[0], hidden[1])
+
+
+TOWERS = """
+from types import SimpleNamespace
+from torch import nn
+from logsteer_server.engines.vllm.operation import find_layers
+from logsteer_server.engines.vllm.runner import GPUModelRunner, LogsteerRunner
+
+
+class Listener(nn.Module):
+    supports_multimodal = True
+
+    def __init__(self):
+        super().__init__()
+        self.audio_tower = nn.ModuleList(nn.ReLU() for _ in range(3))
+        self.text = nn.Module()
+        self.text.layers = nn.ModuleList(nn.Tanh() for _ in range(3))
+
+    def get_language_model(self):
+        return self.text
+
+
+found = find_layers(Listener(), 3)
+assert [type(layer).__name__ for layer in found] == ["Tanh"] * 3, found
+assert find_layers(Listener(), 4) == []
+
+ended = []
+GPUModelRunner._update_states = lambda self, scheduled: "vLLM's"
+runner = object.__new__(LogsteerRunner)
+runner.steering = SimpleNamespace(record=lambda: None, end=ended.append)
+idle = SimpleNamespace(finished_req_ids=["a"], scheduled_new_reqs=[], num_scheduled_tokens={})
+assert runner._update_states(idle) == "vLLM's"
+assert ended == ["a"]
+"""
+
+
+@pytest.mark.engine
+def test_layers_are_those_of_the_language_model_and_idle_steps_end_requests() -> None:
+    """An audio tower stands in front and has as many; vLLM is imported in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", TOWERS], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
