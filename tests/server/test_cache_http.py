@@ -3,7 +3,6 @@
 The fake takes half a second a step, so an answer within less came from the cache.
 """
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,9 +49,7 @@ def test_a_second_answer_is_the_first_without_the_engine(client: Client, slow: S
     before = engine_tokens(slow)
     first = client.logprob(ITEMS, **OPTIONS)
     between = engine_tokens(slow)
-    started = time.monotonic()
     second = client.logprob(ITEMS, **OPTIONS)
-    assert time.monotonic() - started < 0.4
     assert between > before
     assert engine_tokens(slow) == between
     assert (first.usage.cached_results, second.usage.cached_results) == (0, 3)
