@@ -1,8 +1,8 @@
 """Checks and measures logsteer on this machine's GPU: `.venv/bin/python -m bench.gpu_check`.
 
-It writes gpu-check.json and gpu-check.md. Without a CUDA device it runs on the CPU as far as that
-goes, in a quick selection, and says so. A part that fails does not stop the others; the exit status
-is then 1.
+It writes gpu-check.json and gpu-check.md after each part. Without a CUDA device it runs on the CPU
+as far as that goes, in a quick selection, and says so. A part that fails does not stop the others;
+the exit status is then 1.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bench.gpu_check.part import ROOT, Findings, run_command
-from bench.gpu_check.report import PartResult, Report
+from bench.gpu_check.report import PartResult, Report, shorten
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,30 +56,41 @@ def run_one(name: str, device: str, quick: bool, directory: Path) -> PartResult:
 
 
 def find_device() -> str:
-    """Return where to run: `cuda` where torch has a device, else `cpu`."""
+    """Return where to run: `cuda` where torch has a device, else `cpu`.
+
+    Errors: CalledProcessError where there is no torch, without which nothing here runs.
+    """
     code = "import torch; print(torch.cuda.is_available())"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True
     )
     return "cuda" if done.stdout.strip().endswith("True") else "cpu"
 
 
-def check(names: Sequence[str], quick: bool | None) -> Report:
-    """Run the parts named, in order; `quick` None: where there is no CUDA device."""
+def check(names: Sequence[str], quick: bool | None, output: Path) -> Report:
+    """Run the parts named, in order; write the report anew after each.
+
+    `quick` None: where there is no CUDA device.
+    """
     device = find_device()
     if quick is None:
         quick = device == "cpu"
     started = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    results = []
-    for name, part in PARTS.items():
-        if name not in names:
-            results.append(PartResult(name, part.title, "not run", "left out by --only"))
-            continue
-        print(f"{part.title} ...", flush=True)
+    results = {
+        name: PartResult(
+            name, part.title, "not run", "its turn never came" if name in names else "not asked for"
+        )
+        for name, part in PARTS.items()
+    }
+    report = Report(device, quick, started, list(results.values()))
+    for name in filter(names.__contains__, PARTS):
+        print(f"{PARTS[name].title} ...", flush=True)
         with tempfile.TemporaryDirectory(prefix="logsteer-gpu-check-") as directory:
-            results.append(run_one(name, device, quick, Path(directory)))
-        print(f"  {results[-1].status} ({results[-1].seconds:.0f} s) {results[-1].reason}")
-    return Report(device, quick, started, results)
+            found = results[name] = run_one(name, device, quick, Path(directory))
+        print(f"  {found.status} ({found.seconds:.0f} s) {shorten(found.reason)}", flush=True)
+        report.parts = list(results.values())
+        report.write(output)
+    return report
 
 
 def main() -> int:
@@ -90,9 +101,8 @@ def main() -> int:
     parser.add_argument("--quick", action=argparse.BooleanOptionalAction, default=None)
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    report = check(options.only, options.quick)
-    for path in report.write(options.output):
-        print(path)
+    report = check(options.only, options.quick, options.output)
+    print(f"the report is in {options.output}: gpu-check.md and gpu-check.json")
     return report.exit_status
 
 

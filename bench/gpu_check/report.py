@@ -75,13 +75,12 @@ class Report:
             blocks += write_part(part)
         return "\n\n".join(blocks) + "\n"
 
-    def write(self, directory: Path) -> tuple[Path, Path]:
-        """Write gpu-check.json and gpu-check.md; return where they are."""
+    def write(self, directory: Path) -> None:
+        """Write gpu-check.json and gpu-check.md."""
         directory.mkdir(parents=True, exist_ok=True)
-        numbers, text = directory / "gpu-check.json", directory / "gpu-check.md"
-        numbers.write_text(json.dumps(self.to_json(), indent=1) + "\n")
-        text.write_text(self.to_markdown())
-        return numbers, text
+        numbers = json.dumps(self.to_json(), indent=1) + "\n"
+        (directory / "gpu-check.json").write_text(numbers)
+        (directory / "gpu-check.md").write_text(self.to_markdown())
 
 
 def write_part(part: PartResult) -> list[str]:

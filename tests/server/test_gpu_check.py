@@ -14,6 +14,7 @@ from bench.gpu_check.report import PartResult, Report, write_table
 MEASURED = Findings(tables=[Table("Errors.", ["width", "error"], [[24, 1e-7], [16384, 0.25]])])
 FAILED = Findings(tables=MEASURED.tables, failures=["width 16384: 0.25 where 1e-05 is allowed"])
 PARTLY = Findings(tables=MEASURED.tables, not_run=["time: no CUDA device"])
+WRITTEN = ("gpu-check.json", "gpu-check.md")
 NOTHING = Findings(not_run=["no CUDA device"])
 
 
@@ -64,10 +65,10 @@ def test_a_report_of_a_cpu_says_so_and_names_every_part(
     monkeypatch.setattr(gpu_check, "run_command", pretend)
     monkeypatch.setattr(gpu_check, "find_device", lambda: "cpu")
     names = [name for name in gpu_check.PARTS if name != "speed"]
-    report = gpu_check.check(names, None)
+    report = gpu_check.check(names, None, tmp_path / "new")
     assert report.quick
     assert report.exit_status == 1
-    numbers, text = (path.read_text() for path in report.write(tmp_path / "new"))
+    numbers, text = ((tmp_path / "new" / name).read_text() for name in WRITTEN)
     statuses = {part["name"]: part["status"] for part in json.loads(numbers)["parts"]}
     assert statuses == dict.fromkeys(gpu_check.PARTS, "passed") | {
         "kernel": "failed", "rows": "failed", "speed": "not run",
@@ -76,7 +77,7 @@ def test_a_report_of_a_cpu_says_so_and_names_every_part(
     for part in gpu_check.PARTS.values():
         assert f"## {part.title}" in text
     assert "Segmentation fault" in text
-    assert "left out by --only" in text
+    assert "not asked for" in text
 
 
 @pytest.mark.parametrize("part", gpu_check.PARTS.values(), ids=lambda part: part.module)
