@@ -1,11 +1,12 @@
 """The tests of exactness, steering and adapters, with the tests' servers on the device."""
 
+import shlex
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
 
-from bench.gpu_check.part import ROOT, Cell, Findings, Options, Table, run_command, run_part
+from bench.gpu_check.part import Cell, Findings, Options, Table, run_command, run_part
 
 FILES = ("test_exactness.py", "test_steering.py", "test_adapters.py")
 QUICK = (
@@ -73,8 +74,8 @@ def measure(options: Options) -> Findings:
     found = read_results(results)
     if ended and not found.failures:
         found.failures.append(str(ended))
-    shown = ["pytest", *command[command.index("pytest") + 4 :]]
-    found.notes.append("Run as `" + " ".join(shown).replace(str(ROOT), ".") + "`")
+    shown = [word for word in command[2:] if not word.startswith("--junitxml")]
+    found.notes.append(f"Run as `LOGSTEER_TEST_DEVICES={devices} {shlex.join(shown)}`")
     return found
 
 

@@ -60,7 +60,7 @@ class Findings:
     def need(self, what: str, error: float, limit: float) -> None:
         """Note a failure where an error is above its limit, or no number."""
         if not error <= limit:
-            self.failures.append(f"{what}: {error:.2g} where at most {limit:.2g} is allowed")
+            self.failures.append(f"{what}: {error:.3g} where at most {limit:.3g} is allowed")
 
     def encode(self) -> str:
         """The line by which a part's process hands over what it found."""

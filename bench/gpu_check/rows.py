@@ -123,7 +123,11 @@ def measure(options: Options) -> Findings:
     found = Findings()
     device = torch.device(options.device)
     runs = 1 if options.quick else 7
-    kind = "allocated by torch" if options.on_cuda else "sampled resident size"
+    kind = (
+        "allocated by torch"
+        if options.on_cuda
+        else "sampled resident size, without what the reads before have left in use"
+    )
     table = Table(
         f"`read_hidden` in chunks of {CHUNK // MIB} MiB, policy columns at temperature "
         f"{POLICY.temperature} and top_p {POLICY.top_p}. Time is the median of {runs}; memory is "
@@ -136,7 +140,6 @@ def measure(options: Options) -> Findings:
             rows = Rows.draw(options, vocab)
             product = time_runs(rows.multiply, device, runs)
             for columns, spec in SPECS.items():
-                rows.read(spec)
                 with PeakMemory(device) as memory:
                     rows.read(spec)
                 times = time_runs(partial(rows.read, spec), device, runs)
