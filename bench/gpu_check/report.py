@@ -32,7 +32,8 @@ class PartResult:
             status: Status = "failed"
             reason = f"{len(found.failures)} of its checks failed, see below"
         elif found.tables or found.facts:
-            status, reason = "passed", ""
+            left = f"{len(found.not_run)} of its measurements did not run, see below"
+            status, reason = "passed", left if found.not_run else ""
         else:
             status, reason = "not run", "; ".join(found.not_run)
         return cls(name, title, status, reason, seconds, command, found)

@@ -91,6 +91,7 @@ def measure(options: Options) -> Findings:
             found.failures.append(f"{work.benchmark}: {error}")
             continue
         found.tables += tabulate(f"{work.title}; aimed at: {work.bar}. `{command}`", result)
+    found.notes.append("What is aimed at stands beside what was measured and is not judged here.")
     if not options.on_cuda:
         found.notes.append(f"These are figures of the CPU: {NO_CUDA}.")
     return found

@@ -31,6 +31,7 @@ def test_a_part_is_judged_by_what_it_found(found: Findings, status: str) -> None
     assert part.status == status
     report = Report("cpu", True, "now", [judge(MEASURED), part])
     assert report.exit_status == (status == "failed")
+    assert ("1 of its measurements did not run" in part.reason) == (found is PARTLY)
     text = report.to_markdown()
     for words in [*found.failures, *found.not_run]:
         assert words in text
