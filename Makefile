@@ -7,7 +7,8 @@ WORKERS ?= 2
 PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 EXACT := $(addprefix tests/contract/test_,exactness.py logprob.py quantized.py tlens.py)
 
-.PHONY: serve demo setup test test-fast test-avx2 families check format bench openapi client lock clean
+.PHONY: serve demo setup test test-fast test-avx2 families check format bench gpu-check openapi \
+	client lock clean
 
 serve: ## install what is missing, then serve CONFIG on PORT
 	@requirements/install.sh server
@@ -42,6 +43,9 @@ format: setup ## format the code
 
 bench: setup ## run the benchmarks, write bench/results.json
 	@$(PYTHON) bench/run.py
+
+gpu-check: setup ## check and measure on the GPU, write bench/gpu-check.md; GPU_CHECK gives options
+	@$(PYTHON) -m bench.gpu_check $(GPU_CHECK)
 
 openapi: setup ## write openapi.json anew from the schemas
 	@$(PYTHON) -m logsteer_server.openapi > openapi.json

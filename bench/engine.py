@@ -36,7 +36,7 @@ def measure_full_text(engine: VllmEngine, vocab: int, hidden: int, runs: int) ->
     rng = np.random.default_rng(0)
     worker = engine._vllm.engine_core.model_executor.driver_worker.worker
     project = worker.model_runner.model.compute_logits
-    hidden_RD = torch.randn(TEXTS * (LENGTH - 1), hidden)
+    hidden_RD = torch.randn(TEXTS * (LENGTH - 1), hidden, device=worker.device)
 
     def texts() -> list[list[int]]:
         return [rng.integers(10, vocab, LENGTH).tolist() for _ in range(TEXTS)]
@@ -49,7 +49,7 @@ def measure_full_text(engine: VllmEngine, vocab: int, hidden: int, runs: int) ->
 
     def multiply() -> None:
         for part in hidden_RD.split(128):
-            project(part)
+            project(part)[0, 0].item()  # waits for a GPU
 
     with torch.inference_mode():
         seconds = time_in_turn({"scored": score, "prefill": prefill, "product": multiply}, runs)

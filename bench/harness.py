@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from models import DEMO, ROOT
+from models import DEMO, DEVICE, ROOT
 from servers import run_logsteer, run_stock
 from timing import summarize, time_in_turn
 
@@ -48,7 +48,7 @@ def compare_harnesses(directory: Path, runs: int) -> dict[str, Any]:
         models = {
             "logsteer, its adapter over HTTP": LogsteerLM(base_url=ours),
             "hf in-process, batch 64": HFLM(
-                pretrained=str(DEMO), device="cpu", dtype="float32", batch_size=64
+                pretrained=str(DEMO), device=DEVICE, dtype="float32", batch_size=64
             ),
             "local-completions on logsteer, 4 x 64": _local(LocalCompletionsAPI, ours, "demo"),
             "local-completions on stock vLLM, 4 x 64": _local(LocalCompletionsAPI, stock, "stock"),

@@ -23,6 +23,7 @@ from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob
 from logsteer_server.contract.plan import Site, SteeringPlan
 from logsteer_server.engines.tlens.engine import TransformerLensEngine
+from models import DEVICE
 from timing import compare, join_results, summarize, time_in_turn
 
 GENERATED = 150
@@ -46,18 +47,17 @@ Way = Callable[[Tensor], list[list[int]]]
 def make_prompts(path: str, batch: int) -> Tensor:
     """The first prompts' tokens [B, T]."""
     tokenizer = AutoTokenizer.from_pretrained(path)
-    return torch.tensor([tokenizer(text)["input_ids"][:LENGTH] for text in PROMPTS[:batch]])
+    ids_BT = [tokenizer(text)["input_ids"][:LENGTH] for text in PROMPTS[:batch]]
+    return torch.tensor(ids_BT, device=DEVICE)
 
 
 def make_engine(path: str, vector: Tensor) -> Way:
     """logsteer's engine; a job for each prompt."""
-    engine = TransformerLensEngine(
-        EngineSpec("bench", "transformer_lens", path, dtype="float32", devices="cpu")
-    )
-    plan = SteeringPlan((Site(LAYER, "resid_post", vector.numpy()),))
+    engine = TransformerLensEngine(EngineSpec("bench", "transformer_lens", path, dtype="float32"))
+    plan = SteeringPlan((Site(LAYER, "resid_post", vector.cpu().numpy()),))
 
     def run(prompts_BT: Tensor) -> list[list[int]]:
-        ids_BT = prompts_BT.numpy().astype(np.int32)
+        ids_BT = prompts_BT.cpu().numpy().astype(np.int32)
         jobs = [
             GenerateJob(ids_T, GENERATED, GREEDY, ignore_eos=True, plan=plan) for ids_T in ids_BT
         ]
@@ -81,7 +81,7 @@ def repeat(read: Callable[[Tensor], Tensor]) -> Way:
 
 def make_bridge_ways(path: str, vector: Tensor) -> dict[str, Way]:
     """TransformerLens's own: `run_with_hooks` again and again, and `generate` under hooks."""
-    bridge = TransformerBridge.boot_transformers(path, device="cpu", dtype=torch.float32)
+    bridge = TransformerBridge.boot_transformers(path, device=DEVICE, dtype=torch.float32)
     hooks: list[Any] = [(f"blocks.{LAYER}.hook_out", lambda x, hook: x + vector)]  # noqa: ARG005
 
     def continue_(prompts_BT: Tensor) -> list[list[int]]:
@@ -133,7 +133,7 @@ def make_repeng(path: str, vector: Tensor) -> dict[str, Way]:
 
 
 def _load(path: str) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().to(DEVICE)
     model.generation_config.eos_token_id = None  # so that `generate` never ends early
     return model
 
@@ -173,7 +173,7 @@ def main() -> None:
     path, (runs, *batches) = sys.argv[1], map(int, sys.argv[2:])
     width = json.loads(Path(path, "config.json").read_text())["hidden_size"]
     rng = np.random.default_rng(3)
-    vector = torch.tensor(rng.normal(size=width, scale=0.3).astype(np.float32))
+    vector = torch.tensor(rng.normal(size=width, scale=0.3).astype(np.float32), device=DEVICE)
     repeng = make_repeng(path, vector)
     with contextlib.redirect_stdout(sys.stderr):
         ways: dict[str, Way] = {"the engine": make_engine(path, vector)}

@@ -10,6 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "demo" / "model"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where peers run, as our engines do by default."""
 
 
 def make_model(

@@ -78,7 +78,7 @@ def time_runs(work: Callable[[], torch.Tensor], device: torch.device, runs: int)
 def main() -> None:
     """Print one JSON object with a record per way of reading."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--vocab", type=int, default=128_256)
     parser.add_argument("--hidden", type=int, default=4096)

@@ -44,7 +44,7 @@ BENCHMARKS: dict[str, Callable[[Path, int], dict[str, Any]]] = {
 
 
 def measure_memory() -> dict[str, Any]:
-    """What `bench/rows.py` says of a 2,048-token text over a vocabulary of 128 k, on this CPU."""
+    """What `bench/rows.py` says of 2,048 tokens and a vocabulary of 128 k, on a GPU if any."""
     command = [
         sys.executable, str(BENCH / "rows.py"), "--dtype", "float32", "--hidden", "256",
         "--runs", "3", "--chunk-mib", "64",
@@ -70,9 +70,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=[*BENCHMARKS, "memory"], default=None)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=BENCH / "results.json")
     options = parser.parse_args()
     wanted = options.only or [*BENCHMARKS, "memory"]
-    path = BENCH / "results.json"
+    path = options.output
     results = json.loads(path.read_text()) if path.is_file() else {}
     with tempfile.TemporaryDirectory(prefix="logsteer-bench-") as directory:
         for name in wanted:

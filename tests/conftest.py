@@ -70,8 +70,12 @@ def vllm_model(model_id: str, path: Path = DEMO_MODEL, **settings: Any) -> Confi
 
 
 def tlens_model(model_id: str, path: Path = DEMO_MODEL, **settings: Any) -> Configuration:
-    """Configuration of a small model on TransformerLens."""
-    defaults = {"dtype": "float32", "devices": "cpu"}
+    """Configuration of a small model on TransformerLens, on the CPU unless the check says where.
+
+    Where vLLM runs is settled by its build.
+    """
+    devices = os.environ.get("LOGSTEER_TEST_DEVICES", "cpu")
+    defaults = {"dtype": "float32", "devices": devices}
     return {"id": model_id, "engine": "transformer_lens", "path": str(path)} | defaults | settings
 
 

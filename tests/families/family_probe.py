@@ -1,6 +1,6 @@
 """Measures an engine on checkpoints of families against transformers, in processes of its own.
 
-    python -m tests.families.family_probe ENGINE compiled|eager CHECKPOINT ...
+    python -m tests.families.family_probe ENGINE compiled|eager DTYPE CHECKPOINT ...
 
 prints a line of JSON for each checkpoint: by check the largest difference, in nats or, of
 activations, as a part of their root mean square; or what the engine said in place of an answer.
@@ -210,12 +210,12 @@ def _differ(results: list[ScoreOutput], expected: list[np.ndarray]) -> float:
     return max(float(np.abs(r.columns["logprob"] - e).max()) for r, e in pairs)
 
 
-def probe(engine: str, compiled: bool, path: Path) -> None:
+def probe(engine: str, compiled: bool, dtype: str, path: Path) -> None:
     """Measure one checkpoint and print the line."""
     warnings.filterwarnings("ignore")
-    spec = EngineSpec("probe", engine, str(path), dtype="float32", compile=compiled)
+    spec = EngineSpec("probe", engine, str(path), dtype=dtype, compile=compiled)
     if engine == "vllm":
-        spec = EngineSpec("probe", engine, str(path), dtype="float32", compile=compiled,
+        spec = EngineSpec("probe", engine, str(path), dtype=dtype, compile=compiled,
                           memory="64MiB", steering_slots=8)  # fmt: skip
     found: dict[str, Any] = {"family": path.name, "engine": engine}
     reference = Reference(path)
@@ -235,7 +235,7 @@ def probe(engine: str, compiled: bool, path: Path) -> None:
 
 def main() -> None:
     """Measure checkpoints one after another, each in a process forked off after all imports."""
-    engine, mode, *paths = sys.argv[1:]
+    engine, mode, dtype, *paths = sys.argv[1:]
     if engine == "vllm":
         set_environment(EngineSpec("probe", engine, paths[0]))
         for module in ("core", "worker"):
@@ -245,7 +245,8 @@ def main() -> None:
         registry._run_in_subprocess = lambda look: look()
     context = multiprocessing.get_context("fork")
     for path in paths:
-        process = context.Process(target=probe, args=(engine, mode == "compiled", Path(path)))
+        arguments = (engine, mode == "compiled", dtype, Path(path))
+        process = context.Process(target=probe, args=arguments)
         process.start()
         process.join()
         if process.exitcode:

@@ -36,7 +36,7 @@ REFUSED = {("granite_hybrid", "transformer_lens"): "has recurrent layers"}
 
 def measure(engine: str, mode: str, paths: list[Path]) -> dict[tuple[str, str, str], Any]:
     """What `family_probe` found, by family, engine and mode."""
-    command = [sys.executable, "-m", "tests.families.family_probe", engine, mode]
+    command = [sys.executable, "-m", "tests.families.family_probe", engine, mode, "float32"]
     done = subprocess.run(
         [*command, *map(str, paths)], capture_output=True, text=True, check=False, cwd=ROOT
     )

@@ -1,0 +1,71 @@
+"""Five families of models against transformers, on tiny random checkpoints."""
+
+import json
+import sys
+from typing import Any
+
+from tests.families.checkpoints import FAMILIES
+
+from bench.gpu_check.part import NO_CUDA, Cell, Findings, Options, Table, run_command, run_part
+
+CHOSEN = ("llama", "qwen3", "gemma3", "mistral", "stablelm")
+"""The usual one, a norm on queries and keys, scaled embeddings, a window, a stale residual."""
+CHECKS = ("scores", "prefix", "captures", "add", "ablate", "rotate", "generation")
+LIMITS = {"float32": 1e-4, "bfloat16": None}
+"""Nats, or parts of the activations' size; bfloat16 is shown beside float32 and not judged."""
+TIMEOUT_S = 1700
+
+
+def probe(mode: str, dtype: str, paths: list[str]) -> list[dict[str, Any]]:
+    """What `tests/families/family_probe.py` says of each checkpoint on vLLM."""
+    command = [sys.executable, "-m", "tests.families.family_probe", "vllm", mode, dtype, *paths]
+    output = run_command(command, TIMEOUT_S)
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+
+def measure(options: Options) -> Findings:
+    """Make the checkpoints, and measure each."""
+    found = Findings()
+    paths = []
+    for family in CHOSEN:
+        FAMILIES[family].make(options.directory / family)
+        paths.append(str(options.directory / family))
+    mode = "eager" if options.quick else "compiled"
+    table = Table(
+        f"vLLM, {mode}: largest difference from transformers in float32, of log-probabilities in "
+        "nats, of captures as a part of their root mean square.",
+        ["family", "dtype", *CHECKS],
+    )
+    for dtype, limit in LIMITS.items():
+        if dtype != "float32" and not options.on_cuda:
+            found.not_run.append(f"{dtype}: {NO_CUDA}")
+            continue
+        lines = probe(mode, dtype, paths)
+        if len(lines) != len(paths):
+            found.failures.append(f"{dtype}: {len(lines)} of {len(paths)} families answered")
+        for line in lines:
+            table.rows.append([line["family"], dtype, *(judge(found, line, dtype, limit))])
+    found.tables.append(table)
+    return found
+
+
+def judge(found: Findings, line: dict[str, Any], dtype: str, limit: float | None) -> list[Cell]:
+    """Return a family's differences, and note what is above the limit, refused or dead."""
+    what = f"{line['family']}, {dtype}"
+    if words := line.get("refused", line.get("died")):
+        found.failures.append(f"{what}: {words}")
+        return [None] * len(CHECKS)
+    cells: list[Cell] = []
+    for check in CHECKS:
+        value = line[check]
+        if isinstance(value, str):
+            found.failures.append(f"{what}, {check}: {value}")
+            value = None
+        elif limit is not None:
+            found.need(f"{what}, {check}", value, limit)
+        cells.append(value)
+    return cells
+
+
+if __name__ == "__main__":
+    run_part(measure)

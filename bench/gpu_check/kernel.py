@@ -1,0 +1,209 @@
+"""The steering kernel and the plain form against the same arithmetic in float64, and its time.
+
+On CPUs the kernel runs in Triton's interpreter, which shows that it is right, not how fast.
+"""
+
+import importlib.util
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.gpu_check.part import NO_CUDA, Cell, Findings, Options, Table, run_part
+from logsteer_server.contract.plan import ResidualOp, Site
+from logsteer_server.engines.vllm.config import SteeringSize
+from logsteer_server.engines.vllm.stream import StreamForm
+from logsteer_server.engines.vllm.tables import SteeringTables, Step
+from logsteer_server.numerics.residual_ops import change_stream
+
+WIDTHS = (24, 64, 768, 4096, 8192, 16384)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FORMS: tuple[StreamForm, ...] = ("sum", "hidden")
+BATCHES = (1, 64, 2048)
+TOKENS, LAYER = 9, 1
+STEP = Step(
+    np.arange(1, 8), np.array([1, 2, 3, 4, 5, 3, 5]), np.array([0, 2, 3]), np.array([1, 1, 2])
+)
+"""Of nine tokens the middle seven are steered, by five plans, and three are captured."""
+FLOAT32_LIMIT = 1e-5
+"""Of the largest value: sums over the width are added up in float32."""
+
+
+def draw_unit(draw: np.random.Generator, width: int) -> np.ndarray:
+    """A random direction."""
+    vector = draw.normal(size=width).astype(np.float32)
+    return np.asarray(vector / np.linalg.norm(vector))
+
+
+def make_sites(width: int) -> list[Site]:
+    """Plans that add, and that do each kind of operation."""
+    draw = np.random.default_rng(1)
+    size = float(np.sqrt(width))
+
+    def unit() -> np.ndarray:
+        return draw_unit(draw, width)
+
+    turn = ResidualOp(unit(), per_component=1, degrees=40)
+    clamp = ResidualOp(unit(), per_component=1, low=0.2 * size, high=0.3 * size)
+    plans: list[tuple[np.ndarray | None, tuple[ResidualOp, ...]]] = [
+        (size * unit(), ()),
+        (None, (ResidualOp(unit()),)),
+        (size * unit(), (turn, ResidualOp(unit(), per_norm=0.5, keep=0))),
+        (None, (clamp,)),
+        (None, (ResidualOp(unit(), per_component=1, degrees=-170),)),
+    ]
+    return [Site(LAYER, "resid_post", offset, ops) for offset, ops in plans]
+
+
+def make_tables(like: Tensor, width: int, form: StreamForm) -> SteeringTables:
+    """Tables with the plans in their slots, where the step of nine tokens is written."""
+    tables = SteeringTables(SteeringSize(5, 2, 2), 2, max(BATCHES), width, like)
+    tables.set_form(form)
+    for slot, site in enumerate(make_sites(width), start=1):
+        tables.load(slot, [site])
+    tables.write(STEP)
+    if not tables.slots_T.is_cuda:  # `write` fills the kernel's buffers on CUDA devices alone
+        tables.slots_T[torch.from_numpy(STEP.steered_t)] = _as_int(STEP.steered_slots_t)
+        tables.captures_T[torch.from_numpy(STEP.captured_t)] = _as_int(STEP.capture_slots_t)
+    return tables
+
+
+def _as_int(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(array).int()
+
+
+def draw_activations(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Two parts of a stream [T, D] that has a share along each plan's first direction."""
+    torch.manual_seed(width)
+    hidden_TD, beside_TD = torch.randn(2, TOKENS, width)
+    sites = make_sites(width)
+    for token, slot in zip(STEP.steered_t, STEP.steered_slots_t, strict=True):
+        site = sites[slot - 1]
+        along = site.ops[0].direction if site.ops else site.offset
+        assert along is not None
+        hidden_TD[token] += torch.tensor(0.5 * width**0.5 * along / np.linalg.norm(along))
+    return hidden_TD.to(dtype), beside_TD.to(dtype)
+
+
+def compute_exactly(
+    tables: SteeringTables, hidden_TD: Tensor, beside_TD: Tensor, form: StreamForm
+) -> dict[str, Tensor]:
+    """What the tables (on the CPU) do to the nine tokens, in float64."""
+    steered_t, slots_t = (torch.from_numpy(a) for a in (STEP.steered_t, STEP.steered_slots_t))
+    hidden_TD = hidden_TD.double()
+    residual_TD = beside_TD.double() if form == "sum" else torch.zeros_like(hidden_TD)
+    before_tD = (hidden_TD + residual_TD)[steered_t]
+    moved_tD = before_tD + tables.offsets_LSD[LAYER, slots_t].double()
+    directions_tKD = tables.directions_LSKD[LAYER, slots_t].double()
+    numbers_tKP = tables.numbers_LSKP[LAYER, slots_t].double()
+    after_tD = moved_tD + change_stream(moved_tD, directions_tKD, numbers_tKP)
+    hidden_TD[steered_t] += after_tD - before_tD
+    sums_CD = torch.zeros(3, hidden_TD.shape[1], dtype=torch.float64)
+    captured_t, captures_t = (torch.from_numpy(a) for a in (STEP.captured_t, STEP.capture_slots_t))
+    sums_CD.index_add_(0, captures_t, (hidden_TD + residual_TD)[captured_t])
+    ratios_t = (after_tD - before_tD).norm(dim=-1) / before_tD.norm(dim=-1)
+    return {"hidden": hidden_TD, "captures": sums_CD, "ratios": ratios_t}
+
+
+def differ(tables: SteeringTables, hidden_TD: Tensor, exact: dict[str, Tensor]) -> float:
+    """The largest error of activations, captures and ratios, each of its own largest value."""
+    found = {
+        "hidden": hidden_TD,
+        "captures": tables.sums_LCD[LAYER],
+        "ratios": tables.ratios_LT[LAYER, torch.from_numpy(STEP.steered_t)],
+    }
+    errors = [
+        (found[name].cpu().double() - value).abs().max() / value.abs().max()
+        for name, value in exact.items()
+    ]
+    return max(float(error) for error in errors)
+
+
+def check_errors(options: Options, found: Findings, launch: Any) -> None:
+    """Compare both forms with float64 at every width, dtype and form of the stream."""
+    table = Table(
+        f"Largest error against float64, as a part of the largest value, of activations, captures "
+        f"and ratios: the kernel on {options.device}, and `SteeringTables.apply` on the CPU.",
+        ["width", "dtype", *(f"{who}, {form}" for who in ("kernel", "plain") for form in FORMS),
+         "limit"],
+    )  # fmt: skip
+    for width in WIDTHS:
+        for dtype in DTYPES:
+            name = str(dtype).removeprefix("torch.")
+            # Half precision rounds twice, once after the addition and once after the operations.
+            limit = FLOAT32_LIMIT if dtype == torch.float32 else 1.5 * torch.finfo(dtype).eps
+            errors: list[float] = []
+            for on_device in (True, False):
+                for form in FORMS:
+                    device = options.device if on_device else "cpu"
+                    plain = make_tables(torch.empty(0, dtype=dtype), width, form)
+                    given_TD, beside_TD = draw_activations(width, dtype)
+                    exact = compute_exactly(plain, given_TD, beside_TD, form)
+                    hidden_TD = given_TD.to(device, copy=True)
+                    tables = plain
+                    if on_device:
+                        tables = make_tables(hidden_TD.new_empty(0), width, form)
+                        launch(tables, hidden_TD, beside_TD.to(device), LAYER)
+                    else:
+                        tables.apply(hidden_TD, beside_TD, LAYER)
+                    errors.append(differ(tables, hidden_TD, exact))
+                    what = f"{'kernel' if on_device else 'plain'}, {width}, {name}, {form}"
+                    found.need(what, errors[-1], limit)
+                    rest = [0, TOKENS - 1]
+                    if not torch.equal(hidden_TD.cpu()[rest], given_TD[rest]):
+                        found.failures.append(f"{what}: a token that is not steered has changed")
+            table.rows.append([width, name, *errors, limit])
+    found.tables.append(table)
+
+
+def time_kernel(found: Findings, launch: Any) -> None:
+    """Time the kernel's launches within a CUDA graph, as they run in the model."""
+    from triton.testing import do_bench_cudagraph
+
+    table = Table(
+        "Microseconds of the kernel for one layer, from the replay of a CUDA graph; every token "
+        "steered by an addition and two operations, or none.",
+        ["width", "dtype", *(f"{count} steered" for count in BATCHES), f"{BATCHES[-1]} unsteered"],
+    )
+    for width in WIDTHS:
+        for dtype in DTYPES:
+            tables = make_tables(torch.empty(0, dtype=dtype, device="cuda"), width, "sum")
+            tables.captures_T.zero_()
+            row: list[Cell] = [width, str(dtype).removeprefix("torch.")]
+            for count, slot in (*((count, 3) for count in BATCHES), (BATCHES[-1], 0)):
+                tables.slots_T.fill_(slot)
+                hidden_TD, beside_TD = torch.randn(2, count, width, device="cuda", dtype=dtype)
+                milliseconds = do_bench_cudagraph(
+                    lambda t=tables, h=hidden_TD, b=beside_TD: launch(t, h, b, LAYER),
+                    return_mode="median",
+                )
+                row.append(float(f"{1e3 * milliseconds:.3g}"))
+            table.rows.append(row)
+    found.tables.append(table)
+
+
+def measure(options: Options) -> Findings:
+    """Compare, and on a GPU time, the kernel."""
+    if importlib.util.find_spec("triton") is None:
+        return Findings(not_run=["triton is not installed"])
+    if not options.on_cuda:
+        os.environ["TRITON_INTERPRET"] = "1"  # counts only before triton is imported
+    from logsteer_server.engines.vllm.kernel import launch
+
+    found = Findings()
+    check_errors(options, found, launch)
+    if options.on_cuda:
+        time_kernel(found, launch)
+    else:
+        found.notes.append(
+            "The kernel ran in Triton's interpreter, on the CPU. In bfloat16 that cuts digits off "
+            "where a GPU rounds, hence twice the plain form's error there."
+        )
+        found.not_run.append(f"time of the kernel: {NO_CUDA}")
+    return found
+
+
+if __name__ == "__main__":
+    run_part(measure)

@@ -1,0 +1,161 @@
+"""Reading scored rows over large vocabularies: time, peak memory, error against float64.
+
+The memory is `bench/rows.py`'s to measure, the time too; the exact values are computed here.
+"""
+
+import statistics
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bench.gpu_check.part import Findings, Options, Table, run_part
+from bench.rows import MIB, PeakMemory, time_runs
+from logsteer_server.contract.jobs import Policy
+from logsteer_server.numerics.rows import RowSpec, read_hidden, split_chunks
+
+VOCABS = (128_256, 262_144)
+POLICY = Policy(temperature=0.8, top_p=0.95)
+SPECS = {
+    "logprob": RowSpec(("logprob",)),
+    "logprob, rank, entropy": RowSpec(("logprob", "rank", "entropy")),
+    "logprob, entropy, log_q, rb_entropy": RowSpec(
+        ("logprob", "entropy", "log_q", "rb_entropy"), policy=POLICY
+    ),
+}
+CHUNK = 64 * MIB
+FLAT, PEAKED = 3.0, 8.0
+"""Standard deviations of a row's logits."""
+LIMIT = 1e-4
+"""Nats."""
+MEMORY_LIMIT = 256
+"""MiB added at the peak."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """R hidden states, the head that makes logits of them, and the targets that follow them."""
+
+    hidden_RD: Tensor
+    head_VD: Tensor
+    targets_R: Tensor
+
+    @classmethod
+    def draw(cls, options: Options, vocab: int) -> "Rows":
+        """Random ones: flat rows (8 nats) and peaked ones (1.5) in turn; half the targets likely.
+
+        On CPUs they are fewer and narrower, because the head's product is not what is measured.
+        """
+        torch.manual_seed(vocab)
+        rows, width = (2048, 4096) if options.on_cuda else (48, 64)
+        dtype = torch.bfloat16 if options.on_cuda else torch.float32
+        hidden_RD = torch.randn(rows, width, device=options.device, dtype=dtype)
+        hidden_RD[::2] *= FLAT
+        hidden_RD[1::2] *= PEAKED
+        head_VD = torch.randn(vocab, width, device=options.device, dtype=dtype) / width**0.5
+        drawn = cls(hidden_RD, head_VD, torch.randint(vocab, (rows,), device=options.device))
+        for first in range(0, rows, 16):
+            part = slice(first, first + 8)
+            drawn.targets_R[part] = drawn.project(hidden_RD[part]).argmax(-1)
+        return drawn
+
+    def project(self, hidden_rD: Tensor) -> Tensor:
+        """Logits [r, V]."""
+        return hidden_rD @ self.head_VD.T
+
+    def multiply(self) -> Tensor:
+        """The product of all rows alone, in chunks of as many bytes; the last chunk's logits."""
+        vocab = len(self.head_VD)
+        for part in split_chunks(len(self.hidden_RD), 4 * vocab, CHUNK):
+            logits_rV = self.project(self.hidden_RD[part])
+        return logits_rV
+
+    def read(self, spec: RowSpec) -> Tensor:
+        """What the engines read [R, W]."""
+        vocab = len(self.head_VD)
+        return read_hidden(self.hidden_RD, self.targets_R, self.project, vocab, spec, CHUNK)
+
+
+def compute_exactly(logits_rV: Tensor, targets_r: Tensor) -> dict[str, Tensor]:
+    """Every column of the specs from the same logits, written down anew in float64."""
+    z_rV = logits_rV.double()
+    log_p_rV = z_rV.log_softmax(-1)
+    own_r1 = z_rV.gather(-1, targets_r[:, None])
+    scaled_rV, order_rV = (z_rV / POLICY.temperature).sort(dim=-1, descending=True, stable=True)
+    p_rV = scaled_rV.softmax(-1)
+    kept_rV = p_rV.cumsum(-1) - p_rV < POLICY.top_p
+    log_q_rV = scaled_rV.masked_fill(~kept_rV, -torch.inf).log_softmax(-1)
+    q_rV = log_q_rV.exp()
+    return {
+        "logprob": log_p_rV.gather(-1, targets_r[:, None]).squeeze(-1),
+        "rank": 1.0 + (z_rV > own_r1).sum(-1),
+        "entropy": -(log_p_rV.exp() * log_p_rV).sum(-1),
+        "log_q": log_q_rV[order_rV == targets_r[:, None]],
+        "rb_entropy": -(q_rV * log_q_rV.masked_fill(~kept_rV, 0.0)).sum(-1),
+    }
+
+
+def find_errors(rows: Rows, spec: RowSpec) -> tuple[float, int]:
+    """The largest error of any column in nats, and targets on the wrong side of the cut."""
+    exact: list[dict[str, Tensor]] = []
+
+    def project(hidden_rD: Tensor) -> Tensor:
+        # Here, because a product of another shape may round to other logits.
+        logits_rV = rows.project(hidden_rD)
+        first = sum(len(found["logprob"]) for found in exact)
+        exact.append(compute_exactly(logits_rV, rows.targets_R[first : first + len(logits_rV)]))
+        return logits_rV
+
+    vocab = len(rows.head_VD)
+    values_RW = read_hidden(rows.hidden_RD, rows.targets_R, project, vocab, spec, CHUNK).double()
+    worst, misplaced = 0.0, 0
+    for column, name in enumerate(spec.columns):
+        own_R, exact_R = values_RW[:, column], torch.cat([found[name] for found in exact])
+        both_R = own_R.isfinite() & exact_R.isfinite()
+        misplaced += int((own_R.isfinite() != exact_R.isfinite()).sum())
+        worst = max(worst, float((own_R - exact_R)[both_R].abs().max()))
+    return worst, misplaced
+
+
+def measure(options: Options) -> Findings:
+    """Read rows of both vocabularies in each way."""
+    found = Findings()
+    device = torch.device(options.device)
+    runs = 1 if options.quick else 7
+    kind = (
+        "allocated by torch"
+        if options.on_cuda
+        else "sampled resident size, without what the reads before have left in use"
+    )
+    table = Table(
+        f"`read_hidden` in chunks of {CHUNK // MIB} MiB, policy columns at temperature "
+        f"{POLICY.temperature} and top_p {POLICY.top_p}. Time is the median of {runs}; memory is "
+        f"what is added at the peak ({kind}).",
+        ["vocabulary", "rows", "columns", "ms", "product alone, ms", "MiB added", "largest error",
+         "targets misplaced"],
+    )  # fmt: skip
+    with torch.inference_mode():
+        for vocab in VOCABS:
+            rows = Rows.draw(options, vocab)
+            product = time_runs(rows.multiply, device, runs)
+            for columns, spec in SPECS.items():
+                with PeakMemory(device) as memory:
+                    rows.read(spec)
+                times = time_runs(partial(rows.read, spec), device, runs)
+                error, misplaced = find_errors(rows, spec)
+                added = memory.added / MIB
+                what = f"{columns}, vocabulary {vocab}"
+                found.need(f"{what}, nats", error, LIMIT)
+                found.need(f"{what}, targets on the wrong side of the cut", misplaced, 0)
+                found.need(f"{what}, MiB added", added, MEMORY_LIMIT)
+                table.rows.append([
+                    vocab, len(rows.hidden_RD), columns, round(statistics.median(times), 1),
+                    round(statistics.median(product), 1), round(added, 1), error, misplaced,
+                ])  # fmt: skip
+    found.tables.append(table)
+    return found
+
+
+if __name__ == "__main__":
+    run_part(measure)
