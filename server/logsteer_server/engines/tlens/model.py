@@ -7,7 +7,6 @@ run by itself, so that only the rows that are wanted go through the head.
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging as transformers_logging
 
 from logsteer_server.contract.engine import EngineSpec
-from logsteer_server.engines.machine import show_devices
 from logsteer_server.engines.tlens.parameters import Parameters
+from logsteer_server.engines.tlens.placement import follow_devices, place_model
 from logsteer_server.engines.tlens.plain_forward import PlainForward, agree, unwrap
 from logsteer_server.engines.tlens.points import (
     HOOK_LEVEL,
@@ -36,39 +35,6 @@ PROBE_LENGTH = 32
 HEAD_TOLERANCE = 1e-3
 FORWARD_TOLERANCE = 1e-5
 """How much the model's parts may differ from the whole, per unit of the largest number."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a model goes: one device, or `num_gpus` > 1 that its layers are spread over."""
-
-    device: str | None
-    num_gpus: int = 1
-
-
-def place_model(spec: EngineSpec) -> Placement:
-    """Return where the specification wants the model. Errors: ValueError where that cannot be.
-
-    GPUs are chosen by CUDA_VISIBLE_DEVICES, which counts only until CUDA is first used.
-    """
-    if spec.tensor_parallel > 1:
-        raise ValueError("transformer_lens spreads layers, not tensors: set pipeline_parallel")
-    num_gpus = spec.pipeline_parallel
-    if spec.devices == "cpu":
-        if num_gpus > 1:
-            raise ValueError("pipeline_parallel spreads layers over GPUs; leave it out for a CPU")
-        return Placement("cpu")
-    if not isinstance(spec.devices, str):
-        if num_gpus not in (1, len(spec.devices)):
-            raise ValueError(f"pipeline_parallel is {num_gpus}, devices {list(spec.devices)}")
-        show_devices(spec.devices)
-        num_gpus = len(spec.devices)
-    found = torch.cuda.device_count()
-    if not found and isinstance(spec.devices, str) and num_gpus == 1:
-        return Placement("cpu")
-    if found < num_gpus:
-        raise ValueError(f"devices: {num_gpus} GPUs are wanted, and {found} are here")
-    return Placement("cuda:0") if num_gpus == 1 else Placement(None, num_gpus)
 
 
 def choose_dtype(wanted: str, config: Any) -> torch.dtype:
@@ -125,15 +91,14 @@ class BridgeModel:
         torch.set_float32_matmul_precision("high" if spec.tf32 else "highest")
         config = AutoConfig.from_pretrained(path)
         placement = place_model(spec)
-        options: dict[str, Any] = (
-            {"device": placement.device} if placement.device else {"n_devices": placement.num_gpus}
-        )
+        dtype = choose_dtype(spec.dtype, config)
         bridge = TransformerBridge.boot_transformers(
-            str(path), dtype=choose_dtype(spec.dtype, config), **options
+            str(path), dtype=dtype, **placement.boot_options(config, dtype)
         )
-        self.num_devices = placement.num_gpus
+        self.num_devices = len(placement.devices)
         self._causal: Any = bridge.original_model
         self._causal.eval().requires_grad_(False)
+        follow_devices(self._causal)
         self._body = self._causal.base_model
         if self._body is self._causal:
             raise ValueError(f"{path}: no causal language model with a body and a head")
@@ -262,18 +227,11 @@ class BridgeModel:
         given_body = _GivenBody(type(output))
         head = unwrap(self._causal)
         head._modules[self._causal.base_model_prefix] = given_body
-        # Where layers are spread over GPUs, the forward of the instance is the original's.
-        head.__dict__.pop("forward", None)
         return given_body, head
 
     @torch.inference_mode()
     def _find_plain_forward(self, blocks: list[Any]) -> PlainForward | None:
-        """Return a body that leaves the bridge out; None where it would give something else.
-
-        Where layers are spread over GPUs, their forwards are tied to the modules that they are of.
-        """
-        if self.num_devices > 1:
-            return None
+        """Return a body that leaves the bridge out; None where it would give something else."""
         tokens_BT = self._probe_tokens(4)
         whole_BTD = self.read(tokens_BT)
         try:

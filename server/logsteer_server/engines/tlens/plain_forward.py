@@ -6,6 +6,7 @@ cost more than the arithmetic. A block without hooks is the same block without t
 
 import copy
 from collections.abc import Sequence
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformer_lens.model_bridge.generalized_components.block import BlockBridge
 
+from logsteer_server.engines.tlens.placement import bring_inputs
 from logsteer_server.engines.tlens.points import Point
 
 
@@ -27,6 +29,13 @@ def unwrap(module: nn.Module) -> nn.Module:
     plain.__dict__["_modules"] = {
         name: child and unwrap(child) for name, child in module._modules.items()
     }
+    plain.__dict__["_forward_pre_hooks"] = module._forward_pre_hooks.copy()
+    plain.__dict__["_forward_pre_hooks_with_kwargs"] = module._forward_pre_hooks_with_kwargs.copy()
+    # A forward of the instance runs the original: accelerate's, or one that the bridge has put in.
+    forward = plain.__dict__.pop("forward", None)
+    if isinstance(forward, MethodType):
+        plain.__dict__["forward"] = MethodType(forward.__func__, plain)
+    bring_inputs(plain, module)
     return plain
 
 
