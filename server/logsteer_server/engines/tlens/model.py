@@ -124,7 +124,8 @@ class BridgeModel:
         self.logits_dtype = str(self._project_probe().dtype).removeprefix("torch.")
         self.points: PointMap = find_points(bridge.hook_dict, self.num_layers, self._probe)
         self._plain_forward = self._find_plain_forward(list(bridge.blocks))
-        self._fuses_attention = self._plain_forward is not None and self._check_fused_attention()
+        if self._plain_forward:
+            self._fuses_attention = self._check_fused_attention(self._plain_forward)
         self.parameters = Parameters(self._causal)
 
     def _refuse_recurrence(self, path: Path | str) -> None:
@@ -246,21 +247,35 @@ class BridgeModel:
         return self._plain_forward
 
     @torch.inference_mode()
-    def _check_fused_attention(self) -> bool:
-        """Return whether attention can be one operation, without its pattern in memory."""
+    def _check_fused_attention(self, plain_forward: PlainForward) -> bool:
+        """Return whether attention can be one operation, without its pattern in memory.
+
+        It can where each block gives the same in float32, whatever the model's dtype.
+
+        In half precision scores then differ by rounding from those of attention in parts, which
+        runs wherever a block is bridged: between a request that is steered inside of a block and
+        one that is not, the demo model's differ by 0.026 nats a token in bfloat16 and 0.003 in
+        float16, as much as either differs from float32 (mean of 4 texts of 100 to 160 tokens).
+        """
         config = self._causal.config.get_text_config()
         # Transformers' function leaves a cap on scores out, which shows only where they are large.
         if not self._causal._supports_sdpa or getattr(config, "attn_logit_softcapping", None):
             return False
+        if self.quantization and self.dtype.itemsize < torch.float32.itemsize:
+            return False  # its blocks cannot be widened
         tokens_BT = self._probe_tokens(PROBE_LENGTH)
         mask_BT = torch.ones_like(tokens_BT)
         mask_BT[1, : PROBE_LENGTH // 2] = 0  # padding in front, as where continuations start
-        found = []
-        for self._fuses_attention in (False, True):
-            whole_BTD, padded_BTD = self.read(tokens_BT), self.read(tokens_BT, mask_BT)
-            found.append(torch.cat([whole_BTD.flatten(0, 1), padded_BTD[mask_BT.bool()]]))
-        # In half precision they differ by rounding, and a hook in a block must change just that.
-        return agree(found[0], found[1], FORWARD_TOLERANCE)
+        for mask in (None, mask_BT):
+            with plain_forward.widened() as blocks:
+                for self._fuses_attention in (False, True):
+                    self.read(tokens_BT, mask)
+            own_BT = mask_BT.bool() if mask is not None else torch.ones_like(mask_BT).bool()
+            for block in blocks:
+                eager, fused = (output[own_BT.to(output.device)] for output in block.outputs)
+                if not agree(fused, eager, FORWARD_TOLERANCE):
+                    return False
+        return True
 
     def _probe_tokens(self, length: int) -> Tensor:
         return (torch.arange(2 * length, device=self.device) % 7 + 1).view(2, length)
