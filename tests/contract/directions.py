@@ -19,8 +19,9 @@ Tensors = Mapping[str, Tensor]
 
 
 def load_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """The model in transformers, with the attention that TransformerLens uses."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+    """The model in transformers, with the attention that our TransformerLens engine uses."""
+    attention = "sdpa" if dtype.itemsize == 2 else "eager"  # in half precision it matters
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention)
     return model.eval().requires_grad_(False)
 
 

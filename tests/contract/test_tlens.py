@@ -1,5 +1,6 @@
 """The TransformerLens engine against transformers and against TransformerLens itself."""
 
+import copy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -293,16 +294,38 @@ def test_attention_is_fused_where_nothing_looks_inside(engine: Any, fused_calls:
     assert len(fused_calls) == engine.info.num_layers
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_attention_is_fused_in_half_precision(dtype: str, fused_calls: list[int]) -> None:
+    half = build(dtype=dtype)
+    ids = draw_ids(np.random.default_rng(13), 40)
+    fused_calls.clear()
+    found = score(half, whole(ids))[0]
+    assert len(fused_calls) == half.info.num_layers
+    # As near to float32 as attention that is not fused.
+    wanted = score(build(), whole(ids))[0]
+    half._model._fuses_attention = False
+    eager = score(half, whole(ids))[0]
+    assert np.abs(found - wanted).mean() < 2 * np.abs(eager - wanted).mean()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("capped", [True, False])
 def test_attention_is_not_fused_where_that_would_change_scores(
-    fused_calls: list[int], tmp_path: Path
+    dtype: str, capped: bool, fused_calls: list[int], tmp_path: Path, monkeypatch: Any
 ) -> None:
-    half = build(dtype="bfloat16")
-    model = AutoModelForCausalLM.from_config(OTHERS["gemma2"])
-    model.save_pretrained(tmp_path)
+    config = copy.deepcopy(OTHERS["gemma2"] if capped else OTHERS["gpt2"])
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / file, tmp_path)
-    capped = build(tmp_path)
+    if not capped:
+        # A fused attention that is off by less than bfloat16 shows.
+        fused = torch.nn.functional.scaled_dot_product_attention
+        monkeypatch.setattr(
+            torch.nn.functional,
+            "scaled_dot_product_attention",
+            lambda *args, **options: fused(*args, **options) * 1.001,
+        )
+    engine = build(tmp_path, dtype)
     fused_calls.clear()
-    for engine in (half, capped):
-        score(engine, whole(draw_ids(np.random.default_rng(13), 20)))
+    score(engine, whole(draw_ids(np.random.default_rng(13), 20)))
     assert not fused_calls

@@ -11,7 +11,7 @@ from torch import Tensor
 from logsteer_server.contract.jobs import GenerateJob, JobFailure, ScoreJob
 from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
 from tests.conftest import DEMO_MODEL
-from tests.contract.directions import read_logprobs
+from tests.contract.directions import load_model, read_logprobs
 from tests.contract.tlens_cases import (
     BATCH,
     LAYER,
@@ -152,19 +152,15 @@ def test_every_operation_is_a_plain_hook_in_transformers(
 
 
 def test_bfloat16_offsets_are_added_as_a_plain_hook_adds_them() -> None:
-    from transformer_lens.model_bridge import TransformerBridge
-
     engine = build(dtype="bfloat16")
     assert (engine.info.dtype, engine.info.logits_dtype) == ("bfloat16", "bfloat16")
-    bridge = TransformerBridge.boot_transformers(
-        str(DEMO_MODEL), device="cpu", dtype=torch.bfloat16
-    )
+    model = load_model(DEMO_MODEL, torch.bfloat16)
     ids = draw_ids(np.random.default_rng(9), 20)
     vector = torch.from_numpy(draw_vector()).bfloat16()
-    hooks = [(f"blocks.{LAYER}.hook_resid_post", lambda x, hook: x + vector)]
+    model.model.layers[LAYER].register_forward_hook(lambda block, args, x: x + vector)
     ids_1T = torch.from_numpy(ids[:-1].astype(np.int64))[None]
-    with torch.inference_mode(), bridge.hooks(fwd_hooks=hooks):
-        log_p_TV = bridge(ids_1T)[0].float().log_softmax(-1)
+    with torch.inference_mode():
+        log_p_TV = model(ids_1T).logits[0].float().log_softmax(-1)
     expected = log_p_TV.gather(-1, torch.from_numpy(ids[1:].astype(np.int64))[:, None])[:, 0]
     values = score(engine, whole(ids, plan=add_plan()))[0]
     assert values == pytest.approx(expected.numpy(), abs=BATCH)

@@ -5,14 +5,18 @@ cost more than the arithmetic. A block without hooks is the same block without t
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformer_lens.model_bridge.generalized_components.block import BlockBridge
 
+from logsteer_server.engines.tlens.placement import bring_inputs
 from logsteer_server.engines.tlens.points import Point
 
 
@@ -27,6 +31,13 @@ def unwrap(module: nn.Module) -> nn.Module:
     plain.__dict__["_modules"] = {
         name: child and unwrap(child) for name, child in module._modules.items()
     }
+    plain.__dict__["_forward_pre_hooks"] = module._forward_pre_hooks.copy()
+    plain.__dict__["_forward_pre_hooks_with_kwargs"] = module._forward_pre_hooks_with_kwargs.copy()
+    # A forward of the instance runs the original: accelerate's, or one that the bridge has put in.
+    forward = plain.__dict__.pop("forward", None)
+    if isinstance(forward, MethodType):
+        plain.__dict__["forward"] = MethodType(forward.__func__, plain)
+    bring_inputs(plain, module)
     return plain
 
 
@@ -74,6 +85,20 @@ class PlainForward:
         for index, layer in enumerate(layers):
             self._layers._modules[str(index)] = layer
 
+    @contextmanager
+    def widened(self) -> Iterator[list["WideBlock"]]:
+        """Compute all blocks in float32, one at a time, in every call of the body in this context.
+
+        A block's parameters are widened for as long as its call takes.
+        """
+        blocks = [WideBlock(plain) for plain in self._plain]
+        try:
+            for index, block in enumerate(blocks):
+                self._layers._modules[str(index)] = block
+            yield blocks
+        finally:
+            self.bridge([])
+
     def stays_plain(self, points: Sequence[Point]) -> bool:
         """Return whether no hook on these points needs a bridged block."""
         return all(p.is_edge and isinstance(self._hooked[p.layer], _HookedBlock) for p in points)
@@ -99,6 +124,43 @@ class _HookedBlock(nn.Module):
         if isinstance(output, tuple):
             return (self.hook_out(output[0]), *output[1:])
         return self.hook_out(output)
+
+
+class WideBlock(nn.Module):
+    """A plain block computed in float32 at least, on the input of its first call in every call.
+
+    So what differs between the calls' `outputs` is how they were computed, and not rounding, which
+    in half precision hides much.
+    """
+
+    def __init__(self, plain: nn.Module) -> None:
+        super().__init__()
+        self.plain = plain
+        self.outputs: list[torch.Tensor] = []
+        self._given: torch.Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Look an attribute up in the plain block too: a body asks for its kind of attention."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("plain"), name)
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:
+        """Return the block's output, in the dtype of its input."""
+        if self._given is None:
+            self._given = _widen(hidden_states)
+        tensors = {**dict(self.plain.named_parameters()), **dict(self.plain.named_buffers())}
+        tensors, args, options = tree_map_only(torch.Tensor, _widen, (tensors, args, options))
+        output = torch.func.functional_call(self.plain, tensors, (self._given, *args), options)
+        first: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        self.outputs.append(first)
+        narrow = first.to(hidden_states.dtype)
+        return (narrow, *output[1:]) if isinstance(output, tuple) else narrow
+
+
+def _widen(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def agree(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
