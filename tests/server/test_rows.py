@@ -205,3 +205,13 @@ def test_models_are_compared_through_a_file(tmp_path: Path) -> None:
 def test_a_comparison_without_a_reference_is_an_error() -> None:
     with pytest.raises(ValueError, match="another model"):
         read(RowSpec(("kl",)), 10**9)
+
+
+def test_a_peaked_row_over_a_large_vocabulary_keeps_its_small_terms() -> None:
+    torch.manual_seed(0)
+    logits_RV = 4 * torch.randn(6, 2**18)
+    rows = Rows(logits_RV, logits_RV.argmax(-1))
+    exact_RV = logits_RV.double().log_softmax(-1)
+    assert (rows.log_probs_RV - exact_RV).abs().mean() < 2e-6
+    wanted_R = -(exact_RV.exp() * exact_RV).sum(-1)
+    assert (COLUMNS["entropy"](rows) - wanted_R).abs().max() < 1e-5

@@ -18,6 +18,9 @@ from logsteer_server.numerics.sampling import ShapedRows, shape_rows
 NEUTRAL = Policy()
 """The policy that draws from the model as it is."""
 
+LONG_ROW = 2**16
+"""Tokens of a vocabulary above which a CPU adds a row up in parts."""
+
 MAX_EXACT_ID = 2**24
 """Token ids and ranks travel in float32 beside the scores; up to here they are exact."""
 
@@ -52,8 +55,15 @@ class Rows:
 
     @cached_property
     def log_probs_RV(self) -> Tensor:
-        """log p of every token, per row; one fused pass, several times as fast as logsumexp."""
-        return self.logits_RV.log_softmax(-1)
+        """log p of every token, per row; one fused pass, several times as fast as logsumexp.
+
+        On CPUs that pass adds up a row term by term, and a long peaked one loses its small terms:
+        1.6e-5 nats at 262,144 tokens.
+        """
+        logits_RV = self.logits_RV
+        if logits_RV.device.type == "cpu" and logits_RV.shape[-1] > LONG_ROW:
+            return logits_RV - logits_RV.logsumexp(-1, keepdim=True)
+        return logits_RV.log_softmax(-1)
 
     @property
     def reference_RV(self) -> Tensor:
