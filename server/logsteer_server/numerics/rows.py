@@ -62,7 +62,9 @@ class Rows:
         """
         logits_RV = self.logits_RV
         if logits_RV.device.type == "cpu" and logits_RV.shape[-1] > LONG_ROW:
-            return logits_RV - logits_RV.logsumexp(-1, keepdim=True)
+            # Row by row, whose exponentials a CPU's cache holds.
+            sums_R = torch.stack([row_V.logsumexp(-1) for row_V in logits_RV])
+            return logits_RV - sums_R[:, None]
         return logits_RV.log_softmax(-1)
 
     @property
