@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from logsteer.schemas import Problem
 from logsteer_server import __version__
 from logsteer_server.http.dependencies import check_key
+from logsteer_server.http.memory import RequestMemory
 from logsteer_server.http.problems import add_handlers
 from logsteer_server.metrics import Metrics, RequestMetrics
 from logsteer_server.models.cache import ResultCache
@@ -30,6 +31,7 @@ from logsteer_server.routes import (
 from logsteer_server.settings import Settings
 from logsteer_server.stores.store import ADAPTERS, OVERRIDES, VECTORS, Store
 from logsteer_server.stores.vectors import VectorStore
+from logsteer_server.tasks.planning import Capacity
 from logsteer_server.tasks.selftest import prove
 
 MAX_REQUEST_ID = 128
@@ -58,13 +60,16 @@ def create_app(settings: Settings) -> FastAPI:
         app.state.models = models
         # Each model is tested before it answers, where the settings ask for that.
         models.start(
-            partial(prove, models=models, settings=settings) if settings.selftest else None
+            partial(prove, models=models, capacity=app.state.capacity)
+            if settings.selftest
+            else None
         )
         try:
             yield
         finally:
             await models.close()
             await asyncio.to_thread(results.close)
+            app.state.capacity.close()
 
     app = FastAPI(
         title="logsteer",
@@ -74,10 +79,12 @@ def create_app(settings: Settings) -> FastAPI:
         responses={"default": {"model": Problem, "description": "A problem document (RFC 9457)."}},
     )
     app.state.settings = settings
+    app.state.capacity = capacity = Capacity(settings)
     app.state.metrics = Metrics()
     for module in (tasks, perplexity, vectors, overrides, adapters, tokens, openai):
         app.include_router(module.router, dependencies=[Depends(check_key)])
     app.include_router(operations.router)
+    app.add_middleware(RequestMemory, admission=capacity.memory)
     app.add_middleware(RequestIds)
     app.add_middleware(RequestMetrics, metrics=app.state.metrics)
     add_handlers(app)

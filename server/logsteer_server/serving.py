@@ -6,6 +6,7 @@ import logging
 import socket
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -13,6 +14,7 @@ import uvicorn
 from logsteer_server import __version__
 from logsteer_server.app import create_app
 from logsteer_server.engines.vllm.arguments import check_arguments
+from logsteer_server.http.connections import ConnectionLimits, LimitedProtocol
 from logsteer_server.models.cachefile import check_cache_file
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import ConfigurationError, Settings, load_settings
@@ -106,8 +108,10 @@ def _listen(settings: Settings) -> socket.socket:
 
 async def _serve(settings: Settings, listener: socket.socket) -> int:
     app = create_app(settings)
+    limits = ConnectionLimits.of(settings)
     config = uvicorn.Config(
         app,
+        http=partial(LimitedProtocol, limits=limits),  # type: ignore[arg-type]
         log_level="warning",
         access_log=False,
         timeout_keep_alive=IDLE_CONNECTION_S,

@@ -92,7 +92,34 @@ class Settings(BaseSettings):
     api_key: str | None = Field(None, min_length=1, description="Asked for as a bearer token.")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
+    max_connections: int = Field(
+        2048, ge=1, description="Connections at once, as far as the system's descriptors reach."
+    )
+    max_header_bytes: int = Field(2**16, ge=1024, description="Bytes of a request's headers.")
+    header_timeout_s: float = Field(10.0, gt=0, description="For the headers of a request.")
+    read_timeout_s: float = Field(30.0, gt=0, description="Without a byte of a request's body.")
+    write_timeout_s: float = Field(
+        30.0, gt=0, description="In which a caller reads some of the answer."
+    )
     max_body_bytes: int = Field(8 * 2**20, ge=1024, description="Bytes of a JSON request.")
+    max_body_brackets: int = Field(
+        1_000_000, ge=1, description="Opening brackets, square and curly, in a JSON request."
+    )
+    max_answer_bytes: int = Field(
+        128 * 2**20, ge=2**10, description="Bytes of one answer, estimated before any work."
+    )
+    max_pending_bytes: int = Field(
+        768 * 2**20,
+        ge=2**20,
+        description="Memory for requests and answers at work, estimated; all models.",
+    )
+    max_unread_bytes: int = Field(
+        4 * 2**20, ge=2**10, description="Events of a stream that wait for their reader."
+    )
+    planning_threads: int = Field(
+        2, ge=1, description="Threads that plan requests, and as many for those that take long."
+    )
+    max_planned_requests: int = Field(512, ge=1, description="Requests being planned at once.")
     max_stream_bytes: int = Field(2**40, ge=1024, description="Bytes of a streamed text.")
     max_items: int = Field(16_384, ge=1, description="Items or texts of one request.")
     max_targets: int = Field(65_536, ge=1, description="Targets of one request, all items.")

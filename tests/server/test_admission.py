@@ -22,6 +22,7 @@ from logsteer.errors import APIError, OverloadedError
 from logsteer.schemas import GradientRequest
 from logsteer_server.models.admission import UNKNOWN_WAIT_S, Admission, Reservation
 from logsteer_server.tasks.gradient import GradientTask
+from logsteer_server.tasks.planning import Capacity
 from logsteer_server.tasks.run import Run
 from tests.conftest import ROOT, Server, ServerFactory, fake_model
 from tests.server.scripted_model import (
@@ -36,10 +37,10 @@ from tests.server.scripted_model import (
 def test_a_reservation_holds_what_it_covers_until_it_ends() -> None:
     admission = Admission(100)
     with admission.enter() as reservation:
-        assert admission.pending_tokens == 0
+        assert admission.pending == 0
         reservation.cover(60)
-        assert admission.pending_tokens == 60
-    assert admission.pending_tokens == 0
+        assert admission.pending == 60
+    assert admission.pending == 0
 
 
 def test_a_reservation_grows_by_what_is_new_and_does_not_shrink() -> None:
@@ -48,26 +49,26 @@ def test_a_reservation_grows_by_what_is_new_and_does_not_shrink() -> None:
     pending = []
     for tokens in (60, 40, 100, 0):
         reservation.cover(tokens)
-        pending.append(admission.pending_tokens)
+        pending.append(admission.pending)
     assert pending == [60, 60, 100, 100]
     reservation.release()
     reservation.release()
-    assert admission.pending_tokens == 0
+    assert admission.pending == 0
 
 
 def test_two_reservations_share_the_budget() -> None:
     admission = Admission(100)
     first, second = admission.enter(), admission.enter()
     first.cover(60)
-    with pytest.raises(OverloadedError, match=r"60 tokens of work are waiting .* adds 41"):
+    with pytest.raises(OverloadedError, match=r"60 tokens of work are taken .* adds 41"):
         second.cover(41)
     second.cover(40)
     with pytest.raises(OverloadedError, match="adds 10"):
         first.cover(70)
-    assert admission.pending_tokens == 100, "a refusal takes nothing and gives nothing back"
+    assert admission.pending == 100, "a refusal takes nothing and gives nothing back"
     second.release()
     first.cover(70)
-    assert admission.pending_tokens == 70
+    assert admission.pending == 70
 
 
 def test_nobody_enters_a_full_house() -> None:
@@ -85,7 +86,7 @@ def test_what_would_not_fit_alone_is_too_large_and_no_overload() -> None:
     with pytest.raises(APIError, match=r"needs 101 tokens.*max_pending_tokens") as caught:
         admission.enter().cover(101)
     assert (caught.value.code, caught.value.retryable) == ("payload_too_large", False)
-    assert admission.pending_tokens == 0
+    assert admission.pending == 0
 
 
 def refused_after(admission: Admission) -> float:
@@ -127,10 +128,10 @@ def test_the_budget_is_never_exceeded_and_never_leaks(steps: list[tuple[int, int
                 del held[who]
         except APIError:
             pass
-        assert admission.pending_tokens == sum(count for _, count in held.values()) <= 100
+        assert admission.pending == sum(count for _, count in held.values()) <= 100
     for reservation, _ in held.values():
         reservation.release()
-    assert admission.pending_tokens == 0
+    assert admission.pending == 0
 
 
 def test_a_gradient_is_refused_like_all_else() -> None:
@@ -139,16 +140,21 @@ def test_a_gradient_is_refused_like_all_else() -> None:
     model = make_model(handle, max_tokens=100)
     item = {"context_ids": [5] * 30, "target_ids": [[6, 7]]}
     body = GradientRequest(items=[item], wrt={"layers": [0]})  # type: ignore[list-item, arg-type]
+
+    def differentiate() -> dict[str, Any]:
+        task = GradientTask(body, register(model), STORES)
+        return asyncio.run(Run(task, Capacity(SETTINGS)).finish())
+
     for taken in (100, 80):
         with model.admission.enter() as other:
             other.cover(taken)
             with pytest.raises(OverloadedError):
-                asyncio.run(Run(GradientTask(body, register(model), STORES), SETTINGS).finish())
-            assert model.admission.pending_tokens == taken
+                differentiate()
+            assert model.admission.pending == taken
     assert handle.num_jobs == 0
-    answer = asyncio.run(Run(GradientTask(body, register(model), STORES), SETTINGS).finish())
+    answer = differentiate()
     assert len(answer["results"][0]["targets"][0]["gradients"]["0"]) == 31
-    assert model.admission.pending_tokens == 0
+    assert model.admission.pending == 0
 
 
 BUDGET = 20_000

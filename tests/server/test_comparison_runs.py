@@ -14,6 +14,7 @@ from logsteer_server.engines.fake import fake_scores
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.perplexity import PerplexityTask
+from logsteer_server.tasks.planning import Capacity
 from logsteer_server.tasks.run import Run, Task
 from logsteer_server.tasks.sweep import SweepTask
 from tests.server.scripted_model import (
@@ -42,7 +43,7 @@ def compare(model: ResidentModel, reference: ResidentModel, **fields: Any) -> Pe
 
 
 def finish(task: Task, settings: Settings = SETTINGS) -> dict[str, Any]:
-    return asyncio.run(Run(task, settings).finish())
+    return asyncio.run(Run(task, Capacity(settings)).finish())
 
 
 def settings_in(scratch: Path, **fields: Any) -> Settings:
@@ -73,7 +74,7 @@ def test_files_of_log_probabilities_are_gone_however_a_run_ends(
     model = make_model(ScriptedHandle(answer=answer))
     reference = make_model(ScriptedHandle(answer=answer), model_id="other")
     task = sweep(model) if kind == "sweep" else compare(model, reference, stream=True)
-    run = Run(task, settings_in(tmp_path))
+    run = Run(task, Capacity(settings_in(tmp_path)))
 
     async def leave() -> None:
         events = run.events()
@@ -92,7 +93,7 @@ def test_files_of_log_probabilities_are_gone_however_a_run_ends(
         asyncio.run(run.finish())
     assert any(seen) or end == "close", "there were no files at all"
     assert list(tmp_path.iterdir()) == []
-    assert model.admission.pending_tokens == reference.admission.pending_tokens == 0
+    assert model.admission.pending == reference.admission.pending == 0
 
 
 def test_a_comparison_reserves_its_largest_part_before_its_stream_opens(tmp_path: Path) -> None:
@@ -104,8 +105,8 @@ def test_a_comparison_reserves_its_largest_part_before_its_stream_opens(tmp_path
 
     async def run() -> list[tuple[str, int, int]]:
         return [
-            (event.name, model.admission.pending_tokens, reference.admission.pending_tokens)
-            async for event in Run(task, settings).events()
+            (event.name, model.admission.pending, reference.admission.pending)
+            async for event in Run(task, Capacity(settings)).events()
         ]
 
     found = asyncio.run(run())

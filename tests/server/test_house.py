@@ -30,7 +30,7 @@ ENTRIES = LAYERS[0]
 
 ONLY_IN = {
     "fastapi": {"app", "http", "routes"},
-    "uvicorn": {"serving"},
+    "uvicorn": {"serving", "http.connections"},
     "torch": {
         "embedded",
         "numerics",

@@ -30,6 +30,7 @@ from logsteer_server.tasks.targets import (
     plan_targets,
 )
 from logsteer_server.text.tokenizer import TextCodec
+from tests.server.plan_steps import finish
 from tests.server.scripted_model import INFO, load_codec
 
 CODEC = load_codec()
@@ -47,7 +48,7 @@ def plan(
     info: EngineInfo = INFO,
 ) -> TargetPlan:
     given = [LogprobItem(**item) for item in items]
-    return plan_targets(given, CODEC, info, options or TargetOptions(), read)
+    return finish(plan_targets(given, CODEC, info, options or TargetOptions(), read))
 
 
 def refusal(*items: dict[str, Any], **more: Any) -> tuple[str, str | None]:
@@ -67,24 +68,25 @@ class TestTargets:
         (target,), (job,) = made.planned, made.jobs
         front = CODEC.encode_ids(["The capital of France is"])[0]
         (paris,) = CODEC.encode_ids([" Paris"])
-        assert (target.cut.context_ids, target.cut.target_ids) == ([BOS, *front], paris)
+        assert (made.context(target).tolist(), target.token_ids) == ([BOS, *front], paris)
         assert read_text(job) == ([BOS, *front], paris)
         assert (job.columns, job.top, job.policy, job.double) == (READ.columns, 0, Policy(), False)
-        assert target.cut.offsets == [(-1, 5)]
+        assert target.offsets == [(-1, 5)]
 
     def test_a_separate_target_is_encoded_alone(self) -> None:
         options = TargetOptions("separate", bos="never")
-        (target,) = plan({"context": "ca", "targets": ["ts"]}, options=options).planned
-        assert target.cut.context_ids == CODEC.encode_ids(["ca"])[0]
-        assert target.cut.target_ids == CODEC.encode_ids(["ts"])[0]
-        assert target.cut.finding == "exact"
+        made = plan({"context": "ca", "targets": ["ts"]}, options=options)
+        (target,) = made.planned
+        assert made.context(target).tolist() == CODEC.encode_ids(["ca"])[0]
+        assert target.token_ids == CODEC.encode_ids(["ts"])[0]
+        assert target.finding == "exact"
 
     def test_a_target_that_merges_with_its_context_says_so(self) -> None:
         made = plan({"context": "Once up", "targets": ["on a time"]})
         (target,) = made.planned
-        assert target.cut.finding == "merged"
+        assert target.finding == "merged"
         whole = CODEC.encode_ids(["Once upon a time"])[0]
-        assert [*target.cut.context_ids, *target.cut.target_ids] == [BOS, *whole]
+        assert [*made.context(target).tolist(), *target.token_ids] == [BOS, *whole]
 
     def test_ids_are_taken_as_they_are(self) -> None:
         made = plan({"context_ids": [7, 8], "target_ids": [[9, 10], [11]]})
@@ -93,7 +95,7 @@ class TestTargets:
             CODEC.decode([9, 10]),
             CODEC.decode([11]),
         ]
-        assert [target.cut.offsets for target in made.planned] == [None, None]
+        assert [target.offsets for target in made.planned] == [None, None]
 
     def test_ids_without_a_context_begin_with_bos(self) -> None:
         made = plan({"context_ids": [], "target_ids": [[9]]})
@@ -107,8 +109,9 @@ class TestTargets:
         message = Message(role="user", content="Hi")
         made = plan({"messages": [message.model_dump()], "targets": ["Hello"]})
         (target,) = made.planned
-        assert target.cut.context_ids == CODEC.encode_ids([CODEC.render_chat([message])])[0]
-        assert target.cut.context_ids.count(BOS) == 1
+        context = made.context(target).tolist()
+        assert context == CODEC.encode_ids([CODEC.render_chat([message])])[0]
+        assert context.count(BOS) == 1
 
     @pytest.mark.parametrize("boundary", ["joint", "separate"])
     def test_a_conversation_keeps_the_white_space_that_its_template_ends_in(
@@ -118,20 +121,24 @@ class TestTargets:
         tokenizer.chat_template += "{{- '\\n\\n' -}}"
         codec = TextCodec(tokenizer, CODEC.digest)
         chat = LogprobItem(messages=[Message(role="user", content="Hi")], targets=["Once"])
-        (read,), _ = plan_continuations(
-            Prompts(messages=chat.messages),
-            GenerateJob(np.zeros(0, np.int32), 1, Policy()),
-            1,
-            codec,
-            INFO,
+        (read,), _ = finish(
+            plan_continuations(
+                Prompts(messages=chat.messages),
+                GenerateJob(np.zeros(0, np.int32), 1, Policy()),
+                1,
+                codec,
+                INFO,
+            )
         )
         options = TargetOptions(boundary)
-        (target,) = plan_targets([chat], codec, INFO, options, READ).planned
-        assert codec.decode(target.cut.context_ids).endswith("<|assistant|>\n\n")
-        assert target.cut.context_ids == read.tokens.tolist()
-        assert target.cut.target_ids == CODEC.encode_ids(["Once"])[0]
-        assert target.cut.offsets is not None
-        assert target.cut.offsets[0][0] == 0
+        made = finish(plan_targets([chat], codec, INFO, options, READ))
+        (target,) = made.planned
+        context = made.context(target).tolist()
+        assert codec.decode(context).endswith("<|assistant|>\n\n")
+        assert context == read.tokens.tolist()
+        assert target.token_ids == CODEC.encode_ids(["Once"])[0]
+        assert target.offsets is not None
+        assert target.offsets[0][0] == 0
 
     def test_single_tokens_after_one_context_share_a_row(self) -> None:
         ids = {"context_ids": [7, 8], "target_ids": [[9], [10, 11], [12]]}
@@ -199,7 +206,7 @@ class TestTargets:
         def score(*some: dict[str, Any]) -> list[Any]:
             made = plan(*some, info=info, options=options)
             outputs = [fake_scores(job)[0] for job in made.jobs]
-            return assemble_targets(made, outputs, CODEC, Shown(READ.columns))  # type: ignore[arg-type]
+            return finish(assemble_targets(made, outputs, CODEC, Shown(READ.columns)))  # type: ignore[arg-type]
 
         together = score(*items)
         for item, found in zip(items, together, strict=True):
@@ -219,7 +226,7 @@ class TestGradients:
 
     def test_a_job_each_though_single_tokens_would_share_a_row(self) -> None:
         made = plan({"context_ids": [5, 6], "target_ids": [[8], [9]]})
-        jobs = plan_gradients(made.planned, ((0, "resid_post"),), Positions(), None, 1000)
+        jobs = plan_gradients(made, ((0, "resid_post"),), Positions(), None, 1000)
         assert [(job.tokens.tolist(), job.targets.tolist()) for job in jobs] == [
             ([5, 6], [8]), ([5, 6], [9]),
         ]  # fmt: skip
@@ -227,7 +234,7 @@ class TestGradients:
     def test_rows_bound_the_width(self) -> None:
         """Targets that read 4 and 3 tokens, at 2 sites: 14 rows."""
         sites = ((0, "resid_post"), (2, "resid_post"))
-        targets = plan(*self.ITEMS).planned
+        targets = plan(*self.ITEMS)
         jobs = plan_gradients(targets, sites, Positions(), None, 140)
         assert [job.max_width for job in jobs] == [10, 10]
         assert all(job.sites == sites and job.along is None for job in jobs)
@@ -236,14 +243,14 @@ class TestGradients:
         assert (caught.value.code, caught.value.param) == ("payload_too_large", "wrt")
 
     def test_positions_that_select_nothing_are_refused(self) -> None:
-        one = plan({"context_ids": [5, 6], "target_ids": [[8]]}).planned
+        one = plan({"context_ids": [5, 6], "target_ids": [[8]]})
         with pytest.raises(APIError, match="completion selects none") as caught:
             plan_gradients(one, ((0, "resid_post"),), Positions("completion"), None, 1000)
         assert caught.value.param == "wrt.positions"
 
     def test_along_a_direction_there_is_no_width(self) -> None:
         direction = Direction("file", "0" * 64)
-        jobs = plan_gradients(plan(*self.ITEMS).planned, (), Positions(), direction, 1)
+        jobs = plan_gradients(plan(*self.ITEMS), (), Positions(), direction, 1)
         assert [(job.along, job.sites, job.max_width) for job in jobs] == [
             (direction, (), None)
         ] * 2
@@ -251,6 +258,6 @@ class TestGradients:
     def test_what_was_truncated_is_not_read(self) -> None:
         options = TargetOptions(on_overflow="truncate_left")
         info = replace(INFO, context_length=3)
-        targets = plan(*self.ITEMS, info=info, options=options).planned
+        targets = plan(*self.ITEMS, info=info, options=options)
         jobs = plan_gradients(targets, ((0, "resid_post"),), Positions(), None, 1000)
         assert [job.tokens.tolist() for job in jobs] == [[6, 7, 8], [5, 6, 7]]

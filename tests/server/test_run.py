@@ -24,7 +24,8 @@ from logsteer_server.interventions.steering import resolve_steering
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.settings import Settings
-from logsteer_server.tasks.run import Batch, Event, Run, Task, check_count, off_loop
+from logsteer_server.tasks.planning import Capacity, Planner
+from logsteer_server.tasks.run import Batch, Event, Run, Task, check_count
 from tests.server.scripted_model import (
     INFO,
     SETTINGS,
@@ -53,7 +54,7 @@ class ScriptedTask(Task):
         if self._limit:
             raise self._limit
 
-    async def plan(self, settings: Settings) -> AsyncGenerator[Batch, None]:
+    async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         self.asked.append("plan")
         plan = self._plan(self)
         try:
@@ -98,12 +99,12 @@ def plan_of(*batches: Batch) -> Plan:
 
 
 def finish(task: Task, settings: Settings = SETTINGS) -> dict[str, Any]:
-    return asyncio.run(Run(task, settings).finish())
+    return asyncio.run(Run(task, Capacity(settings)).finish())
 
 
 def events_of(task: Task, settings: Settings = SETTINGS) -> list[Event]:
     async def collect() -> list[Event]:
-        return [event async for event in Run(task, settings).events()]
+        return [event async for event in Run(task, Capacity(settings)).events()]
 
     return asyncio.run(collect())
 
@@ -159,10 +160,10 @@ def test_jobs_run_once_their_batch_is_admitted() -> None:
     task = ScriptedTask(model, plan_of(Batch(score(4)), Batch(score(5)), Batch(score(3))))
     with model.admission.enter() as other:
         other.cover(55)
-        with pytest.raises(OverloadedError, match=r"95 tokens of work are waiting .* adds 10"):
+        with pytest.raises(OverloadedError, match=r"95 tokens of work are taken .* adds 10"):
             finish(task)
         assert [len(call) for call in handle.calls] == [4]
-        assert model.admission.pending_tokens == 55
+        assert model.admission.pending == 55
     assert task.asked == ["limits", "plan", "plan closed"]
     finish(ScriptedTask(model, plan_of(Batch(score(4)), Batch(score(5)), Batch(score(3)))))
     assert [len(call) for call in handle.calls] == [4, 4, 5, 3]
@@ -280,7 +281,7 @@ def test_start_comes_first_and_with_the_first_batch_that_is_not_silent() -> None
     batches = [silent, silent, Batch(score(2), show_all)]
 
     async def watch() -> None:
-        run = Run(ScriptedTask(make_model(handle), plan_of(*batches)), SETTINGS)
+        run = Run(ScriptedTask(make_model(handle), plan_of(*batches)), Capacity(SETTINGS))
         calls_at.extend([(event.name, len(handle.calls)) async for event in run.events()])
 
     asyncio.run(watch())
@@ -317,7 +318,7 @@ def test_failures_end_the_run_and_give_the_room_back(plan: Plan) -> None:
     task = ScriptedTask(model, plan)
     with pytest.raises((APIError, RuntimeError), match="told to fail"):
         finish(task)
-    assert model.admission.pending_tokens == 0
+    assert model.admission.pending == 0
     assert handle.open == 0
     assert task.asked == ["limits", "plan", "plan closed"]
 
@@ -331,8 +332,10 @@ def test_what_fails_while_it_is_taken_ends_the_jobs_too() -> None:
 
     async def run() -> None:
         with pytest.raises(RuntimeError):
-            await Run(ScriptedTask(model, plan_of(Batch(score(3), take))), SETTINGS).finish()
-        assert (handle.open, model.admission.pending_tokens) == (0, 0)
+            await Run(
+                ScriptedTask(model, plan_of(Batch(score(3), take))), Capacity(SETTINGS)
+            ).finish()
+        assert (handle.open, model.admission.pending) == (0, 0)
 
     asyncio.run(run())
 
@@ -343,12 +346,12 @@ def test_closing_the_events_ends_jobs_plan_and_reservation_at_once() -> None:
     task = ScriptedTask(model, plan_of(Batch(score(3), show_all)))
 
     async def leave() -> None:
-        events = Run(task, SETTINGS).events()
+        events = Run(task, Capacity(SETTINGS)).events()
         names = [(await anext(events)).name, (await anext(events)).name]
         assert names == ["start", "piece"]
-        assert (handle.open, model.admission.pending_tokens) == (1, 30)
+        assert (handle.open, model.admission.pending) == (1, 30)
         await events.aclose()
-        assert (handle.open, model.admission.pending_tokens) == (0, 0)
+        assert (handle.open, model.admission.pending) == (0, 0)
         assert task.asked[-1] == "plan closed"
 
     asyncio.run(leave())
@@ -361,21 +364,12 @@ def test_cancelling_a_run_ends_its_jobs_before_it_is_over() -> None:
     task = ScriptedTask(model, plan_of(Batch(score(50))))
 
     async def cancel() -> None:
-        running = asyncio.create_task(Run(task, SETTINGS).finish())
+        running = asyncio.create_task(Run(task, Capacity(SETTINGS)).finish())
         while not handle.open:
             await asyncio.sleep(0)
         running.cancel()
         await asyncio.wait({running})
         assert running.cancelled()
-        assert (handle.open, model.admission.pending_tokens) == (0, 0)
+        assert (handle.open, model.admission.pending) == (0, 0)
 
     asyncio.run(cancel())
-
-
-def test_work_off_the_loop_returns_and_raises_what_it_does() -> None:
-    def divide(a: int, *, by: int) -> float:
-        return a / by
-
-    assert asyncio.run(off_loop(divide, 6, by=3)) == 2
-    with pytest.raises(ZeroDivisionError):
-        asyncio.run(off_loop(divide, 6, by=0))

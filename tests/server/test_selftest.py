@@ -15,6 +15,7 @@ from logsteer_server.contract.jobs import GenerateJob, Job, ScoreJob
 from logsteer_server.contract.plan import Site
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.settings import Settings
+from logsteer_server.tasks.planning import Capacity
 from logsteer_server.tasks.run import Event, Run
 from logsteer_server.tasks.selftest import SelftestTask, prove
 from logsteer_server.tasks.selftest_checks import PROMISES
@@ -45,7 +46,7 @@ def finish(
 ) -> SelftestAnswer:
     model = make_model(engine, max_tokens=100_000)
     task = SelftestTask("any", SelftestRequest(**fields), register(model, *others))
-    return SelftestAnswer.model_validate(asyncio.run(Run(task, settings).finish()))
+    return SelftestAnswer.model_validate(asyncio.run(Run(task, Capacity(settings)).finish()))
 
 
 def failed(checks: dict[str, SelftestCheck]) -> set[str]:
@@ -272,11 +273,11 @@ def test_over_the_budget_it_is_refused_before_it_runs_and_gives_its_room_back() 
     with model.admission.enter() as others:
         others.cover(100_000)
         with pytest.raises(OverloadedError):
-            asyncio.run(Run(task, SETTINGS).finish())
+            asyncio.run(Run(task, Capacity(SETTINGS)).finish())
     assert engine.calls == []
     task = SelftestTask("any", SelftestRequest(), register(model))
-    asyncio.run(Run(task, SETTINGS).finish())
-    assert model.admission.pending_tokens == 0
+    asyncio.run(Run(task, Capacity(SETTINGS)).finish())
+    assert model.admission.pending == 0
 
 
 def test_a_stream_has_an_event_for_each_check() -> None:
@@ -284,7 +285,7 @@ def test_a_stream_has_an_event_for_each_check() -> None:
     task = SelftestTask("any", SelftestRequest(stream=True), register(model))
 
     async def collect() -> list[Event]:
-        return [event async for event in Run(task, SETTINGS).events()]
+        return [event async for event in Run(task, Capacity(SETTINGS)).events()]
 
     start, *checks, result = asyncio.run(collect())
     assert (start.name, result.name) == ("start", "result")
@@ -331,7 +332,7 @@ def prove_model(engine: HonestEngine) -> ResidentModel:
     """A model that was tested at its start."""
     model = make_model(engine, max_tokens=100_000)
     model.gate = ("testing", "its self-test has not ended")
-    asyncio.run(prove(model, register(model), SETTINGS))
+    asyncio.run(prove(model, register(model), Capacity(SETTINGS)))
     return model
 
 
@@ -343,7 +344,7 @@ class TestAtStart:
         with pytest.raises(APIError, match="self-test has not ended") as caught:
             model.require()
         assert (caught.value.code, caught.value.retry_after) == ("model_loading", 5)
-        asyncio.run(prove(model, register(model), SETTINGS))
+        asyncio.run(prove(model, register(model), Capacity(SETTINGS)))
         assert (model.is_ready, model.describe().state) == (True, "ready")
         model.require()
 
@@ -356,11 +357,11 @@ class TestAtStart:
             model.require()
         assert caught.value.code == "internal"
         task = SelftestTask("any", SelftestRequest(), register(model))
-        assert asyncio.run(Run(task, SETTINGS).finish())["verdict"] == "failed"
+        assert asyncio.run(Run(task, Capacity(SETTINGS)).finish())["verdict"] == "failed"
 
     def test_one_that_cannot_be_tested_does_not_answer(self) -> None:
         model = make_model(HonestEngine(), max_tokens=10)
-        asyncio.run(prove(model, register(model), SETTINGS))
+        asyncio.run(prove(model, register(model), Capacity(SETTINGS)))
         assert model.status[0] == "failed"
         assert "could not be run: The request needs" in model.status[1]
 

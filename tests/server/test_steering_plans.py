@@ -14,6 +14,7 @@ from logsteer_server.tasks.columns import ColumnOptions
 from logsteer_server.tasks.sweep import plan_settings, plan_sweep
 from logsteer_server.tasks.targets import TargetOptions
 from logsteer_server.tasks.training import CaptureSite, plan_captures
+from tests.server.plan_steps import finish
 from tests.server.scripted_model import INFO, STORES, load_codec
 
 CODEC = load_codec()
@@ -60,7 +61,7 @@ class TestSweeps:
             LogprobItem(context="Once", targets=[" upon"]),
         ]
         texts = ["Once upon a time there was", "a cat"]
-        made = plan_sweep(items, texts, CODEC, INFO, TargetOptions(bos="never"), READ)
+        made = finish(plan_sweep(items, texts, CODEC, INFO, TargetOptions(bos="never"), READ))
         assert made.targets is not None
         assert [read_text(job) for job in made.next_jobs] == [
             ([5, 6], [7]),
@@ -77,13 +78,13 @@ class TestSweeps:
         item = LogprobItem(context_ids=[5, 6, 7, 8], target_ids=[[9, 10]])
         options = TargetOptions(on_overflow="truncate_left")
         info = replace(INFO, context_length=4)
-        made = plan_sweep([item], [], CODEC, info, options, READ)
+        made = finish(plan_sweep([item], [], CODEC, info, options, READ))
         assert read_text(made.next_jobs[0]) == ([6, 7, 8], [9])
 
     def test_precision_holds_for_all_that_is_scored(self) -> None:
         item = LogprobItem(context_ids=[5, 6], target_ids=[[7]])
         read = ColumnOptions.of((), precision="float64")
-        made = plan_sweep([item], ["Once upon a time"], CODEC, INFO, TargetOptions(), read)
+        made = finish(plan_sweep([item], ["Once upon a time"], CODEC, INFO, TargetOptions(), read))
         assert [job.double for job in made.jobs] == [True, True, True]
 
 
@@ -95,7 +96,7 @@ class TestCaptures:
 
     def captures(self, site: CaptureSite, max_bytes: int = 10**6, **changes: Any) -> list[Any]:
         info = replace(INFO, **changes)
-        return plan_captures(self.PAIRS, site, "auto", CODEC, info, max_bytes)
+        return finish(plan_captures(self.PAIRS, site, "auto", CODEC, info, max_bytes))
 
     def test_positive_then_negative_of_each_pair(self) -> None:
         jobs = self.captures(CaptureSite("resid_post", [2, 0], "mean"))

@@ -28,9 +28,11 @@ from logsteer_server.tasks.continuations import (
     show_diagnostics,
 )
 from logsteer_server.tasks.openai import CompletionTask
+from logsteer_server.tasks.planning import Capacity
 from logsteer_server.tasks.run import Event, Run
 from logsteer_server.tasks.texts import StreamedText, TextScores, Windowing, cut_texts
 from logsteer_server.text.prompts import fit_prompt, read_prompts
+from tests.server.plan_steps import finish
 from tests.server.scripted_model import (
     INFO,
     SETTINGS,
@@ -56,23 +58,23 @@ class TestPrompts:
     def test_text_has_a_bos_and_ids_are_taken_as_they_are(self) -> None:
         (ids,) = encode("Once")
         for prompt in ("Once", ["Once"]):
-            assert read_prompts(prompt, CODEC, INFO.vocab_size) == [("Once", ids)]
+            assert list(read_prompts(prompt, CODEC, INFO.vocab_size)) == [("Once", ids)]
         for prompt in ([5, 6], [[5, 6]]):
-            found = read_prompts(prompt, CODEC, INFO.vocab_size)
+            found = list(read_prompts(prompt, CODEC, INFO.vocab_size))
             assert found == [(CODEC.decode([5, 6]), [5, 6])]
-        both = read_prompts([[5], "Once", [6]], CODEC, INFO.vocab_size)  # type: ignore[list-item]
+        both = list(read_prompts([[5], "Once", [6]], CODEC, INFO.vocab_size))  # type: ignore[list-item]
         assert [given for _, given in both] == [[5], ids, [6]]
 
     def test_bos_is_as_asked(self) -> None:
         policies: tuple[BosPolicy, ...] = ("auto", "always", "never")
-        found = [read_prompts("Once", CODEC, INFO.vocab_size, bos)[0][1] for bos in policies]
+        found = [next(read_prompts("Once", CODEC, INFO.vocab_size, bos))[1] for bos in policies]
         with_bos, without = encode("Once")[0], encode("Once", bos=False)[0]
         assert found == [with_bos, with_bos, without]
 
     @pytest.mark.parametrize("ids", [[[]], [[5], [INFO.vocab_size]]])
     def test_ids_beyond_the_vocabulary_are_refused(self, ids: list[list[int]]) -> None:
         with pytest.raises(APIError, match=f"0 to {INFO.vocab_size - 1}") as caught:
-            read_prompts(ids, CODEC, INFO.vocab_size)
+            list(read_prompts(ids, CODEC, INFO.vocab_size))
         assert caught.value.param == "prompt"
 
     @given(st.integers(1, 20), st.integers(0, 20), st.integers(1, 20))
@@ -100,7 +102,7 @@ class TestPrompts:
 def cut(
     *texts: str, read: ColumnOptions = READ, info: EngineInfo = INFO, **options: Any
 ) -> tuple[list[Any], list[int]]:
-    return cut_texts(texts, Windowing(**options), read, CODEC, info)
+    return finish(cut_texts(texts, Windowing(**options), read, CODEC, info))
 
 
 class TestTexts:
@@ -175,7 +177,7 @@ class TestTexts:
         edges = [0, *sorted(seams), len(TEXT)]
         windows = [window for a, b in pairwise(edges) for window in text.feed(TEXT[a:b])]
         windows += text.finish()
-        whole, (count,) = cut_texts([TEXT], options, READ, CODEC, INFO)
+        whole, (count,) = finish(cut_texts([TEXT], options, READ, CODEC, INFO))
         assert text.num_tokens == count
         assert [(w.start, w.end) for w in windows] == [(w.start, w.end) for w in whole]
         for own, same in zip(windows, whole, strict=True):
@@ -189,7 +191,7 @@ FIRST = GenerateJob(np.zeros(0, np.int32), 4, Policy(0.7, 5), seed=11, stop=("."
 
 def continue_(prompts: Prompts, count: int = 1, **changes: Any) -> tuple[list[Any], list[int]]:
     first = replace(FIRST, **{name: changes.pop(name) for name in ("seed",) if name in changes})
-    return plan_continuations(prompts, first, count, CODEC, replace(INFO, **changes))
+    return finish(plan_continuations(prompts, first, count, CODEC, replace(INFO, **changes)))
 
 
 class TestContinuations:
@@ -268,7 +270,7 @@ def run_completion(**fields: Any) -> list[Event]:
 
     async def collect() -> list[Event]:
         body = CompletionRequest(**fields)
-        run = Run(CompletionTask(body, register(make_model()), STORES), SETTINGS)
+        run = Run(CompletionTask(body, register(make_model()), STORES), Capacity(SETTINGS))
         return [event async for event in run.events()]
 
     return asyncio.run(collect())
@@ -276,7 +278,7 @@ def run_completion(**fields: Any) -> list[Event]:
 
 class TestCompletions:
     def plan(self, **fields: Any) -> list[Any]:
-        return plan_completions(CompletionRequest(**fields), CODEC, INFO)
+        return finish(plan_completions(CompletionRequest(**fields), CODEC, INFO))
 
     def test_samples_have_the_requests_options(self) -> None:
         prompts = self.plan(

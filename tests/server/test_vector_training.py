@@ -24,6 +24,7 @@ from logsteer_server.tasks.training import (
 from logsteer_server.text.tokenizer import TextCodec
 from tests.conftest import DEMO_MODEL
 from tests.server import steering_cases
+from tests.server.plan_steps import finish
 
 WIDTH = 24
 LAYERS = (1, 5)
@@ -161,7 +162,7 @@ def plan(max_bytes: int = 2**30, **fields: Any) -> list[CaptureJob]:
     request = TrainRequest.model_validate({"name": "v", "pairs": [PAIR]} | fields)
     site = CaptureSite(request.hook, request.layers, request.read)
     codec = TextCodec.load(str(DEMO_MODEL))
-    return plan_captures(request.pairs, site, request.bos, codec, INFO, max_bytes)
+    return finish(plan_captures(request.pairs, site, request.bos, codec, INFO, max_bytes))
 
 
 def test_a_job_for_each_text() -> None:

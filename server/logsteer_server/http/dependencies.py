@@ -17,18 +17,25 @@ from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.stores.store import Store
 from logsteer_server.stores.vectors import VectorStore
+from logsteer_server.tasks.planning import Capacity
+
+BODY_MEMORY = 8
+"""Bytes that a parsed body takes for each of its own; measured: 4 for ids, 7 for short strings."""
+MAX_FIELDS = 1024
+"""Fields of one JSON object."""
 
 
 class LimitedRequest(Request):
     """A request whose body is read up to the limit, and parsed by orjson."""
 
     async def body(self) -> bytes:
-        """Return the body. Errors: APIError `payload_too_large`."""
+        """Return the body. Errors: APIError `payload_too_large`, `overloaded`."""
         if not hasattr(self, "_body"):
             limit = self.app.state.settings.max_body_bytes
             chunks, size = [], 0
             async for chunk in self.stream():
                 size += len(chunk)
+                self.state.memory.cover(min(size, limit) * BODY_MEMORY)
                 if size > limit:
                     raise api_error(
                         "payload_too_large",
@@ -40,13 +47,43 @@ class LimitedRequest(Request):
         return self._body
 
     async def json(self) -> Any:
-        """Parse the body. Errors: json.JSONDecodeError, for broken UTF-8 and surrogates too."""
+        """Parse the body.
+
+        Errors: json.JSONDecodeError, for broken UTF-8 and surrogates too; APIError
+        `payload_too_large` for a document that would take long to look at.
+        """
         if not hasattr(self, "_json"):
+            body = await self.body()
+            limit = self.app.state.settings.max_body_brackets
+            if body.count(b"{") + body.count(b"[") > limit:
+                detail = (
+                    f"The body opens more than {limit} brackets: split the request, or raise "
+                    "max_body_brackets."
+                )
+                raise api_error("payload_too_large", detail)
             try:
-                self._json = orjson.loads(await self.body())
+                self._json = orjson.loads(body)
             except orjson.JSONDecodeError as error:
                 raise json.JSONDecodeError(error.msg, error.doc, error.pos) from error
+            _check_fields(self._json)
         return self._json
+
+
+def _check_fields(document: Any) -> None:
+    """Refuse objects of more fields than any request has. Errors: APIError `payload_too_large`.
+
+    Each one that is unknown would be a reason of its own.
+    """
+    waiting = [document]
+    while waiting:
+        entry = waiting.pop()
+        if isinstance(entry, dict):
+            if len(entry) > MAX_FIELDS:
+                detail = f"An object of the body has {len(entry)} fields, at most {MAX_FIELDS} are."
+                raise api_error("payload_too_large", detail)
+            waiting += [value for value in entry.values() if isinstance(value, dict | list)]
+        elif entry and isinstance(entry[0], dict | list):
+            waiting += [value for value in entry if isinstance(value, dict | list)]
 
 
 class LimitedRoute(APIRoute):
@@ -66,6 +103,12 @@ def get_settings(request: Request) -> Settings:
     """Return the server's settings."""
     settings: Settings = request.app.state.settings
     return settings
+
+
+def get_capacity(request: Request) -> Capacity:
+    """Return what the server has for requests."""
+    capacity: Capacity = request.app.state.capacity
+    return capacity
 
 
 def get_models(request: Request) -> ModelRegistry:
@@ -116,6 +159,7 @@ def check_key(request: Request, settings: Annotated[Settings, Depends(get_settin
 
 
 SettingsDep = Annotated[Settings, Depends(get_settings)]
+CapacityDep = Annotated[Capacity, Depends(get_capacity)]
 ModelsDep = Annotated[ModelRegistry, Depends(get_models)]
 VectorsDep = Annotated[VectorStore, Depends(get_vectors)]
 OverridesDep = Annotated[Store[OverrideCard], Depends(get_overrides)]

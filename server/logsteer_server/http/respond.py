@@ -28,6 +28,9 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+LONG_ANSWER = 2**20
+"""Bytes of an answer, as far as they were expected, from which on a thread writes it."""
+
 
 @dataclass(frozen=True, slots=True)
 class EventShape:
@@ -70,26 +73,74 @@ async def respond(
     is then no deadline, and a caller who hangs up is noticed where the body is read.
     """
     settings: Settings = request.app.state.settings
-    run = Run(task, settings)
+    run = Run(task, request.app.state.capacity, request.state.memory)
     if not task.streams:
-        return answer(request, await run_within(request, settings.request_timeout_s, run.finish()))
+        return await run_within(request, settings.request_timeout_s, _finish(request, run))
     events = run.events()
     first = anext(events)
     if reads_body:
         opening = await first
     else:
         opening = await run_within(request, settings.request_timeout_s, _await(first))
-    return EventStream(task.id, opening, events, shape)
+    return EventStream(task.id, opening, events, shape, settings.max_unread_bytes)
+
+
+async def _finish(request: Request, run: Run) -> Response:
+    """Return a run's answer; a long one is written in a thread."""
+    document = await run.finish()
+    if run.expected_bytes < LONG_ANSWER:
+        return answer(request, document)
+    return await run.capacity.call(answer, request, document)
 
 
 async def _await(work: Awaitable[T]) -> T:
     return await work
 
 
+class EventBuffer:
+    """Events that were written and not read yet, at most `max_bytes` or one.
+
+    So the work ends, and gives its room back, before a slow reader has read what came of it.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._written: list[bytes] = []
+        self._size = 0
+        self._ended = False
+        self._has_news = asyncio.Event()
+        self._has_room = asyncio.Event()
+
+    async def put(self, event: bytes) -> None:
+        """Add an event, once there is room for it."""
+        while self._size and self._size + len(event) > self._max_bytes:
+            self._has_room.clear()
+            await self._has_room.wait()
+        self._written.append(event)
+        self._size += len(event)
+        self._has_news.set()
+
+    def end(self) -> None:
+        """Say that no event follows."""
+        self._ended = True
+        self._has_news.set()
+
+    async def read(self) -> AsyncGenerator[bytes, None]:
+        """Yield what was written, all that is there at a time, until the end."""
+        while self._written or not self._ended:
+            await self._has_news.wait()
+            self._has_news.clear()
+            taken, self._written, self._size = self._written, [], 0
+            self._has_room.set()
+            if taken:
+                yield b"".join(taken)
+
+
 class EventStream(StreamingResponse):
     """A run's events as server-sent events, kept from being buffered or cached on their way.
 
-    The run ends with the response, however that ends.
+    The run goes on while its reader is slow, as far as the buffer reaches; it ends with the
+    response, however that ends.
     """
 
     def __init__(
@@ -98,18 +149,32 @@ class EventStream(StreamingResponse):
         opening: Event,
         events: AsyncGenerator[Event, None],
         shape: EventShape,
+        max_unread_bytes: int,
     ) -> None:
         self._answer_id = answer_id
         self._opening = opening
         self._events = events
         self._shape = shape
+        self._buffer = EventBuffer(max_unread_bytes)
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(self._encode(), media_type="text/event-stream", headers=headers)
+        super().__init__(self._buffer.read(), media_type="text/event-stream", headers=headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
-        async with aclosing(self._events):
+        writing = asyncio.create_task(self._write())
+        try:
             await super().__call__(scope, receive, send)
+        finally:
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+
+    async def _write(self) -> None:
+        try:
+            async with aclosing(self._events), aclosing(self._encode()) as encoded:
+                async for event in encoded:
+                    await self._buffer.put(event)
+        finally:
+            self._buffer.end()
 
     async def _encode(self) -> AsyncGenerator[bytes, None]:
         shape = self._shape

@@ -1,7 +1,7 @@
-"""Admission: the budget of accepted, unfinished work of one model, counted in tokens.
+"""Admission: budgets of accepted, unfinished work: a model's in tokens, the process's in bytes.
 
 A run takes a reservation before it plans, so that overload is answered before anything is computed,
-and lets it cover its jobs once it knows them. For a budget of 100 tokens:
+and lets it cover its jobs as it comes to know them. For a budget of 100 tokens:
 
     a = admission.enter()     # 0 of 100 taken
     a.cover(60)               # 60 of 100
@@ -12,6 +12,7 @@ and lets it cover its jobs once it knows them. For a budget of 100 tokens:
 """
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 from logsteer.errors import APIError, api_error
 
@@ -21,50 +22,63 @@ NEW_SHARE = 0.2
 """Share of the newest run in the speed that is remembered."""
 
 
-class Admission:
-    """The work that one model has accepted and not finished, of at most `max_tokens` tokens."""
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """What a budget counts, in the words of its refusals, and the setting that bounds it."""
 
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
-        self.pending_tokens = 0
-        self._tokens_per_s = 0.0
+    noun: str
+    setting: str
+
+
+TOKENS = Quantity("tokens of work", "max_pending_tokens")
+BYTES = Quantity("bytes of memory", "max_pending_bytes")
+
+
+class Admission:
+    """What has been accepted and not finished, at most `limit` of a quantity."""
+
+    def __init__(self, limit: int, quantity: Quantity = TOKENS) -> None:
+        self.limit = limit
+        self.pending = 0
+        self._quantity = quantity
+        self._per_s = 0.0
 
     def enter(self) -> "Reservation":
         """Begin a reservation of nothing. Errors: APIError `overloaded` where no room is left."""
-        if self.pending_tokens >= self.max_tokens:
+        if self.pending >= self.limit:
             raise self._refuse(1)
         return Reservation(self)
 
-    def grow(self, num_tokens: int, added: int) -> None:
-        """Take `added` tokens for work that then has `num_tokens`.
+    def grow(self, amount: int, added: int) -> None:
+        """Take `added` for work that then has `amount`.
 
         Errors: APIError `overloaded` where other work leaves no room, `payload_too_large` where
         the work would not fit even alone.
         """
-        if num_tokens > self.max_tokens:
+        noun, setting = self._quantity.noun, self._quantity.setting
+        if amount > self.limit:
             detail = (
-                f"The request needs {num_tokens} tokens of work, at most {self.max_tokens} are "
-                "taken at once: split it, or raise max_pending_tokens."
+                f"The request needs {amount} {noun}, at most {self.limit} are taken at once: "
+                f"split it, or raise {setting}."
             )
             raise api_error("payload_too_large", detail)
-        if self.pending_tokens + added > self.max_tokens:
+        if self.pending + added > self.limit:
             raise self._refuse(added)
-        self.pending_tokens += added
+        self.pending += added
 
     def _refuse(self, added: int) -> APIError:
-        rate = self._tokens_per_s
-        wait = self.pending_tokens / rate if rate else UNKNOWN_WAIT_S
+        wait = self.pending / self._per_s if self._per_s else UNKNOWN_WAIT_S
         detail = (
-            f"{self.pending_tokens} tokens of work are waiting and this request adds {added}; "
-            f"the limit is {self.max_tokens}. Try again later."
+            f"{self.pending} {self._quantity.noun} are taken and this request adds {added}; "
+            f"the limit is {self.limit}. Try again later."
         )
         return api_error("overloaded", detail, retry_after=max(1.0, round(wait)))
 
-    def note_speed(self, num_tokens: int, seconds: float) -> None:
+    def note_speed(self, amount: int, seconds: float) -> None:
         """Remember how fast work was done; refused callers are told to wait accordingly."""
-        rate = num_tokens / max(1e-3, seconds)
-        old = self._tokens_per_s or rate
-        self._tokens_per_s = (1 - NEW_SHARE) * old + NEW_SHARE * rate
+        rate = amount / max(1e-3, seconds)
+        old = self._per_s or rate
+        self._per_s = (1 - NEW_SHARE) * old + NEW_SHARE * rate
 
 
 class Reservation(AbstractContextManager["Reservation"]):
@@ -72,18 +86,22 @@ class Reservation(AbstractContextManager["Reservation"]):
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
-        self._tokens = 0
+        self._amount = 0
 
-    def cover(self, num_tokens: int) -> None:
-        """Hold at least this many tokens. Errors: as `Admission.grow`."""
-        if num_tokens > self._tokens:
-            self._admission.grow(num_tokens, num_tokens - self._tokens)
-            self._tokens = num_tokens
+    def cover(self, amount: int) -> None:
+        """Hold at least this much. Errors: as `Admission.grow`."""
+        if amount > self._amount:
+            self._admission.grow(amount, amount - self._amount)
+            self._amount = amount
+
+    def add(self, amount: int) -> None:
+        """Hold this much more. Errors: as `Admission.grow`."""
+        self.cover(self._amount + amount)
 
     def release(self) -> None:
         """Give the room back; a second time does nothing."""
-        self._admission.pending_tokens -= self._tokens
-        self._tokens = 0
+        self._admission.pending -= self._amount
+        self._amount = 0
 
     def __exit__(self, *_: object) -> None:
         self.release()

@@ -15,7 +15,8 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import msgpack
@@ -39,6 +40,9 @@ ENTRY_BYTES = 360
 
 Measured with tracemalloc at 267 to 360, by how full the dictionaries are.
 """
+
+FOUND_AT_ONCE = 1024
+"""Jobs of a call that are looked up before others have a turn."""
 
 MAX_WAITING_WRITES = 64
 """Batches that may wait for the disk; further ones stay in memory only."""
@@ -105,10 +109,18 @@ class MissingJob:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What the cache knows of a call's jobs, by their indices."""
+    """What the cache knows of a call's jobs, by their indices; `by_key`: those that it does not.
 
-    hits: list[tuple[int, ScoreOutput]]
-    missing: list[MissingJob]
+    A job without a key stands there under its index.
+    """
+
+    hits: list[tuple[int, ScoreOutput]] = field(default_factory=list)
+    by_key: dict[bytes | int, MissingJob] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> list[MissingJob]:
+        """The jobs to compute."""
+        return list(self.by_key.values())
 
 
 Computed = tuple[bytes, Job, Output]
@@ -145,43 +157,46 @@ class ResultCache:
         return int(self._values.currsize)
 
     async def find(self, scope: bytes, jobs: Sequence[Job]) -> Findings:
-        """Return outputs of the jobs that are known, and the others, equal ones together."""
-        loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self._memory_thread, self._find, scope, jobs)
-        keys = [missing.key for missing in found.missing if missing.key is not None]
-        if self._file is None or not keys:
-            return found
-        values = await loop.run_in_executor(self._disk_thread, self._file.read, keys)
-        if not values:
-            return found
-        return await loop.run_in_executor(self._memory_thread, self._add, found, jobs, values)
+        """Return outputs of the jobs that are known, and the others, equal ones together.
 
-    def _find(self, scope: bytes, jobs: Sequence[Job]) -> Findings:
-        values, hits = self._values, []
-        missing: dict[bytes | int, MissingJob] = {}
-        for index, job in enumerate(jobs):
+        A long call is looked up in parts, so that others have their turns between them.
+        """
+        loop, found = asyncio.get_running_loop(), Findings()
+        for first in range(0, len(jobs), FOUND_AT_ONCE):
+            part = range(first, min(len(jobs), first + FOUND_AT_ONCE))
+            find = partial(self._find, scope, jobs, part, found)
+            keys = await loop.run_in_executor(self._memory_thread, find)
+            if self._file is None or not keys:
+                continue
+            values = await loop.run_in_executor(self._disk_thread, self._file.read, keys)
+            if values:
+                add = partial(self._add, found, jobs, values)
+                await loop.run_in_executor(self._memory_thread, add)
+        return found
+
+    def _find(self, scope: bytes, jobs: Sequence[Job], part: range, found: Findings) -> list[bytes]:
+        """Look for some of the jobs in memory; return the keys that are new among those missing."""
+        new: list[bytes] = []
+        for index in part:
+            job = jobs[index]
             key = make_key(scope, job)
             if key is None:
-                missing[index] = MissingJob(None, [index])
-            elif (value := values.get(key)) is not None:
-                hits.append((index, unpack_output(value, _columns(job))))
-            elif key in missing:
-                missing[key].indices.append(index)
+                found.by_key[index] = MissingJob(None, [index])
+            elif (value := self._values.get(key)) is not None:
+                found.hits.append((index, unpack_output(value, _columns(job))))
+            elif key in found.by_key:
+                found.by_key[key].indices.append(index)
             else:
-                missing[key] = MissingJob(key, [index])
-        return Findings(hits, list(missing.values()))
+                found.by_key[key] = MissingJob(key, [index])
+                new.append(key)
+        return new
 
-    def _add(self, found: Findings, jobs: Sequence[Job], values: dict[bytes, bytes]) -> Findings:
-        """Return the findings with those from the disk; they stay in memory from now on."""
-        hits, missing = found.hits, []
-        for entry in found.missing:
-            value = values.get(entry.key) if entry.key is not None else None
-            if entry.key is None or value is None:
-                missing.append(entry)
-                continue
-            self._remember(entry.key, value)
-            hits += [(i, unpack_output(value, _columns(jobs[i]))) for i in entry.indices]
-        return Findings(hits, missing)
+    def _add(self, found: Findings, jobs: Sequence[Job], values: dict[bytes, bytes]) -> None:
+        """Move what the disk had to the hits; it stays in memory from now on."""
+        for key, value in values.items():
+            self._remember(key, value)
+            indices = found.by_key.pop(key).indices
+            found.hits.extend((i, unpack_output(value, _columns(jobs[i]))) for i in indices)
 
     def _remember(self, key: bytes, value: bytes) -> None:
         if _measure(value) <= self._values.maxsize:

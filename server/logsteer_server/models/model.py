@@ -122,10 +122,11 @@ class ResidentModel:
             return PreparedJobs(jobs)
         scope = digest_scope(self.handle.check_ready(), self.settings)
         found = await self._results.find(scope, jobs)
-        unknown = [jobs[entry.indices[0]] for entry in found.missing]
-        prepared = PreparedJobs(unknown, found.hits, found.missing)
+        missing = found.missing
+        unknown = [jobs[entry.indices[0]] for entry in missing]
+        prepared = PreparedJobs(unknown, found.hits, missing)
         self._counters.cache_hits.inc(prepared.num_known)
-        self._counters.cache_misses.inc(sum(entry.key is not None for entry in found.missing))
+        self._counters.cache_misses.inc(sum(entry.key is not None for entry in missing))
         return prepared
 
     async def run(
@@ -188,9 +189,7 @@ class ResidentModel:
 
     def read(self) -> ModelReading:
         """Return what the model is at right now."""
-        return ModelReading(
-            self.id, self.admission.pending_tokens, self.is_ready, self.handle.restarts
-        )
+        return ModelReading(self.id, self.admission.pending, self.is_ready, self.handle.restarts)
 
     def describe(self) -> ModelCard:
         """Describe the model as `GET /models` shows it."""

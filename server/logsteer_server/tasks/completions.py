@@ -23,6 +23,7 @@ from logsteer_server.contract.jobs import (
     ScoreOutput,
     draw_seed,
 )
+from logsteer_server.tasks.planning import Steps
 from logsteer_server.text.prompts import fit_prompt, read_prompts
 from logsteer_server.text.tokenizer import TextCodec
 
@@ -48,12 +49,13 @@ class CompletionPrompt:
 
 def plan_completions(
     request: CompletionRequest, codec: TextCodec, info: EngineInfo
-) -> list[CompletionPrompt]:
+) -> Steps[list[CompletionPrompt]]:
     """Plan the prompts of a request. Errors: APIError `invalid_request`, `context_too_long`.
 
     Text is encoded with a BOS where the tokenizer adds one; ids are taken as they are.
     """
-    prompts = []
+    prompts: list[CompletionPrompt] = []
+    num_planned = 0
     for text, ids in read_prompts(request.prompt, codec, info.vocab_size):
         echo_job, reads_next = None, False
         if request.echo and request.logprobs is not None:
@@ -65,6 +67,8 @@ def plan_completions(
             _plan_samples(request, ids, request.max_tokens, request.logprobs) if generates else []
         )
         prompts.append(CompletionPrompt(text, ids, echo_job, reads_next, samples))
+        num_planned += sum(job.num_positions for job in prompts[-1].jobs)
+        yield num_planned
     return prompts
 
 
@@ -98,9 +102,10 @@ def _plan_samples(
 ) -> list[GenerateJob]:
     """Return the jobs of one prompt's samples; without log-probabilities where `top` is None."""
     seed = draw_seed() if request.seed is None else request.seed
+    tokens = np.array(ids, dtype=np.int32)
     return [
         GenerateJob(
-            np.array(ids, dtype=np.int32),
+            tokens,
             max_tokens,
             Policy(request.temperature, request.top_k, request.top_p, request.min_p),
             seed=seed + index,

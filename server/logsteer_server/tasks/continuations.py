@@ -1,7 +1,7 @@
 """Prompts as generation jobs, and their outputs as completions."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from logsteer.schemas import BosPolicy, Message, OverflowPolicy
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, ScoreJob, ScoreOutput
 from logsteer_server.tasks.columns import ColumnOptions, aggregate_columns, show_columns
+from logsteer_server.tasks.planning import Steps
 from logsteer_server.text.prompts import fit_prompt, read_prompts
 from logsteer_server.text.tokenizer import TextCodec
 
@@ -24,16 +25,18 @@ class Prompts:
     bos: BosPolicy = "auto"
     on_overflow: OverflowPolicy = "error"
 
-    def encode(self, codec: TextCodec, info: EngineInfo) -> list[list[int]]:
-        """Return the tokens of each prompt. Errors: APIError `invalid_request`."""
+    def encode(self, codec: TextCodec, info: EngineInfo) -> Iterator[list[int]]:
+        """Yield the tokens of each prompt. Errors: APIError `invalid_request`."""
         if self.messages is not None:
-            return codec.encode_ids([codec.render_chat(self.messages)])
-        return [ids for _, ids in read_prompts(self.given, codec, info.vocab_size, self.bos)]
+            yield from codec.encode_ids([codec.render_chat(self.messages)])
+            return
+        for _, ids in read_prompts(self.given, codec, info.vocab_size, self.bos):
+            yield ids
 
 
 def plan_continuations(
     prompts: Prompts, first: GenerateJob, count: int, codec: TextCodec, info: EngineInfo
-) -> tuple[list[GenerateJob], list[int]]:
+) -> Steps[tuple[list[GenerateJob], list[int]]]:
     """Plan an unsteered job for each completion, `count` of the first prompt, then of the next.
 
     `first` has everything but the tokens; seeds count on from its own over all completions.
@@ -41,13 +44,16 @@ def plan_continuations(
     `invalid_request`, `context_too_long`.
     """
     jobs: list[GenerateJob] = []
-    truncated = []
+    truncated: list[int] = []
+    num_planned = 0
     for given in prompts.encode(codec, info):
         ids, dropped = fit_prompt(given, first.max_tokens, info.context_length, prompts.on_overflow)
         truncated.append(dropped)
         tokens = np.array(ids, dtype=np.int32)
         start = first.seed + len(jobs)
         jobs += [replace(first, tokens=tokens, seed=start + k) for k in range(count)]
+        num_planned += count * jobs[-1].num_positions
+        yield num_planned
     return jobs, truncated
 
 

@@ -18,7 +18,8 @@ from logsteer_server.tasks.continuations import (
     plan_continuations,
     show_diagnostics,
 )
-from logsteer_server.tasks.run import Batch, Collector, Event, Task, check_count, off_loop
+from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.run import Batch, Collector, Event, Task, check_count
 from logsteer_server.text.tokenizer import TextCodec
 
 NO_TOKENS = np.zeros(0, dtype=np.int32)
@@ -55,11 +56,13 @@ class GenerationTask(Task):
         given = self._body.prompts or self._body.prompt_ids or [self._body.messages]
         check_count("prompts x n", len(given) * self._body.n, settings.max_items)
 
-    async def plan(self, _settings: Settings) -> AsyncGenerator[Batch, None]:
+    async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Generate everything in one batch, then read its rows in another."""
         body = self._body
         codec, info = self.model.require()
-        self._continuations = await off_loop(self._plan, codec, info)
+        self._continuations = await planner.advance(self._plan(codec, info))
+        tokens = len(self._continuations.jobs) * body.max_tokens
+        planner.expect_rows(tokens, 1 + len(self.columns))
         yield Batch(self._continuations.jobs, self._take)
         if not self.columns:
             return
@@ -72,7 +75,7 @@ class GenerationTask(Task):
             show_diagnostics(output, self.columns, self.window) for output in collector.outputs
         ]
 
-    def _plan(self, codec: TextCodec, info: EngineInfo) -> Continuations:
+    def _plan(self, codec: TextCodec, info: EngineInfo) -> Steps[Continuations]:
         body = self._body
         interventions = Interventions.resolve(body, self._stores, info)
         given = body.prompts or body.prompt_ids or []
@@ -87,7 +90,8 @@ class GenerationTask(Task):
             ignore_eos=body.ignore_eos,
             stream=body.stream,
         )
-        plain, self._truncated = plan_continuations(prompts, first, body.n, codec, info)
+        steps = plan_continuations(prompts, first, body.n, codec, info)
+        plain, self._truncated = yield from steps
         baseline = interventions.unsteered.apply(plain) if self.has_baseline else []
         self.interventions = interventions
         return Continuations(interventions.apply(plain), baseline, body.n)

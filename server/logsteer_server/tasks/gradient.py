@@ -1,7 +1,7 @@
 """`/gradient`: derivatives of targets' log-probabilities, by activation or along a direction."""
 
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,8 @@ from logsteer_server.interventions.steering import place_positions
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.columns import ColumnOptions
-from logsteer_server.tasks.run import Batch, Collector, Task, off_loop
+from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.run import Batch, Collector, Task
 from logsteer_server.tasks.targets import (
     PlannedTarget,
     TargetOptions,
@@ -35,7 +36,7 @@ from logsteer_server.text.tokenizer import TextCodec
 
 
 def plan_gradients(
-    targets: Sequence[PlannedTarget],
+    targets: TargetPlan,
     sites: tuple[tuple[int, str], ...],
     positions: Positions,
     along: Direction | None,
@@ -47,16 +48,15 @@ def plan_gradients(
     `invalid_request` where they would be none.
     """
     if along is not None:
-        return [GradientJob(*_lay_out(target), along=along) for target in targets]
-    jobs = [GradientJob(*_lay_out(target), sites, positions) for target in targets]
+        return [GradientJob(*each, along=along) for each in _lay_out(targets)]
+    jobs = [GradientJob(*each, sites, positions) for each in _lay_out(targets)]
     return _bound_width(jobs, max_numbers)
 
 
-def _lay_out(target: PlannedTarget) -> tuple[Ids, Ids]:
-    """Return the tokens that are read, and those that are predicted."""
-    sequence = [*target.cut.context_ids, *target.cut.target_ids][target.truncated :]
-    tokens = np.array(sequence[:-1], dtype=np.int32)
-    return tokens, np.array(target.cut.target_ids, dtype=np.int32)
+def _lay_out(plan: TargetPlan) -> Iterator[tuple[Ids, Ids]]:
+    """Yield, for each target, the tokens that are read and those that are predicted."""
+    for target in plan.planned:
+        yield plan.jobs[target.job].tokens, np.array(target.token_ids, dtype=np.int32)
 
 
 def _bound_width(jobs: Sequence[GradientJob], max_numbers: int) -> list[GradientJob]:
@@ -89,11 +89,11 @@ def _describe(target: PlannedTarget, job: GradientJob, output: GradientOutput) -
     total = float(output.logprobs.sum(dtype=np.float64))
     found: dict[str, Any] = {
         "target": target.text,
-        "token_ids": target.cut.target_ids,
+        "token_ids": target.token_ids,
         "logprobs": output.logprobs,
         "logprob": total if math.isfinite(total) else None,
         "num_context": job.prompt_len,
-        "boundary": target.cut.finding,
+        "boundary": target.finding,
         "truncated_tokens": target.truncated,
     }
     numbers = [output.logprobs, *output.gradients]
@@ -130,11 +130,11 @@ class GradientTask(Task):
         """Bound items and targets. Errors: APIError `payload_too_large`."""
         check_items(self._body.items, settings)
 
-    async def plan(self, settings: Settings) -> AsyncGenerator[Batch, None]:
+    async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Differentiate all targets in one batch."""
         codec, info = self.model.require()
-        targets, plain = await off_loop(self._plan, codec, info, settings.max_gradient_numbers)
-        jobs = self.interventions.apply(plain)
+        limit = planner.settings.max_gradient_numbers
+        targets, jobs = await planner.advance(self._plan(codec, info, limit))
         collector = Collector(jobs)
         yield Batch(jobs, collector.take)
         found = collector.outputs
@@ -145,17 +145,18 @@ class GradientTask(Task):
 
     def _plan(
         self, codec: TextCodec, info: EngineInfo, max_numbers: int
-    ) -> tuple[TargetPlan, list[GradientJob]]:
+    ) -> Steps[tuple[TargetPlan, list[GradientJob]]]:
         body, wrt = self._body, self._body.wrt
         check_feature("gradient", info, None)
         self.interventions = Interventions.resolve(body, self._stores, info)
         self._along = resolve_direction(wrt.override, self._stores.overrides)
         options = TargetOptions(body.boundary, bos=body.bos, on_overflow=body.on_overflow)
-        targets = plan_targets(body.items, codec, info, options, ColumnOptions())
+        targets = yield from plan_targets(body.items, codec, info, options, ColumnOptions())
         sites = tuple((layer, wrt.hook) for layer in wrt.layers or [])
         direction = self._along.override.direction if self._along else None
         positions = place_positions(wrt.positions)
-        return targets, plan_gradients(targets.planned, sites, positions, direction, max_numbers)
+        plain = plan_gradients(targets, sites, positions, direction, max_numbers)
+        return targets, self.interventions.apply(plain)
 
     def report(self) -> dict[str, Any]:
         """Return the derivatives of each item's targets, and the direction where there is one."""

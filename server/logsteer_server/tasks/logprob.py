@@ -5,11 +5,13 @@ from typing import Any
 
 from logsteer.schemas import DiagnosticsRequest, LogprobRequest
 from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import ScoreJob
 from logsteer_server.interventions.interventions import Interventions, Stores
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.columns import ColumnOptions
-from logsteer_server.tasks.run import Batch, Collector, Task, off_loop
+from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.run import Batch, Collector, Task
 from logsteer_server.tasks.targets import (
     Shown,
     TargetOptions,
@@ -38,23 +40,27 @@ class LogprobTask(Task):
         """Bound items and targets. Errors: APIError `payload_too_large`."""
         check_items(self._body.items, settings)
 
-    async def plan(self, _settings: Settings) -> AsyncGenerator[Batch, None]:
+    async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Score all targets in one batch, then sum them up."""
+        body = self._body
         codec, info = self.model.require()
-        plan = await off_loop(self._plan, codec, info)
-        jobs = self.interventions.apply(plan.jobs)
+        plan, jobs = await planner.advance(self._plan(codec, info))
+        rows = sum(job.num_scored for job in jobs)
+        planner.expect_rows(rows, len(body.columns), min(body.top, info.vocab_size))
         collector = Collector(jobs)
-        yield Batch(jobs, collector.take, cache=self._body.cache)
+        yield Batch(jobs, collector.take, cache=body.cache)
         found = collector.outputs
-        self._results = await off_loop(assemble_targets, plan, found, codec, self._shown)
+        steps = assemble_targets(plan, found, codec, self._shown)
+        self._results = await planner.advance(steps)
 
-    def _plan(self, codec: TextCodec, info: EngineInfo) -> TargetPlan:
+    def _plan(self, codec: TextCodec, info: EngineInfo) -> Steps[tuple[TargetPlan, list[ScoreJob]]]:
         body = self._body
         self.interventions = Interventions.resolve(body, self._stores, info)
         options = TargetOptions(body.boundary, body.space, body.bos, body.on_overflow)
         top = min(body.top, info.vocab_size)
         read = ColumnOptions.of(body.columns, body.policy, body.precision, top)
-        return plan_targets(body.items, codec, info, options, read)
+        plan = yield from plan_targets(body.items, codec, info, options, read)
+        return plan, self.interventions.apply(plan.jobs)
 
     def report(self) -> dict[str, Any]:
         """Return the scores of each item's targets."""

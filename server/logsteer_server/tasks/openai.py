@@ -8,7 +8,14 @@ from typing import Any
 
 from logsteer.schemas.openai import ChatCompletionRequest, CompletionRequest, SamplingRequest
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, Output, ScoreJob, ScoreOutput
+from logsteer_server.contract.jobs import (
+    GenerateJob,
+    GenerateOutput,
+    Job,
+    Output,
+    ScoreJob,
+    ScoreOutput,
+)
 from logsteer_server.interventions.interventions import AppliedReport, Interventions, Stores
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
@@ -22,7 +29,8 @@ from logsteer_server.tasks.completions import (
     read_next,
     render_chat_logprobs,
 )
-from logsteer_server.tasks.run import Batch, Collector, Event, Facts, Task, check_count, off_loop
+from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.run import Batch, Collector, Event, Facts, Task, check_count
 from logsteer_server.text.tokenizer import TextCodec
 
 
@@ -45,12 +53,12 @@ class OpenAITask(Task):
         self._found: list[Any] = []
         self._num_generated = 0
 
-    async def plan(self, _settings: Settings) -> AsyncGenerator[Batch | Event, None]:
+    async def plan(self, planner: Planner) -> AsyncGenerator[Batch | Event, None]:
         """Score echoes and generate completions in one batch; in a stream the echoes come first."""
         codec, info = self.model.require()
-        self._prompts = await off_loop(self._plan, codec, info)
-        jobs = self.interventions.apply([job for each in self._prompts for job in each.jobs])
+        self._prompts, jobs = await planner.advance(self._plan(codec, info))
         if not self.streams:
+            self._expect(planner, jobs)
             collector = Collector(jobs)
             yield Batch(jobs, collector.take, cache=True)
             self._found = collector.outputs
@@ -73,12 +81,22 @@ class OpenAITask(Task):
         """Whether prompts are given back before their completions."""
         return False
 
-    def _plan(self, codec: TextCodec, info: EngineInfo) -> list[CompletionPrompt]:
+    def _plan(
+        self, codec: TextCodec, info: EngineInfo
+    ) -> Steps[tuple[list[CompletionPrompt], list[Job]]]:
         self.interventions = Interventions.resolve(self._sampling, self._stores, info)
-        return self._plan_prompts(codec, info)
+        prompts = yield from self._plan_prompts(codec, info)
+        return prompts, self.interventions.apply([job for each in prompts for job in each.jobs])
+
+    def _expect(self, planner: Planner, jobs: Sequence[Job]) -> None:
+        """Reserve memory for the answer. Errors: as `Planner.expect_rows`."""
+        drawn = [job for job in jobs if isinstance(job, GenerateJob)]
+        rows = sum(job.num_scored for job in jobs) + sum(job.max_tokens for job in drawn)
+        listed = [job for job in jobs if isinstance(job, GenerateJob | ScoreJob)]
+        planner.expect_rows(rows, 1, max((job.top for job in listed), default=0))
 
     @abstractmethod
-    def _plan_prompts(self, codec: TextCodec, info: EngineInfo) -> list[CompletionPrompt]:
+    def _plan_prompts(self, codec: TextCodec, info: EngineInfo) -> Steps[list[CompletionPrompt]]:
         """Return the prompts with their plain jobs."""
 
     @abstractmethod
@@ -156,7 +174,7 @@ class CompletionTask(OpenAITask):
         count = (1 if is_one else len(prompt)) * self._body.n
         check_count("prompt", count, settings.max_items)
 
-    def _plan_prompts(self, codec: TextCodec, info: EngineInfo) -> list[CompletionPrompt]:
+    def _plan_prompts(self, codec: TextCodec, info: EngineInfo) -> Steps[list[CompletionPrompt]]:
         return plan_completions(self._body, codec, info)
 
     @property
@@ -257,8 +275,10 @@ class ChatCompletionTask(OpenAITask):
         """Bound the completions. Errors: APIError `payload_too_large`."""
         check_count("n", self._body.n, settings.max_items)
 
-    def _plan_prompts(self, codec: TextCodec, info: EngineInfo) -> list[CompletionPrompt]:
-        return [plan_chat(self._body, codec, info)]
+    def _plan_prompts(self, codec: TextCodec, info: EngineInfo) -> Steps[list[CompletionPrompt]]:
+        prompt = plan_chat(self._body, codec, info)
+        yield sum(job.num_positions for job in prompt.jobs)
+        return [prompt]
 
     def _render(self, index: int, output: GenerateOutput) -> dict[str, Any]:
         codec, _ = self.model.require()

@@ -14,7 +14,8 @@ from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.columns import ColumnOptions
 from logsteer_server.tasks.comparison import Comparison, compare_jobs, export_files, export_jobs
-from logsteer_server.tasks.run import Batch, Event, Task, check_count, off_loop
+from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.run import Batch, Event, Task, check_count
 from logsteer_server.tasks.texts import (
     StreamedText,
     TextScores,
@@ -24,6 +25,9 @@ from logsteer_server.tasks.texts import (
     sum_tallies,
     summarize_progress,
 )
+
+BYTES_PER_WINDOW = 256
+"""Of an answer that lists windows."""
 
 
 class WindowTask(Task):
@@ -85,18 +89,24 @@ class PerplexityTask(WindowTask):
         """Bound the number of texts. Errors: APIError `payload_too_large`."""
         check_count("texts", len(self._body.texts), settings.max_items)
 
-    async def plan(self, settings: Settings) -> AsyncGenerator[Batch, None]:
+    async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Score all windows; with a reference, as many at a time as its files have room for.
 
         Both models then reserve what the largest part needs before the stream of events opens.
         """
         if self._reference is not None:
             self._comparison = Comparison(self.model, self._reference)
-        windows = self._windows = await off_loop(self._cut)
+        settings, body = planner.settings, self._body
+        windows = self._windows = await planner.advance(self._cut())
         self._windows_total = len(windows)
+        if body.tokens:
+            rows = sum(window.num_scored for window in windows)
+            planner.expect_rows(rows, 1 + len(body.columns))
+        if body.windows:
+            planner.expect_bytes(len(windows) * BYTES_PER_WINDOW)
         jobs = self.interventions.apply([window.job for window in windows])
         if self._comparison is None:
-            yield Batch(jobs, self._take, cache=self._body.cache)
+            yield Batch(jobs, self._take, cache=body.cache)
             return
         parts = list(self._comparison.split(jobs, settings.max_reference_bytes))
         own = [jobs[part.start : part.stop] for part in parts]
@@ -109,14 +119,15 @@ class PerplexityTask(WindowTask):
                 take = partial(self._take_compared, part.start)
                 yield Batch(compare_jobs(compared, files), take, room=room)
 
-    def _cut(self) -> list[TextWindow]:
+    def _cut(self) -> Steps[list[TextWindow]]:
         codec, info = self.model.require()
         if self._comparison is not None:
             info = replace(info, context_length=self._comparison.context_length)
         body = self._body
         self.interventions = Interventions.resolve(body, self._stores, info)
         read = ColumnOptions.of(body.columns, body.policy, body.precision)
-        windows, lengths = cut_texts(body.texts, Windowing.of(body), read, codec, info)
+        steps = cut_texts(body.texts, Windowing.of(body), read, codec, info)
+        windows, lengths = yield from steps
         for score, length in zip(self._scores, lengths, strict=True):
             score.tally.num_tokens = length
         return windows
@@ -164,7 +175,7 @@ class PerplexityStreamTask(WindowTask):
     def check_limits(self, _settings: Settings) -> None:
         """Do nothing: windows at work are bounded by the plan, bytes where they are read."""
 
-    async def plan(self, settings: Settings) -> AsyncGenerator[Batch, None]:
+    async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Score windows while the text arrives; the last ones open the stream of events.
 
         Errors: APIError `invalid_request` for a text without a token.
@@ -174,17 +185,17 @@ class PerplexityStreamTask(WindowTask):
         given = InterventionFields(
             steering=query.steering, override=query.override, adapter=query.adapter
         )
-        self.interventions = await off_loop(Interventions.resolve, given, self._stores, info)
+        self.interventions = await planner.call(Interventions.resolve, given, self._stores, info)
         read = ColumnOptions.of((), precision=query.precision)
         text = StreamedText(Windowing.of(query), read, codec, info)
         waiting: list[TextWindow] = []
-        limit = settings.max_windows_in_flight
+        limit = planner.settings.max_windows_in_flight
         async for piece in self._pieces:
-            waiting += await off_loop(text.feed, piece)
+            waiting += await planner.call(text.feed, piece)
             while len(waiting) >= limit:
                 ready, waiting = waiting[:limit], waiting[limit:]
                 yield self._batch(ready, silent=True)
-        waiting += await off_loop(text.finish)
+        waiting += await planner.call(text.finish)
         self._scores[0].tally.num_tokens = text.num_tokens
         if not text.num_tokens:
             raise api_error("invalid_request", "The body is empty: send the text as UTF-8.")

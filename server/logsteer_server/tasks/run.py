@@ -10,25 +10,22 @@ deadline, and a caller who hangs up, cancel the run; what it reserved and starte
                     └── the next batch, after the last output ◄── batch.take ──► Event
 """
 
-import asyncio
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, ParamSpec, TypeVar
+from typing import Any, ClassVar, Literal
 
 from logsteer.errors import api_error
 from logsteer.schemas import Precision, Provenance
 from logsteer_server.contract.jobs import Job, Output
 from logsteer_server.interventions.interventions import UNCHANGED, AppliedReport, Interventions
-from logsteer_server.models.admission import Reservation
+from logsteer_server.models.admission import Admission, Reservation
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.timer import WorkTimer
 from logsteer_server.settings import Settings
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from logsteer_server.tasks.planning import Capacity, Planner
 
 Purpose = Literal["work", "reread", "reference"]
 """What a batch counts for: `work` for usage and receipts, `reread` (what was generated is scored)
@@ -109,7 +106,7 @@ class Task(ABC):
         self.model.require()
 
     @abstractmethod
-    def plan(self, settings: Settings) -> AsyncGenerator[Batch | Event, None]:
+    def plan(self, planner: Planner) -> AsyncGenerator[Batch | Event, None]:
         """Yield batches of jobs, each after the last output of the one before was taken.
 
         Events that no output causes may be yielded between batches, not before the first.
@@ -170,11 +167,15 @@ class Run:
     """The execution of one task; it is run once, by `finish` or by `events`."""
 
     task: Task
-    settings: Settings
+    capacity: Capacity
+    memory: Reservation | None = None
+    """Where the answer's memory is counted; None: for as long as the run takes."""
     _usage: UsageCounter = field(default_factory=UsageCounter)
     _timer: WorkTimer = field(default_factory=WorkTimer)
+    expected_bytes: int = 0
+    """What the answer is expected to take, once its jobs are planned."""
     _report: AppliedReport | None = None
-    _reservations: dict[str, Reservation] = field(default_factory=dict)
+    _reservations: dict[Admission, Reservation] = field(default_factory=dict)
     _room: ExitStack = field(default_factory=ExitStack)
 
     async def finish(self) -> dict[str, Any]:
@@ -190,19 +191,23 @@ class Run:
 
         Errors: as `finish`; those of limits, admission and planning before the first event.
         """
-        self.task.check_limits(self.settings)
+        self.task.check_limits(self.capacity.settings)
         self.task.require()
         with self._room:
-            self._reserve(self.task.model)
+            tokens = self._reserve(self.task.model.admission)
+            memory = self.memory or self._reserve(self.capacity.memory)
+            planner = Planner(self.capacity, tokens, memory)
             has_started = False
-            async with aclosing(self.task.plan(self.settings)) as plan:
+            async with aclosing(self.task.plan(planner)) as plan:
                 async for batch in plan:
                     if isinstance(batch, Event):
                         yield batch
                         continue
                     model = batch.model or self.task.model
                     prepared = await model.prepare(batch.jobs, batch.cache)
-                    self._reserve(model).cover(max(prepared.num_tokens, batch.room))
+                    self.expected_bytes = planner.expected_bytes
+                    needed = max(prepared.num_tokens, batch.room)
+                    self._reserve(model.admission).cover(needed)
                     if not has_started and not batch.silent:
                         has_started = True
                         yield self._open()
@@ -218,10 +223,10 @@ class Run:
                 yield self._open()
             yield Event("result", self._write())
 
-    def _reserve(self, model: ResidentModel) -> Reservation:
-        if model.id not in self._reservations:
-            self._reservations[model.id] = self._room.enter_context(model.admission.enter())
-        return self._reservations[model.id]
+    def _reserve(self, admission: Admission) -> Reservation:
+        if admission not in self._reservations:
+            self._reservations[admission] = self._room.enter_context(admission.enter())
+        return self._reservations[admission]
 
     def _count(self, batch: Batch, index: int, output: Output) -> None:
         job = batch.jobs[index]
@@ -250,11 +255,6 @@ class Run:
             self._usage.read(), self._timer.read(), self._applied.write(), self._describe()
         )
         return self.task.write(facts)
-
-
-async def off_loop(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return what blocking work returns, done in a thread."""
-    return await asyncio.to_thread(work, *args, **kwargs)
 
 
 def check_count(name: str, count: int, limit: int) -> None:

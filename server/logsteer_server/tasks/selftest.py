@@ -13,7 +13,8 @@ from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.comparison import check_same_vocabulary
-from logsteer_server.tasks.run import Batch, Event, Run, Task, off_loop
+from logsteer_server.tasks.planning import Capacity, Planner
+from logsteer_server.tasks.run import Batch, Event, Run, Task
 from logsteer_server.tasks.selftest_checks import CHECKS, PROMISES, draw
 from logsteer_server.tasks.selftest_trial import Trial, choose_texts
 from logsteer_server.text.tokenizer import TextCodec
@@ -53,14 +54,16 @@ class SelftestTask(Task):
     def check_limits(self, settings: Settings) -> None:
         """Leave it to the plan, which knows how many tokens the texts are."""
 
-    async def plan(self, settings: Settings) -> AsyncGenerator[Batch | Event, None]:
+    async def plan(self, planner: Planner) -> AsyncGenerator[Batch | Event, None]:
         """Draw continuations, then run check after check, each followed by its event."""
         codec, info = self.model.require_engine()
         context = info.context_length
         if self._other is not None:
             check_same_vocabulary(self.model, self._other, "against")
             context = min(context, self._other.require()[1].context_length)
-        trial = self._trial = await off_loop(self._choose, codec, info, context, settings)
+        trial = self._trial = await planner.call(
+            self._choose, codec, info, context, planner.settings
+        )
         for batch in draw(trial, context):
             yield batch
         for check in CHECKS:
@@ -102,7 +105,7 @@ def _find_other(
     return other
 
 
-async def prove(model: ResidentModel, models: ModelRegistry, settings: Settings) -> None:
+async def prove(model: ResidentModel, models: ModelRegistry, capacity: Capacity) -> None:
     """Test a model whose engine is ready, and let it answer if it passes.
 
     It is tested again where its engine was restarted meanwhile.
@@ -110,7 +113,7 @@ async def prove(model: ResidentModel, models: ModelRegistry, settings: Settings)
     while True:
         task = SelftestTask(model.id, SelftestRequest(), models)
         try:
-            await Run(task, settings).finish()
+            await Run(task, capacity).finish()
         except APIError as error:
             if not error.retryable:
                 _block(model, f"its self-test could not be run: {error.detail}")

@@ -19,7 +19,8 @@ from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.columns import ColumnOptions
 from logsteer_server.tasks.comparison import compare_jobs, export_files, export_jobs
-from logsteer_server.tasks.run import Batch, Collector, Task, check_count, off_loop
+from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.run import Batch, Collector, Task, check_count
 from logsteer_server.tasks.targets import TargetOptions, TargetPlan, plan_targets
 from logsteer_server.tasks.texts import TextWindow, Windowing, cut_texts
 from logsteer_server.text.sums import exp_mean
@@ -80,23 +81,23 @@ def plan_sweep(
     info: EngineInfo,
     options: TargetOptions,
     read: ColumnOptions,
-) -> SweepPlan:
+) -> Steps[SweepPlan]:
     """Plan what is scored at each setting. Errors: those of `plan_targets` and `cut_texts`."""
     targets = None
     next_jobs = []
     if items:
-        targets = plan_targets(items, codec, info, options, read)
+        targets = yield from plan_targets(items, codec, info, options, read)
         firsts = [targets.planned[item.targets[0]] for item in targets.items]
         next_jobs = [
             ScoreJob(
-                np.array(first.cut.context_ids[first.truncated :], np.int32),
-                np.array(first.cut.target_ids[:1], np.int32),
+                targets.context(first),
+                np.array(first.token_ids[:1], np.int32),
                 read.columns,
                 double=read.double,
             )
             for first in firsts
         ]
-    windows, _ = cut_texts(texts, Windowing(bos=options.bos), read, codec, info)
+    windows, _ = yield from cut_texts(texts, Windowing(bos=options.bos), read, codec, info)
     return SweepPlan(targets, next_jobs, windows, len(texts))
 
 
@@ -132,13 +133,16 @@ class SweepTask(Task):
         count = points * (len(body.items) + len(body.texts))
         check_count("scales x layers x (items and texts)", count, settings.max_items)
 
-    async def plan(self, settings: Settings) -> AsyncGenerator[Batch, None]:
+    async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Leave the unsteered next-token distributions in files, then score every setting.
 
         Errors: APIError `payload_too_large` where those files would be too large.
         """
         codec, info = self.model.require()
-        plan = await off_loop(self._plan, codec, info)
+        settings = planner.settings
+        plan = await planner.advance(self._plan(codec, info))
+        rows = sum(job.num_scored for job in plan.jobs)
+        planner.expect_rows(rows * len(self._settings), 1)
         needed = 4 * info.vocab_size * len(plan.next_jobs)
         if needed > settings.max_reference_bytes:
             detail = (
@@ -156,9 +160,9 @@ class SweepTask(Task):
             jobs = [setting.interventions.change(job) for setting in self._settings for job in each]
             collector = Collector(jobs)
             yield Batch(jobs, collector.take, cache=self._body.cache)
-        self._points = _assemble(self._settings, plan, collector.outputs)
+        self._points = await planner.call(_assemble, self._settings, plan, collector.outputs)
 
-    def _plan(self, codec: TextCodec, info: EngineInfo) -> SweepPlan:
+    def _plan(self, codec: TextCodec, info: EngineInfo) -> Steps[SweepPlan]:
         body = self._body
         self.interventions = Interventions.resolve(body, self._stores, info)
         self._settings = plan_settings(
@@ -166,7 +170,7 @@ class SweepTask(Task):
         )
         options = TargetOptions(body.boundary, bos=body.bos, on_overflow=body.on_overflow)
         read = ColumnOptions.of((), precision=body.precision)
-        plan = plan_sweep(body.items, body.texts, codec, info, options, read)
+        plan = yield from plan_sweep(body.items, body.texts, codec, info, options, read)
         steered = [setting for setting in self._settings if setting.interventions.steering]
         if steered:
             steered[0].interventions.check_reach(plan.jobs)

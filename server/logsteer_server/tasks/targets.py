@@ -1,5 +1,6 @@
 """Contexts and targets as score jobs, and the jobs' outputs as their scores."""
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,15 +10,16 @@ import numpy as np
 
 from logsteer.errors import api_error
 from logsteer.schemas import BosPolicy, LogprobItem, OverflowPolicy
-from logsteer.schemas.logprob import Boundary, SpacePolicy
+from logsteer.schemas.logprob import Boundary, BoundaryFinding, SpacePolicy
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Ids, ScoreJob, ScoreOutput
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.columns import ColumnOptions, aggregate_columns, show_columns
+from logsteer_server.tasks.planning import Steps
 from logsteer_server.tasks.run import check_count
 from logsteer_server.text.boundaries import Cut, Pair, cut_pairs, space_variants
 from logsteer_server.text.sums import exp_mean, log_sum_exp
-from logsteer_server.text.tokenizer import TextCodec
+from logsteer_server.text.tokenizer import Offsets, TextCodec
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,9 @@ class PlannedTarget:
     """
 
     text: str
-    cut: Cut
+    token_ids: list[int]
+    offsets: Offsets | None
+    finding: BoundaryFinding
     truncated: int
     job: int
     slot: int | None
@@ -80,6 +84,11 @@ class TargetPlan:
     items: list[PlannedItem]
     jobs: list[ScoreJob]
 
+    def context(self, target: PlannedTarget) -> Ids:
+        """Return what the model reads in front of a target."""
+        tokens = self.jobs[target.job].tokens
+        return tokens[: len(tokens) - len(target.token_ids) + 1]
+
 
 def plan_targets(
     given: Sequence[LogprobItem],
@@ -87,7 +96,7 @@ def plan_targets(
     info: EngineInfo,
     options: TargetOptions,
     read: ColumnOptions,
-) -> TargetPlan:
+) -> Steps[TargetPlan]:
     """Plan one job a target, but one for all single tokens after a context.
 
     Errors: APIError `invalid_request`, `boundary_empty`, `context_too_long`.
@@ -97,12 +106,13 @@ def plan_targets(
     items: list[PlannedItem] = []
     by_ids: dict[int, Cut] = {}
     for index, item in enumerate(given):
+        yield 0
         first = len(texts)
-        if (context_ids := item.context_ids) is not None:
-            for target_ids in item.target_ids or []:
-                cut = _cut_ids(codec, info, options.bos, index, context_ids, target_ids)
+        if item.context_ids is not None:
+            for cut in _cut_ids(codec, info, options.bos, index, item):
                 by_ids[len(texts)] = cut
-                texts.append(codec.decode(target_ids))
+                texts.append(codec.decode(cut.target_ids))
+                yield 0
             items.append(PlannedItem(list(range(first, len(texts))), None))
             continue
         context, rendered = item.context or "", False
@@ -111,10 +121,13 @@ def plan_targets(
         as_given, variants = _lay_out(item.targets or [], options.space == "both", texts)
         pairs += [Pair(context, text, rendered) for text in texts[first:]]
         items.append(PlannedItem(as_given, variants))
-    text_cuts = iter(cut_pairs(codec, pairs, options.boundary, options.bos))
-    cuts = [by_ids[i] if i in by_ids else next(text_cuts) for i in range(len(texts))]
+    text_cuts = cut_pairs(codec, pairs, options.boundary, options.bos)
     builder = _JobBuilder(options.on_overflow, read, info)
-    planned = [builder.place(text, cut) for text, cut in zip(texts, cuts, strict=True)]
+    planned = []
+    for place, text in enumerate(texts):
+        cut = by_ids[place] if place in by_ids else next(text_cuts)
+        planned.append(builder.place(text, cut))
+        yield builder.num_tokens
     return TargetPlan(planned, items, builder.make_jobs())
 
 
@@ -140,27 +153,36 @@ def _lay_out(
 
 
 def _cut_ids(
-    codec: TextCodec,
-    info: EngineInfo,
-    bos: BosPolicy,
-    index: int,
-    context_ids: list[int],
-    target_ids: list[int],
-) -> Cut:
-    for name, ids in (("context_ids", context_ids), ("target_ids", target_ids)):
-        if ids and max(ids) >= info.vocab_size:
-            detail = (
-                f"items[{index}].{name} has id {max(ids)}; this model's vocabulary ends at "
-                f"{info.vocab_size - 1}."
-            )
-            raise api_error("invalid_request", detail, param=f"items[{index}].{name}")
-    if not context_ids:
+    codec: TextCodec, info: EngineInfo, bos: BosPolicy, index: int, item: LogprobItem
+) -> Iterator[Cut]:
+    """Yield an item of ids as cuts, which have its context as the same list."""
+    context_ids = item.context_ids or []
+    _check_ids(context_ids, f"items[{index}].context_ids", info)
+    for target_ids in item.target_ids or []:
+        _check_ids(target_ids, f"items[{index}].target_ids", info)
+        if context_ids:
+            yield Cut(context_ids, target_ids, None)
+            continue
         front = codec.bos_ids(bos, target_ids)
         if not front:
             detail = f"items[{index}].context_ids is empty: nothing precedes the target; give one."
             raise api_error("boundary_empty", detail, param=f"items[{index}].context_ids")
-        context_ids = front
-    return Cut(context_ids, target_ids, None)
+        yield Cut(front, target_ids, None)
+
+
+def _check_ids(ids: list[int], name: str, info: EngineInfo) -> None:
+    if ids and max(ids) >= info.vocab_size:
+        detail = f"{name} has id {max(ids)}; this model's vocabulary ends at {info.vocab_size - 1}."
+        raise api_error("invalid_request", detail, param=name)
+
+
+class _Context:
+    """A context's list of ids, the same for all targets of an item; `job`: of its single tokens."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+        self.tokens = np.array(ids, dtype=np.int32)
+        self.job: int | None = None
 
 
 class _JobBuilder:
@@ -174,26 +196,40 @@ class _JobBuilder:
         self._on_overflow = on_overflow
         self._read = read
         self._limit = info.context_length
+        self.num_tokens = 0
         self._tokens: list[Ids] = []
+        self._context = _Context([])
         self._targets: list[list[int]] = []
         self._sharing: dict[bytes, int] = {}
 
     def place(self, text: str, cut: Cut) -> PlannedTarget:
         """Put a target into a job. Errors: APIError `context_too_long`."""
-        sequence = cut.context_ids + cut.target_ids
-        count = len(cut.target_ids)
-        excess = fit_context(len(sequence) - 1, count, self._limit, self._on_overflow)
-        tokens = np.array(sequence[excess:-1], dtype=np.int32)
+        count, num_read = len(cut.target_ids), len(cut.context_ids) + len(cut.target_ids) - 1
+        excess = fit_context(num_read, count, self._limit, self._on_overflow)
+        if self._context.ids is not cut.context_ids:
+            self._context = _Context(cut.context_ids)
+        context, slot = self._context, None
         if count > 1:
-            return PlannedTarget(text, cut, excess, self._open(tokens, cut.target_ids), None)
-        key = tokens.tobytes()
+            read = np.array(cut.target_ids[:-1], dtype=np.int32)
+            job = self._open(np.concatenate([context.tokens, read])[excess:], cut.target_ids)
+        else:
+            job = context.job = self._share(context, excess)
+            slot = len(self._targets[job])
+            self._targets[job].append(cut.target_ids[0])
+        return PlannedTarget(text, cut.target_ids, cut.offsets, cut.finding, excess, job, slot)
+
+    def _share(self, context: "_Context", excess: int) -> int:
+        """Return the job of the single tokens after a context."""
+        if context.job is not None:
+            return context.job
+        tokens = context.tokens[excess:]
+        key = hashlib.sha256(tokens.tobytes()).digest()
         if key not in self._sharing:
             self._sharing[key] = self._open(tokens, [])
-        job = self._sharing[key]
-        self._targets[job].append(cut.target_ids[0])
-        return PlannedTarget(text, cut, excess, job, len(self._targets[job]) - 1)
+        return self._sharing[key]
 
     def _open(self, tokens: Ids, targets: list[int]) -> int:
+        self.num_tokens += len(tokens)
         self._tokens.append(tokens)
         self._targets.append(list(targets))
         return len(self._tokens) - 1
@@ -249,9 +285,12 @@ class Shown:
 
 def assemble_targets(
     plan: TargetPlan, outputs: Sequence[ScoreOutput], codec: TextCodec, shown: Shown
-) -> list[dict[str, Any]]:
+) -> Steps[list[dict[str, Any]]]:
     """Return the `results` of an answer, as `ItemScore`, with numpy arrays for columns."""
-    scores = [_score(target, target.pick(outputs), shown, codec) for target in plan.planned]
+    scores = []
+    for target in plan.planned:
+        scores.append(_score(target, target.pick(outputs), shown, codec))
+        yield 0
     return [_score_item(item, scores) for item in plan.items]
 
 
@@ -283,7 +322,7 @@ def _score(
     target: PlannedTarget, output: ScoreOutput, shown: Shown, codec: TextCodec
 ) -> dict[str, Any]:
     total = float(output.columns["logprob"].astype(np.float64).sum())
-    count = len(target.cut.target_ids)
+    count = len(target.token_ids)
     finite = math.isfinite(total)
     ranks = output.columns.get("rank")
     score: dict[str, Any] = {
@@ -294,7 +333,7 @@ def _score(
         "num_tokens": count,
         "num_bytes": len(target.text.encode()),
         "is_greedy": bool((ranks == 1).all()) if ranks is not None else None,
-        "boundary": target.cut.finding,
+        "boundary": target.finding,
         "truncated_tokens": target.truncated,
         "flags": [] if finite else ["non_finite"],
     }
@@ -309,9 +348,9 @@ def _score(
 def _list_tokens(
     target: PlannedTarget, output: ScoreOutput, shown: Shown, codec: TextCodec
 ) -> Iterator[tuple[str, Any]]:
-    yield "token_ids", target.cut.target_ids
-    yield "tokens", [codec.piece(token_id) for token_id in target.cut.target_ids]
-    yield "offsets", target.cut.offsets
+    yield "token_ids", target.token_ids
+    yield "tokens", [codec.piece(token_id) for token_id in target.token_ids]
+    yield "offsets", target.offsets
     yield from show_columns(output.columns, shown.columns).items()
     if output.top_ids is not None:
         yield (

@@ -13,10 +13,14 @@ from logsteer.schemas.perplexity import Protocol, WindowOptions
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
 from logsteer_server.tasks.columns import ColumnOptions, show_columns
+from logsteer_server.tasks.planning import Steps
 from logsteer_server.text.incremental import EncodedPiece, IncrementalEncoder
 from logsteer_server.text.sums import Counts, Tally, count_text, exp_mean
-from logsteer_server.text.tokenizer import TextCodec
+from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, split_sizes
 from logsteer_server.text.windows import Window, WindowCutter, make_cutter
+
+READ_AT_ONCE = 65_536
+"""Tokens of the windows that are cut in one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,11 @@ class TextWindows:
             special_id = next(iter(self._codec.bos_ids(options.bos)), None)
         return make_cutter(options.protocol, length, options.stride, special_id)
 
+    @property
+    def tokens_at_once(self) -> int:
+        """Tokens of a text that are fed together so that their windows have few tokens, too."""
+        return max(1, READ_AT_ONCE * self._cutter.stride // self._cutter.context_length)
+
     def feed(self, piece: EncodedPiece) -> list[TextWindow]:
         """Return the windows that these tokens complete."""
         if piece.ids and max(piece.ids) >= self._vocab_size:
@@ -139,14 +148,23 @@ def cut_texts(
     read: ColumnOptions,
     codec: TextCodec,
     info: EngineInfo,
-) -> tuple[list[TextWindow], list[int]]:
+) -> Steps[tuple[list[TextWindow], list[int]]]:
     """Cut whole texts; return their windows in order, and the number of tokens of each text."""
-    windows, lengths = [], []
-    for index, (text, encoded) in enumerate(zip(texts, codec.encode(texts), strict=True)):
-        cut = TextWindows(index, options, read, codec, info)
-        piece = EncodedPiece(encoded.ids, count_text(text, encoded.offsets))
-        windows += cut.feed(piece) + cut.finish()
-        lengths.append(cut.num_tokens)
+    windows: list[TextWindow] = []
+    lengths: list[int] = []
+    num_planned = 0
+    for part in split_sizes([len(text) for text in texts], ENCODED_AT_ONCE):
+        own = texts[part.start : part.stop]
+        for index, text, encoded in zip(part, own, codec.encode(own), strict=True):
+            cut = TextWindows(index, options, read, codec, info)
+            whole = EncodedPiece(encoded.ids, count_text(text, encoded.offsets))
+            for piece in whole.split(cut.tokens_at_once):
+                found = cut.feed(piece)
+                windows += found
+                num_planned += sum(window.job.num_positions for window in found)
+                yield num_planned
+            windows += cut.finish()
+            lengths.append(cut.num_tokens)
     return windows, lengths
 
 

@@ -26,7 +26,8 @@ from logsteer_server.interventions.interventions import Stores
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.stores.layer_vectors import LayerVectors, Vector, invalid_vector
-from logsteer_server.tasks.run import Batch, Collector, Task, check_count, off_loop
+from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.run import Batch, Collector, Task, check_count
 from logsteer_server.text.tokenizer import TextCodec
 
 Double = npt.NDArray[np.float64]
@@ -59,7 +60,7 @@ def plan_captures(
     codec: TextCodec,
     info: EngineInfo,
     max_bytes: int,
-) -> list[CaptureJob]:
+) -> Steps[list[CaptureJob]]:
     """Plan one job for each text: the pairs in order, of each the positive text first.
 
     Errors: APIError `unsupported_by_engine`, `invalid_vector`, `context_too_long`,
@@ -81,8 +82,9 @@ def plan_captures(
             "fewer layers or pairs, or raise max_training_bytes."
         )
         raise api_error("payload_too_large", detail)
-    jobs = []
-    for index, ids in enumerate(codec.encode_ids(texts)):
+    jobs: list[CaptureJob] = []
+    num_planned = 0
+    for index, ids in enumerate(codec.encode_ids_lazily(texts)):
         tokens = codec.bos_ids(bos, ids) + ids
         place = f"pairs[{index // 2}].{'negative' if index % 2 else 'positive'}"
         if not tokens:
@@ -94,6 +96,8 @@ def plan_captures(
             )
             raise api_error("context_too_long", detail, param=place)
         jobs.append(CaptureJob(np.array(tokens, dtype=np.int32), layers, site.hook, site.read))
+        num_planned += len(tokens)
+        yield num_planned
     return jobs
 
 
@@ -269,19 +273,18 @@ class TrainTask(Task):
         """Bound the number of texts. Errors: APIError `payload_too_large`."""
         check_count("pairs", 2 * len(self._body.pairs), settings.max_items)
 
-    async def plan(self, settings: Settings) -> AsyncGenerator[Batch, None]:
+    async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Capture all activations in one batch, then train and store."""
         body = self._body
         codec, info = self.model.require()
         site = CaptureSite(body.hook, body.layers, body.read)
-        jobs: list[CaptureJob] = await off_loop(
-            plan_captures, body.pairs, site, body.bos, codec, info, settings.max_training_bytes
-        )
+        limit = planner.settings.max_training_bytes
+        jobs = await planner.advance(plan_captures(body.pairs, site, body.bos, codec, info, limit))
         collector = Collector(jobs)
         yield Batch(jobs, collector.take)
-        trained = await off_loop(train_vectors, jobs, collector.outputs, body.method)
+        trained = await planner.call(train_vectors, jobs, collector.outputs, body.method)
         about = self._describe(trained, info)
-        self._card = await off_loop(self._stores.vectors.put, body.name, trained.vectors, about)
+        self._card = await planner.call(self._stores.vectors.put, body.name, trained.vectors, about)
 
     def _describe(self, trained: TrainedVectors, info: EngineInfo) -> VectorAbout:
         return VectorAbout(

@@ -13,12 +13,17 @@ A conversation keeps the white space that its template ends in: generation reads
     encoded  [<|assistant|>][\n\n]  |  [Paris]
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from logsteer.errors import api_error
 from logsteer.schemas import BosPolicy, Boundary, BoundaryFinding
-from logsteer_server.text.tokenizer import Offsets, TextCodec
+from logsteer_server.text.tokenizer import (
+    ENCODED_AT_ONCE,
+    Offsets,
+    TextCodec,
+    split_sizes,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +50,17 @@ class Cut:
 
 def cut_pairs(
     codec: TextCodec, pairs: Sequence[Pair], boundary: Boundary, bos: BosPolicy
-) -> list[Cut]:
-    """Cut each pair into tokens, in order.
+) -> Iterator[Cut]:
+    """Cut each pair into tokens, in order, of so many pairs at once that no call takes long.
 
     Errors: APIError `boundary_empty` where no token is left for a target, or none before it.
     """
-    cuts = (_cut_jointly if boundary == "joint" else _cut_separately)(codec, pairs)
-    return [
-        _with_bos(codec, cut, "never" if pair.is_rendered else bos)
-        for pair, cut in zip(pairs, cuts, strict=True)
-    ]
+    cut = _cut_jointly if boundary == "joint" else _cut_separately
+    sizes = [len(pair.context) + len(pair.target) for pair in pairs]
+    for part in split_sizes(sizes, ENCODED_AT_ONCE):
+        own = pairs[part.start : part.stop]
+        for pair, found in zip(own, cut(codec, own), strict=True):
+            yield _with_bos(codec, found, "never" if pair.is_rendered else bos)
 
 
 def _cut_jointly(codec: TextCodec, pairs: Sequence[Pair]) -> list[Cut]:

@@ -5,6 +5,7 @@ the tokens at the seam are formed as in the whole text. Tokens near the end of w
 wait, because what follows may still change them.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from logsteer_server.text.sums import Counts, count_text
@@ -17,6 +18,12 @@ class EncodedPiece:
 
     ids: list[int]
     counts: Counts
+
+    def split(self, length: int) -> Iterator["EncodedPiece"]:
+        """Yield the piece in pieces of so many tokens, the last maybe shorter."""
+        for start in range(0, len(self.ids), length):
+            own = slice(start, start + length)
+            yield EncodedPiece(self.ids[own], self.counts[own])
 
 
 class IncrementalEncoder:

@@ -1,6 +1,6 @@
 """Prompts as tokens, and what does not fit into a model's context."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from logsteer.errors import api_error
@@ -13,27 +13,25 @@ def read_prompts(
     codec: TextCodec,
     vocab_size: int,
     bos: BosPolicy = "auto",
-) -> list[tuple[str, list[int]]]:
-    """Return text and tokens of each prompt; ids are taken as they are.
+) -> Iterator[tuple[str, list[int]]]:
+    """Yield text and tokens of each prompt; ids are taken as they are.
 
     Errors: APIError `invalid_request` for ids beyond the vocabulary.
     """
     is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
     given: list[Any] = [prompt] if is_one else list(prompt)
     texts = [entry for entry in given if isinstance(entry, str)]
-    encoded = iter(codec.encode_ids(texts))
-    prompts = []
+    encoded = codec.encode_ids_lazily(texts)
     for entry in given:
         if isinstance(entry, str):
             ids = next(encoded)
-            prompts.append((entry, codec.bos_ids(bos, ids) + ids))
+            yield entry, codec.bos_ids(bos, ids) + ids
             continue
         ids = list(entry)
         if not ids or max(ids) >= vocab_size:
             detail = f"prompt must have token ids from 0 to {vocab_size - 1}, at least one."
             raise api_error("invalid_request", detail, param="prompt")
-        prompts.append((codec.decode(ids), ids))
-    return prompts
+        yield codec.decode(ids), ids
 
 
 def fit_prompt(

@@ -32,10 +32,14 @@ class Window:
 
 
 class WindowCutter:
-    """Cuts one sequence of tokens into windows of at most `context_length` tokens."""
+    """Cuts one sequence of tokens into windows of at most `context_length` tokens.
 
-    def __init__(self, context_length: int) -> None:
+    Each begins `stride` tokens after the one before; None: where that ends.
+    """
+
+    def __init__(self, context_length: int, stride: int | None = None) -> None:
         self.context_length = context_length
+        self.stride = stride or context_length
         self.count = 0
         self._begin = 0
         self._kept: list[int] = []
@@ -65,12 +69,9 @@ class WindowCutter:
     def _cut_full(self) -> Iterator[Window]:
         while self.count >= self._begin + self.context_length:
             window = self._cut(self._begin, self._begin + self.context_length)
-            self._begin = self._next_begin()
+            self._begin += self.stride
             if window.targets:
                 yield window
-
-    def _next_begin(self) -> int:
-        return self._begin + self.context_length
 
     def _cut(self, begin: int, end: int) -> Window:
         raise NotImplementedError
@@ -93,12 +94,8 @@ class SlidingCutter(WindowCutter):
     """
 
     def __init__(self, context_length: int, stride: int) -> None:
-        super().__init__(context_length)
-        self._stride = stride
+        super().__init__(context_length, stride)
         self._scored_to = 0
-
-    def _next_begin(self) -> int:
-        return self._begin + self._stride
 
     def _cut(self, begin: int, end: int) -> Window:
         first = max(self._scored_to, begin + 1)

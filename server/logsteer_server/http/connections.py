@@ -1,0 +1,200 @@
+"""Connections within bounds: how many, how long their headers are, how slowly they read and write.
+
+A caller who has sent no key yet can open connections and send bytes, so what these may take is
+bounded before a request exists:
+
+    connection ── header_timeout_s ──► headers ── read_timeout_s ──► body ──► the application
+                  max_header_bytes               without a byte               │
+    closed by the other ◄── write_timeout_s without progress ── answer ◄──────┘
+
+At `max_connections` the connection that has been without a request the longest makes room for a new
+one; where all have one, the new one is answered 503.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from logsteer_server.settings import Settings
+
+MIN_WRITE_PROGRESS = 2**16
+"""Bytes that a reader takes within `write_timeout_s` at least."""
+MAX_DISCARDED_BYTES = 2**24
+"""Bytes of a body that are dropped after its answer, so that the caller gets to read that."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """The bounds of all connections, and those without a request, the oldest first."""
+
+    max_connections: int
+    max_header_bytes: int
+    header_timeout_s: float
+    read_timeout_s: float
+    write_timeout_s: float
+    idle: dict["LimitedProtocol", None] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, settings: Settings) -> "ConnectionLimits":
+        """Return the bounds of the settings."""
+        return cls(
+            settings.max_connections,
+            settings.max_header_bytes,
+            settings.header_timeout_s,
+            settings.read_timeout_s,
+            settings.write_timeout_s,
+        )
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """Serve one connection as uvicorn does, within bounds."""
+
+    def __init__(self, *args: Any, limits: ConnectionLimits, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._limits = limits
+        self._reading: asyncio.TimerHandle | None = None
+        self._writing: asyncio.TimerHandle | None = None
+        self._in_headers = True
+        self._header_bytes = 0
+        self._discarded_bytes = 0
+        self._unsent_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for headers; at the limit, make room or refuse."""
+        limits = self._limits
+        if len(self.connections) >= limits.max_connections and not self._make_room():
+            detail = "the server has as many connections as it takes; try again later"
+            super().connection_made(transport)
+            self._refuse(503, detail)
+            return
+        super().connection_made(transport)
+        limits.idle[self] = None
+        self._reading = self.loop.call_later(limits.header_timeout_s, self._end_headers)
+
+    def _make_room(self) -> bool:
+        """End the connection that has been without a request the longest, if there is any."""
+        oldest = next(iter(self._limits.idle), None)
+        if oldest is None:
+            return False
+        del self._limits.idle[oldest]
+        self.connections.discard(oldest)
+        oldest.transport.abort()
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._limits.idle.pop(self, None)
+        for timer in (self._reading, self._writing):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came, unless headers grow beyond their bound."""
+        if self.transport.is_closing():
+            return
+        if self._in_headers:
+            self._header_bytes += len(data)
+        if self._reading is None:  # the first bytes of another request on this connection
+            self._reading = self.loop.call_later(self._limits.header_timeout_s, self._end_headers)
+        super().data_received(data)
+        if self._header_bytes > self._limits.max_header_bytes and not self.transport.is_closing():
+            limit = self._limits.max_header_bytes
+            self._refuse(431, f"the headers are longer than {limit} bytes; send fewer")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Count trailers behind a body in, which are headers, too."""
+        if not self._in_headers:
+            self._header_bytes += len(name) + len(value)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Begin to wait for the body."""
+        self._in_headers = False
+        self._header_bytes = 0
+        self._limits.idle.pop(self, None)
+        self._wait_for_body()
+        super().on_headers_complete()
+
+    def _wait_for_body(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+        self._reading = self.loop.call_later(self._limits.read_timeout_s, self._end_body)
+
+    def on_body(self, body: bytes) -> None:
+        """Take a piece of the body; that of a request that was answered is dropped, to a bound."""
+        self._wait_for_body()
+        if self.cycle.response_complete:
+            self._discarded_bytes += len(body)
+            if self._discarded_bytes > MAX_DISCARDED_BYTES:
+                self.transport.close()
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Stop waiting: the whole request is there."""
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+        self._in_headers = True
+        self._header_bytes = 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Count the connection among those without a request, until the next one's headers."""
+        super().on_response_complete()
+        if not self.pipeline and not self.transport.is_closing():
+            self._limits.idle[self] = None
+
+    def _end_headers(self) -> None:
+        if self._is_answering:  # the next request waits for this one's end
+            self._reading = self.loop.call_later(self._limits.header_timeout_s, self._end_headers)
+        elif self._header_bytes:
+            seconds = self._limits.header_timeout_s
+            self._refuse(408, f"the headers did not come within {seconds:g} s")
+        else:
+            self.transport.close()
+
+    def _end_body(self) -> None:
+        if self.flow.read_paused:  # nothing comes because nothing is asked for
+            self._wait_for_body()
+        else:
+            self.transport.abort()
+
+    def pause_writing(self) -> None:
+        """Watch whether the caller reads what is written."""
+        super().pause_writing()
+        self._watch_writing()
+
+    def _watch_writing(self) -> None:
+        self._unsent_bytes = self.transport.get_write_buffer_size()
+        self._writing = self.loop.call_later(self._limits.write_timeout_s, self._end_writing)
+
+    def _end_writing(self) -> None:
+        taken = self._unsent_bytes - self.transport.get_write_buffer_size()
+        if taken >= MIN_WRITE_PROGRESS:
+            self._watch_writing()
+        else:
+            self.transport.abort()
+
+    def resume_writing(self) -> None:
+        """Stop watching: the caller has read."""
+        if self._writing is not None:
+            self._writing.cancel()
+            self._writing = None
+        super().resume_writing()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _refuse(self, status: int, detail: str) -> None:
+        """Answer what is no request yet, and close; in the middle of another answer, cut that."""
+        if self._is_answering:
+            self.transport.abort()
+            return
+        body = f"{detail}\n".encode()
+        head = b"content-type: text/plain; charset=utf-8\r\nconnection: close\r\ncontent-length: "
+        self.transport.write(STATUS_LINE[status] + head + b"%d\r\n\r\n" % len(body) + body)
+        self.transport.close()

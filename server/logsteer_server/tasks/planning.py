@@ -1,0 +1,153 @@
+"""Planning in slices: threads that requests share fairly, and room that grows with what is planned.
+
+What a request asks for is known only once its text is cut into tokens, which may take long. So
+plans are made in steps, by generators: each step yields how many tokens the plan has so far, and
+the last one returns it. Requests take turns by slices of some milliseconds. Between two slices a
+request's room is made to cover what it has planned, and a request that nobody waits for any more
+ends there.
+
+    request a   ▇▇▇   ▇▇▇   ▇▇▇ ...     a thread of those that take long, after LONG_AFTER_S
+    request b      ▇▇▇                  planned in one slice
+                     └ cover
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+from logsteer.errors import api_error
+from logsteer_server.models.admission import BYTES, Admission, Reservation
+from logsteer_server.settings import Settings
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Steps = Generator[int, None, T]
+"""Work in steps: each yields the tokens planned so far, and the last returns what came of it."""
+
+BYTES_PER_ROW = 64
+"""Of an answer: a token's id, its text and its place."""
+BYTES_PER_NUMBER = 24
+"""A number as text, and as it came from the engine."""
+BYTES_PER_ALTERNATIVE = 56
+"""An alternative's id, text and log-probability."""
+
+SLICE_S = 0.01
+"""Seconds after which a request lets others have the thread."""
+LONG_AFTER_S = 0.1
+"""Seconds of a request's slices after which it takes the threads of those that take long."""
+
+
+class Capacity:
+    """What the server has for requests: its bounds, threads that plan, memory.
+
+    The threads end with `close`.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.memory = Admission(settings.max_pending_bytes, BYTES)
+        count = settings.planning_threads
+        self._short = ThreadPoolExecutor(count, "planning")
+        self._long = ThreadPoolExecutor(count, "planning-long")
+        self._at_work = 0
+
+    @contextmanager
+    def plan_request(self) -> Iterator[None]:
+        """Count a request that is planned. Errors: APIError `overloaded` beyond the bound."""
+        limit = self.settings.max_planned_requests
+        if self._at_work >= limit:
+            detail = f"{limit} requests are being planned, which is the limit. Try again later."
+            raise api_error("overloaded", detail, retry_after=1.0)
+        self._at_work += 1
+        try:
+            yield
+        finally:
+            self._at_work -= 1
+
+    async def call(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return what blocking work returns that is short, done in a thread.
+
+        Errors: APIError `overloaded`; those of the work.
+        """
+        with self.plan_request():
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._short, lambda: work(*args, **kwargs))
+
+    async def advance(self, steps: Steps[T], cover: Callable[[int], None]) -> T:
+        """Return what steps come to; `cover` is told the tokens that are planned, between slices.
+
+        Errors: APIError `overloaded`; those of the steps and of `cover`.
+        """
+        loop = asyncio.get_running_loop()
+        spent = 0.0
+        with self.plan_request():
+            while True:
+                threads = self._short if spent < LONG_AFTER_S else self._long
+                planned, ended, seconds = await loop.run_in_executor(threads, _run_slice, steps)
+                spent += seconds
+                if ended is not None:
+                    return ended[0]
+                cover(planned)
+
+    def close(self) -> None:
+        """End the threads, without waiting for what they do."""
+        for threads in (self._short, self._long):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _run_slice(steps: Steps[T]) -> tuple[int, tuple[T] | None, float]:
+    """Run steps for a while; return the tokens planned, the result if that is all, and seconds."""
+    began = time.perf_counter()
+    planned = 0
+    while (seconds := time.perf_counter() - began) < SLICE_S:
+        try:
+            planned = next(steps)
+        except StopIteration as stop:
+            return planned, (stop.value,), time.perf_counter() - began
+    return planned, None, seconds
+
+
+class Planner:
+    """What one run plans with: the server's settings and threads, and its own reservations."""
+
+    def __init__(self, capacity: Capacity, tokens: Reservation, memory: Reservation) -> None:
+        self.settings = capacity.settings
+        self.expected_bytes = 0
+        self._capacity = capacity
+        self._tokens = tokens
+        self._memory = memory
+
+    async def call(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return what blocking work returns that is short. Errors: as `Capacity.call`."""
+        return await self._capacity.call(work, *args, **kwargs)
+
+    async def advance(self, steps: Steps[T]) -> T:
+        """Return what steps come to; the run's room covers the tokens that they plan.
+
+        Errors: as `Capacity.advance` and `Reservation.cover`.
+        """
+        return await self._capacity.advance(steps, self._tokens.cover)
+
+    def expect_rows(self, rows: int, numbers: int, alternatives: int = 0) -> None:
+        """Reserve memory for an answer of so many rows, with so much in each.
+
+        Errors: APIError `payload_too_large`, `overloaded`.
+        """
+        size = rows * (BYTES_PER_ROW + numbers * BYTES_PER_NUMBER)
+        self.expect_bytes(size + rows * alternatives * BYTES_PER_ALTERNATIVE)
+
+    def expect_bytes(self, size: int) -> None:
+        """Reserve memory for an answer of so many bytes. Errors: as `expect_rows`."""
+        limit = self.settings.max_answer_bytes
+        if size > limit:
+            detail = (
+                f"The answer would take about {size} bytes, at most {limit} are given: ask for "
+                "fewer columns, alternatives or items at once, or raise max_answer_bytes."
+            )
+            raise api_error("payload_too_large", detail)
+        self._memory.add(size)
+        self.expected_bytes += size
