@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from logsteer.schemas import Problem
 from logsteer_server import __version__
-from logsteer_server.http.dependencies import check_key
+from logsteer_server.http.dependencies import BodyTurns, check_key
 from logsteer_server.http.memory import RequestMemory
 from logsteer_server.http.problems import add_handlers
 from logsteer_server.metrics import Metrics, RequestMetrics
@@ -46,6 +46,7 @@ def create_app(settings: Settings) -> FastAPI:
         results = ResultCache.open(settings)
         app.state.metrics.live.read_cache_bytes = lambda: results.num_bytes
         app.state.file_readers = asyncio.Semaphore(MAX_FILE_READERS)
+        app.state.large_bodies = BodyTurns()
         root = settings.store_path
         app.state.vectors = VectorStore(
             await asyncio.to_thread(Store, VECTORS, root, settings.vector_store_bytes)

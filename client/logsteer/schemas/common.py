@@ -3,8 +3,15 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError
 
 BosPolicy = Literal["auto", "always", "never"]
 OverflowPolicy = Literal["error", "truncate_left"]
@@ -20,10 +27,33 @@ Float = float | None
 """A number of an answer; null where it would be NaN or infinite, with a flag that says so."""
 
 
+def _fail_fast(schema: Any) -> None:
+    """Have every list in a core schema end at its first error."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        for part in schema.values():
+            _fail_fast(part)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            _fail_fast(part)
+
+
 class Request(BaseModel):
-    """A message to the server: unknown fields are refused, values are not coerced."""
+    """A message to the server: unknown fields are refused, values are not coerced.
+
+    Of the entries of a list the first one that does not fit is told of, and no other is looked at:
+    there may be hundreds of thousands.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return the schema with lists that end at their first error."""
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
 
 
 class Reply(BaseModel):

@@ -3,6 +3,8 @@
 import asyncio
 import hmac
 import json
+import re
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Annotated, Any
 
@@ -21,6 +23,10 @@ from logsteer_server.tasks.planning import Capacity
 
 BODY_MEMORY = 8
 """Bytes that a parsed body takes for each of its own; measured: 4 for ids, 7 for short strings."""
+LARGE_BODY = 2**20
+"""Bytes of a body from which on it has to wait for its turn."""
+LARGE_BODY_PAUSE = 3
+"""Times as long as a large body took to parse before the next one is."""
 MAX_FIELDS = 1024
 """Fields of one JSON object."""
 
@@ -54,30 +60,80 @@ class LimitedRequest(Request):
         """
         if not hasattr(self, "_json"):
             body = await self.body()
-            limit = self.app.state.settings.max_body_brackets
-            if body.count(b"{") + body.count(b"[") > limit:
-                detail = (
-                    f"The body opens more than {limit} brackets: split the request, or raise "
-                    "max_body_brackets."
-                )
-                raise api_error("payload_too_large", detail)
-            try:
-                self._json = orjson.loads(body)
-            except orjson.JSONDecodeError as error:
-                raise json.JSONDecodeError(error.msg, error.doc, error.pos) from error
-            _check_fields(self._json)
+            if len(body) < LARGE_BODY:
+                self._json = self._parse(body)
+            else:
+                async with self.app.state.large_bodies:
+                    self._json = self._parse(body)
         return self._json
 
+    def _parse(self, body: bytes) -> Any:
+        settings: Settings = self.app.state.settings
+        _check_arrays(body, settings.max_body_arrays)
+        try:
+            document = orjson.loads(body)
+        except orjson.JSONDecodeError as error:
+            raise json.JSONDecodeError(error.msg, error.doc, error.pos) from error
+        _check_objects(document, settings.max_body_objects)
+        return document
 
-def _check_fields(document: Any) -> None:
-    """Refuse objects of more fields than any request has. Errors: APIError `payload_too_large`.
 
-    Each one that is unknown would be a reason of its own.
+class BodyTurns:
+    """Turns at parsing large bodies, which keeps the event loop busy.
+
+    One body at a time, and a multiple of the time that it took is left to all else: in that it is
+    also held against its schema.
     """
-    waiting = [document]
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._began = 0.0
+
+    async def __aenter__(self) -> None:
+        """Wait for a turn."""
+        await self._turn.acquire()
+        self._began = time.monotonic()
+
+    async def __aexit__(self, *_: object) -> None:
+        """Have the next turn begin after a pause."""
+        pause = LARGE_BODY_PAUSE * (time.monotonic() - self._began)
+        asyncio.get_running_loop().call_later(pause, self._turn.release)
+
+
+STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"')
+"""A string of JSON, which may have brackets of its own."""
+
+
+def _check_arrays(body: bytes, limit: int) -> None:
+    """Refuse what would take much memory once parsed. Errors: APIError `payload_too_large`."""
+    if _count_brackets(body) > limit and _count_brackets(STRING.sub(b"", body)) > limit:
+        detail = (
+            f"The body has more than {limit} arrays and objects: split the request, or raise "
+            "max_body_arrays."
+        )
+        raise api_error("payload_too_large", detail)
+
+
+def _count_brackets(text: bytes) -> int:
+    return text.count(b"{") + text.count(b"[")
+
+
+def _check_objects(document: Any, limit: int) -> None:
+    """Refuse more objects than are checked at once, and more fields than any of them has.
+
+    Errors: APIError `payload_too_large`.
+    """
+    waiting, count = [document], 0
     while waiting:
         entry = waiting.pop()
         if isinstance(entry, dict):
+            count += 1
+            if count > limit:
+                detail = (
+                    f"The body has more than {limit} objects: split the request, or raise "
+                    "max_body_objects."
+                )
+                raise api_error("payload_too_large", detail)
             if len(entry) > MAX_FIELDS:
                 detail = f"An object of the body has {len(entry)} fields, at most {MAX_FIELDS} are."
                 raise api_error("payload_too_large", detail)

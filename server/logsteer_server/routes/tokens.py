@@ -18,7 +18,7 @@ from logsteer_server.http.dependencies import (
     ModelsDep,
 )
 from logsteer_server.http.respond import answer, run_within
-from logsteer_server.tasks.planning import Capacity, Steps
+from logsteer_server.tasks.planning import Capacity, Steps, cover_text
 from logsteer_server.tasks.run import check_count
 from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, split_sizes
 
@@ -38,11 +38,17 @@ async def tokenize(
     check_count("texts", len(body.texts or ()), capacity.settings.max_items)
     model = models.find(body.model)
     codec, info = model.require()
+    longest = max(map(len, body.texts or [body.prompt or ""]))
+    takes_long = cover_text(longest, capacity.settings, request.state.memory)
     if body.texts is not None:
-        results = await _run(request, capacity, _encode(codec, body.texts, body.bos))
+        results = await _run(
+            request, capacity, _encode(codec, body.texts, body.bos), takes_long=takes_long
+        )
         return answer(request, {"model": model.id, "results": results})
     bos: BosPolicy = "auto" if body.add_special_tokens else "never"
-    results = await _run(request, capacity, _encode(codec, [body.prompt or ""], bos))
+    results = await _run(
+        request, capacity, _encode(codec, [body.prompt or ""], bos), takes_long=takes_long
+    )
     ids = results[0]["token_ids"]
     document = {
         "model": model.id,
@@ -54,14 +60,16 @@ async def tokenize(
     return answer(request, document)
 
 
-async def _run(request: Request, capacity: Capacity, steps: Steps[T]) -> T:
+async def _run(
+    request: Request, capacity: Capacity, steps: Steps[T], *, takes_long: bool = False
+) -> T:
     """Return what the steps come to, within the deadline; the answer's memory covers the tokens."""
     memory = request.state.memory
 
     def cover(num_tokens: int) -> None:
         memory.cover(num_tokens * BYTES_PER_TOKEN)
 
-    work = capacity.advance(steps, cover)
+    work = capacity.advance(steps, cover, takes_long)
     return await run_within(request, capacity.settings.request_timeout_s, work)
 
 

@@ -34,6 +34,12 @@ class Prompts:
             yield ids
 
 
+def find_longest_prompt(prompts: Sequence[str], messages: Sequence[Message]) -> int:
+    """Return the characters of the longest prompt, or those of a conversation."""
+    turns = sum(len(message.content) for message in messages)
+    return max(turns, max(map(len, prompts), default=0))
+
+
 def plan_continuations(
     prompts: Prompts, first: GenerateJob, count: int, codec: TextCodec, info: EngineInfo
 ) -> Steps[tuple[list[GenerateJob], list[int]]]:

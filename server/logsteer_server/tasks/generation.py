@@ -15,6 +15,7 @@ from logsteer_server.tasks.columns import ColumnOptions
 from logsteer_server.tasks.continuations import (
     Continuations,
     Prompts,
+    find_longest_prompt,
     plan_continuations,
     show_diagnostics,
 )
@@ -60,6 +61,7 @@ class GenerationTask(Task):
         """Generate everything in one batch, then read its rows in another."""
         body = self._body
         codec, info = self.model.require()
+        planner.cover_text(find_longest_prompt(body.prompts or [], body.messages or []))
         self._continuations = await planner.advance(self._plan(codec, info))
         tokens = len(self._continuations.jobs) * body.max_tokens
         planner.expect_rows(tokens, 1 + len(self.columns))

@@ -30,6 +30,7 @@ from logsteer_server.tasks.targets import (
     TargetOptions,
     TargetPlan,
     check_items,
+    find_longest,
     plan_targets,
 )
 from logsteer_server.text.tokenizer import TextCodec
@@ -134,6 +135,7 @@ class GradientTask(Task):
         """Differentiate all targets in one batch."""
         codec, info = self.model.require()
         limit = planner.settings.max_gradient_numbers
+        planner.cover_text(find_longest(self._body.items))
         targets, jobs = await planner.advance(self._plan(codec, info, limit))
         collector = Collector(jobs)
         yield Batch(jobs, collector.take)

@@ -18,6 +18,7 @@ from logsteer_server.tasks.targets import (
     TargetPlan,
     assemble_targets,
     check_items,
+    find_longest,
     plan_targets,
 )
 from logsteer_server.text.tokenizer import TextCodec
@@ -44,6 +45,7 @@ class LogprobTask(Task):
         """Score all targets in one batch, then sum them up."""
         body = self._body
         codec, info = self.model.require()
+        planner.cover_text(find_longest(body.items))
         plan, jobs = await planner.advance(self._plan(codec, info))
         rows = sum(job.num_scored for job in jobs)
         planner.expect_rows(rows, len(body.columns), min(body.top, info.vocab_size))

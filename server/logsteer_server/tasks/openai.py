@@ -29,6 +29,7 @@ from logsteer_server.tasks.completions import (
     read_next,
     render_chat_logprobs,
 )
+from logsteer_server.tasks.continuations import find_longest_prompt
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import Batch, Collector, Event, Facts, Task, check_count
 from logsteer_server.text.tokenizer import TextCodec
@@ -56,6 +57,7 @@ class OpenAITask(Task):
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch | Event, None]:
         """Score echoes and generate completions in one batch; in a stream the echoes come first."""
         codec, info = self.model.require()
+        planner.cover_text(self._longest)
         self._prompts, jobs = await planner.advance(self._plan(codec, info))
         if not self.streams:
             self._expect(planner, jobs)
@@ -94,6 +96,11 @@ class OpenAITask(Task):
         rows = sum(job.num_scored for job in jobs) + sum(job.max_tokens for job in drawn)
         listed = [job for job in jobs if isinstance(job, GenerateJob | ScoreJob)]
         planner.expect_rows(rows, 1, max((job.top for job in listed), default=0))
+
+    @property
+    @abstractmethod
+    def _longest(self) -> int:
+        """Characters of the longest prompt."""
 
     @abstractmethod
     def _plan_prompts(self, codec: TextCodec, info: EngineInfo) -> Steps[list[CompletionPrompt]]:
@@ -173,6 +180,12 @@ class CompletionTask(OpenAITask):
         is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
         count = (1 if is_one else len(prompt)) * self._body.n
         check_count("prompt", count, settings.max_items)
+
+    @property
+    def _longest(self) -> int:
+        given = self._body.prompt
+        texts = [given] if isinstance(given, str) else given
+        return max((len(text) for text in texts if isinstance(text, str)), default=0)
 
     def _plan_prompts(self, codec: TextCodec, info: EngineInfo) -> Steps[list[CompletionPrompt]]:
         return plan_completions(self._body, codec, info)
@@ -274,6 +287,10 @@ class ChatCompletionTask(OpenAITask):
     def check_limits(self, settings: Settings) -> None:
         """Bound the completions. Errors: APIError `payload_too_large`."""
         check_count("n", self._body.n, settings.max_items)
+
+    @property
+    def _longest(self) -> int:
+        return find_longest_prompt([], self._body.messages)
 
     def _plan_prompts(self, codec: TextCodec, info: EngineInfo) -> Steps[list[CompletionPrompt]]:
         prompt = plan_chat(self._body, codec, info)

@@ -97,6 +97,7 @@ class PerplexityTask(WindowTask):
         if self._reference is not None:
             self._comparison = Comparison(self.model, self._reference)
         settings, body = planner.settings, self._body
+        planner.cover_text(max(map(len, body.texts)))
         windows = self._windows = await planner.advance(self._cut())
         self._windows_total = len(windows)
         if body.tokens:

@@ -28,6 +28,11 @@ T = TypeVar("T")
 Steps = Generator[int, None, T]
 """Work in steps: each yields the tokens planned so far, and the last returns what came of it."""
 
+LONG_TEXT = 2**17
+"""Characters of a text from which on its encoding takes longer than a slice."""
+BYTES_PER_CHAR = 250
+"""Memory of a character while its text is encoded: 187 in English, up to 790 where every byte is a
+token. Such texts are encoded one at a time."""
 BYTES_PER_ROW = 64
 """Of an answer: a token's id, its text and its place."""
 BYTES_PER_NUMBER = 24
@@ -53,6 +58,7 @@ class Capacity:
         count = settings.planning_threads
         self._short = ThreadPoolExecutor(count, "planning")
         self._long = ThreadPoolExecutor(count, "planning-long")
+        self._texts = ThreadPoolExecutor(1, "planning-texts")
         self._at_work = 0
 
     @contextmanager
@@ -77,8 +83,12 @@ class Capacity:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._short, lambda: work(*args, **kwargs))
 
-    async def advance(self, steps: Steps[T], cover: Callable[[int], None]) -> T:
+    async def advance(
+        self, steps: Steps[T], cover: Callable[[int], None], takes_long: bool = False
+    ) -> T:
         """Return what steps come to; `cover` is told the tokens that are planned, between slices.
+
+        `takes_long`: a step takes longer than a slice, and much memory; one of those at a time.
 
         Errors: APIError `overloaded`; those of the steps and of `cover`.
         """
@@ -87,6 +97,7 @@ class Capacity:
         with self.plan_request():
             while True:
                 threads = self._short if spent < LONG_AFTER_S else self._long
+                threads = self._texts if takes_long else threads
                 planned, ended, seconds = await loop.run_in_executor(threads, _run_slice, steps)
                 spent += seconds
                 if ended is not None:
@@ -95,8 +106,26 @@ class Capacity:
 
     def close(self) -> None:
         """End the threads, without waiting for what they do."""
-        for threads in (self._short, self._long):
+        for threads in (self._short, self._long, self._texts):
             threads.shutdown(wait=False, cancel_futures=True)
+
+
+def cover_text(longest: int, settings: Settings, memory: Reservation) -> bool:
+    """Reserve memory for encoding a text of so many characters; return whether it takes long.
+
+    Errors: as `Planner.cover_text`.
+    """
+    limit = settings.max_text_chars
+    if longest > limit:
+        detail = (
+            f"A text has {longest} characters, at most {limit} are encoded at once: split it, send "
+            "it to /perplexity/stream, or raise max_text_chars."
+        )
+        raise api_error("payload_too_large", detail)
+    takes_long = longest > LONG_TEXT
+    if takes_long:
+        memory.add(longest * BYTES_PER_CHAR)
+    return takes_long
 
 
 def _run_slice(steps: Steps[T]) -> tuple[int, tuple[T] | None, float]:
@@ -117,6 +146,7 @@ class Planner:
     def __init__(self, capacity: Capacity, tokens: Reservation, memory: Reservation) -> None:
         self.settings = capacity.settings
         self.expected_bytes = 0
+        self._takes_long = False
         self._capacity = capacity
         self._tokens = tokens
         self._memory = memory
@@ -130,7 +160,15 @@ class Planner:
 
         Errors: as `Capacity.advance` and `Reservation.cover`.
         """
-        return await self._capacity.advance(steps, self._tokens.cover)
+        return await self._capacity.advance(steps, self._tokens.cover, self._takes_long)
+
+    def cover_text(self, longest: int) -> None:
+        """Reserve memory for the longest text while it is encoded, of so many characters.
+
+        One that takes long to encode is planned in the thread for that. Errors: APIError
+        `payload_too_large`, `overloaded`.
+        """
+        self._takes_long = cover_text(longest, self.settings, self._memory)
 
     def expect_rows(self, rows: int, numbers: int, alternatives: int = 0) -> None:
         """Reserve memory for an answer of so many rows, with so much in each.

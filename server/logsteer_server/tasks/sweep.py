@@ -21,7 +21,7 @@ from logsteer_server.tasks.columns import ColumnOptions
 from logsteer_server.tasks.comparison import compare_jobs, export_files, export_jobs
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import Batch, Collector, Task, check_count
-from logsteer_server.tasks.targets import TargetOptions, TargetPlan, plan_targets
+from logsteer_server.tasks.targets import TargetOptions, TargetPlan, find_longest, plan_targets
 from logsteer_server.tasks.texts import TextWindow, Windowing, cut_texts
 from logsteer_server.text.sums import exp_mean
 from logsteer_server.text.tokenizer import TextCodec
@@ -140,6 +140,8 @@ class SweepTask(Task):
         """
         codec, info = self.model.require()
         settings = planner.settings
+        body = self._body
+        planner.cover_text(max(find_longest(body.items), *map(len, body.texts), 0))
         plan = await planner.advance(self._plan(codec, info))
         rows = sum(job.num_scored for job in plan.jobs)
         planner.expect_rows(rows * len(self._settings), 1)

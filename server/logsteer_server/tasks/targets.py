@@ -39,6 +39,16 @@ def check_items(items: Sequence[LogprobItem], settings: Settings) -> None:
     check_count("items[].targets", targets, settings.max_targets)
 
 
+def find_longest(items: Sequence[LogprobItem]) -> int:
+    """Return the characters of the longest context with its longest target."""
+    return max((_count_chars(item) for item in items), default=0)
+
+
+def _count_chars(item: LogprobItem) -> int:
+    turns = sum(len(message.content) for message in item.messages or ())
+    return len(item.context or "") + turns + max(map(len, item.targets or ()), default=0)
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedTarget:
     """One string or id sequence to score: its tokens, and where its scores will be.

@@ -279,6 +279,8 @@ class TrainTask(Task):
         codec, info = self.model.require()
         site = CaptureSite(body.hook, body.layers, body.read)
         limit = planner.settings.max_training_bytes
+        texts = [text for pair in body.pairs for text in (pair.positive, pair.negative)]
+        planner.cover_text(max(map(len, texts)))
         jobs = await planner.advance(plan_captures(body.pairs, site, body.bos, codec, info, limit))
         collector = Collector(jobs)
         yield Batch(jobs, collector.take)
