@@ -1,0 +1,441 @@
+"""Chaos: many callers with mixed requests on one server, while engines are killed and stopped.
+
+    .venv/bin/python bench/load.py --requests 20000 --clients 256 --seed 0
+
+Three models on two engines serve scores, perplexities of streamed texts, steered streams, sweeps,
+uploads and calls that are broken off; some readers are slow, and some requests are not to be
+answered. Every answer is compared with that of the same request on the quiet server before. At
+times drawn from the seed, an engine is killed (SIGKILL) or stopped (SIGSTOP). All of it runs on
+this machine's loopback and ends by itself.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.conftest import DEMO_MODEL, STORIES_MODEL, tlens_model, vllm_model  # noqa: E402
+from tests.servers import Server  # noqa: E402
+
+TOLERANCE = 1e-3
+"""Nats by which a sum over a request's tokens may differ from that of the quiet server."""
+MAX_TRIES = 200
+LONGEST_WAIT_S = 5.0
+WORDS = [
+    "the",
+    "little",
+    "cat",
+    "ran",
+    "to",
+    "see",
+    "a",
+    "big",
+    "red",
+    "ball",
+    "and",
+    "then",
+    "went",
+    "home",
+    "with",
+    "her",
+    "friend",
+]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A request, and what is done with its answer. `refused`: the status that it is to have."""
+
+    kind: str
+    path: str
+    body: Any
+    refused: int | None = None
+
+
+@dataclass
+class Report:
+    """What came of all requests."""
+
+    done: Counter[str] = field(default_factory=Counter)
+    retried: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    memory: list[tuple[float, int]] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+
+
+class RefusalError(Exception):
+    """A problem document, as an answer or as the last event of a stream."""
+
+    def __init__(self, status: int, problem: dict[str, Any], retry_after: float) -> None:
+        super().__init__(f"{status} {problem.get('code')}: {problem.get('detail')}")
+        self.status = status
+        self.problem = problem
+        self.retry_after = retry_after
+
+
+# ------------------------------------------------------------------ requests
+
+
+def write_text(rng: random.Random, words: int) -> str:
+    """Return so many words."""
+    return " ".join(rng.choice(WORDS) for _ in range(words))
+
+
+def draw_plans(rng: random.Random, models: Sequence[str], count: int) -> list[Plan]:
+    """Draw requests of all kinds; equal ones are drawn again and again."""
+    plans = []
+    for n in range(count):
+        model = models[n % len(models)]
+        vector = [round(rng.gauss(0, 0.3), 3) for _ in range(WIDTHS[model])]
+        steering = {"vectors": [{"data": {"1": vector}, "scale": rng.choice([0.5, 1.0])}]}
+        item = {"context": write_text(rng, 12), "targets": [" cat", " red ball", " went home"]}
+        text = write_text(rng, 400)
+        generation = {"prompts": [write_text(rng, 6)], "max_tokens": 16, "seed": n}
+        score = {"model": model, "items": [item]}
+        drawn = {"model": model, "stream": True, **generation}
+        clamp = {"data": {"1": vector}, "op": "clamp", "params": {"min": 1e308}}
+        poison = {"model": model, "prompts": ["a"], "steering": {"vectors": [clamp]}}
+        steered = {"steering": steering}
+        plans += [
+            Plan("score", "/logprob", score),
+            Plan("steered score", "/logprob", score | steered),
+            Plan("perplexity", f"/perplexity/stream?model={model}&context_length=64", text),
+            Plan("steer", "/steer", drawn | steered),
+            Plan("slow", "/generate", drawn),
+            Plan("cancel", "/generate", drawn | {"n": 4}),
+            Plan("sweep", "/sweep", score | steered | {"scales": [-1, 0, 1]}),
+            Plan("upload", f"/vectors/load-{n}", vector),
+            Plan("poison", "/steer", poison, 422),
+            Plan("poison", "/logprob", {"model": model, "items": [{"context": 1}] * 50}, 422),
+        ]
+    return plans
+
+
+WIDTHS = {"demo": 128, "bridge": 128, "stories": 64}
+
+
+def read_numbers(kind: str, document: dict[str, Any]) -> Any:
+    """Return what of an answer has to be equal: ids and texts as they are, and numbers."""
+    match kind:
+        case "score" | "steered score":
+            return [t["logprobs"] for r in document["results"] for t in r["targets"]]
+        case "perplexity":
+            return [document["total"]["sum_logprob"], document["total"]["num_tokens"]]
+        case "steer" | "slow":
+            found = [c for r in document["results"] for c in r["completions"]]
+            return [[c["token_ids"] for c in found], [c["logprobs"] for c in found]]
+        case "sweep":
+            return [t["logprob"] for p in document["points"] for i in p["items"]
+                    for t in i["targets"]]  # fmt: skip
+    return None
+
+
+def differs(found: Any, wanted: Any) -> bool:
+    """Return whether two answers differ by more than rounding."""
+    if isinstance(wanted, list):
+        if not isinstance(found, list) or len(found) != len(wanted):
+            return True
+        return any(differs(a, b) for a, b in zip(found, wanted, strict=True))
+    if isinstance(wanted, float):
+        return not isinstance(found, float) or abs(found - wanted) > TOLERANCE
+    return bool(found != wanted)
+
+
+# ------------------------------------------------------------------ callers
+
+
+class Caller:
+    """Sends requests, again where the server says that it helps, and notes what comes back."""
+
+    def __init__(self, http: httpx.AsyncClient, report: Report) -> None:
+        self._http = http
+        self._report = report
+
+    async def ask(self, plan: Plan, rng: random.Random) -> Any:
+        """Return what `read_numbers` reads of the answer. Errors: RefusalError."""
+        for _ in range(MAX_TRIES):
+            try:
+                return await self._send(plan)
+            except RefusalError as refusal:
+                if not refusal.problem.get("retryable"):
+                    raise
+                self._report.retried[str(refusal.problem.get("code"))] += 1
+                wait = min(LONGEST_WAIT_S, refusal.retry_after or 1)
+                await asyncio.sleep(wait * rng.uniform(0.8, 1.2))
+        raise RuntimeError(f"{plan.path} was put off {MAX_TRIES} times")
+
+    async def _send(self, plan: Plan) -> Any:
+        match plan.kind:
+            case "upload":
+                return await self._upload(plan)
+            case "perplexity":
+                content = plan.body.encode()
+                headers = {"Content-Type": "text/plain"}
+                return await self._stream(plan, content, headers)
+            case "steer" | "slow" | "cancel":
+                content, headers = json.dumps(plan.body).encode(), JSON
+                return await self._stream(plan, content, headers)
+        answer = await self._http.post(plan.path, content=json.dumps(plan.body), headers=JSON)
+        return read_numbers(plan.kind, check(answer))
+
+    async def _upload(self, plan: Plan) -> None:
+        from safetensors.numpy import save
+
+        content = save({"layers.1": np.array(plan.body, np.float32)})
+        name = f"{plan.path}-{random.getrandbits(64):x}"
+        check(await self._http.put(name, content=content))
+        back = await self._http.get(f"{name}/content")
+        if back.status_code != 200:
+            check(back)
+        check(await self._http.delete(name))
+
+    async def _stream(self, plan: Plan, content: bytes, headers: dict[str, str]) -> Any:
+        results: list[dict[str, Any]] = []
+        async with self._http.stream("POST", plan.path, content=content, headers=headers) as answer:
+            if answer.status_code != 200:
+                await answer.aread()
+                check(answer)
+            if plan.kind == "slow":
+                await asyncio.sleep(2.0)
+            name = ""
+            async for line in answer.aiter_lines():
+                if plan.kind == "cancel" and name == "piece":
+                    return None
+                if line.startswith("event: "):
+                    name = line.removeprefix("event: ")
+                elif line.startswith("data: ") and name == "error":
+                    raise RefusalError(200, json.loads(line.removeprefix("data: ")), 0)
+                elif line.startswith("data: ") and name == "result":
+                    results.append(json.loads(line.removeprefix("data: ")))
+        if plan.kind == "cancel":
+            return None
+        if len(results) != 1:
+            raise RuntimeError(f"{plan.path}: the stream had {len(results)} results")
+        return read_numbers(plan.kind, results[0])
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+def check(answer: httpx.Response) -> dict[str, Any]:
+    """Return an answer's document. Errors: RefusalError."""
+    if answer.status_code == 200:
+        document: dict[str, Any] = answer.json()
+        return document
+    try:
+        problem = answer.json()
+    except ValueError:
+        problem = {"detail": answer.text[:200]}
+    raise RefusalError(answer.status_code, problem, float(answer.headers.get("retry-after", 0)))
+
+
+async def ask_quietly(http: httpx.AsyncClient, plans: Sequence[Plan]) -> list[Any]:
+    """Return the answer of each request, asked one after the other."""
+    caller, rng = Caller(http, Report()), random.Random(0)
+    wanted = []
+    for plan in plans:
+        try:
+            wanted.append(await caller.ask(plan, rng))
+        except RefusalError as refusal:
+            if refusal.status != plan.refused:
+                raise
+            wanted.append(None)
+    return wanted
+
+
+async def run_client(
+    caller: Caller,
+    plans: Sequence[Plan],
+    wanted: Sequence[Any],
+    todo: "asyncio.Queue[int]",
+    report: Report,
+    seed: int,
+) -> None:
+    """Send requests off the list until none is left."""
+    rng = random.Random(seed)
+    while not todo.empty():
+        index = todo.get_nowait()
+        plan = plans[index]
+        began = time.monotonic()
+        try:
+            found = await caller.ask(plan, rng)
+            if plan.refused is not None:
+                report.wrong.append(f"{plan.kind}: answered, not refused")
+            elif plan.kind not in ("cancel", "upload") and differs(found, wanted[index]):
+                report.wrong.append(f"{plan.kind}: {found} is not {wanted[index]}"[:600])
+        except RefusalError as refusal:
+            if refusal.status != plan.refused:
+                report.wrong.append(f"{plan.kind}: {refusal}")
+        except Exception as error:
+            report.wrong.append(f"{plan.kind}: {type(error).__name__}: {error}")
+        report.done[plan.kind] += 1
+        report.waits.append(time.monotonic() - began)
+
+
+# ------------------------------------------------------------------ faults and readings
+
+
+def find_engines(pid: int) -> list[int]:
+    """Return the engine processes of a server."""
+    children = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    engines = []
+    for child in children:
+        try:
+            command = Path(f"/proc/{child}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"spawn_main" in command:
+            engines.append(child)
+    return engines
+
+
+async def inject(pid: int, report: Report, rng: random.Random, every_s: float) -> None:
+    """Kill or stop an engine again and again."""
+    while True:
+        await asyncio.sleep(every_s * rng.uniform(0.7, 1.3))
+        if engines := find_engines(pid):
+            victim, what = rng.choice(engines), rng.choice([signal.SIGKILL, signal.SIGSTOP])
+            os.kill(victim, what)
+            report.faults.append(f"{what.name} of {victim}")
+
+
+def read_status(pid: int, name: str) -> int:
+    """Return a number of a process's status."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1])
+    raise KeyError(name)
+
+
+async def watch(pid: int, report: Report, total: int) -> None:
+    """Note the server's memory in MiB by the share of requests that are done."""
+    last = time.monotonic()
+    while True:
+        share = sum(report.done.values()) / total
+        report.memory.append((share, read_status(pid, "VmRSS") // 1024))
+        if time.monotonic() - last > 30:
+            last = time.monotonic()
+            print(
+                f"{share:6.1%} done, {report.memory[-1][1]} MiB, retried {dict(report.retried)}, "
+                f"{len(report.wrong)} wrong, {len(report.faults)} faults",
+                flush=True,
+            )
+        await asyncio.sleep(1)
+
+
+def read_left(pid: int, metrics: str) -> dict[str, float]:
+    """Return what the server has open or reserved."""
+    left: dict[str, float] = {
+        "descriptors": sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir()),
+        "threads": read_status(pid, "Threads"),
+    }
+    for line in metrics.splitlines():
+        if "pending" in line and not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            left[name] = float(value)
+    return left
+
+
+async def run_load(server: Server, arguments: argparse.Namespace, models: Sequence[str]) -> int:
+    """Ask quietly, then with all clients and faults; print what came of it."""
+    assert server.process is not None
+    pid, rng, report = server.process.pid, random.Random(arguments.seed), Report()
+    plans = draw_plans(rng, models, arguments.variants)
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=server.url, timeout=600, limits=limits) as http:
+        began = time.monotonic()
+        wanted = await ask_quietly(http, plans)
+        print(
+            f"{len(plans)} requests asked quietly in {time.monotonic() - began:.0f} s", flush=True
+        )
+        before = read_left(pid, (await http.get("/metrics")).text)
+        todo: asyncio.Queue[int] = asyncio.Queue()
+        for _ in range(arguments.requests):
+            todo.put_nowait(rng.randrange(len(plans)))
+        began = time.monotonic()
+        others = [asyncio.create_task(watch(pid, report, arguments.requests))]
+        if arguments.fault_every_s:
+            others.append(asyncio.create_task(inject(pid, report, rng, arguments.fault_every_s)))
+        caller = Caller(http, report)
+        await asyncio.gather(
+            *(run_client(caller, plans, wanted, todo, report, n) for n in range(arguments.clients))
+        )
+        seconds = time.monotonic() - began
+        for task in others:
+            task.cancel()
+    await asyncio.sleep(arguments.settle_s)
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+        after = read_left(pid, (await http.get("/metrics")).text)
+        cards = (await http.get("/models")).json()["models"]
+    show(report, seconds, before, after, cards)
+    return 1 if report.wrong else 0
+
+
+def show(
+    report: Report, seconds: float, before: dict[str, float], after: dict[str, float], cards: Any
+) -> None:
+    """Print the whole report."""
+    second = [m for share, m in report.memory if 0.1 <= share < 0.2]
+    last = [m for share, m in report.memory if share >= 0.9]
+    print(f"\n{sum(report.done.values())} requests in {seconds:.0f} s: {dict(report.done)}")
+    print(f"faults: {dict(Counter(f.split()[0] for f in report.faults))}")
+    print(f"tried again after: {dict(report.retried)}")
+    waits = sorted(report.waits)
+    print(f"seconds a request: median {statistics.median(waits):.2f}, longest {waits[-1]:.1f}")
+    if second and last:
+        early, late = statistics.median(second), statistics.median(last)
+        most = max(size for _, size in report.memory)
+        print(f"memory: second tenth {early} MiB, last {late} MiB: {late / early:.3f}; most {most}")
+    print("left, before and after:", {k: (before.get(k), v) for k, v in after.items()})
+    print("models:", {card["id"]: (card["state"], card["restarts"]) for card in cards})
+    print(f"wrong: {len(report.wrong)}")
+    for line, count in Counter(report.wrong).most_common(20):
+        print(f"  {count} x {line}")
+
+
+def main() -> int:
+    """Start the server, run the load, end the server; the exit status says whether all was well."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--clients", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--variants", type=int, default=20, help="times ten different requests")
+    parser.add_argument("--fault-every-s", type=float, default=60.0, help="0: no faults")
+    parser.add_argument("--settle-s", type=float, default=15.0)
+    arguments = parser.parse_args()
+    configured = [vllm_model("demo", DEMO_MODEL), tlens_model("bridge", DEMO_MODEL)]
+    if STORIES_MODEL.is_dir():
+        configured.append(vllm_model("stories", STORIES_MODEL))
+    with tempfile.TemporaryDirectory(prefix="load-") as directory:
+        config = {"models": configured, "max_restarts": 1000}
+        server = Server.start(config, Path(directory))
+        try:
+            server.wait_until_ready()
+            return asyncio.run(run_load(server, arguments, [m["id"] for m in configured]))
+        finally:
+            server.stop()
+            print(f"the server ended with {server.process.returncode if server.process else None}")
+            errors = [x for x in server.lines if " ERROR " in x or "Traceback" in x]
+            print(f"errors logged: {len(errors)}", *errors[:10], sep="\n  ")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
