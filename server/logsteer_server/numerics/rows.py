@@ -68,6 +68,16 @@ class Rows:
         return logits_RV.log_softmax(-1)
 
     @property
+    def finite_R(self) -> Tensor:
+        """Whether each row's softmax is one: no logit is NaN or plus infinity, and not all minus.
+
+        Without this ranks and sums over such a row look like any others.
+        """
+        if "log_probs_RV" in vars(self):  # any of them tells, at no further pass over the row
+            return ~self.log_probs_RV[:, 0].isnan()
+        return self.logits_RV.amax(-1).isfinite()
+
+    @property
     def reference_RV(self) -> Tensor:
         """The other model's log-probabilities. Errors: ValueError where there are none."""
         if self._reference_RV is None:
@@ -322,7 +332,8 @@ def read_hidden(
     """Read what `spec` names from R hidden states [R, width], in the dtype of the spec.
 
     `project` maps hidden states [r, D] to logits [r, V]; it is called on chunks whose logits take
-    at most `chunk_bytes`, so nothing of size rows x vocabulary outlives a chunk.
+    at most `chunk_bytes`, so nothing of size rows x vocabulary outlives a chunk. All that is read
+    from a row that is not finite is NaN.
     """
     files = files or RowFiles()
     out_RW = torch.empty((len(targets_R), spec.width), device=hidden_RD.device, dtype=spec.dtype)
@@ -331,8 +342,9 @@ def read_hidden(
         reference_rV = None
         if files.reference:
             reference_rV = files.reference.read(first, count, hidden_RD.device)
+        hidden_rD = hidden_RD[part]
         rows = Rows(
-            project(hidden_RD[part]),
+            project(hidden_rD),
             targets_R[part],
             reference_rV,
             spec.policy,
@@ -341,7 +353,9 @@ def read_hidden(
         )
         if files.export:
             files.export.write(first, rows.log_probs_RV)
-        out_RW[part] = read_rows(rows, spec)
+        values_rW = read_rows(rows, spec)
+        finite_r = hidden_rD.isfinite().all(-1) & rows.finite_R
+        out_RW[part] = values_rW.masked_fill(~finite_r[:, None], torch.nan)
     return out_RW
 
 
@@ -355,13 +369,21 @@ class RowValues:
 
 
 def unpack(values_RW: np.ndarray, spec: RowSpec) -> RowValues:
-    """Split what `read_rows` put side by side: columns and alternatives; ranks and ids as int32."""
+    """Split what `read_rows` put side by side: columns and alternatives; ranks and ids as int32.
+
+    Those of a row that is not finite are 0.
+    """
     names: Sequence[str] = spec.columns
     columns = {
-        name: values_RW[:, i].astype(np.int32) if name == "rank" else values_RW[:, i]
+        name: _round(values_RW[:, i]) if name == "rank" else values_RW[:, i]
         for i, name in enumerate(names)
     }
     if not spec.top:
         return RowValues(columns, None, None)
     first, middle = len(names), len(names) + spec.top
-    return RowValues(columns, values_RW[:, first:middle].astype(np.int32), values_RW[:, middle:])
+    return RowValues(columns, _round(values_RW[:, first:middle]), values_RW[:, middle:])
+
+
+def _round(values: np.ndarray) -> np.ndarray:
+    """Return whole numbers as int32, NaN as 0."""
+    return np.nan_to_num(values).astype(np.int32)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from logsteer_server.contract.finite import find_failure
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
 from logsteer_server.engines.tlens.batch import accept_row, read_batch
 from logsteer_server.engines.tlens.model import BridgeModel
@@ -99,7 +100,7 @@ class ScoreQueue(JobQueue[ScoreEntry]):
             steered = batch[b].steered
             trace = steered.trace(len(job.tokens)) if steered else None
             output = ScoreOutput(rows.columns, rows.top_ids, rows.top_logprobs, trace=trace)
-            results.append((batch[b].job_id, output))
+            results.append((batch[b].job_id, find_failure(job, output) or output))
         return results
 
 
