@@ -53,7 +53,9 @@ def make_poison(vocab: int, width: int, first: int) -> dict[int, Job]:
     for index in range(18):
         ids = rng.integers(10, vocab, 80).astype(np.int32)
         plan = make_plan(width, index % 9)
-        jobs[first + index] = ScoreJob(ids[:-1], ids[-60:], ("rank",) if index % 4 else ("logprob",), plan=plan)
+        jobs[first + index] = ScoreJob(
+            ids[:-1], ids[-60:], ("rank",) if index % 4 else ("logprob",), plan=plan
+        )
         if index % 3 == 2:
             jobs[first + index] = GenerateJob(
                 ids, 40, Policy(0.7), ignore_eos=True, logprobs=index % 2 == 0, plan=plan

@@ -277,12 +277,12 @@ class GenerateQueue(JobQueue[GenerationRow]):
                 return False
         return super().has_work
 
-    def add(self, job_id: int, job: GenerateJob) -> None:
-        """Take a job in. Errors: RefusedJobError where it cannot run."""
+    def add(self, job_id: int, job: GenerateJob, alone: bool = False) -> None:
+        """Take a job in, as every queue does. Errors: RefusedJobError where it cannot run."""
         if job.delta and self._delta_queue is not None:
-            self._delta_queue.add(job_id, job)
+            self._delta_queue.add(job_id, job, alone)
         else:
-            super().add(job_id, job)
+            super().add(job_id, job, alone)
 
     def _accept(self, job_id: int, job: GenerateJob) -> GenerationRow:
         if job.max_tokens < 1:

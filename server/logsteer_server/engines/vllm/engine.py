@@ -17,6 +17,7 @@ from logsteer_server.contract.jobs import (
     Output,
     ScoreJob,
 )
+from logsteer_server.engines.failures import describe_error
 from logsteer_server.engines.vllm.adapters import AdapterSlot, AdapterSlots, UnfitAdapterError
 from logsteer_server.engines.vllm.config import describe, set_environment, steering_size
 from logsteer_server.engines.vllm.generation import GenerationRequests
@@ -137,9 +138,9 @@ class VllmEngine:
     def _submit(self, running: RunningJob) -> None:
         try:
             running.request_id = running.kind.submit(running)
-        except ValueError as error:  # vLLM's limit on alternatives, `max_logprobs`
+        except Exception as error:  # whatever vLLM's checks raise, which have no common class
             self._release(running.slot, running.adapter)
-            self._known.append((running.job_id, JobFailure("invalid_request", str(error))))
+            self._known.append((running.job_id, describe_error(error)))
             return
         self._running[running.job_id] = self._by_request_id[running.request_id] = running
 

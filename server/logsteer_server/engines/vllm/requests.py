@@ -52,7 +52,7 @@ class JobRequests(Protocol):
         ...
 
     def submit(self, running: RunningJob) -> str:
-        """Hand a job to vLLM and return its request's id. Errors: ValueError for bad sampling."""
+        """Hand a job to vLLM and return its request's id. Errors: whatever vLLM raises."""
         ...
 
     def collect(self, outputs: Sequence[tuple[RunningJob, Any]]) -> list[Collected]:

@@ -24,7 +24,7 @@ START = (
          "max_model_len, enforce_eager, enable_prefix_caching, async_scheduling, "
          "disable_log_stats, use_tqdm_on_load, worker_cls, additional_config, hf_overrides, "
          "enable_lora, max_loras, max_cpu_loras, max_lora_rank, distributed_executor_backend, "
-         "block_size, kv_cache_memory_bytes, gpu_memory_utilization",
+         "max_logprobs, block_size, kv_cache_memory_bytes, gpu_memory_utilization",
          "what a model of the configuration is set up with", "config", "core"),
     row("call", "vllm.engine.arg_utils.EngineArgs.create_engine_config", "self",
          "vLLM's own checks and defaults", "core"),
