@@ -83,6 +83,12 @@ def run(engine: VllmEngine, jobs: dict[int, Job], steps: int = 10**9) -> dict[in
     return found
 
 
+def count_prefixes(scheduler: Any) -> int:
+    """Blocks that the prefix cache gives to whoever asks."""
+    pool = scheduler.kv_cache_manager.block_pool
+    return sum(block.block_hash is not None for block in pool.blocks)
+
+
 def main() -> None:
     """Run the neighbours alone; beside and behind poison that ends; behind poison cancelled."""
     args = {"num_gpu_blocks_override": BLOCKS, "max_num_batched_tokens": 512}
@@ -103,6 +109,8 @@ def main() -> None:
     found["beside"] = run(engine, poison | neighbours)
     found["poison"] = {index: found["beside"].pop(index) for index in poison}
     forget()
+    run(engine, {index: job for index, job in poison.items() if isinstance(job, ScoreJob)})
+    found["cached"] = count_prefixes(scheduler)
     found["behind"] = run(engine, neighbours)
     forget()
     cancelled = {
@@ -113,13 +121,7 @@ def main() -> None:
     run(engine, cancelled, steps=1)
     engine.cancel(list(cancelled))
     found["cancelled"] = run(engine, neighbours)
-    scheduler.reset_prefix_cache()
-    healthy = make_plan(width, 0)
     found["left"] = len(engine._running)
-    found["cached"] = sum(
-        block.block_hash is not None for block in scheduler.kv_cache_manager.block_pool.blocks
-    )
-    del healthy
     print(json.dumps(found))
     engine.close()
 

@@ -123,11 +123,6 @@ class Output:
         return True
 
     @property
-    def is_finite(self) -> bool:
-        """Whether no number of it is NaN. Infinite ones say something: of q, that x is cut off."""
-        return True
-
-    @property
     def num_generated(self) -> int:
         """Tokens that it brings."""
         return 0
@@ -228,14 +223,6 @@ class ScoreOutput(Output):
     top_ids: Ids | None = None
     top_logprobs: Scores | None = None
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether no column has a row that is NaN, or a rank that is none: 0."""
-        return all(
-            not np.isnan(column_R).any() if name != "rank" else bool((column_R > 0).all())
-            for name, column_R in self.columns.items()
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class GenerateJob(Job):
@@ -284,11 +271,6 @@ class GenerateOutput(Output):
     top_ids: Ids
     top_logprobs: Scores
     finish_reason: str | None = None
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether no log-probability is NaN."""
-        return not np.isnan(self.logprobs).any()
 
     @property
     def is_last(self) -> bool:
@@ -369,11 +351,6 @@ class GradientOutput(Output):
     logprobs: Scores
     gradients: tuple[Scores, ...] = ()
     directional: Scores | None = None
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether no log-probability is NaN; derivatives of finite ones may be."""
-        return not np.isnan(self.logprobs).any()
 
 
 def _no_tokens() -> Ids:

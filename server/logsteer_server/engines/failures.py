@@ -1,11 +1,32 @@
-"""What a job fails with where an engine raised over it what it should not have."""
+"""What is wrong where an engine raised what it should not have, and how the job fails then."""
 
 import logging
 
 from logsteer_server.contract.jobs import JobFailure
-from logsteer_server.engines.process import lacks_memory
 
 log = logging.getLogger(__name__)
+
+
+MEMORY_WORDS = (
+    "out of memory",  # CUDA's
+    "allocate memory",  # torch's allocator for CPUs
+    "not enough memory",
+    "Free memory on device",  # vLLM's checks at a start
+    "Available memory on node",
+    "Error in memory profiling",
+)
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Return whether an error, or one that it came from, tells that too little memory was free."""
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, MemoryError) or "OutOfMemory" in type(link).__name__:
+            return True
+        if any(words in str(link) for words in MEMORY_WORDS):
+            return True
+        link = link.__cause__ or link.__context__
+    return False
 
 
 def describe_error(error: Exception) -> JobFailure:

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from cachetools import LRUCache
 
 from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.finite import is_finite
 from logsteer_server.contract.jobs import Job, Output, ScoreJob, ScoreOutput
 from logsteer_server.contract.plan import SteeringTrace
 from logsteer_server.models.cachefile import CacheFile
@@ -199,7 +200,7 @@ class ResultCache:
         packed = [
             (k, pack_output(cast(ScoreOutput, out), _columns(job)))
             for k, job, out in computed
-            if out.is_finite
+            if is_finite(out)
         ]
         for key, value in packed:
             self._remember(key, value)

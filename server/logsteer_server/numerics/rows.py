@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from logsteer_server.contract.jobs import Policy, ScoreJob
+from logsteer_server.numerics.row_files import RowFiles
 from logsteer_server.numerics.sampling import ShapedRows, shape_rows
 
 NEUTRAL = Policy()
@@ -293,33 +294,6 @@ def split_chunks(count: int, bytes_per_row: int, chunk_bytes: int) -> Iterator[s
         yield slice(start, min(start + step, count))
 
 
-class ReferenceFile:
-    """Pass log-probabilities of R rows over V tokens from one engine to another, on disk."""
-
-    def __init__(self, path: str, num_rows: int, vocab_size: int) -> None:
-        self._shape = (num_rows, vocab_size)
-        self._path = path
-
-    def write(self, first: int, log_probs_rV: Tensor) -> None:
-        """Store rows `first` onward. Errors: OSError."""
-        table_RV = np.memmap(self._path, np.float32, "r+", shape=self._shape)
-        table_RV[first : first + len(log_probs_rV)] = log_probs_rV.cpu().numpy()
-
-    def read(self, first: int, count: int, device: torch.device) -> Tensor:
-        """Load rows [first, first + count) to a device. Errors: OSError."""
-        table_RV = np.memmap(self._path, np.float32, "r", shape=self._shape)
-        return torch.from_numpy(np.array(table_RV[first : first + count])).to(device)
-
-
-@dataclass(frozen=True, slots=True)
-class RowFiles:
-    """Where log-probabilities are written to or read from; `first` is the first row's place."""
-
-    export: ReferenceFile | None = None
-    reference: ReferenceFile | None = None
-    first: int = 0
-
-
 def read_hidden(
     hidden_RD: Tensor,
     targets_R: Tensor,
@@ -333,7 +307,8 @@ def read_hidden(
 
     `project` maps hidden states [r, D] to logits [r, V]; it is called on chunks whose logits take
     at most `chunk_bytes`, so nothing of size rows x vocabulary outlives a chunk. All that is read
-    from a row that is not finite is NaN.
+    from a row that is not finite is NaN. Errors: OSError of the files; where one cannot be written,
+    once all is computed, because several ranks compute it together.
     """
     files = files or RowFiles()
     out_RW = torch.empty((len(targets_R), spec.width), device=hidden_RD.device, dtype=spec.dtype)
@@ -356,6 +331,8 @@ def read_hidden(
         values_rW = read_rows(rows, spec)
         finite_r = hidden_rD.isfinite().all(-1) & rows.finite_R
         out_RW[part] = values_rW.masked_fill(~finite_r[:, None], torch.nan)
+    if files.export and files.export.error:
+        raise files.export.error
     return out_RW
 
 
@@ -386,4 +363,5 @@ def unpack(values_RW: np.ndarray, spec: RowSpec) -> RowValues:
 
 def _round(values: np.ndarray) -> np.ndarray:
     """Return whole numbers as int32, NaN as 0."""
-    return np.nan_to_num(values).astype(np.int32)
+    rounded: np.ndarray = np.nan_to_num(values).astype(np.int32)
+    return rounded

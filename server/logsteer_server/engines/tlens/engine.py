@@ -24,7 +24,7 @@ from logsteer_server.contract.jobs import (
     JobFailure,
     ScoreJob,
 )
-from logsteer_server.engines.failures import describe_error
+from logsteer_server.engines.failures import describe_error, lacks_memory
 from logsteer_server.engines.machine import describe_machine
 from logsteer_server.engines.tlens.capture import CaptureQueue
 from logsteer_server.engines.tlens.generation import GenerateQueue, RunningBatch
@@ -140,10 +140,7 @@ class TransformerLensEngine:
         except RefusedJobError as error:
             failure = error.failure
         except Exception as error:
-            if _is_out_of_memory(error):
-                failure = _describe_shortage(batch)
-            else:
-                failure = describe_error(error)
+            failure = _describe_shortage(batch) if lacks_memory(error) else describe_error(error)
         # Here, and not above, no traceback holds the batch's tensors.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -152,10 +149,12 @@ class TransformerLensEngine:
             return [(entry.job_id, failure) for entry in batch.entries]
         results: Results = []
         for entry in batch.entries:
-            if isinstance(turn, RunningBatch) and entry.job.stream:
+            job = entry.job
+            streams = isinstance(job, GenerateJob) and job.stream
+            if streams and isinstance(turn, RunningBatch):
                 results.append((entry.job_id, failure))  # pieces of it are with the caller
             else:
-                self._queues[type(entry.job)].add(entry.job_id, entry.job, alone=True)
+                self._queues[type(job)].add(entry.job_id, job, alone=True)
         return results
 
     def _remove_ended(self) -> None:
@@ -175,12 +174,6 @@ class TransformerLensEngine:
         self._turns.clear()
         self._queues.clear()
         del self._model, self._deltas
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return "can't allocate memory" in str(error)  # the CPU's allocator has no exception of its own
 
 
 def _describe_shortage(batch: BatchRun) -> JobFailure:

@@ -17,7 +17,8 @@ from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.queue import EngineLimits, JobQueue, Results
 from logsteer_server.engines.tlens.steering import SteeredRow
-from logsteer_server.numerics.rows import ReferenceFile, RowFiles, RowSpec, read_hidden, unpack
+from logsteer_server.numerics.row_files import ReferenceFile, RowFiles
+from logsteer_server.numerics.rows import RowSpec, read_hidden, unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +106,7 @@ class ScoreQueue(JobQueue[ScoreEntry]):
 
 
 def _find_files(job: ScoreJob, vocab_size: int) -> RowFiles:
-    shape = (len(job.targets), vocab_size)
     return RowFiles(
-        ReferenceFile(job.export, *shape) if job.export else None,
-        ReferenceFile(job.reference, *shape) if job.reference else None,
+        ReferenceFile(job.export, vocab_size) if job.export else None,
+        ReferenceFile(job.reference, vocab_size) if job.reference else None,
     )

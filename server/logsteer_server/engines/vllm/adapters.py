@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from logsteer_server.contract.parameters import CONFIG_KEY, Adapter
-from logsteer_server.engines.process import lacks_memory
+from logsteer_server.engines.failures import lacks_memory
 from logsteer_server.engines.vllm.slots import SlotPool
 
 if TYPE_CHECKING:

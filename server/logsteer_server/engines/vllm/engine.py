@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from logsteer_server.contract.engine import EngineInfo, EngineSpec
-from logsteer_server.contract.finite import find_failure
+from logsteer_server.contract.finite import find_failure, is_finite
 from logsteer_server.contract.jobs import (
     CaptureJob,
     CheckAdapterJob,
@@ -200,7 +200,7 @@ class VllmEngine:
             trace = traces.get(running.request_id)
             traced = result if result.failed or trace is None else replace(result, trace=trace)
             failure = None if traced.failed else find_failure(running.job, traced)
-            if failure is not None or result.failed or not result.is_finite:
+            if failure is not None or result.failed or not is_finite(result):
                 self._vllm.freed_prefixes.evict(running.request_id)
             self._remove(running)
             self._release(running.slot, running.adapter)

@@ -13,7 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.config import CUDAGraphMode
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 from vllm.forward_context import get_forward_context
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -43,9 +46,9 @@ class LogsteerRunner(GPUModelRunner):  # type: ignore[misc]
 
     def prepare_scoring(self, chunk_bytes: int) -> None:
         """Make ready to read rows, in chunks of so many bytes."""
-        writes_exports = get_tensor_model_parallel_rank() == 0
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         vocab_size = self.model_config.get_vocab_size()
-        self.row_reader = RowReader(chunk_bytes, vocab_size, writes_exports)
+        self.row_reader = RowReader(chunk_bytes, vocab_size, rank, ranks)
         self.steering = None
         self.stream_probe = None
 
