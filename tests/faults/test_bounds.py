@@ -12,6 +12,9 @@ from pydantic import BaseModel, ValidationError
 from logsteer.errors import APIError
 from logsteer.schemas import Steering, common, openai, queries
 from logsteer.schemas.steering import FLOAT32_MAX, ClampBounds
+from logsteer_server.contract.jobs import Output
+from logsteer_server.contract.plan import SteeringTrace
+from logsteer_server.interventions.receipt import Receipt
 from logsteer_server.interventions.steering import resolve_steering
 from tests.server.steering_cases import INFO, NoVectors
 
@@ -113,3 +116,21 @@ def test_base64_of_what_is_not_finite_is_refused(bad: float) -> None:
     numbers = np.ones(INFO.hidden_size, "<f4")
     numbers[3] = bad
     refuse(data={"1": base64.b64encode(numbers.tobytes()).decode()})
+
+
+@pytest.mark.parametrize(("dtype", "number"), [("float32", 1e-45), ("float16", 1e-9)])
+def test_what_the_dtype_rounds_to_nothing_is_refused(dtype: str, number: float) -> None:
+    assert "changes nothing" in refuse(dtype, data={"1": [number] * INFO.hidden_size})
+
+
+@pytest.mark.parametrize(("kind", "fails"), [("completion", False), ("all", True)])
+def test_a_continuation_that_ends_at_once_may_have_no_steered_token(kind: str, fails: bool) -> None:
+    data = {"1": [1.0] * INFO.hidden_size}
+    steering = Steering.model_validate({"vectors": [{"data": data}], "positions": kind})
+    receipt = Receipt(resolve_steering(steering, NoVectors(), INFO))
+    receipt.add(Output(trace=SteeringTrace(0, {"1": (0, 0.0)})))
+    if fails:
+        with pytest.raises(APIError, match="did not apply"):
+            receipt.write()
+    else:
+        assert receipt.write()["tokens_steered"] == 0

@@ -20,6 +20,11 @@ from logsteer_server.stores.vectors import StoredVectors
 DTYPE_MAX = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38}
 """The largest number of each dtype that holds less than float32."""
 
+SMALLEST = {"float16": 6e-8}
+"""Likewise the smallest; else TINY."""
+TINY = 1e-30
+"""What is smaller is nothing beside any activation, and its share of one may be 0."""
+
 MAX_NORM = FLOAT32_MAX**0.5
 """The largest norm, and factor: engines and models square activations in float32."""
 
@@ -166,6 +171,11 @@ class _SiteDraft:
             raise invalid_vector(
                 f"at layer {layer} the scaled sum has norm {norm:.2g} and a number of "
                 f"{largest:.2g}, beyond what a model in {dtype} computes with; use a smaller scale."
+            )
+        if 0 < largest < SMALLEST.get(dtype, TINY):
+            raise invalid_vector(
+                f"at layer {layer} the largest number of the scaled sum is {largest:.2g}, which "
+                f"changes nothing in {dtype}; use a larger scale, or 0."
             )
         return Site(layer, hook, self._offset.astype(np.float32), tuple(self._ops))
 
