@@ -25,6 +25,7 @@ KINDS: Mapping[ProblemCode, ProblemKind] = {
     "unsupported_by_engine": ProblemKind(422, False, "Unsupported by this engine"),
     "invalid_vector": ProblemKind(422, False, "Invalid vector"),
     "invalid_adapter": ProblemKind(422, False, "Invalid adapter"),
+    "non_finite": ProblemKind(422, False, "Beyond the dtype's numbers"),
     "unauthorized": ProblemKind(401, False, "Unauthorized"),
     "not_found": ProblemKind(404, False, "Not found"),
     "unknown_model": ProblemKind(404, False, "Unknown model"),
@@ -133,6 +134,7 @@ class InvalidRequestError(APIError):
             "unsupported_by_engine",
             "invalid_vector",
             "invalid_adapter",
+            "non_finite",
             "method_not_allowed",
         }
     )

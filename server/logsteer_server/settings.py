@@ -136,7 +136,7 @@ class Settings(BaseSettings):
     )
     max_windows_in_flight: int = Field(64, ge=1, description="Windows at work, per stream.")
     max_reference_bytes: int = Field(
-        2**30, ge=2**20, description="Bytes of log-probabilities on disk while models are compared."
+        2**30, ge=2**20, description="Bytes on disk while models are compared, by all requests."
     )
     scratch_directory: Path | None = Field(None, description="For those; null: the system's.")
     cache_bytes: int = Field(

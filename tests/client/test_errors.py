@@ -19,6 +19,7 @@ CONTRACT = {
     "unsupported_by_engine": (422, False, errors.InvalidRequestError),
     "invalid_vector": (422, False, errors.InvalidRequestError),
     "invalid_adapter": (422, False, errors.InvalidRequestError),
+    "non_finite": (422, False, errors.InvalidRequestError),
     "unauthorized": (401, False, errors.AuthenticationError),
     "not_found": (404, False, errors.NotFoundError),
     "unknown_model": (404, False, errors.NotFoundError),

@@ -173,6 +173,6 @@ def test_steering_that_overflows_fails_alone(engine: Any, prompt: np.ndarray) ->
     fine = GenerateJob(prompt, 20, seed=2)
     failure, output = run(engine, broken, fine)
     assert isinstance(failure, JobFailure)
-    assert failure.code == "invalid_vector"
+    assert failure.code == "non_finite"
     assert "smaller scale" in failure.detail
     assert output.token_ids.tolist() == run(engine, fine)[0].token_ids.tolist()

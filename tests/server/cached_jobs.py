@@ -28,9 +28,9 @@ def job_of(number: int, length: int = 4) -> ScoreJob:
 
 
 def output_of(job: ScoreJob) -> ScoreOutput:
-    """An output that tells the job: NaN, infinity and a denormal number among its values."""
-    odd = np.array([np.nan, -np.inf, 1e-42, job.tokens[0]], dtype=np.float32)
-    return ScoreOutput({"logprob": odd, "rank": np.arange(4, dtype=np.int32)}, cached_tokens=7)
+    """An output that tells the job: infinity, -0.0 and a denormal number among its values."""
+    odd = np.array([-0.0, -np.inf, 1e-42, job.tokens[0]], dtype=np.float32)
+    return ScoreOutput({"logprob": odd, "rank": np.arange(1, 5, dtype=np.int32)}, cached_tokens=7)
 
 
 def same_bits(a: ScoreOutput, b: ScoreOutput) -> bool:

@@ -33,6 +33,7 @@ from logsteer_server.metrics import Metrics
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.registry import ModelRegistry
+from logsteer_server.models.scratch import ScratchSpace
 from logsteer_server.settings import ModelSettings, Settings
 from logsteer_server.text.tokenizer import TextCodec
 from tests.conftest import DEMO_MODEL, VOCAB_SIZE
@@ -145,4 +146,5 @@ def register(*models: ResidentModel) -> ModelRegistry:
     """A registry of these models, which have no engines to be started."""
     registry = ModelRegistry.__new__(ModelRegistry)
     registry.by_id = {model.id: model for model in models}
+    registry.scratch = ScratchSpace(SETTINGS.max_reference_bytes)
     return registry

@@ -9,6 +9,7 @@ import pytest
 
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Job, JobFailure, JobResult, Output
+from logsteer_server.engines.failures import lacks_memory
 from logsteer_server.engines.process import (
     Add,
     Cancel,
@@ -17,7 +18,6 @@ from logsteer_server.engines.process import (
     Finished,
     Ping,
     Pong,
-    lacks_memory,
 )
 
 JOB = Job(np.zeros(1, np.int32))

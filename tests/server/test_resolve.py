@@ -57,7 +57,7 @@ def test_resid_pre_is_the_stream_that_leaves_the_block_before() -> None:
         ({"data": {"1": "!"}}, "invalid_vector", "base64"),
         ({"data": {"1": ONES, "2": ONES}, "layers": [3]}, "invalid_vector", r"not \[3\]"),
         ({"data": {"1": [0.0] * 24, "2": ONES}, "op": "ablate"}, "invalid_vector", "no direction"),
-        ({"scale": 1e39}, "invalid_vector", "beyond float32"),
+        ({"scale": 1e38}, "invalid_vector", "beyond what a model in float32"),
         ({"hook": "attn_out"}, "unsupported_by_engine", "steers resid_post, not attn_out"),
         ({"data": None, "name": "happy"}, "unknown_vector", "happy"),
     ],

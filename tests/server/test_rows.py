@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logsteer_server.contract.jobs import Policy
+from logsteer_server.numerics.row_files import ReferenceFile, RowFiles
 from logsteer_server.numerics.rows import (
     COLUMNS,
     NEUTRAL,
     PUBLIC_COLUMNS,
-    ReferenceFile,
-    RowFiles,
     Rows,
     RowSpec,
     read_hidden,
@@ -189,7 +188,7 @@ def test_chunking_changes_nothing_and_unpacking_names_the_parts() -> None:
 def test_models_are_compared_through_a_file(tmp_path: Path) -> None:
     path = tmp_path / "reference"
     path.write_bytes(bytes(4 * R * V))
-    file = ReferenceFile(str(path), R, V)
+    file = ReferenceFile(str(path), V)
     read(RowSpec(), 5 * 16 * V, RowFiles(export=file))
     same = read(RowSpec(("kl", "top1_agrees")), 7 * 16 * V, RowFiles(reference=file))
     assert same[:, 0].abs().max() < 1e-5

@@ -27,7 +27,7 @@ def wanted(targets: np.ndarray, **options: Any) -> dict[str, Any]:
 
 
 def make_reader(writes_exports: bool = True) -> RowReader:
-    return RowReader(5 * 16 * V, V, writes_exports)
+    return RowReader(5 * 16 * V, V, 0 if writes_exports else 1, 2)
 
 
 def read_parts(

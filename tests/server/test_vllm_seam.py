@@ -20,11 +20,12 @@ pytestmark = pytest.mark.engine  # it imports all of vLLM
 
 ENGINE = ROOT / "server" / "logsteer_server" / "engines" / "vllm"
 SOURCES = {path.stem: path.read_text() for path in ENGINE.glob("*.py")}
-IMPORTERS = {"config", "core", "runner", "sampler", "worker", "operation", "corrections",
+IMPORTERS = {"blocks", "config", "core", "runner", "sampler", "worker", "operation", "corrections",
              "cpu_kernels"}  # fmt: skip
 """The modules that may import vLLM."""
 
 TOUCHED = {
+    "blocks": ("self._manager", "manager", "request", "block"),
     "config": ("config", "model"),
     "core": ("self.config", "self._front", "self.engine_core", "processed", "batch", "params",
              "request", "manager", "Executor", "current_platform", "RequestOutputKind"),

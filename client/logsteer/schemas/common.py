@@ -22,6 +22,10 @@ Column = Literal[
 ]  # fmt: skip
 Precision = Literal["float32", "float64"]
 EngineKind = Literal["vllm", "transformer_lens", "fake"]
+MAX_COUNT = 2**31 - 1
+"""The largest number of tokens, layers or places that a request may name: what 32 bits hold."""
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+Index = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31, description="An id of the model's vocabulary.")]
 Float = float | None
 """A number of an answer; null where it would be NaN or infinite, with a flag that says so."""
@@ -123,7 +127,7 @@ class SamplingPolicy(Request):
 
     temperature: float = Field(default=1.0, ge=0, le=100, description=TEMPERATURE)
     top_p: float = Field(default=1.0, gt=0, le=1, description=TOP_P)
-    top_k: int = Field(default=0, ge=0, description="0: every token.")
+    top_k: Index = Field(default=0, description="0: every token.")
     min_p: float = Field(default=0.0, ge=0, le=1, description=MIN_P)
 
 

@@ -1,10 +1,18 @@
 """`POST /gradient`: derivatives of targets' log-probabilities."""
 
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 from pydantic import Field, model_validator
 
-from logsteer.schemas.common import Answer, Float, NamedRefusals, Reply, Request, RequestOptions
+from logsteer.schemas.common import (
+    Answer,
+    Float,
+    Index,
+    NamedRefusals,
+    Reply,
+    Request,
+    RequestOptions,
+)
 from logsteer.schemas.interventions import AppliedInterventions, InterventionFields
 from logsteer.schemas.logprob import Boundary, BoundaryFinding, LogprobItem
 from logsteer.schemas.overrides import UsedOverride
@@ -25,7 +33,7 @@ class GradientVariable(Request):
     vector added to it would do.
     """
 
-    layers: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, min_length=1)
+    layers: list[Index] | None = Field(default=None, min_length=1)
     hook: HookName = Field(default="resid_post", description=HOOK)
     positions: PositionName | SlicePositions = Field(
         default="all", description="Of the input token whose activation it is, as for steering."

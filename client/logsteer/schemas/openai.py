@@ -14,7 +14,9 @@ from logsteer.schemas.common import (
     MIN_P,
     TEMPERATURE,
     TOP_P,
+    Count,
     Float,
+    Index,
     Message,
     NamedRefusals,
     Reply,
@@ -69,7 +71,7 @@ class SamplingRequest(InterventionFields, NamedRefusals):
     model: str | None = None
     temperature: float = Field(default=1.0, ge=0, le=2, description=TEMPERATURE)
     top_p: float = Field(default=1.0, gt=0, le=1, description=TOP_P)
-    top_k: int = Field(default=0, ge=0, description="0: every token.")
+    top_k: Index = Field(default=0, description="0: every token.")
     min_p: float = Field(default=0.0, ge=0, le=1, description=MIN_P)
     n: int = Field(default=1, ge=1, le=1024)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
@@ -126,7 +128,7 @@ class CompletionRequest(SamplingRequest):
     }
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
-    max_tokens: int = Field(default=16, ge=0)
+    max_tokens: Index = 16
     echo: bool = Field(default=False, description="Give the prompt back before the completion.")
     logprobs: int | None = Field(default=None, ge=0, le=1000, description="Alternatives a token.")
 
@@ -169,8 +171,8 @@ class ChatCompletionRequest(SamplingRequest):
     }
 
     messages: list[Message] = Field(min_length=1)
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=1000)
 

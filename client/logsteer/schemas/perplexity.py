@@ -5,8 +5,10 @@ from typing import ClassVar, Literal
 from pydantic import ConfigDict, Field, Json, model_validator
 
 from logsteer.schemas.common import (
+    MAX_COUNT,
     Answer,
     Columns,
+    Count,
     Float,
     NamedRefusals,
     PrecisionOption,
@@ -30,11 +32,13 @@ class WindowOptions(RequestOptions):
 
     protocol: Protocol = Field(default="sliding", description="The window protocol.")
     context_length: int | None = Field(
-        default=None, ge=2, description="Tokens in a window; null: the model's own context length."
-    )
-    stride: int | None = Field(
         default=None,
-        ge=1,
+        ge=2,
+        le=MAX_COUNT,
+        description="Tokens in a window; null: the model's own context length.",
+    )
+    stride: Count | None = Field(
+        default=None,
         description="Tokens by which a sliding window moves; null: half of context_length.",
     )
 

@@ -11,6 +11,7 @@ ProblemCode = Literal[
     "unsupported_by_engine",
     "invalid_vector",
     "invalid_adapter",
+    "non_finite",
     "unauthorized",
     "not_found",
     "unknown_model",

@@ -11,7 +11,9 @@ from logsteer.schemas.common import (
     Aggregate,
     Answer,
     Columns,
+    Count,
     Float,
+    Index,
     Message,
     NamedRefusals,
     PrecisionOption,
@@ -52,11 +54,11 @@ class PromptRequest(RequestOptions, PrecisionOption, InterventionFields, NamedRe
     messages: list[Message] | None = Field(
         default=None, min_length=1, description="One conversation, through the chat template."
     )
-    max_tokens: int = Field(default=64, ge=1, description="Tokens at most of each completion.")
+    max_tokens: Count = Field(default=64, description="Tokens at most of each completion.")
     n: int = Field(default=1, ge=1, le=1024, description="Completions of each prompt.")
     temperature: float = Field(default=1.0, ge=0, le=2, description=TEMPERATURE)
     top_p: float = Field(default=1.0, gt=0, le=1, description=TOP_P)
-    top_k: int = Field(default=0, ge=0, description="0: every token.")
+    top_k: Index = Field(default=0, description="0: every token.")
     min_p: float = Field(default=0.0, ge=0, le=1, description=MIN_P)
     seed: int | None = Field(
         default=None,
@@ -207,7 +209,7 @@ class SweepRequest(RequestOptions, PrecisionOption, ParameterFields, NamedRefusa
         max_length=MAX_SWEEP,
         description="Factors of the vectors' own scales; 0 is unsteered.",
     )
-    layers: list[Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]] | None = Field(
+    layers: list[Annotated[list[Index], Field(min_length=1)]] | None = Field(
         default=None,
         min_length=1,
         max_length=MAX_SWEEP,

@@ -1,11 +1,10 @@
 """The steering object: which vectors change which activations of a request, and how."""
 
-import math
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from logsteer.schemas.common import Float, Reply, Request
+from logsteer.schemas.common import Count, Float, Index, Reply, Request
 
 Operation = Literal["add", "ablate", "project", "clamp", "replace", "rotate"]
 Unit = Literal["raw", "unit", "residual_norm"]
@@ -19,13 +18,9 @@ LayerKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,5})$")]
 HookName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.]+$")]
 
 
-def _refuse_non_finite(value: float) -> float:
-    if not math.isfinite(value):
-        raise ValueError("must be a finite number")
-    return value
-
-
-Finite = Annotated[float, AfterValidator(_refuse_non_finite)]
+FLOAT32_MAX = 3.4028234663852886e38
+Finite = Annotated[float, Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX, allow_inf_nan=False)]
+"""A number that float32 holds."""
 
 
 class ClampBounds(Request):
@@ -69,7 +64,7 @@ class SteeringVector(Request):
     unit: Unit = "raw"
     op: Operation = "add"
     params: ClampBounds | None = None
-    layers: list[Annotated[int, Field(ge=0)]] | None = Field(
+    layers: list[Index] | None = Field(
         default=None,
         min_length=1,
         description="Layers to steer; null: the vector's own. A vector of a single layer may be "
@@ -99,7 +94,7 @@ class SteeringVector(Request):
         return self
 
 
-Slice = tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1)]]
+Slice = tuple[Index, Count]
 
 
 class SlicePositions(Request):

@@ -3,11 +3,11 @@
 Layer L with hook resid_post is the residual stream that leaves block L, 0-based.
 """
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
-from logsteer.schemas.common import Answer, BosPolicy, Float, Reply, Request
+from logsteer.schemas.common import Answer, BosPolicy, Float, Index, Reply, Request
 from logsteer.schemas.steering import HOOK, Finite, HookName, VectorName
 
 VectorFormat = Literal["safetensors", "gguf", "pt"]
@@ -123,9 +123,7 @@ class TrainRequest(Request):
     read: TrainRead = Field(
         default="last", description="Activation after a text's last token, or their mean."
     )
-    layers: list[Annotated[int, Field(ge=0)]] | None = Field(
-        default=None, min_length=1, description="null: every layer."
-    )
+    layers: list[Index] | None = Field(default=None, min_length=1, description="null: every layer.")
     hook: HookName = Field(default="resid_post", description=HOOK)
     bos: BosPolicy = "auto"
 

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import isfinite
 
 import numpy as np
 import numpy.typing as npt
@@ -156,3 +157,8 @@ class SteeringTrace:
 
     tokens: int
     sites: Mapping[str, tuple[int, float]]
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every activation and its change could be measured."""
+        return all(isfinite(mean) for _, mean in self.sites.values())

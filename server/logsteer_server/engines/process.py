@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 
 from logsteer_server.contract.engine import Engine, EngineInfo, EngineSpec
 from logsteer_server.contract.jobs import Job, JobResult
+from logsteer_server.engines.failures import lacks_memory
 
 log = logging.getLogger(__name__)
 
@@ -123,28 +124,6 @@ def _serve(connection: Connection, spec: EngineSpec) -> None:
         connection.send(Failed(f"{type(error).__name__}: {error}", lacks_memory(error)))
     finally:
         engine.close()
-
-
-NO_MEMORY = (
-    "out of memory",  # CUDA's
-    "allocate memory",  # torch's allocator for CPUs
-    "not enough memory",
-    "Free memory on device",  # vLLM's checks at a start
-    "Available memory on node",
-    "Error in memory profiling",
-)
-
-
-def lacks_memory(error: BaseException) -> bool:
-    """Return whether an error, or one that it came from, tells that too little memory was free."""
-    link: BaseException | None = error
-    while link is not None:
-        if isinstance(link, MemoryError) or "OutOfMemory" in type(link).__name__:
-            return True
-        if any(words in str(link) for words in NO_MEMORY):
-            return True
-        link = link.__cause__ or link.__context__
-    return False
 
 
 class EngineLoop:

@@ -10,12 +10,23 @@ import numpy as np
 
 from logsteer.errors import api_error
 from logsteer.schemas import Steering, SteeringVector
-from logsteer.schemas.steering import PositionName, SlicePositions
+from logsteer.schemas.steering import FLOAT32_MAX, PositionName, SlicePositions
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan, Vector
 from logsteer_server.interventions.parameters import check_feature
 from logsteer_server.stores.layer_vectors import RESID_POST, LayerVectors, invalid_vector
 from logsteer_server.stores.vectors import StoredVectors
+
+DTYPE_MAX = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38}
+"""The largest number of each dtype that holds less than float32."""
+
+SMALLEST = {"float16": 6e-8}
+"""Likewise the smallest; else TINY."""
+TINY = 1e-30
+"""What is smaller is nothing beside any activation, and its share of one may be 0."""
+
+MAX_NORM = FLOAT32_MAX**0.5
+"""The largest norm, and factor: engines and models square activations in float32."""
 
 
 class VectorSource(Protocol):
@@ -55,7 +66,7 @@ def resolve_steering(
         for layer, vector_D in _choose_layers(use, stored.vectors).items():
             place = _check_place(layer, hook, vector_D, info)
             sites.setdefault(place, _SiteDraft()).take(use, vector_D, layer)
-    finished = [draft.finish(*place) for place, draft in sorted(sites.items())]
+    finished = [draft.finish(*place, info.dtype) for place, draft in sorted(sites.items())]
     return ResolvedSteering(
         SteeringPlan(tuple(finished), place_positions(steering.positions)), used
     )
@@ -136,23 +147,37 @@ class _SiteDraft:
             raise invalid_vector(f"it is 0 at layer {layer}, so it has no direction there.")
         if use.op == "add" and use.unit != "residual_norm" and not self._ops:
             factor = use.scale / norm if use.unit == "unit" else use.scale
-            added_D = factor * vector_D.astype(np.float64)
+            added_D = factor * vector_D.astype(np.float64)  # which no request's numbers leave
             self._offset = added_D if self._offset is None else self._offset + added_D
             return
         if use.op == "rotate" and abs(use.scale) > 180:
             raise invalid_vector(f"it turns by {use.scale} degrees, at most 180 are possible.")
-        direction = vector_D / np.float32(norm) if norm else vector_D
-        self._ops.append(ResidualOp(direction, **_describe_op(use, norm)))
+        direction = (vector_D.astype(np.float64) / norm).astype(np.float32) if norm else vector_D
+        op = ResidualOp(direction, **_describe_op(use, norm))
+        sets = (op.base, op.per_norm, op.per_component, op.low, -op.high)
+        if max(map(abs, sets[:3])) > MAX_NORM or max(sets[3:]) > MAX_NORM:
+            raise invalid_vector(
+                f"at layer {layer} {use.op} would set a component beyond {MAX_NORM:.2g}, which "
+                "float32 cannot square; use a smaller scale or narrower bounds."
+            )
+        self._ops.append(op)
 
-    def finish(self, layer: int, hook: str) -> Site:
-        """Make the site. Errors: APIError where the sum of its vectors is beyond float32."""
-        offset = None
-        if self._offset is not None:
-            with np.errstate(over="ignore"):
-                offset = self._offset.astype(np.float32)
-            if not np.isfinite(offset).all():
-                raise invalid_vector(f"at layer {layer} the scaled sum is beyond float32.")
-        return Site(layer, hook, offset, tuple(self._ops))
+    def finish(self, layer: int, hook: str, dtype: str) -> Site:
+        """Make the site. Errors: APIError where the model cannot hold the sum of its vectors."""
+        if self._offset is None:
+            return Site(layer, hook, None, tuple(self._ops))
+        largest, norm = np.abs(self._offset).max(), np.linalg.norm(self._offset)
+        if largest > DTYPE_MAX.get(dtype, FLOAT32_MAX) or norm > MAX_NORM:
+            raise invalid_vector(
+                f"at layer {layer} the scaled sum has norm {norm:.2g} and a number of "
+                f"{largest:.2g}, beyond what a model in {dtype} computes with; use a smaller scale."
+            )
+        if 0 < largest < SMALLEST.get(dtype, TINY):
+            raise invalid_vector(
+                f"at layer {layer} the largest number of the scaled sum is {largest:.2g}, which "
+                f"changes nothing in {dtype}; use a larger scale, or 0."
+            )
+        return Site(layer, hook, self._offset.astype(np.float32), tuple(self._ops))
 
 
 def _describe_op(use: SteeringVector, norm: float) -> dict[str, float]:

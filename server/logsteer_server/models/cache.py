@@ -25,6 +25,7 @@ import numpy.typing as npt
 from cachetools import LRUCache
 
 from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.finite import is_finite
 from logsteer_server.contract.jobs import Job, Output, ScoreJob, ScoreOutput
 from logsteer_server.contract.plan import SteeringTrace
 from logsteer_server.models.cachefile import CacheFile
@@ -32,7 +33,7 @@ from logsteer_server.settings import ModelSettings, Settings
 
 log = logging.getLogger(__name__)
 
-VERSION = "logsteer-results-4"
+VERSION = "logsteer-results-5"
 """Part of every key: another number makes all older results unreachable."""
 
 ENTRY_BYTES = 360
@@ -203,13 +204,18 @@ class ResultCache:
             self._values[key] = value
 
     def keep(self, computed: Sequence[Computed]) -> None:
-        """Keep results; returns at once, and a `find` that begins later finds them."""
+        """Keep results; returns at once, and a `find` that begins later finds them.
+
+        One that has a NaN is not kept: it says more of the machine or the text than of the model.
+        """
         if self.is_on and computed:
             self._memory_thread.submit(self._keep, computed).add_done_callback(_report)
 
     def _keep(self, computed: Sequence[Computed]) -> None:
         packed = [
-            (k, pack_output(cast(ScoreOutput, out), _columns(job))) for k, job, out in computed
+            (k, pack_output(cast(ScoreOutput, out), _columns(job)))
+            for k, job, out in computed
+            if is_finite(out)
         ]
         for key, value in packed:
             self._remember(key, value)

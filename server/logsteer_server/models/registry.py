@@ -8,6 +8,7 @@ from logsteer_server.engines.supervisor import EngineHandle, SupervisionLimits
 from logsteer_server.metrics import Metrics
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.model import ResidentModel
+from logsteer_server.models.scratch import ScratchSpace
 from logsteer_server.settings import Settings
 
 Prove = Callable[[ResidentModel], Awaitable[None]]
@@ -32,6 +33,7 @@ class ModelRegistry:
             for model in settings.models
         }
         metrics.live.read_models = lambda: [model.read() for model in self.by_id.values()]
+        self.scratch = ScratchSpace(settings.max_reference_bytes)
         self._loading: list[asyncio.Task[None]] = []
 
     def start(self, prove: Prove | None = None) -> None:

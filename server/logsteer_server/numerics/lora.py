@@ -15,6 +15,9 @@ from logsteer_server.contract.parameters import CONFIG_KEY
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
 
+MAX_RANK = 2**16
+MAX_NUMBER = 3e38
+
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "bias": (None, "none"),
     "use_dora": (None, False),
@@ -61,10 +64,10 @@ class AdapterConfig:
                     f"{name} is {found[name]!r}; only plain LoRA updates of weights are served"
                 )
         rank, alpha = found.get("r"), found.get("lora_alpha")
-        if not isinstance(rank, int) or rank < 1:
-            raise AdapterLayoutError(f"r is {rank!r}; it must be a whole number from 1 on")
-        if not isinstance(alpha, int | float) or not math.isfinite(alpha):
-            raise AdapterLayoutError(f"lora_alpha is {alpha!r}; it must be a number")
+        if not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
+            raise AdapterLayoutError(f"r must be a whole number from 1 to {MAX_RANK}")
+        if not isinstance(alpha, int | float) or not abs(alpha) <= MAX_NUMBER:
+            raise AdapterLayoutError("lora_alpha must be a number that float32 holds")
         by_root, transposed = (bool(found.get(n)) for n in ("use_rslora", "fan_in_fan_out"))
         return cls(rank, float(alpha), by_root, transposed)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from logsteer_server.contract.jobs import Policy, ScoreJob
+from logsteer_server.numerics.row_files import RowFiles
 from logsteer_server.numerics.sampling import ShapedRows, shape_rows
 
 NEUTRAL = Policy()
@@ -66,6 +67,16 @@ class Rows:
             sums_R = torch.stack([row_V.logsumexp(-1) for row_V in logits_RV])
             return logits_RV - sums_R[:, None]
         return logits_RV.log_softmax(-1)
+
+    @property
+    def finite_R(self) -> Tensor:
+        """Whether each row's softmax is one: no logit is NaN or plus infinity, and not all minus.
+
+        Without this ranks and sums over such a row look like any others.
+        """
+        if "log_probs_RV" in vars(self):  # any of them tells, at no further pass over the row
+            return ~self.log_probs_RV[:, 0].isnan()
+        return self.logits_RV.amax(-1).isfinite()
 
     @property
     def reference_RV(self) -> Tensor:
@@ -283,33 +294,6 @@ def split_chunks(count: int, bytes_per_row: int, chunk_bytes: int) -> Iterator[s
         yield slice(start, min(start + step, count))
 
 
-class ReferenceFile:
-    """Pass log-probabilities of R rows over V tokens from one engine to another, on disk."""
-
-    def __init__(self, path: str, num_rows: int, vocab_size: int) -> None:
-        self._shape = (num_rows, vocab_size)
-        self._path = path
-
-    def write(self, first: int, log_probs_rV: Tensor) -> None:
-        """Store rows `first` onward. Errors: OSError."""
-        table_RV = np.memmap(self._path, np.float32, "r+", shape=self._shape)
-        table_RV[first : first + len(log_probs_rV)] = log_probs_rV.cpu().numpy()
-
-    def read(self, first: int, count: int, device: torch.device) -> Tensor:
-        """Load rows [first, first + count) to a device. Errors: OSError."""
-        table_RV = np.memmap(self._path, np.float32, "r", shape=self._shape)
-        return torch.from_numpy(np.array(table_RV[first : first + count])).to(device)
-
-
-@dataclass(frozen=True, slots=True)
-class RowFiles:
-    """Where log-probabilities are written to or read from; `first` is the first row's place."""
-
-    export: ReferenceFile | None = None
-    reference: ReferenceFile | None = None
-    first: int = 0
-
-
 def read_hidden(
     hidden_RD: Tensor,
     targets_R: Tensor,
@@ -322,7 +306,9 @@ def read_hidden(
     """Read what `spec` names from R hidden states [R, width], in the dtype of the spec.
 
     `project` maps hidden states [r, D] to logits [r, V]; it is called on chunks whose logits take
-    at most `chunk_bytes`, so nothing of size rows x vocabulary outlives a chunk.
+    at most `chunk_bytes`, so nothing of size rows x vocabulary outlives a chunk. All that is read
+    from a row that is not finite is NaN. Errors: OSError of the files; where one cannot be written,
+    once all is computed, because several ranks compute it together.
     """
     files = files or RowFiles()
     out_RW = torch.empty((len(targets_R), spec.width), device=hidden_RD.device, dtype=spec.dtype)
@@ -331,8 +317,9 @@ def read_hidden(
         reference_rV = None
         if files.reference:
             reference_rV = files.reference.read(first, count, hidden_RD.device)
+        hidden_rD = hidden_RD[part]
         rows = Rows(
-            project(hidden_RD[part]),
+            project(hidden_rD),
             targets_R[part],
             reference_rV,
             spec.policy,
@@ -341,7 +328,11 @@ def read_hidden(
         )
         if files.export:
             files.export.write(first, rows.log_probs_RV)
-        out_RW[part] = read_rows(rows, spec)
+        values_rW = read_rows(rows, spec)
+        finite_r = hidden_rD.isfinite().all(-1) & rows.finite_R
+        out_RW[part] = values_rW.masked_fill(~finite_r[:, None], torch.nan)
+    if files.export and files.export.error:
+        raise files.export.error
     return out_RW
 
 
@@ -355,13 +346,22 @@ class RowValues:
 
 
 def unpack(values_RW: np.ndarray, spec: RowSpec) -> RowValues:
-    """Split what `read_rows` put side by side: columns and alternatives; ranks and ids as int32."""
+    """Split what `read_rows` put side by side: columns and alternatives; ranks and ids as int32.
+
+    Those of a row that is not finite are 0.
+    """
     names: Sequence[str] = spec.columns
     columns = {
-        name: values_RW[:, i].astype(np.int32) if name == "rank" else values_RW[:, i]
+        name: _round(values_RW[:, i]) if name == "rank" else values_RW[:, i]
         for i, name in enumerate(names)
     }
     if not spec.top:
         return RowValues(columns, None, None)
     first, middle = len(names), len(names) + spec.top
-    return RowValues(columns, values_RW[:, first:middle].astype(np.int32), values_RW[:, middle:])
+    return RowValues(columns, _round(values_RW[:, first:middle]), values_RW[:, middle:])
+
+
+def _round(values: np.ndarray) -> np.ndarray:
+    """Return whole numbers as int32, NaN as 0."""
+    rounded: np.ndarray = np.nan_to_num(values).astype(np.int32)
+    return rounded

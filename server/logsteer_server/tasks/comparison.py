@@ -4,9 +4,11 @@ The reference scores first and leaves its log-probabilities in a file; the other
 scores the same rows. Files live as long as they are needed.
 """
 
+import logging
+import os
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,25 +19,52 @@ import numpy.typing as npt
 from logsteer.errors import api_error
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
 from logsteer_server.models.model import ResidentModel
+from logsteer_server.models.scratch import RETRY_AFTER_S
+from logsteer_server.tasks.planning import Planner
+
+log = logging.getLogger(__name__)
 
 COMPARED = ("kl", "top1_agrees")
 """Columns that a job with a reference's file has."""
 
 
-@contextmanager
-def export_files(
-    jobs: Sequence[ScoreJob], vocab_size: int, directory: Path | None
-) -> Iterator[list[str]]:
+@asynccontextmanager
+async def export_files(
+    jobs: Sequence[ScoreJob], vocab_size: int, planner: Planner
+) -> AsyncGenerator[list[str], None]:
     """Give each job a file with room for the log-probabilities of its rows, float32 [R, V].
 
-    They lie in `directory`, or where the system keeps temporary files, while the block runs.
+    They lie in the settings' `scratch_directory` while the block runs, and engines find all of it
+    reserved. Errors: APIError `overloaded` where the disk has no room.
     """
-    with tempfile.TemporaryDirectory(prefix="logsteer-", dir=directory) as scratch:
-        files = [str(Path(scratch, str(i))) for i in range(len(jobs))]
+    scratch = tempfile.TemporaryDirectory(
+        prefix="logsteer-", dir=planner.settings.scratch_directory
+    )
+    try:
+        yield await planner.call(_reserve_files, Path(scratch.name), jobs, vocab_size)
+    finally:
+        scratch.cleanup()
+
+
+def _reserve_files(directory: Path, jobs: Sequence[ScoreJob], vocab_size: int) -> list[str]:
+    files = [directory / str(i) for i in range(len(jobs))]
+    try:
         for file, job in zip(files, jobs, strict=True):
-            with Path(file).open("wb") as stream:
-                stream.truncate(4 * len(job.targets) * vocab_size)
-        yield files
+            with file.open("wb") as stream:
+                os.posix_fallocate(stream.fileno(), 0, count_bytes([job], vocab_size))
+    except OSError as error:
+        log.exception("no room for log-probabilities in %s", directory)
+        detail = (
+            f"The server's scratch directory has no room for {count_bytes(jobs, vocab_size)} bytes "
+            f"of log-probabilities ({error.strerror}). Try again later, or with fewer tokens."
+        )
+        raise api_error("overloaded", detail, retry_after=RETRY_AFTER_S) from error
+    return [str(file) for file in files]
+
+
+def count_bytes(jobs: Sequence[ScoreJob], vocab_size: int) -> int:
+    """Return what the files of jobs take."""
+    return sum(4 * len(job.targets) * vocab_size for job in jobs)
 
 
 def export_jobs(jobs: Sequence[ScoreJob], files: Sequence[str]) -> list[ScoreJob]:
@@ -94,7 +123,7 @@ class Comparison:
         """
         start = size = 0
         for index, job in enumerate(jobs):
-            own = 4 * len(job.targets) * self.vocab_size
+            own = count_bytes([job], self.vocab_size)
             if size and size + own > max_bytes:
                 yield range(start, index)
                 start, size = index, 0

@@ -56,16 +56,15 @@ def plan_completions(
     """
     prompts: list[CompletionPrompt] = []
     num_planned = 0
+    top = None if request.logprobs is None else min(request.logprobs, info.vocab_size)
     for text, ids in read_prompts(request.prompt, codec, info.vocab_size):
         echo_job, reads_next = None, False
-        if request.echo and request.logprobs is not None:
+        if request.echo and top is not None:
             reads_next = request.max_tokens == 1 and request.temperature == 0 and request.n == 1
-            echo_job = _plan_echo(ids, request.logprobs, reads_next)
+            echo_job = _plan_echo(ids, top, reads_next)
         generates = request.max_tokens > 0 and not reads_next
         fit_prompt(ids, request.max_tokens if generates else 0, info.context_length)
-        samples = (
-            _plan_samples(request, ids, request.max_tokens, request.logprobs) if generates else []
-        )
+        samples = _plan_samples(request, ids, request.max_tokens, top) if generates else []
         prompts.append(CompletionPrompt(text, ids, echo_job, reads_next, samples))
         num_planned += sum(job.num_positions for job in prompts[-1].jobs)
         yield num_planned
@@ -81,7 +80,7 @@ def plan_chat(
     asked = request.max_completion_tokens or request.max_tokens
     max_tokens = asked or max(1, info.context_length - len(ids))
     fit_prompt(ids, max_tokens, info.context_length)
-    top = request.top_logprobs if request.logprobs else None
+    top = min(request.top_logprobs, info.vocab_size) if request.logprobs else None
     return CompletionPrompt(text, ids, None, False, _plan_samples(request, ids, max_tokens, top))
 
 

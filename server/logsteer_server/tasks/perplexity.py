@@ -13,7 +13,13 @@ from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.columns import ColumnOptions
-from logsteer_server.tasks.comparison import Comparison, compare_jobs, export_files, export_jobs
+from logsteer_server.tasks.comparison import (
+    Comparison,
+    compare_jobs,
+    count_bytes,
+    export_files,
+    export_jobs,
+)
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import Batch, Event, Task, check_count
 from logsteer_server.tasks.texts import (
@@ -69,6 +75,10 @@ class WindowTask(Task):
         return {"results": summaries, "total": total}
 
 
+COMPARED_AT_ONCE = 4
+"""Requests with a reference whose files have room beside one another, if they take all they may."""
+
+
 class PerplexityTask(WindowTask):
     """Log-likelihood and perplexity of whole texts, window by window.
 
@@ -83,6 +93,7 @@ class PerplexityTask(WindowTask):
         self._stores = stores
         self._reference = None if body.reference is None else models.find(body.reference)
         self._comparison: Comparison | None = None
+        self._scratch = models.scratch
         self._windows: list[TextWindow] = []
 
     def check_limits(self, settings: Settings) -> None:
@@ -109,16 +120,19 @@ class PerplexityTask(WindowTask):
         if self._comparison is None:
             yield Batch(jobs, self._take, cache=body.cache)
             return
-        parts = list(self._comparison.split(jobs, settings.max_reference_bytes))
+        parts = list(self._comparison.split(jobs, settings.max_reference_bytes // COMPARED_AT_ONCE))
         own = [jobs[part.start : part.stop] for part in parts]
         room = max((sum(job.num_positions for job in part) for part in own), default=0)
         reference, vocab_size = self._comparison.reference, self._comparison.vocab_size
-        for part, compared in zip(parts, own, strict=True):
-            with export_files(compared, vocab_size, settings.scratch_directory) as files:
-                exports = export_jobs(compared, files)
-                yield Batch(exports, model=reference, purpose="reference", silent=True, room=room)
-                take = partial(self._take_compared, part.start)
-                yield Batch(compare_jobs(compared, files), take, room=room)
+        # What the largest part needs is taken for all, before the stream of events opens.
+        size = max((count_bytes(part, vocab_size) for part in own), default=0)
+        with self._scratch.take(size):
+            for part, compared in zip(parts, own, strict=True):
+                async with export_files(compared, vocab_size, planner) as files:
+                    batch = export_jobs(compared, files)
+                    yield Batch(batch, model=reference, purpose="reference", silent=True, room=room)
+                    take = partial(self._take_compared, part.start)
+                    yield Batch(compare_jobs(compared, files), take, room=room)
 
     def _cut(self) -> Steps[list[TextWindow]]:
         codec, info = self.model.require()

@@ -4,6 +4,7 @@ Every scale of every set of layers is a plan of its own, and the engine has them
 """
 
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +19,12 @@ from logsteer_server.interventions.steering import resolve_steering
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.columns import ColumnOptions
-from logsteer_server.tasks.comparison import compare_jobs, export_files, export_jobs
+from logsteer_server.tasks.comparison import (
+    compare_jobs,
+    count_bytes,
+    export_files,
+    export_jobs,
+)
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import Batch, Collector, Task, check_count
 from logsteer_server.tasks.targets import TargetOptions, TargetPlan, find_longest, plan_targets
@@ -123,6 +129,7 @@ class SweepTask(Task):
         self.precision = body.precision
         self._body = body
         self._stores = stores
+        self._scratch = models.scratch
         self._settings: list[SweepSetting] = []
         self._points: list[dict[str, Any]] = []
 
@@ -145,7 +152,7 @@ class SweepTask(Task):
         plan = await planner.advance(self._plan(codec, info))
         rows = sum(job.num_scored for job in plan.jobs)
         planner.expect_rows(rows * len(self._settings), 1)
-        needed = 4 * info.vocab_size * len(plan.next_jobs)
+        needed = count_bytes(plan.next_jobs, info.vocab_size)
         if needed > settings.max_reference_bytes:
             detail = (
                 f"The unsteered next-token distributions of {len(plan.next_jobs)} items take "
@@ -154,7 +161,11 @@ class SweepTask(Task):
             )
             raise api_error("payload_too_large", detail, param="items")
         unsteered = self.interventions.apply(plan.next_jobs)
-        with export_files(unsteered, info.vocab_size, settings.scratch_directory) as files:
+        async with AsyncExitStack() as stack:
+            stack.enter_context(self._scratch.take(needed))
+            files = await stack.enter_async_context(
+                export_files(unsteered, info.vocab_size, planner)
+            )
             if unsteered:
                 yield Batch(export_jobs(unsteered, files), purpose="reference")
             compared = compare_jobs(plan.next_jobs, files)

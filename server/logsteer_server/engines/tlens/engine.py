@@ -24,9 +24,10 @@ from logsteer_server.contract.jobs import (
     JobFailure,
     ScoreJob,
 )
+from logsteer_server.engines.failures import describe_error, lacks_memory
 from logsteer_server.engines.machine import describe_machine
 from logsteer_server.engines.tlens.capture import CaptureQueue
-from logsteer_server.engines.tlens.generation import GenerateQueue
+from logsteer_server.engines.tlens.generation import GenerateQueue, RunningBatch
 from logsteer_server.engines.tlens.gradient import GradientQueue
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
@@ -100,6 +101,8 @@ class TransformerLensEngine:
                     self._queues[type(job)].add(job_id, job)
                 except RefusedJobError as error:
                     failure = error.failure
+                except Exception as error:
+                    failure = describe_error(error)
             if failure is not None:
                 self._failures.append((job_id, failure))
 
@@ -126,21 +129,33 @@ class TransformerLensEngine:
         return results
 
     def _run(self, turn: Turn) -> Results:
-        """Return the results of the turn's next batch: failures where memory runs out over it."""
+        """Return the results of the turn's next batch.
+
+        Failures where memory runs out over it. Where anything else is raised, its jobs are run one
+        by one, so that the one over which it is raised fails alone.
+        """
         batch = turn.take()
         try:
             return batch.run()
         except RefusedJobError as error:
             failure = error.failure
-        except (MemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
-                raise
-            failure = _describe_shortage(batch)
+        except Exception as error:
+            failure = _describe_shortage(batch) if lacks_memory(error) else describe_error(error)
         # Here, and not above, no traceback holds the batch's tensors.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         turn.drop(frozenset(entry.job_id for entry in batch.entries))
-        return [(entry.job_id, failure) for entry in batch.entries]
+        if failure.code != "internal" or len(batch.entries) == 1:
+            return [(entry.job_id, failure) for entry in batch.entries]
+        results: Results = []
+        for entry in batch.entries:
+            job = entry.job
+            streams = isinstance(job, GenerateJob) and job.stream
+            if streams and isinstance(turn, RunningBatch):
+                results.append((entry.job_id, failure))  # pieces of it are with the caller
+            else:
+                self._queues[type(job)].add(entry.job_id, job, alone=True)
+        return results
 
     def _remove_ended(self) -> None:
         for turn in [turn for turn in self._turns if turn.has_ended]:
@@ -159,12 +174,6 @@ class TransformerLensEngine:
         self._turns.clear()
         self._queues.clear()
         del self._model, self._deltas
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return "can't allocate memory" in str(error)  # the CPU's allocator has no exception of its own
 
 
 def _describe_shortage(batch: BatchRun) -> JobFailure:

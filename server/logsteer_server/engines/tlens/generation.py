@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from logsteer_server.contract.finite import describe_non_finite, find_failure
 from logsteer_server.contract.jobs import (
     GenerateJob,
     GenerateOutput,
-    JobFailure,
     JobResult,
 )
 from logsteer_server.engines.tlens.batch import accept_row
@@ -174,13 +174,10 @@ class RunningBatch:
     def _end(self, b: int, why: str) -> JobResult:
         row = self.rows[b]
         if why != "broken":
-            return row.take(why)
-        where = f"after {len(row.job.tokens) + row.num_tokens} tokens the logits are not finite"
-        if row.steered:
-            return JobFailure("invalid_vector", f"{where}; steer with a smaller scale")
-        if row.job.override:
-            return JobFailure("invalid_vector", f"{where}; use a smaller eta")
-        return JobFailure("internal", f"{where}: the model or its dtype does not hold this text")
+            output = row.take(why)
+            return find_failure(row.job, output) or output
+        found = f"after {len(row.job.tokens) + row.num_tokens} tokens the logits are not finite"
+        return describe_non_finite(row.job, found)
 
     def _read(self) -> Tensor:
         """Return the logits of each row's newest token; the cache then holds all tokens."""
@@ -280,12 +277,12 @@ class GenerateQueue(JobQueue[GenerationRow]):
                 return False
         return super().has_work
 
-    def add(self, job_id: int, job: GenerateJob) -> None:
-        """Take a job in. Errors: RefusedJobError where it cannot run."""
+    def add(self, job_id: int, job: GenerateJob, alone: bool = False) -> None:
+        """Take a job in, as every queue does. Errors: RefusedJobError where it cannot run."""
         if job.delta and self._delta_queue is not None:
-            self._delta_queue.add(job_id, job)
+            self._delta_queue.add(job_id, job, alone)
         else:
-            super().add(job_id, job)
+            super().add(job_id, job, alone)
 
     def _accept(self, job_id: int, job: GenerateJob) -> GenerationRow:
         if job.max_tokens < 1:

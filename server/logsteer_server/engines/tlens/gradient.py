@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from logsteer_server.contract.finite import find_failure
 from logsteer_server.contract.jobs import GradientJob, GradientOutput, JobFailure
 from logsteer_server.engines.tlens.batch import accept_row, read_batch
 from logsteer_server.engines.tlens.model import BridgeModel
@@ -147,7 +148,8 @@ class GradientQueue(JobQueue[GradientEntry]):
                 for gradient in found
             )
             trace = entry.steered.trace(length) if entry.steered else None
-            results.append((entry.job_id, GradientOutput(logprob_R[own], gradients, trace=trace)))
+            output = GradientOutput(logprob_R[own], gradients, trace=trace)
+            results.append((entry.job_id, find_failure(entry.job, output) or output))
         return results
 
     def _run_forward_mode(self, batch: Sequence[GradientEntry]) -> Results:
@@ -168,7 +170,7 @@ class GradientQueue(JobQueue[GradientEntry]):
         for entry, own in zip(batch, rows.owners, strict=True):
             trace = entry.steered.trace(len(entry.job.tokens)) if entry.steered else None
             output = GradientOutput(logprob_R[own], directional=derivative_R[own], trace=trace)
-            results.append((entry.job_id, output))
+            results.append((entry.job_id, find_failure(entry.job, output) or output))
         return results
 
     def _read(

@@ -105,15 +105,21 @@ class JobQueue(ABC, Generic[E]):
         self._limits = limits
         self._arrived: list[E] = []
         self._sorted: deque[E] = deque()
+        self._alone: set[int] = set()
 
     @property
     def has_work(self) -> bool:
         """Whether a job waits that may start now."""
         return bool(self._sorted or self._arrived)
 
-    def add(self, job_id: int, job: Any) -> None:
-        """Take a job of the queue's kind in. Errors: RefusedJobError where it cannot run."""
+    def add(self, job_id: int, job: Any, alone: bool = False) -> None:
+        """Take a job of the queue's kind in, to be run `alone` where it was in a batch that broke.
+
+        Errors: RefusedJobError where it cannot run.
+        """
         self._arrived.append(self._accept(job_id, job))
+        if alone:
+            self._alone.add(job_id)
 
     def take(self) -> BatchRun:
         """Take the next batch out: jobs of one group, within the limits."""
@@ -126,9 +132,14 @@ class JobQueue(ABC, Generic[E]):
         longest = max(1, _count_tokens(self._sorted[0]))
         limit = max(1, self._limits.max_batch_tokens // longest)
         limit = min(limit, self._limits.max_batch_rows)
+        if self._sorted[0].job_id in self._alone:
+            self._alone.discard(self._sorted[0].job_id)
+            limit = 1
         while self._sorted and len(batch) < limit:
             entry = self._sorted.popleft()
-            fits = not batch or self._group(entry) == self._group(batch[0])
+            fits = not batch or (
+                self._group(entry) == self._group(batch[0]) and entry.job_id not in self._alone
+            )
             (batch if fits else passed).append(entry)
         self._sorted.extendleft(reversed(passed))
         return BatchRun(batch, partial(self._run, batch))
@@ -137,6 +148,7 @@ class JobQueue(ABC, Generic[E]):
         """Forget jobs."""
         self._arrived = [entry for entry in self._arrived if entry.job_id not in job_ids]
         self._sorted = deque(entry for entry in self._sorted if entry.job_id not in job_ids)
+        self._alone -= job_ids
 
     @abstractmethod
     def _accept(self, job_id: int, job: Any) -> E:

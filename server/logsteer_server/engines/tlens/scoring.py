@@ -10,13 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from logsteer_server.contract.finite import find_failure
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
 from logsteer_server.engines.tlens.batch import accept_row, read_batch
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.queue import EngineLimits, JobQueue, Results
 from logsteer_server.engines.tlens.steering import SteeredRow
-from logsteer_server.numerics.rows import ReferenceFile, RowFiles, RowSpec, read_hidden, unpack
+from logsteer_server.numerics.row_files import ReferenceFile, RowFiles
+from logsteer_server.numerics.rows import RowSpec, read_hidden, unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +101,12 @@ class ScoreQueue(JobQueue[ScoreEntry]):
             steered = batch[b].steered
             trace = steered.trace(len(job.tokens)) if steered else None
             output = ScoreOutput(rows.columns, rows.top_ids, rows.top_logprobs, trace=trace)
-            results.append((batch[b].job_id, output))
+            results.append((batch[b].job_id, find_failure(job, output) or output))
         return results
 
 
 def _find_files(job: ScoreJob, vocab_size: int) -> RowFiles:
-    shape = (len(job.targets), vocab_size)
     return RowFiles(
-        ReferenceFile(job.export, *shape) if job.export else None,
-        ReferenceFile(job.reference, *shape) if job.reference else None,
+        ReferenceFile(job.export, vocab_size) if job.export else None,
+        ReferenceFile(job.reference, vocab_size) if job.reference else None,
     )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from logsteer_server.contract.parameters import CONFIG_KEY, Adapter
+from logsteer_server.engines.failures import lacks_memory
 from logsteer_server.engines.vllm.slots import SlotPool
 
 if TYPE_CHECKING:
@@ -95,6 +96,9 @@ class AdapterSlots:
         try:
             return self._vllm.load_adapter(adapter.sha256, number, str(directory))
         except Exception as error:  # whatever vLLM's checks and a worker's process raise
+            if lacks_memory(error):
+                detail = "memory ran out while the adapter was loaded; try again later"
+                raise UnfitAdapterError("out_of_memory", detail) from error
             detail = f"the adapter does not fit the model: {error}"
             raise UnfitAdapterError("invalid_adapter", detail) from error
         finally:

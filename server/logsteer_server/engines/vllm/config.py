@@ -71,6 +71,7 @@ def engine_args(spec: EngineSpec, path: Path | str, on_cpu: bool, limit: int) ->
         "quantization": spec.quantization,
         # A scored sequence may fill the context, and vLLM always leaves room for a sampled token.
         "max_model_len": limit + SAMPLED,
+        "max_logprobs": -1,  # the schemas say how many alternatives a request may ask for
         "enforce_eager": not spec.compile,
         "enable_prefix_caching": True,
         "async_scheduling": False,

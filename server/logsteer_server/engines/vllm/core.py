@@ -24,6 +24,7 @@ from vllm.v1.request import Request
 
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob
+from logsteer_server.engines.vllm.blocks import FreedPrefixes, clear_new_blocks
 from logsteer_server.engines.vllm.config import context_length, engine_args
 from logsteer_server.engines.vllm.extra_args import SCORE
 
@@ -42,10 +43,13 @@ class VllmCore:
             # The operations of state space layers give no states for the cache on the CPU.
             args["enable_prefix_caching"] = False
             self.config = EngineArgs(**args).create_engine_config()
+        clear_new_blocks()
         executor = Executor.get_class(self.config)
         self._front = LLMEngine(self.config, executor, log_stats=False)
         self.engine_core = self._front.engine_core.engine_core
-        PrefixHitLimit(self.engine_core.scheduler.kv_cache_manager)
+        manager = self.engine_core.scheduler.kv_cache_manager
+        PrefixHitLimit(manager)
+        self.freed_prefixes = FreedPrefixes(manager)
         self.split_ids: set[str] = set()
         self._serial = itertools.count()
         self._params = SamplingParams(
@@ -117,6 +121,7 @@ class VllmCore:
 
         `split_ids` then has the ids of requests that it read a part of, besides those it had.
         """
+        self.freed_prefixes.begin_step()
         outputs, executed = self.engine_core.step_fn()
         self.engine_core.post_step(model_executed=executed)
         self.split_ids |= {

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from logsteer_server.contract.engine import EngineInfo, EngineSpec
+from logsteer_server.contract.finite import find_failure, is_finite
 from logsteer_server.contract.jobs import (
     CaptureJob,
     CheckAdapterJob,
@@ -16,6 +17,7 @@ from logsteer_server.contract.jobs import (
     Output,
     ScoreJob,
 )
+from logsteer_server.engines.failures import describe_error
 from logsteer_server.engines.vllm.adapters import AdapterSlot, AdapterSlots, UnfitAdapterError
 from logsteer_server.engines.vllm.config import describe, set_environment, steering_size
 from logsteer_server.engines.vllm.generation import GenerationRequests
@@ -136,9 +138,9 @@ class VllmEngine:
     def _submit(self, running: RunningJob) -> None:
         try:
             running.request_id = running.kind.submit(running)
-        except ValueError as error:  # vLLM's limit on alternatives, `max_logprobs`
+        except Exception as error:  # whatever vLLM's checks raise, which have no common class
             self._release(running.slot, running.adapter)
-            self._known.append((running.job_id, JobFailure("invalid_request", str(error))))
+            self._known.append((running.job_id, describe_error(error)))
             return
         self._running[running.job_id] = self._by_request_id[running.request_id] = running
 
@@ -197,9 +199,12 @@ class VllmEngine:
         for running, result in ended:
             trace = traces.get(running.request_id)
             traced = result if result.failed or trace is None else replace(result, trace=trace)
+            failure = None if traced.failed else find_failure(running.job, traced)
+            if failure is not None or result.failed or not is_finite(result):
+                self._vllm.freed_prefixes.evict(running.request_id)
             self._remove(running)
             self._release(running.slot, running.adapter)
-            results.append((running.job_id, traced))
+            results.append((running.job_id, failure or traced))
         return results
 
     def close(self) -> None:

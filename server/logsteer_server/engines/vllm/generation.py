@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from logsteer_server.contract.finite import describe_non_finite
 from logsteer_server.contract.jobs import GenerateJob, GenerateOutput
 from logsteer_server.engines.vllm.extra_args import describe_draw
 from logsteer_server.engines.vllm.requests import Collected, RunningJob
@@ -68,8 +69,16 @@ class GenerationRequests:
         self._vllm.abort_generation(request_id)
 
     def collect(self, outputs: Sequence[tuple[RunningJob, Any]]) -> list[Collected]:
-        """Make pieces of text of what a step of vLLM put out."""
+        """Make pieces of text of what a step of vLLM put out; end what is not finite."""
+        ended: list[Collected] = []
+        healthy = []
         for running, output in outputs:
+            if output.num_nans_in_logits:
+                self.cancel(running.request_id)
+                found = "after the tokens so far the logits are not finite"
+                ended.append((running, describe_non_finite(running.job, found)))
+                continue
+            healthy.append(output)
             sample = self._samples[running.request_id]
             if output.prefill_stats is not None:
                 sample.cached_tokens = output.prefill_stats.num_cached_tokens
@@ -79,8 +88,8 @@ class GenerationRequests:
                 sample.ids.append(output.new_logprobs.logprob_token_ids[:, :width])
                 sample.logprobs.append(output.new_logprobs.logprobs[:, :width])
                 output.new_logprobs = None
-        processed = self._vllm.process([output for _, output in outputs])
-        return [self._make_piece(output) for output in processed]
+        processed = self._vllm.process(healthy)
+        return ended + [self._make_piece(output) for output in processed]
 
     def _make_piece(self, output: Any) -> Collected:
         sample = self._by_output_id[output.request_id]

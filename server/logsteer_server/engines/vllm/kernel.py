@@ -72,7 +72,7 @@ def _steer_token(
         change = tl.where(inside, x - before, 0.0)
         scale = tl.sqrt(tl.sum(before * before))
         length = tl.sqrt(tl.sum(change * change))
-        tl.store(ratios_ptr + token, tl.where(length == 0.0, 0.0, length / scale))
+        tl.store(ratios_ptr + token, tl.where(scale == 0.0, 0.0, length / scale))
         tl.store(own_ptr, own.to(hidden_ptr.dtype.element_ty), mask=inside)
     if capture != 0:
         tl.atomic_add(sums_ptr + capture * width + d, own + residual, mask=inside)

@@ -15,6 +15,7 @@ from logsteer_server.contract.jobs import (
 )
 from logsteer_server.engines.vllm.adapters import AdapterSlot
 from logsteer_server.engines.vllm.extra_args import describe_rows
+from logsteer_server.engines.vllm.scoring import NO_FILE, NO_MEMORY
 from logsteer_server.engines.vllm.steering_slots import SteeringSlot, SteeringSlots
 from logsteer_server.numerics.rows import RowSpec, unpack
 
@@ -52,7 +53,7 @@ class JobRequests(Protocol):
         ...
 
     def submit(self, running: RunningJob) -> str:
-        """Hand a job to vLLM and return its request's id. Errors: ValueError for bad sampling."""
+        """Hand a job to vLLM and return its request's id. Errors: whatever vLLM raises."""
         ...
 
     def collect(self, outputs: Sequence[tuple[RunningJob, Any]]) -> list[Collected]:
@@ -114,6 +115,12 @@ class ScoreRequests(PrefillRequests):
         values = output.prompt_token_id_logprobs
         if values is None:
             detail = f"vLLM ended the request without its rows ({output.finish_reason})"
+            return JobFailure("internal", detail)
+        if values.shape == NO_MEMORY.shape:
+            detail = "memory ran out over the rows of this request; ask for fewer columns or rows"
+            return JobFailure("out_of_memory", detail)
+        if values.shape == NO_FILE.shape:
+            detail = "a file of log-probabilities failed; the server's log says how"
             return JobFailure("internal", detail)
         if values.numel() == 0:
             # The prefix cache reached beyond the first wanted row, so that row was not computed.

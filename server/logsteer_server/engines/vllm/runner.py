@@ -13,7 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.config import CUDAGraphMode
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 from vllm.forward_context import get_forward_context
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -25,6 +28,9 @@ from logsteer_server.engines.vllm.sampler import PolicySampler
 from logsteer_server.engines.vllm.scoring import PromptPart, RowReader
 from logsteer_server.engines.vllm.steering import StepSteering
 from logsteer_server.engines.vllm.stream import StreamProbe
+
+CLEARED_AS = {1: torch.int8}
+"""By the bytes of a number, what a cache is seen as: torch fills no float8."""
 
 
 class LogsteerRunner(GPUModelRunner):  # type: ignore[misc]
@@ -40,9 +46,9 @@ class LogsteerRunner(GPUModelRunner):  # type: ignore[misc]
 
     def prepare_scoring(self, chunk_bytes: int) -> None:
         """Make ready to read rows, in chunks of so many bytes."""
-        writes_exports = get_tensor_model_parallel_rank() == 0
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         vocab_size = self.model_config.get_vocab_size()
-        self.row_reader = RowReader(chunk_bytes, vocab_size, writes_exports)
+        self.row_reader = RowReader(chunk_bytes, vocab_size, rank, ranks)
         self.steering = None
         self.stream_probe = None
 
@@ -72,6 +78,18 @@ class LogsteerRunner(GPUModelRunner):  # type: ignore[misc]
             if hasattr(module, "embedding_modules"):
                 module.embedding_modules = {}
         return super().load_lora_model(model, vllm_config, device)
+
+    def _zero_block_ids(self, block_ids: list[int]) -> None:
+        """Clear blocks as vLLM does; on CPUs those of every kind of attention, all at once."""
+        if self.device.type != "cpu":
+            super()._zero_block_ids(block_ids)
+            return
+        index = torch.tensor(block_ids)
+        for group in self.kv_cache_config.kv_cache_groups:
+            for name in group.layer_names:
+                cache = self.compilation_config.static_forward_context[name].kv_cache
+                if isinstance(cache, Tensor):  # those of state space layers are tuples
+                    cache.view(CLEARED_AS.get(cache.element_size(), cache.dtype))[index] = 0
 
     def _update_states(self, scheduler_output: Any) -> Any:
         """Note which requests end and begin, as vLLM does, in steps without tokens, too."""
@@ -144,6 +162,8 @@ class LogsteerRunner(GPUModelRunner):  # type: ignore[misc]
             if not isinstance(output, ModelRunnerOutput):
                 raise TypeError(f"rows need synchronous scheduling, got {type(output).__name__}")
             output.prompt_token_id_logprobs_dict = finished
+        if isinstance(output, ModelRunnerOutput):
+            output.num_nans_in_logits = self.sampler.take_non_finite()
         return output
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> Any:

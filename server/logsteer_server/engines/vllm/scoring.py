@@ -3,6 +3,7 @@
 Free of vLLM, whose model runner says here which parts of prompts a step reads.
 """
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from logsteer_server.numerics.rows import ReferenceFile, RowFiles, RowSpec, read_hidden
+from logsteer_server.engines.failures import lacks_memory
+from logsteer_server.numerics.row_files import ReferenceFile, RowFiles
+from logsteer_server.numerics.rows import RowSpec, read_hidden
+
+log = logging.getLogger(__name__)
 
 
 class PartialRows:
@@ -113,19 +118,31 @@ class StepRows:
         return self.wanted.targets[self.first : self.first + self.count]
 
 
+HIDDEN = torch.empty(0)
+"""In place of rows of which the prefix cache has hidden some."""
+NO_MEMORY = torch.empty((0, 1))
+"""In place of rows over which memory ran out."""
+NO_FILE = torch.empty((0, 2))
+"""In place of rows whose file could not be read or written: a disk failed, or its request ended."""
+
+
 class RowReader:
     """Read the rows that score requests ask for, step by step.
 
-    `chunk_bytes` bounds the logits that exist at once. `writes_exports`: every rank has the same
-    logits, so one of them alone writes files.
+    `chunk_bytes` bounds the logits that exist at once. `rank`: of the `ranks` that have the same
+    logits, of which the first one alone writes files. Where memory runs out over rows, or a file is
+    at fault, the requests whose rows they are fail and no others. Memory of one of several ranks is
+    another matter: they compute logits together, and the others would wait for ever.
     """
 
-    def __init__(self, chunk_bytes: int, vocab_size: int, writes_exports: bool) -> None:
+    def __init__(self, chunk_bytes: int, vocab_size: int, rank: int, ranks: int) -> None:
         self._chunk_bytes = chunk_bytes
         self._vocab_size = vocab_size
-        self._writes_exports = writes_exports
+        self._writes_exports = rank == 0
+        self._is_alone = ranks == 1
         self._partial: dict[str, PartialRows] = {}
         self._finished: dict[str, Tensor] = {}
+        self._failed: dict[str, Tensor] = {}
 
     def begin_step(self) -> None:
         """Drop finished rows that nobody took."""
@@ -148,12 +165,36 @@ class RowReader:
         """
         steps = [StepRows.find(part) for part in parts]
         for group in dict.fromkeys(step.group for step in steps):
-            self._read([step for step in steps if step.group == group], hidden_TD, project)
+            members = [step for step in steps if step.group == group]
+            if not self._try(members, hidden_TD, project) and len(members) > 1:
+                for member in members:
+                    self._try([member], hidden_TD, project)
+
+    def _try(
+        self, steps: list[StepRows], hidden_TD: Tensor, project: Callable[[Tensor], Tensor]
+    ) -> bool:
+        """Read the rows of a group; return whether that could be done. One alone fails if not."""
+        try:
+            self._read(steps, hidden_TD, project)
+        except Exception as error:
+            if not isinstance(error, OSError) and not (self._is_alone and lacks_memory(error)):
+                raise
+            log.exception("the rows of %d requests could not be read", len(steps))
+            reason = NO_FILE if isinstance(error, OSError) else NO_MEMORY
+        else:
+            return True
+        if len(steps) == 1:
+            self._failed[steps[0].req_id] = reason
+            if steps[0].ends_prompt:
+                self._finish(steps[0])
+        return False
 
     def keep_only(self, req_ids: Collection[str]) -> None:
         """Drop the rows of requests that are no longer there."""
         for req_id in self._partial.keys() - req_ids:
             del self._partial[req_id]
+        for req_id in self._failed.keys() - req_ids:
+            del self._failed[req_id]
 
     def _read(
         self, steps: list[StepRows], hidden_TD: Tensor, project: Callable[[Tensor], Tensor]
@@ -182,16 +223,17 @@ class RowReader:
                 self._finish(step)
 
     def _find_files(self, step: StepRows) -> RowFiles:
-        shape = (len(step.wanted.targets), self._vocab_size)
         export = step.wanted.export if self._writes_exports else None
         reference = step.wanted.reference
         return RowFiles(
-            ReferenceFile(export, *shape) if export else None,
-            ReferenceFile(reference, *shape) if reference else None,
+            ReferenceFile(export, self._vocab_size) if export else None,
+            ReferenceFile(reference, self._vocab_size) if reference else None,
             step.first,
         )
 
     def _store(self, step: StepRows, values_rW: Tensor) -> None:
+        if step.req_id in self._failed:
+            return
         if step.ends_prompt and step.count == len(step.wanted.targets):
             self._finished[step.req_id] = values_rW.flatten()
             self._partial.pop(step.req_id, None)
@@ -203,9 +245,11 @@ class RowReader:
         partial.put(step.first, values_rW)
 
     def _finish(self, step: StepRows) -> None:
-        """Hand over a request's rows; none of them where the prefix cache has hidden some."""
+        """Hand over a request's rows, or what stands in their place."""
         partial = self._partial.pop(step.req_id, None)
-        whole = partial is not None and bool(partial.present_R.all())
-        self._finished[step.req_id] = (
-            partial.values_RW.flatten() if partial is not None and whole else torch.empty(0)
-        )
+        if step.req_id in self._failed:
+            self._finished[step.req_id] = self._failed.pop(step.req_id)
+        elif partial is not None and partial.present_R.all():
+            self._finished[step.req_id] = partial.values_RW.flatten()
+        else:
+            self._finished[step.req_id] = HIDDEN

@@ -136,16 +136,17 @@ class SteeringTables:
         return not len(self.step.steered_t) and not len(self.step.captured_t)
 
     def read_ratios(self) -> dict[int, npt.NDArray[np.float32]]:
-        """Return |change| / |activation| of this step's steered tokens, by steered layer."""
+        """Return |change| / |activation| of this step's steered tokens, by steered layer.
+
+        Nothing is relative to an activation of 0: there it is 0. One that is not finite is NaN or
+        infinite.
+        """
         if self.slots_T.is_cuda:
             ratios_LT = self.ratios_LT[:, : int(self.step.steered_t.max(initial=-1)) + 1].cpu()
         else:
             ratios_LT = self.ratios_LT
         host_LT = ratios_LT.numpy()
-        found = {layer: host_LT[layer, self.step.steered_t] for layer in self.steered_layers}
-        for ratios_t in found.values():
-            ratios_t[np.isnan(ratios_t)] = 0.0  # 0 / 0: nothing was changed
-        return found
+        return {layer: host_LT[layer, self.step.steered_t] for layer in self.steered_layers}
 
     def clear_captures(self, slot: int) -> None:
         """Set the sums of a capture slot to zero."""
@@ -189,10 +190,11 @@ class SteeringTables:
             else:
                 hidden_TD[index_t] = (hidden_TD[index_t].float() + change_tD).to(hidden_TD.dtype)
             size_t = (offset_tD + change_tD - stream_tD).norm(dim=-1)
+        ratios_t = (size_t / norms_t).masked_fill_(norms_t == 0, 0.0)
         if index_t is None:
-            torch.div(size_t, norms_t, out=self.ratios_LT[layer, : len(size_t)])
+            self.ratios_LT[layer, : len(ratios_t)] = ratios_t
         else:
-            self.ratios_LT[layer].index_copy_(0, index_t, size_t / norms_t)
+            self.ratios_LT[layer].index_copy_(0, index_t, ratios_t)
 
     def _gather(self, num_tokens: int, layer: int) -> "_Change":
         """Gather what is done to the tokens of this step at a layer, out of the slots' tables."""

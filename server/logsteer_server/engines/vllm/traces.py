@@ -184,13 +184,16 @@ class TraceRecorder:
         np.add.at(self._entries["steered"], entries_n, steps)
         for layer in latest.ratios[0]:
             ratios_Sn = np.stack([ratios[layer] for ratios in latest.ratios])[:, latest.is_new_t]
-            np.add.at(self._changed_EL[:, layer], entries_n, (ratios_Sn > 0).sum(0))
+            np.add.at(self._changed_EL[:, layer], entries_n, (ratios_Sn != 0).sum(0))
             np.add.at(self._ratios_EL[:, layer], entries_n, ratios_Sn.sum(0))
 
     def read(self, req_id: str) -> tuple[int, dict[int, tuple[int, float]]]:
-        """Return a request's steered tokens; by layer, those changed and their ratios' sum."""
+        """Return a request's steered tokens; by layer, those changed and their ratios' sum.
+
+        The sum is NaN or infinite where an activation or its change was.
+        """
         self._add_up()
         entry = self._entry_of[req_id]
         changed_L, ratios_L = self._changed_EL[entry], self._ratios_EL[entry]
-        layers = {int(i): (int(changed_L[i]), float(ratios_L[i])) for i in changed_L.nonzero()[0]}
+        layers = {int(i): (int(changed_L[i]), float(ratios_L[i])) for i in ratios_L.nonzero()[0]}
         return int(self._entries["steered"][entry]), layers

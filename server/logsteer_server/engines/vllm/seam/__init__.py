@@ -1,10 +1,10 @@
 """Every internal of vLLM that this engine relies on, and what it relies on, as data.
 
-Of the modules beside this package, `config` (environment, arguments, description) and `core` (the
-engine's process) touch vLLM, and in the workers `runner`, `sampler`, `worker`, `operation`,
-`corrections` and `cpu_kernels`; `requests` and `generation` read what `core` gives them. The others
-are free of it. Another model runner of vLLM's, such as V2, takes another `runner`, and rows of its
-own here.
+Of the modules beside this package, `config` (environment, arguments, description), `core` and
+`blocks` (the engine's process) touch vLLM, and in the workers `runner`, `sampler`, `worker`,
+`operation`, `corrections` and `cpu_kernels`; `requests` and `generation` read what `core` gives
+them. The others are free of it. Another model runner of vLLM's, such as V2, takes another `runner`,
+and rows of its own here.
 
 `tests/server/test_vllm_seam.py` holds each row against the vLLM that is installed, so that an
 upgrade fails with the name of what moved; and it finds touches that have no row.
@@ -12,12 +12,13 @@ upgrade fails with the name of what moved; and it finds touches that have no row
 
 from logsteer_server.engines.vllm.seam.internal import Internal
 from logsteer_server.engines.vllm.seam.kernels import CPU_KERNELS
-from logsteer_server.engines.vllm.seam.process import GENERATION, OUTPUTS, START, STEPS
+from logsteer_server.engines.vllm.seam.process import BLOCKS, GENERATION, OUTPUTS, START, STEPS
 from logsteer_server.engines.vllm.seam.workers import RUNNER_ROWS, SAMPLING, WORKER
 
 INTERNALS: tuple[Internal, ...] = (
     *START,
     *STEPS,
+    *BLOCKS,
     *OUTPUTS,
     *GENERATION,
     *RUNNER_ROWS,

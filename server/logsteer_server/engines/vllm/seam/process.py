@@ -24,7 +24,7 @@ START = (
          "max_model_len, enforce_eager, enable_prefix_caching, async_scheduling, "
          "disable_log_stats, use_tqdm_on_load, worker_cls, additional_config, hf_overrides, "
          "enable_lora, max_loras, max_cpu_loras, max_lora_rank, distributed_executor_backend, "
-         "block_size, kv_cache_memory_bytes, gpu_memory_utilization",
+         "max_logprobs, block_size, kv_cache_memory_bytes, gpu_memory_utilization",
          "what a model of the configuration is set up with", "config", "core"),
     row("call", "vllm.engine.arg_utils.EngineArgs.create_engine_config", "self",
          "vLLM's own checks and defaults", "core"),
@@ -126,7 +126,44 @@ STEPS = (
          "what a step has read is counted when it was scheduled", "core"),
 )  # fmt: skip
 
+BLOCKS = (
+    row("attribute", "vllm.v1.kv_cache_interface.KVCacheConfig", "needs_kv_cache_zeroing",
+         "replaced: blocks are cleared before they are used", "blocks"),
+    row("source", SCHEDULER,
+         "self.needs_kv_cache_zeroing = kv_cache_config.needs_kv_cache_zeroing",
+         "the scheduler asks it", "blocks"),
+    row("source", f"{SCHEDULER}.schedule",
+         "new_block_ids_to_zero=self._get_new_block_ids_to_zero()", "in every step", "blocks"),
+    row("source", "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator",
+         "needs_kv_cache_zeroing=self.kv_cache_config.needs_kv_cache_zeroing",
+         "managers note which blocks are taken", "blocks"),
+    row("source", "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager",
+         "if self._record_new_block_ids: "
+         "self.new_block_ids.extend(b.block_id for b in new_blocks)",
+         "every block that is not of the prefix cache", "blocks"),
+    row("source", "vllm.v1.worker.gpu_worker.Worker.initialize_from_config",
+         "if kv_cache_config.needs_kv_cache_zeroing and hasattr",
+         "GPUs are made ready to clear blocks", "blocks"),
+    row("override", f"{MANAGER}.free", "self, request", "blocks that a step frees are noted",
+         "blocks"),
+    row("source", f"{SCHEDULER}._free_request_blocks", "self.kv_cache_manager.free(request)",
+         "the scheduler asks the manager's attribute, which is replaced", "blocks"),
+    row("attribute", "vllm.v1.request.Request", "request_id", "whose they are", "blocks"),
+    row("attribute", MANAGER, "coordinator", "a request's blocks", "blocks"),
+    row("call", "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.get_blocks",
+         "self, request_id", "a request's blocks", "blocks"),
+    row("call", f"{MANAGER}.evict_blocks", "self, block_ids",
+         "prefixes that are not finite are forgotten", "blocks"),
+    row("attribute", "vllm.v1.core.kv_cache_utils.KVCacheBlock", "block_id",
+         "which block it is", "blocks"),
+)  # fmt: skip
+
 OUTPUTS = (
+    row("attribute", "vllm.v1.engine.EngineCoreOutput", "num_nans_in_logits",
+         "says that a request's logits are not finite", "generation"),
+    row("source", f"{SCHEDULER}.update_from_output",
+         "request.num_nans_in_logits = num_nans_in_logits[req_id]", "the way back for it",
+         "generation"),
     row("attribute", "vllm.v1.engine.EngineCoreOutputs", "outputs", "a step's outputs", "core"),
     row("attribute", "vllm.v1.engine.EngineCoreOutput", "request_id", "whose it is", "engine"),
     *attributes("vllm.v1.engine.EngineCoreOutput",

@@ -79,6 +79,26 @@ RUNNER_ROWS = (
          "logits of any hidden states", "runner"),
     row("call", "vllm.distributed.get_tensor_model_parallel_rank", "",
          "ranks with equal results", "runner", "worker"),
+    row("call", "vllm.distributed.get_tensor_model_parallel_world_size", "",
+         "ranks with equal results", "runner"),
+    row("override", f"{RUNNER}._zero_block_ids", "self, block_ids", "blocks are cleared", "runner"),
+    row("source", f"{RUNNER}._update_states",
+         "if scheduler_output.new_block_ids_to_zero: "
+         "self._zero_block_ids(scheduler_output.new_block_ids_to_zero)",
+         "before a step reads them", "runner"),
+    row("source", "vllm.v1.worker.cpu_model_runner.CPUModelRunner._zero_block_ids",
+         "ctx = self.compilation_config.static_forward_context.get(layer_name)",
+         "where a layer's cache is", "runner"),
+    row("source", "vllm.v1.worker.cpu_model_runner.CPUModelRunner._zero_block_ids",
+         "kv[block_id].zero_()", "blocks are its first axis; only full attention is cleared",
+         "runner"),
+    row("attribute", RUNNER, "kv_cache_config", "the layers that have blocks", "runner"),
+    row("attribute", "vllm.v1.kv_cache_interface.KVCacheConfig", "kv_cache_groups",
+         "the layers that have blocks", "runner"),
+    row("attribute", "vllm.v1.kv_cache_interface.KVCacheGroupSpec", "layer_names",
+         "the layers that have blocks", "runner"),
+    row("attribute", "vllm.v1.outputs.ModelRunnerOutput", "num_nans_in_logits",
+         "says which requests' logits are not finite", "runner"),
 )  # fmt: skip
 
 SAMPLING = (

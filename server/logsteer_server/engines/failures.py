@@ -1,0 +1,43 @@
+"""What is wrong where an engine raised what it should not have, and how the job fails then."""
+
+import logging
+
+from logsteer_server.contract.jobs import JobFailure
+
+log = logging.getLogger(__name__)
+
+
+MEMORY_WORDS = (
+    "out of memory",  # CUDA's
+    "allocate memory",  # torch's allocator for CPUs
+    "not enough memory",
+    "Free memory on device",  # vLLM's checks at a start
+    "Available memory on node",
+    "Error in memory profiling",
+)
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Return whether an error, or one that it came from, tells that too little memory was free."""
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, MemoryError) or "OutOfMemory" in type(link).__name__:
+            return True
+        if any(words in str(link) for words in MEMORY_WORDS):
+            return True
+        link = link.__cause__ or link.__context__
+    return False
+
+
+def describe_error(error: Exception) -> JobFailure:
+    """Return the failure of the job over which an error was raised, and log the error.
+
+    Trying again helps where memory ran out, and nowhere else.
+    """
+    log.error("a job failed in the engine", exc_info=error)
+    name = type(error).__name__
+    if lacks_memory(error):
+        detail = f"memory ran out over this request ({name}); send less at once, or try later"
+        return JobFailure("out_of_memory", detail)
+    detail = f"the engine failed over this request ({name}); report it with the server's log"
+    return JobFailure("internal", detail)
