@@ -9,6 +9,8 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,8 @@ ENDPOINTS: dict[str, type[BaseModel]] = {
     "/tokenize": schemas.TokenizeRequest,
     "/detokenize": schemas.DetokenizeRequest,
 }
+CALLERS = 4
+"""Processes that `main` sends requests from at once."""
 WIDTH, LAYERS = 128, 5
 """Of the demo model."""
 
@@ -240,13 +244,14 @@ def send(client: httpx.Client, path: str, body: Any) -> int:
     return response.status_code
 
 
-def attack(url: str, count: int, number: int = 0) -> Counter[str]:
+def attack(url: str, count: int, number: int = 0, model: str | None = None) -> Counter[str]:
     """Send so many requests to a server; return how many had each status, by path.
 
     Errors: AssertionError where one is answered with 5xx, or where the engine does not go on.
     """
     found: Counter[str] = Counter()
-    probe = {"items": [{"context_ids": [1, 5, 9, 30], "target_ids": [[7, 8]]}], "cache": False}
+    item = {"context_ids": [1, 5, 9, 30], "target_ids": [[7, 8]]}
+    probe = {"model": model, "items": [item], "cache": False}
     with httpx.Client(base_url=url, timeout=120) as client, Client(url) as own:
         before = client.post("/logprob", json=probe).json()["results"]
 
@@ -258,7 +263,7 @@ def attack(url: str, count: int, number: int = 0) -> Counter[str]:
         @given(make_requests())
         def run(request: tuple[str, Any]) -> None:
             path, body = request
-            status = send(client, path, body)
+            status = send(client, path, {"model": model} | body)
             found[f"{path} {status}"] += 1
             assert status < 500, f"{path} answers {status} to {json.dumps(body)}"
 
@@ -266,8 +271,9 @@ def attack(url: str, count: int, number: int = 0) -> Counter[str]:
         after = client.post("/logprob", json=probe).json()["results"]
         logprobs = [results[0]["targets"][0]["logprob"] for results in (before, after)]
         assert abs(logprobs[0] - logprobs[1]) < 1e-4, logprobs
-        (card,) = (card for card in own.models().models if card.state != "gone")
-        assert (card.state, card.restarts) == ("ready", 0)
+        cards = {card.id: card for card in own.models().models}
+        card = cards[model or next(iter(cards))]
+        assert (card.state, card.restarts) == ("ready", 0), card
     return found
 
 
@@ -278,9 +284,12 @@ def main(engine: str, count: int) -> None:
         server = Server.start(uncached(model), Path(directory))
         try:
             server.wait_until_ready()
-            found = attack(server.url, count, number=count)
+            with ProcessPoolExecutor(CALLERS, get_context("spawn")) as pool:
+                share = [count // CALLERS] * CALLERS
+                parts = list(pool.map(attack, [server.url] * CALLERS, share, range(CALLERS)))
         finally:
             server.stop()
+    found = sum(parts, Counter[str]())
     statuses: Counter[str] = Counter()
     for key, number in sorted(found.items()):
         print(f"{number:6} {key}")

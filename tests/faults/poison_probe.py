@@ -63,6 +63,19 @@ def make_poison(vocab: int, width: int, first: int) -> dict[int, Job]:
     return jobs
 
 
+def make_misfits(width: int, first: int) -> dict[int, Job]:
+    """Jobs over which vLLM or a worker raises: no schema lets them through."""
+    ids = np.arange(10, 20, dtype=np.int32)
+    narrow = SteeringPlan((Site(1, "resid_post", np.ones(width - 1, np.float32)),))
+    far = SteeringPlan((Site(99, "resid_post", np.ones(width, np.float32)),))
+    return {
+        first: GenerateJob(ids, 3, top=10**6),
+        first + 1: ScoreJob(ids, ids, plan=narrow),
+        first + 2: ScoreJob(ids, ids, plan=far),
+        first + 3: GenerateJob(ids, 3, stop=(7,)),  # type: ignore[arg-type]
+    }
+
+
 def read(result: JobResult) -> Any:
     """A job's numbers, or the code of its failure."""
     if result.failed:
@@ -104,6 +117,10 @@ def main() -> None:
         assert scheduler.reset_prefix_cache()
 
     found = {"quiet": run(engine, neighbours)}
+    forget()
+    misfits = make_misfits(width, 3000)
+    found["among"] = run(engine, misfits | neighbours)
+    found["misfits"] = {index: found["among"].pop(index) for index in misfits}
     forget()
     poison = make_poison(vocab, width, 1000)
     found["beside"] = run(engine, poison | neighbours)

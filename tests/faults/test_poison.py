@@ -34,7 +34,7 @@ def probe(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("phase", ["beside", "behind", "cancelled"])
+@pytest.mark.parametrize("phase", ["among", "beside", "behind", "cancelled"])
 def test_neighbours_of_poison_answer_as_a_quiet_engine_does(
     probe: dict[str, Any], phase: str
 ) -> None:
@@ -50,6 +50,11 @@ def test_poison_fails_and_leaves_nothing(probe: dict[str, Any]) -> None:
     assert set(probe["poison"].values()) == {"non_finite"}
     assert probe["left"] == 0
     assert probe["cached"] == 0, "prefixes that are not finite are in the prefix cache"
+
+
+@pytest.mark.engine
+def test_a_job_over_which_vllm_raises_fails_alone(probe: dict[str, Any]) -> None:
+    assert set(probe["misfits"].values()) == {"internal"}
 
 
 def output_of(*logprobs: float, **columns: list[float]) -> ScoreOutput:

@@ -111,24 +111,36 @@ class VllmEngine:
         """Submit the jobs that wait for slots, in order, as far as there are any free."""
         for job_id, job in list(self._waiting.items()):
             try:
-                adapter = self._adapters.take(job.adapter) if job.adapter else None
+                if not self._start(job_id, job):
+                    return
             except UnfitAdapterError as error:
                 self._known.append((job_id, JobFailure(error.code, error.detail)))
-                del self._waiting[job_id]
-                continue
-            if job.adapter and adapter is None:
-                return
-            if answer := ADAPTER_ANSWERS.get(type(job)):
-                self._release(SteeringSlot(), adapter)
-                self._known.append((job_id, answer))
-            else:
-                kind = self._kinds[type(job)]
-                slot = kind.take_slot(job)
-                if slot is None:
-                    self._release(SteeringSlot(), adapter)
-                    return
-                self._submit(RunningJob(job_id, job, kind, slot, adapter))
+            except Exception as error:  # whatever a worker raises over a plan
+                self._known.append((job_id, describe_error(error)))
             del self._waiting[job_id]
+
+    def _start(self, job_id: int, job: Job) -> bool:
+        """Take the slots of a job and submit it; return False where it has to wait for one.
+
+        Errors: UnfitAdapterError, and whatever a worker raises.
+        """
+        adapter = self._adapters.take(job.adapter) if job.adapter else None
+        if job.adapter and adapter is None:
+            return False
+        if answer := ADAPTER_ANSWERS.get(type(job)):
+            self._release(SteeringSlot(), adapter)
+            self._known.append((job_id, answer))
+            return True
+        kind = self._kinds[type(job)]
+        slot = None
+        try:
+            slot = kind.take_slot(job)
+        finally:
+            if slot is None:
+                self._release(SteeringSlot(), adapter)
+        if slot is not None:
+            self._submit(RunningJob(job_id, job, kind, slot, adapter))
+        return slot is not None
 
     def _release(self, slot: SteeringSlot, adapter: AdapterSlot | None) -> None:
         self._slots.release(slot)

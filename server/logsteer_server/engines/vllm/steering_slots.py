@@ -46,7 +46,10 @@ class SteeringSlots:
         self._capture_serial = itertools.count()
 
     def take_plan(self, job: Job) -> SteeringSlot | None:
-        """Return the slot of a job's plan, if it has one; None where the job has to wait for it."""
+        """Return the slot of a job's plan, if it has one; None where the job has to wait for it.
+
+        Errors: whatever a worker raises.
+        """
         if job.plan is None:
             return SteeringSlot()
         found = self._plans.take(job.plan.sites_digest)
@@ -54,7 +57,11 @@ class SteeringSlots:
             return None
         number, is_new = found
         if is_new:
-            self._call_workers("load_plan", number, job.plan.sites)
+            try:
+                self._call_workers("load_plan", number, job.plan.sites)
+            except Exception:
+                self._plans.forget(number)
+                raise
         return SteeringSlot(self._plans, number, job.plan, describe_steering(job, number))
 
     def take_capture(self, job: CaptureJob) -> SteeringSlot | None:
