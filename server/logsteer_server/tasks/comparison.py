@@ -4,7 +4,6 @@ The reference scores first and leaves its log-probabilities in a file; the other
 scores the same rows. Files live as long as they are needed.
 """
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +15,7 @@ import numpy.typing as npt
 
 from logsteer.errors import api_error
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
+from logsteer_server.engines.scratch import ScratchDirectory
 from logsteer_server.models.model import ResidentModel
 
 COMPARED = ("kl", "top1_agrees")
@@ -30,7 +30,7 @@ def export_files(
 
     They lie in `directory`, or where the system keeps temporary files, while the block runs.
     """
-    with tempfile.TemporaryDirectory(prefix="logsteer-", dir=directory) as scratch:
+    with ScratchDirectory(directory) as scratch:
         files = [str(Path(scratch, str(i))) for i in range(len(jobs))]
         for file, job in zip(files, jobs, strict=True):
             with Path(file).open("wb") as stream:

@@ -5,14 +5,13 @@ one runs, so a file that is deleted or does not fit fails a job and not the engi
 """
 
 import json
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
 from logsteer_server.contract.parameters import CONFIG_KEY, Adapter
+from logsteer_server.engines.scratch import ScratchDirectory
 from logsteer_server.engines.vllm.slots import SlotPool
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class AdapterSlots:
         self._pool = SlotPool(slots)
         self._loaded: dict[int, AdapterSlot] = {}
         # vLLM's cache of prefixes knows an adapter by name and path, so both follow the content.
-        self._directory = tempfile.TemporaryDirectory(prefix="logsteer-adapters-")
+        self._directory = ScratchDirectory()
 
     def take(self, adapter: Adapter) -> AdapterSlot | None:
         """Return a slot that has the adapter, for one more job; None where all are in use.
@@ -74,7 +73,7 @@ class AdapterSlots:
 
         Errors: UnfitAdapterError.
         """
-        directory = Path(self._directory.name, adapter.sha256)
+        directory = self._directory.path / adapter.sha256
         weights = directory / "adapter_model.safetensors"
         try:
             with safe_open(adapter.path, "numpy") as file:
@@ -102,4 +101,4 @@ class AdapterSlots:
 
     def close(self) -> None:
         """Remove what lies on disk."""
-        self._directory.cleanup()
+        self._directory.close()
