@@ -146,7 +146,7 @@ class Settings(BaseSettings):
         7200.0, gt=0, description="For loading a model, download included; null: any time."
     )
     max_restarts: int = Field(
-        5,
+        8,
         ge=0,
         description="Restarts of an engine within restart_window_s; where one more would be "
         "needed, it is given up.",

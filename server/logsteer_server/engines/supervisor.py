@@ -44,7 +44,7 @@ class SupervisionLimits:
 
     engine_tokens: int = 65_536
     watch: WatchLimits = field(default_factory=WatchLimits)
-    max_restarts: int = 5
+    max_restarts: int = 8
     restart_window_s: float = 600.0
     restart_delay_s: float = 1.0
     poison_s: float = 600.0

@@ -72,8 +72,9 @@ def _exceeds(seconds: float, limit: float | None, what: str) -> str | None:
 class RestartBudget:
     """At most `max_restarts` restarts within a sliding window, each after a longer wait.
 
-    Both the budget and the wait recover as restarts leave the window: with 5 in 600 s, an engine
-    that dies once an hour is restarted after 1 s for ever.
+    Both the budget and the wait recover as restarts leave the window: with 8 in 600 s, an engine
+    that dies once an hour is restarted after 1 s for ever, and one that cannot be started at all is
+    given up after 1 + 2 + 4 + … + 60 s, three minutes.
     """
 
     def __init__(self, max_restarts: int, window_s: float, delay_s: float) -> None:
