@@ -47,6 +47,8 @@ class EngineProcess:
         context = multiprocessing.get_context("spawn")
         self.beat: Beat | None = None
         self._receive = receive
+        self._pid: int | None = None
+        self._killing = threading.Lock()
         self._was_killed = False
         self._memory_kills = count_memory_kills()
         self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
@@ -61,6 +63,7 @@ class EngineProcess:
         try:
             with remote, hold_interrupts():
                 self._process.start()
+            self._pid = self._process.pid
             self._sender.start()
             self._receiver.start()
         except Exception:
@@ -70,7 +73,7 @@ class EngineProcess:
     def _discard(self) -> None:
         self._outbox.put(None)
         self._connection.close()
-        if self._process.pid is not None:
+        if self._pid is not None:
             self.kill()
             self._process.join(END_TIMEOUT_S)
 
@@ -106,6 +109,9 @@ class EngineProcess:
         self._process.join(END_TIMEOUT_S)
         self._sender.join(END_TIMEOUT_S)
         self._connection.close()
+        with self._killing, suppress(ValueError):  # it cannot be killed, and is left to the kernel
+            self._process.close()
+            self._pid = None  # another process may have it from now on
         return self._describe_end(status)
 
     def _describe_end(self, status: int | None) -> Ended:
@@ -123,7 +129,7 @@ class EngineProcess:
     @property
     def is_stopped(self) -> bool:
         """Whether a signal from outside has stopped the process."""
-        return self._process.pid is not None and is_stopped(self._process.pid)
+        return self._pid is not None and is_stopped(self._pid)
 
     def kill(self) -> None:
         """Kill the process and all that it has started; returns at once."""
@@ -131,10 +137,12 @@ class EngineProcess:
         self._kill_group()
 
     def _kill_group(self) -> None:
-        assert self._process.pid is not None
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()  # before it leads a group
+        with self._killing:
+            if self._pid is None:
+                return
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._pid, signal.SIGKILL)
+            self._process.kill()  # before it leads a group
 
     def close(self) -> None:
         """End the process: by asking, then by force. Blocks for up to CLOSE_TIMEOUT_S and more."""

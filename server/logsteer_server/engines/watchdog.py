@@ -55,9 +55,7 @@ class Watchdog:
         has_moved = last is None or beat.turns != last.turns
         self._silent_s = 0.0 if is_new else self._silent_s + counted_s
         self._standing_s = 0.0 if has_moved else self._standing_s + counted_s
-        silence = _exceeds(
-            self._silent_s, limits.heartbeat_timeout_s, "nothing was heard of it for"
-        )
+        silence = _exceeds(self._silent_s, limits.heartbeat_timeout_s, "it was silent for")
         if beat.in_engine:
             return silence or _exceeds(self._standing_s, limits.max_step_s, "one step took")
         return silence or _exceeds(
