@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.engines.lifetime import count_memory_kills, hold_interrupts, is_stopped
 from logsteer_server.engines.process import Beat, Close, FromEngine, ToEngine, run_engine
+from logsteer_server.engines.scratch import sweep
 
 CLOSE_TIMEOUT_S = 20.0
 END_TIMEOUT_S = 5.0
@@ -101,7 +102,10 @@ class EngineProcess:
         self._receive(self, self._end())
 
     def _end(self) -> Ended:
-        """Wait until the process is gone, kill what is left of its group, and free all it took."""
+        """Wait until the process is gone, kill what is left of its group, and free all it took.
+
+        That includes its files: after a kill it has removed none of them.
+        """
         self._outbox.put(None)
         self._process.join(END_TIMEOUT_S)
         status = self._process.exitcode
@@ -112,6 +116,7 @@ class EngineProcess:
         with self._killing, suppress(ValueError):  # it cannot be killed, and is left to the kernel
             self._process.close()
             self._pid = None  # another process may have it from now on
+        sweep()
         return self._describe_end(status)
 
     def _describe_end(self, status: int | None) -> Ended:

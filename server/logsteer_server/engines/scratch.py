@@ -12,7 +12,7 @@ import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-PREFIX = "logsteer-scratch-"
+PREFIX = "logsteer-run-"
 LOCK = ".lock"
 NEW_S = 60.0
 """A directory without a lock is left alone for so long: its owner may be about to lock it."""

@@ -16,8 +16,14 @@ from logsteer_server.contract.jobs import (
     Output,
     ScoreJob,
 )
+from logsteer_server.engines.scratch import ScratchDirectory
 from logsteer_server.engines.vllm.adapters import AdapterSlot, AdapterSlots, UnfitAdapterError
-from logsteer_server.engines.vllm.config import describe, set_environment, steering_size
+from logsteer_server.engines.vllm.config import (
+    describe,
+    set_environment,
+    set_scratch,
+    steering_size,
+)
 from logsteer_server.engines.vllm.generation import GenerationRequests
 from logsteer_server.engines.vllm.requests import (
     CaptureRequests,
@@ -39,6 +45,8 @@ class VllmEngine:
 
     def __init__(self, spec: EngineSpec) -> None:
         set_environment(spec)
+        self._scratch = ScratchDirectory()
+        set_scratch(self._scratch.path)
         path = locate_model(spec.path)
 
         from logsteer_server.engines.vllm.core import VllmCore
@@ -50,7 +58,9 @@ class VllmEngine:
         self._info = replace(info, int8_products=self._vllm.call_workers("find_int8_products")[0])
         self._depth = spec.steering_depth
         self._slots = SteeringSlots(self._vllm.call_workers, steering_size(spec))
-        self._adapters = AdapterSlots(self._vllm, spec.adapter_slots, spec.adapter_rank)
+        self._adapters = AdapterSlots(
+            self._vllm, spec.adapter_slots, spec.adapter_rank, self._scratch.path
+        )
         self._kinds: dict[type[Job], JobRequests] = {
             ScoreJob: ScoreRequests(self._vllm, self._slots, self._info.eos_ids),
             CaptureJob: CaptureRequests(self._vllm, self._slots),
@@ -203,6 +213,6 @@ class VllmEngine:
         return results
 
     def close(self) -> None:
-        """Stop vLLM and its worker processes."""
+        """Stop vLLM and its worker processes, and remove what lies on disk."""
         self._vllm.close()
-        self._adapters.close()
+        self._scratch.close()
