@@ -3,7 +3,7 @@
 #
 #   docker build --target cpu --tag logsteer:cpu .     x86-64 with AVX2 or better, no GPU
 #   docker build --target cuda --tag logsteer:cuda .   NVIDIA GPU, driver 580 or later (CUDA 13)
-#   docker run --rm --publish 127.0.0.1:8000:8000 --stop-timeout 60 logsteer:cpu
+#   docker run --rm --publish 127.0.0.1:8000:8000 --stop-timeout 75 logsteer:cpu
 #
 # Configuration: mount a file over /etc/logsteer/models.yaml. Secrets: LOGSTEER_API_KEY, HF_TOKEN.
 # docker-compose.yml holds the settings that a production container wants besides.
@@ -103,12 +103,13 @@ RUN chmod -R u=rwX,go=rX /srv/logsteer /etc/logsteer \
 # Both end in the same lines; tests/server/test_deployment.py fails where they differ.
 #
 # Shutdown: the entry point is the server itself, without a shell in between, so SIGTERM reaches it.
-# It stops accepting, gives open requests 10 s and each engine process up to 30 s, and exits. That is
-# longer than the 10 s after which Docker kills by default: give --stop-timeout.
+# It refuses new requests, gives open ones drain_s (30 s) and each engine process up to 30 s, and
+# exits. That is longer than the 10 s after which Docker kills by default: give --stop-timeout.
 #
-# Health: /readyz asks every engine, and an engine in the middle of a large batch may take up to
-# ping_timeout_s (30 s) to answer. The start period leaves time to download and compile a model; the
-# first success ends it. http.client is used because it ignores proxy variables.
+# Health: /readyz says what is known of every engine and asks none, so a busy one does not delay it,
+# and one that hangs counts as ready until heartbeat_timeout_s is over. The start period
+# leaves time to download and compile a model; the first success ends it. http.client is used because
+# it ignores proxy variables.
 
 FROM os-cuda AS cuda
 COPY --from=build-cuda /opt/logsteer /opt/logsteer

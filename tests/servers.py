@@ -61,6 +61,7 @@ class Server:
                 stderr=subprocess.STDOUT,
                 cwd=directory,
                 env=os.environ | {"XDG_DATA_HOME": str(directory)} | environment,
+                start_new_session=True,  # so that a test can send a signal to all of its processes
             )
         server.url = server._wait_for(r"listens on (http://\S+);")
         return server

@@ -1,6 +1,7 @@
 """The ASGI application: routes, and the life of models and stores."""
 
 import asyncio
+import logging
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,7 +13,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from logsteer.schemas import Problem
 from logsteer_server import __version__
+from logsteer_server.engines.scratch import sweep
 from logsteer_server.http.dependencies import BodyTurns, check_key
+from logsteer_server.http.drain import Drain, DrainGate
 from logsteer_server.http.memory import RequestMemory
 from logsteer_server.http.problems import add_handlers
 from logsteer_server.metrics import Metrics, RequestMetrics
@@ -34,6 +37,8 @@ from logsteer_server.stores.vectors import VectorStore
 from logsteer_server.tasks.planning import Capacity
 from logsteer_server.tasks.selftest import prove
 
+log = logging.getLogger(__name__)
+
 MAX_REQUEST_ID = 128
 MAX_FILE_READERS = 2
 
@@ -43,6 +48,9 @@ def create_app(settings: Settings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        for parent in {None, settings.scratch_directory}:
+            for path in await asyncio.to_thread(sweep, parent):
+                log.info("removed %s, which a server that was killed had left", path)
         results = ResultCache.open(settings)
         app.state.metrics.live.read_cache_bytes = lambda: results.num_bytes
         app.state.file_readers = asyncio.Semaphore(MAX_FILE_READERS)
@@ -82,10 +90,12 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.settings = settings
     app.state.capacity = capacity = Capacity(settings)
     app.state.metrics = Metrics()
+    app.state.drain = Drain()
     for module in (tasks, perplexity, vectors, overrides, adapters, tokens, openai):
         app.include_router(module.router, dependencies=[Depends(check_key)])
     app.include_router(operations.router)
     app.add_middleware(RequestMemory, admission=capacity.memory)
+    app.add_middleware(DrainGate, drain=app.state.drain)
     app.add_middleware(RequestIds)
     app.add_middleware(RequestMetrics, metrics=app.state.metrics)
     add_handlers(app)

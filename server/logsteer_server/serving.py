@@ -3,23 +3,33 @@
 import argparse
 import asyncio
 import logging
+import os
 import socket
 import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
+from starlette.datastructures import State
 
 from logsteer_server import __version__
 from logsteer_server.app import create_app
 from logsteer_server.engines.vllm.arguments import check_arguments
 from logsteer_server.http.connections import ConnectionLimits, LimitedProtocol
+from logsteer_server.http.drain import Drain
 from logsteer_server.models.cachefile import check_cache_file
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import ConfigurationError, Settings, load_settings
 from logsteer_server.stores.store import check_store_directory
 
+log = logging.getLogger(__name__)
+
+GIVEN_UP = 3
+"""Exit status where a required model was given up."""
+END_S = 5
+"""For answers that say that the server ends, once the time of running requests is over."""
 PROGRESS_EVERY_S = 5.0
 IDLE_CONNECTION_S = 60
 """Longer than clients keep an idle connection, which is 5 s in httpx: who closes it while the other
@@ -47,7 +57,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the server until it is interrupted; the exit status (2: unusable configuration)."""
+    """Run the server until it is interrupted; return the exit status.
+
+    0 after a signal, 1 where the start failed, 2 for an unusable configuration, 3 where a required
+    model was given up; 128 and its number after a second signal.
+    """
     arguments = parse_arguments(argv)
     try:
         settings = load_settings(
@@ -79,7 +93,10 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    return asyncio.run(_serve(settings, listener))
+    status, last_words = asyncio.run(_serve(settings, listener))
+    if last_words:
+        log.critical(last_words)
+    return status
 
 
 def _check_arguments(settings: Settings) -> None:
@@ -106,7 +123,60 @@ def _listen(settings: Settings) -> socket.socket:
     return listener
 
 
-async def _serve(settings: Settings, listener: socket.socket) -> int:
+class DrainingServer(uvicorn.Server):
+    """uvicorn's server, which lets requests finish before it closes its socket.
+
+    The first signal, or a required model that was given up, begins that; it ends with the last
+    request, or when its time is over. A second signal ends the process at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, state: State, settings: Settings) -> None:
+        super().__init__(config)
+        self.status = 0
+        self.last_words = ""
+        self._drain: Drain = state.drain
+        self._state = state
+        self._settings = settings
+        self._is_interrupted = False
+        self._deadline = 0.0
+
+    def handle_exit(self, sig: int, _frame: FrameType | None) -> None:
+        """Take a signal."""
+        if self._is_interrupted:
+            os._exit(128 + sig)  # engines die with this process
+        self._is_interrupted = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Return whether to close the socket now; called ten times a second."""
+        if await super().on_tick(counter):
+            return True
+        if not self._drain.has_begun:
+            self._look_for_end()
+            return False
+        if self._drain.num_running == 0 or self._drain.has_ended:
+            return True
+        if time.monotonic() >= self._deadline:
+            log.warning("%d requests did not end in time", self._drain.num_running)
+            self._drain.end()
+            self._state.models.stop()
+        return False
+
+    def _look_for_end(self) -> None:
+        models: ModelRegistry = self._state.models
+        given_up = models.find_given_up() if self._settings.exit_when_given_up else None
+        if given_up is not None:
+            self.status = GIVEN_UP
+            self.last_words = (
+                f"The required model {given_up.id} was given up, so the server has ended: "
+                f"{given_up.handle.detail}"
+            )
+        if given_up is not None or self._is_interrupted:
+            self._drain.begin()
+            self._deadline = time.monotonic() + self._settings.drain_s
+
+
+async def _serve(settings: Settings, listener: socket.socket) -> tuple[int, str]:
+    """Serve until the end; return the exit status and what is to be logged last."""
     app = create_app(settings)
     limits = ConnectionLimits.of(settings)
     config = uvicorn.Config(
@@ -115,9 +185,9 @@ async def _serve(settings: Settings, listener: socket.socket) -> int:
         log_level="warning",
         access_log=False,
         timeout_keep_alive=IDLE_CONNECTION_S,
-        timeout_graceful_shutdown=10,
+        timeout_graceful_shutdown=END_S,
     )
-    server = uvicorn.Server(config)
+    server = DrainingServer(config, app.state, settings)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
@@ -128,7 +198,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> int:
         )
         await serving
         watching.cancel()
-    return 0 if server.started else 1
+    return (server.status, server.last_words) if server.started else (1, "")
 
 
 async def report_start(models: ModelRegistry, url: str, needs_key: bool) -> None:

@@ -171,8 +171,36 @@ class Settings(BaseSettings):
     )
     request_timeout_s: float = Field(600.0, gt=0, description="For one request without streaming.")
     engine_tokens: int = Field(65_536, ge=1, description="Tokens that an engine holds at once.")
-    ping_timeout_s: float = Field(30.0, gt=0)
-    max_restarts: int = Field(5, ge=0, description="Restarts of an engine before it is given up.")
+    heartbeat_timeout_s: float = Field(
+        30.0, gt=0, description="Silence after which an engine counts as hung and is killed."
+    )
+    max_step_s: float | None = Field(
+        600.0, gt=0, description="The longest step of an engine that is no hang; null: any."
+    )
+    max_load_s: float | None = Field(
+        7200.0, gt=0, description="For loading a model, download included; null: any time."
+    )
+    max_restarts: int = Field(
+        8,
+        ge=0,
+        description="Restarts of an engine within restart_window_s; where one more would be "
+        "needed, it is given up.",
+    )
+    restart_window_s: float = Field(600.0, gt=0, description="See max_restarts.")
+    exit_when_given_up: bool = Field(
+        True,
+        description="End the server, with status 3, when a required model is given up. A model "
+        "whose first load fails for a reason that stays is not restarted, and the server goes on.",
+    )
+    poison_s: float = Field(
+        600.0,
+        gt=0,
+        description="For so long a request is remembered that an engine died with; after a second "
+        "such death it is refused.",
+    )
+    drain_s: float = Field(
+        30.0, ge=0, description="Time for running requests after SIGTERM or Ctrl-C."
+    )
 
     @classmethod
     def settings_customise_sources(

@@ -98,8 +98,11 @@ def test_a_start_that_lacks_memory_is_tried_again(tmp_path: Path) -> None:
             card = wait_for(client, "waiting", "restarting")
             assert "MemoryError: the fake engine was told to lack memory" in card.detail
             assert card.restarts >= 1
-            with pytest.raises(APIError) as caught:
-                client.logprob([ITEM], model="waiting")
+            with (
+                Client(server.url, max_retries=0) as impatient,
+                pytest.raises(APIError) as caught,
+            ):
+                impatient.logprob([ITEM], model="waiting")
             assert (caught.value.code, caught.value.retryable) == ("engine_restarting", True)
             memory.touch()
             wait_for(client, "waiting", "ready")

@@ -1,5 +1,6 @@
 """The loop of an engine's process: what it hands to the engine, and what it reports."""
 
+import threading
 from collections.abc import Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -12,12 +13,12 @@ from logsteer_server.contract.jobs import Job, JobFailure, JobResult, Output
 from logsteer_server.engines.failures import lacks_memory
 from logsteer_server.engines.process import (
     Add,
+    Beat,
     Cancel,
+    Cancelled,
     Close,
     EngineLoop,
     Finished,
-    Ping,
-    Pong,
 )
 
 JOB = Job(np.zeros(1, np.int32))
@@ -72,7 +73,7 @@ def serve(engine: RefusingEngine, ends: tuple[Connection, Connection], *messages
     here, there = ends
     for message in messages:
         here.send(message)
-    EngineLoop(there, engine).run()
+    EngineLoop(there, engine).run(max_idle_s=1.0)
     there.close()
     answers = []
     while here.poll():
@@ -92,17 +93,19 @@ def test_cancelling_a_job_that_has_failed_leaves_the_engine_running(
         loop._handle(message)
     loop._report(engine.step())
     assert engine.cancelled == [7]
+    assert ends[0].recv() == Cancelled([7])
     finished = ends[0].recv()
     assert [(job_id, result) for job_id, result, _ in finished.results] == [(8, FAILURE)]
     loop._handle(Add([(9, JOB)]))
     loop._handle(Cancel([9]))
+    assert ends[0].recv() == Cancelled([9])
     loop._report(engine.step())
     assert not ends[0].poll(), "a report without results was sent"
 
 
 def test_messages_are_taken_before_the_engine_steps(ends: tuple[Connection, Connection]) -> None:
-    answers = serve(RefusingEngine(), ends, Add([(1, JOB)]), Ping(5), Close())
-    assert [type(answer) for answer in answers] == [Pong, Finished]
+    answers = serve(RefusingEngine(), ends, Add([(1, JOB)]), Cancel([5]), Close())
+    assert [type(answer) for answer in answers] == [Cancelled, Finished]
 
 
 def test_a_job_is_reported_until_its_last_result(ends: tuple[Connection, Connection]) -> None:
@@ -114,6 +117,58 @@ def test_a_job_is_reported_until_its_last_result(ends: tuple[Connection, Connect
         if ends[0].poll():
             sent.append(ends[0].recv())
     assert [message.results[0][1].is_last for message in sent] == [False, True]
+
+
+class SlowEngine(RefusingEngine):
+    """Takes its time for a step, and notes when it begins one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stepping = threading.Event()
+        self.go_on = threading.Event()
+
+    def step(self) -> list[tuple[int, JobResult]]:
+        self.stepping.set()
+        assert self.go_on.wait(10)
+        return super().step()
+
+
+def test_heartbeats_say_how_far_the_loop_is_and_come_from_within_a_step(
+    ends: tuple[Connection, Connection],
+) -> None:
+    here, there = ends
+    engine = SlowEngine()
+    loop = EngineLoop(there, engine)
+    threads = [
+        threading.Thread(target=loop.run, args=(0.01,)),
+        threading.Thread(target=loop.beat, args=(0.01,), daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    idle = [read_beat(here) for _ in range(10)]
+    assert not any(beat.in_engine for beat in idle)
+    assert idle[-1].turns > idle[0].turns, "the loop turns without work, too"
+    here.send(Add([(1, JOB)]))
+    assert engine.stepping.wait(10)
+    while not (first := read_beat(here)).in_engine:
+        pass
+    later = [read_beat(here) for _ in range(5)]
+    assert {(beat.turns, beat.in_engine) for beat in later} == {(first.turns, True)}
+    assert [beat.serial - first.serial for beat in later] == [1, 2, 3, 4, 5]
+    engine.go_on.set()
+    here.send(Close())
+    threads[0].join(10)
+    assert not threads[0].is_alive()
+    here.close()
+    threads[1].join(10)
+    assert not threads[1].is_alive(), "heartbeats end with the other end"
+
+
+def read_beat(connection: Connection) -> Beat:
+    """The next heartbeat, past other messages."""
+    while not isinstance(message := connection.recv(), Beat):
+        pass
+    return message
 
 
 class OutOfMemoryError(RuntimeError):

@@ -17,7 +17,7 @@ def make_call(first_id: int, *sizes: int) -> EngineCall:
 
 
 def ids(queue: FairQueue) -> list[int]:
-    return [job_id for job_id, _ in queue.take()]
+    return [job_id for job_id, _ in queue.take().jobs]
 
 
 def test_calls_take_turns_and_keep_the_order_of_their_jobs() -> None:
@@ -57,7 +57,7 @@ def test_a_turn_waits_for_room_and_is_not_jumped() -> None:
     assert ids(queue) == [10, 20]
 
 
-def test_a_dropped_call_says_what_the_engine_has_of_it_and_frees_that_room() -> None:
+def test_a_dropped_call_says_what_the_engine_has_of_it_and_keeps_that_room_till_the_end() -> None:
     queue = FairQueue(10)
     long, short = make_call(0, 5, 5, 5, 5), make_call(10, 5)
     queue.put(long)
@@ -66,7 +66,10 @@ def test_a_dropped_call_says_what_the_engine_has_of_it_and_frees_that_room() -> 
     queue.put(short)
     assert ids(queue) == [2]
     assert queue.drop(long) == [1, 2]
+    assert ids(queue) == [], "the engine may be at work on both"
+    queue.finish(1)
     assert ids(queue) == [10]
+    queue.finish(2)
     assert queue.drop(long) == []
     assert queue.drop(short) == [10]
 

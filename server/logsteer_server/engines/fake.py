@@ -1,5 +1,6 @@
 """A fake engine for tests of the HTTP surface: log-probabilities from a hash, no model."""
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from logsteer_server.contract.jobs import (
 )
 
 FAKE_COLUMNS = get_args(Column)
+HANG_S = 3600.0
 ELSEWHERE = "serve the model with engine transformer_lens"
 
 
@@ -94,8 +96,9 @@ class FakeEngine:
     """Answer jobs at once. `engine_args`: `vocab_size`, `context_length`, `num_layers`,
     `hidden_size`, `delay_s` a step.
 
-    A token id of `crash_id` breaks the engine, one of `fail_id` fails its job alone. A start lacks
-    memory until the file `memory_file` exists.
+    A token id of `crash_id` breaks the engine, `exit_id` ends its process without a word, `hang_id`
+    keeps its step from ending, `fail_id` fails its job alone. A start lacks memory until the file
+    `memory_file` exists.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -103,6 +106,8 @@ class FakeEngine:
         self._delay_s = float(args.get("delay_s", 0.0))
         self._crash_id = args.get("crash_id")
         self._fail_id = args.get("fail_id")
+        self._exit_id = args.get("exit_id")
+        self._hang_id = args.get("hang_id")
         self._jobs: dict[int, Job] = {}
         memory = args.get("memory_file")
         if memory is not None and not Path(memory).exists():
@@ -170,6 +175,10 @@ class FakeEngine:
             return [failure]
         if self._crash_id is not None and self._crash_id in job.tokens:
             raise RuntimeError("the fake engine was told to crash")
+        if self._exit_id is not None and self._exit_id in job.tokens:
+            os._exit(1)
+        if self._hang_id is not None and self._hang_id in job.tokens:
+            time.sleep(HANG_S)
         if self._fail_id is not None and self._fail_id in job.tokens:
             return [JobFailure("internal", "the fake engine was told to fail this job")]
         return self._answers[type(job)](job)

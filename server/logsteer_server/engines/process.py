@@ -3,8 +3,10 @@
 import logging
 import os
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing import util
@@ -13,6 +15,7 @@ from multiprocessing.connection import Connection
 from logsteer_server.contract.engine import Engine, EngineInfo, EngineSpec
 from logsteer_server.contract.jobs import Job, JobResult
 from logsteer_server.engines.failures import lacks_memory
+from logsteer_server.engines.lifetime import follow_parent
 
 log = logging.getLogger(__name__)
 
@@ -22,8 +25,6 @@ ENGINES = {
     "fake": "logsteer_server.engines.fake:FakeEngine",
 }
 """Engine classes by name, imported only in the process that runs one."""
-
-MAX_IDLE_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +39,6 @@ class Cancel:
     """Jobs whose results nobody waits for any more."""
 
     job_ids: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Ping:
-    """A question whether the engine's loop turns."""
-
-    serial: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +61,19 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class Pong:
-    """The answer to a ping."""
+class Cancelled:
+    """The engine no longer has these jobs, which were cancelled."""
+
+    job_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A sign of life: its number, how far the loop has got, whether a call of the engine runs."""
 
     serial: int
+    turns: int
+    in_engine: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +85,8 @@ class Failed:
     can_restart: bool = True
 
 
-ToEngine = Add | Cancel | Ping | Close
-FromEngine = Ready | Finished | Pong | Failed
+ToEngine = Add | Cancel | Close
+FromEngine = Ready | Finished | Cancelled | Beat | Failed
 
 
 def build_engine(spec: EngineSpec) -> Engine:
@@ -93,20 +96,23 @@ def build_engine(spec: EngineSpec) -> Engine:
     return engine
 
 
-def run_engine(connection: Connection, spec: EngineSpec) -> None:
+def run_engine(connection: Connection, spec: EngineSpec, beat_every_s: float) -> None:
     """Serve one engine until it is told to close, breaks, or its parent is gone; then exit.
 
-    The process exits as a forked one does: finalizers run and children end, and the interpreter is
-    not taken down. That would free vLLM's modules and its model object by object, for 4 s.
+    It leads a session of its own, so that all of its processes can be killed together. The process
+    exits as a forked one does: finalizers run and children end, and the interpreter is not taken
+    down. That would free vLLM's modules and its model object by object, for 4 s.
     """
-    _serve(connection, spec)
+    os.setsid()
+    follow_parent()
+    _serve(connection, spec, beat_every_s)
     util._exit_function()  # type: ignore[attr-defined]
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
-def _serve(connection: Connection, spec: EngineSpec) -> None:
+def _serve(connection: Connection, spec: EngineSpec, beat_every_s: float) -> None:
     try:
         engine = build_engine(spec)
     except Exception as error:
@@ -114,14 +120,16 @@ def _serve(connection: Connection, spec: EngineSpec) -> None:
         lacking = lacks_memory(error)  # which another process may give back
         connection.send(Failed(f"{type(error).__name__}: {error}", lacking, can_restart=lacking))
         return
+    loop = EngineLoop(connection, engine)
     try:
-        connection.send(Ready(engine.info))
-        EngineLoop(connection, engine).run()
-    except (EOFError, BrokenPipeError, KeyboardInterrupt):
+        loop.send(Ready(engine.info))
+        threading.Thread(target=loop.beat, args=(beat_every_s,), name="beat", daemon=True).start()
+        loop.run(beat_every_s)
+    except (EOFError, BrokenPipeError):
         pass  # the parent is gone, and with it everyone who waits for results
     except Exception as error:
         log.exception("engine %s broke", spec.id)
-        connection.send(Failed(f"{type(error).__name__}: {error}", lacks_memory(error)))
+        loop.send(Failed(f"{type(error).__name__}: {error}", lacks_memory(error)))
     finally:
         engine.close()
 
@@ -134,27 +142,58 @@ class EngineLoop:
         self._engine = engine
         self._taken_at: dict[int, float] = {}
         self._open = True
+        self._sending = threading.Lock()
+        self._turns = 0
+        self._in_engine = False
 
-    def run(self) -> None:
-        """Loop until a Close message. Errors: EOFError when the other end is gone."""
+    def send(self, message: FromEngine) -> None:
+        """Send a message, from any thread. Errors: OSError when the other end is gone."""
+        with self._sending:
+            self._connection.send(message)
+
+    def beat(self, every_s: float) -> None:
+        """Send signs of life until the other end is gone; to be run in a thread of its own."""
+        serial = 0
+        with suppress(OSError):
+            while True:
+                serial += 1
+                self.send(Beat(serial, self._turns, self._in_engine))
+                time.sleep(every_s)
+
+    def run(self, max_idle_s: float) -> None:
+        """Loop until a Close message, and turn that often without work.
+
+        Errors: EOFError when the other end is gone.
+        """
         while self._open:
-            while self._open and self._connection.poll(0 if self._engine.busy else MAX_IDLE_S):
+            self._turns += 1
+            while self._open and self._connection.poll(0 if self._engine.busy else max_idle_s):
                 self._handle(self._connection.recv())
             if self._engine.busy:
-                self._report(self._engine.step())
+                with self._call():
+                    stepped = self._engine.step()
+                self._report(stepped)
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """Let heartbeats say for as long as the block runs that the engine has been called."""
+        self._turns, self._in_engine = self._turns + 1, True
+        yield
+        self._turns, self._in_engine = self._turns + 1, False
 
     def _handle(self, message: ToEngine) -> None:
         match message:
             case Add(jobs):
                 now = time.monotonic()
                 self._taken_at |= dict.fromkeys((job_id for job_id, _ in jobs), now)
-                self._engine.add(jobs)
+                with self._call():
+                    self._engine.add(jobs)
             case Cancel(job_ids):
-                self._engine.cancel(job_ids)
+                with self._call():
+                    self._engine.cancel(job_ids)
                 for job_id in job_ids:
                     self._taken_at.pop(job_id, None)
-            case Ping(serial):
-                self._connection.send(Pong(serial))
+                self.send(Cancelled(job_ids))
             case Close():
                 self._open = False
 
@@ -169,4 +208,4 @@ class EngineLoop:
             if result.is_last:
                 del self._taken_at[job_id]
         if results:
-            self._connection.send(Finished(results))
+            self.send(Finished(results))

@@ -1,37 +1,32 @@
-"""Engine processes, as the HTTP process sees them: start, jobs, health, restart."""
+"""Engines, as the HTTP process sees them: start, jobs, health, restart."""
 
 import asyncio
 import itertools
 import logging
-import multiprocessing
-import queue
-import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import ModelState
 from logsteer_server.contract.engine import EngineInfo, EngineSpec
 from logsteer_server.contract.jobs import Job, JobResult, Output
+from logsteer_server.engines.engine_process import Ended, EngineProcess
 from logsteer_server.engines.process import (
     Add,
     Cancel,
-    Close,
+    Cancelled,
     Failed,
     Finished,
     FromEngine,
-    Ping,
-    Pong,
     Ready,
-    ToEngine,
-    run_engine,
 )
 from logsteer_server.engines.queue import EngineCall, FairQueue
+from logsteer_server.engines.suspects import Quarantine, identify
+from logsteer_server.engines.watchdog import RestartBudget, Watchdog, WatchLimits
 
 log = logging.getLogger(__name__)
-
-CLOSE_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +40,14 @@ class TimedOutput:
 
 @dataclass(frozen=True, slots=True)
 class SupervisionLimits:
-    """How an engine process is fed and watched."""
+    """How an engine is fed, watched and restarted; `Settings` describes each number."""
 
     engine_tokens: int = 65_536
-    ping_timeout_s: float = 30.0
-    max_restarts: int = 5
+    watch: WatchLimits = field(default_factory=WatchLimits)
+    max_restarts: int = 8
+    restart_window_s: float = 600.0
     restart_delay_s: float = 1.0
+    poison_s: float = 600.0
 
 
 @dataclass(eq=False)
@@ -63,65 +60,11 @@ class _Waiter:
     )
 
 
-class _Process:
-    """Run one engine process, with the threads that send to it and receive from it.
-
-    Both directions have a thread of their own, because a pipe blocks when its reader is busy, and
-    the event loop must not.
-    """
-
-    def __init__(self, spec: EngineSpec, receive: Callable[..., None]) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, remote = context.Pipe()
-        self.process = context.Process(
-            target=run_engine, args=(remote, spec), name=f"engine-{spec.id}"
-        )
-        self.process.start()
-        remote.close()
-        self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
-        self._receive = receive
-        self._threads = [
-            threading.Thread(target=work, name=f"{spec.id}-{work.__name__}", daemon=True)
-            for work in (self._send_all, self._receive_all)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def send(self, message: ToEngine) -> None:
-        """Queue a message for the engine."""
-        self._outbox.put(message)
-
-    def _send_all(self) -> None:
-        while (message := self._outbox.get()) is not None:
-            try:
-                self._connection.send(message)
-            except OSError:
-                return  # the process is gone; _receive_all reports it
-
-    def _receive_all(self) -> None:
-        while True:
-            try:
-                message: FromEngine | None = self._connection.recv()
-            except (EOFError, OSError):
-                message = None
-            self._receive(self, message)
-            if message is None:
-                return
-
-    def close(self) -> None:
-        """End the process: by asking, then by force. Blocks for up to CLOSE_TIMEOUT_S."""
-        self.send(Close())
-        self._outbox.put(None)
-        self.process.join(CLOSE_TIMEOUT_S)
-        for end in (self.process.terminate, self.process.kill):
-            if self.process.is_alive():
-                end()
-                self.process.join(5)
-        self._connection.close()
-
-
 class EngineHandle:
-    """Run jobs on a resident model, and restart its process when that dies."""
+    """Run jobs on a resident model, and restart its process when that dies or hangs.
+
+    `given_up` says that it is not started any more, because it died too often.
+    """
 
     def __init__(
         self,
@@ -133,36 +76,88 @@ class EngineHandle:
         self.detail = "starting"
         self.info: EngineInfo | None = None
         self.restarts = 0
+        self.given_up = False
         self.ready = asyncio.Event()
         self._limits = limits or SupervisionLimits()
-        self._queue = FairQueue(self._limits.engine_tokens)
+        self._quarantine = Quarantine(self._limits.poison_s)
+        self._queue = FairQueue(self._limits.engine_tokens, self._quarantine)
+        self._budget = RestartBudget(
+            self._limits.max_restarts, self._limits.restart_window_s, self._limits.restart_delay_s
+        )
+        self._watchdog = Watchdog(self._limits.watch)
         self._waiters: dict[int, _Waiter] = {}
+        self._in_engine: dict[int, Job] = {}
         self._ids = itertools.count()
-        self._pings: dict[int, asyncio.Future[None]] = {}
-        self._process: _Process | None = None
+        self._process: EngineProcess | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._wake: asyncio.TimerHandle | None = None
+        self._said_why = False
         self._closing = False
 
     def start(self) -> None:
         """Start the engine's process; call it from the event loop that will use the handle."""
         self._loop = asyncio.get_running_loop()
-        loop = self._loop
+        self._watching = asyncio.create_task(self._watch())
+        self._begin()
 
-        def receive(process: _Process, message: FromEngine | None) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(self._receive, process, message)
+    def _begin(self) -> None:
+        """Start a process; where the machine lacks what that takes, later."""
+        if self._closing:
+            return
+        self._watchdog = Watchdog(self._limits.watch)
+        self._said_why = False
+        try:
+            interval_s = self._limits.watch.interval_s
+            self._process = EngineProcess(self.spec, interval_s, self._take_message)
+        except (OSError, RuntimeError, MemoryError) as error:
+            self.detail = f"its process could not be started: {error}"
+            log.warning("engine %s: %s", self.spec.id, self.detail)
+            self._restart()
 
-        self._process = _Process(self.spec, receive)
+    def _take_message(self, process: EngineProcess, message: FromEngine | Ended) -> None:
+        """Hand a message to the event loop, from another thread."""
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._receive, process, message)
+
+    def stop(self) -> None:
+        """Take no more calls; those that still wait get an error."""
+        self._closing = True
+        self._answer_all(self._refuse_closing())
 
     async def close(self) -> None:
         """End the process; calls that still wait get an error."""
-        self._closing = True
-        self._fail_all(api_error("engine_restarting", "The server is shutting down; try later."))
+        self.stop()
+        if self._watching is not None:
+            self._watching.cancel()
         if self._process is not None:
-            await asyncio.to_thread(self._process.close)
+            with ThreadPoolExecutor(1) as pool:  # the loop's own may be busy
+                await asyncio.get_running_loop().run_in_executor(pool, self._process.close)
+
+    def _refuse_closing(self) -> APIError:
+        detail = "The server is shutting down; try again shortly."
+        return api_error("engine_restarting", detail, retry_after=10)
+
+    async def _watch(self) -> None:
+        """Kill and restart a process that hangs, until cancelled."""
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(self._limits.watch.interval_s)
+            elapsed, last = time.monotonic() - last, time.monotonic()
+            process = self._process
+            if process is None:
+                continue
+            if why := self._watchdog.look(process.beat, elapsed):
+                was_stopped = process.is_stopped
+                process.kill()
+                log.error("engine %s hangs and is killed: %s", self.spec.id, why)
+                self._lose(Ended(why, from_outside=was_stopped))
 
     def check_ready(self) -> EngineInfo:
         """Return what the engine is. Errors: APIError `model_loading` or `engine_restarting`."""
+        if self._closing:
+            raise self._refuse_closing()
         if self.state == "ready" and self.info is not None:
             return self.info
         if self.state == "loading":
@@ -175,21 +170,6 @@ class EngineHandle:
 
     def _restarting_detail(self) -> str:
         return f"The engine of model {self.spec.id} is being restarted; try again shortly."
-
-    async def ping(self) -> bool:
-        """Return whether the engine's loop answers within the ping timeout."""
-        if self.state != "ready" or self._process is None:
-            return False
-        serial = next(self._ids)
-        self._pings[serial] = asyncio.get_running_loop().create_future()
-        self._process.send(Ping(serial))
-        try:
-            await asyncio.wait_for(self._pings[serial], self._limits.ping_timeout_s)
-        except (TimeoutError, APIError):
-            return False
-        finally:
-            self._pings.pop(serial, None)
-        return True
 
     async def run(self, jobs: Sequence[Job]) -> AsyncGenerator[TimedOutput, None]:
         """Yield the results of jobs as they come, in any order; leaving early cancels the rest.
@@ -227,36 +207,60 @@ class EngineHandle:
         in_engine = self._queue.drop(waiter.call)
         if in_engine and self._process is not None:
             self._process.send(Cancel(in_engine))
-            self._send_jobs()
+        self._send_jobs()
 
     def _send_jobs(self) -> None:
-        jobs = self._queue.take()
-        if jobs and self._process is not None:
-            self._process.send(Add(jobs))
+        """Send what the queue gives; once more later, where that held something back."""
+        if self._wake is not None:
+            self._wake.cancel()
+            self._wake = None
+        taken = self._queue.take()
+        for job_id in taken.refused:
+            if waiter := self._waiters.get(job_id):
+                waiter.results.put_nowait(self._refuse_poison())
+        if taken.jobs and self._process is not None:
+            self._in_engine.update(taken.jobs)
+            self._process.send(Add(taken.jobs))
+        if taken.wait_s is not None and self._loop is not None:
+            self._wake = self._loop.call_later(taken.wait_s, self._send_jobs)
 
-    def _receive(self, process: _Process, message: FromEngine | None) -> None:
+    def _refuse_poison(self) -> APIError:
+        detail = (
+            f"The engine of model {self.spec.id} has ended twice while it worked on this request. "
+            f"It is refused for {self._limits.poison_s:g} s; change it, or report it with the "
+            "server's log."
+        )
+        return api_error("internal", detail)
+
+    def _receive(self, process: EngineProcess, message: FromEngine | Ended) -> None:
         if process is not self._process or self._closing:
             return
         match message:
             case Finished(results):
                 self._deliver(results)
+            case Cancelled(job_ids):
+                for job_id in job_ids:
+                    self._forget(job_id)
+                self._send_jobs()
             case Ready(info):
                 self.info, self.state, self.detail = info, "ready", "answers"
                 self.ready.set()
-            case Pong(serial):
-                if (ping := self._pings.get(serial)) and not ping.done():
-                    ping.set_result(None)
             case Failed():
                 self._fail(message)
-            case None:
-                self._restart()
+            case Ended():
+                self._lose(message)
+
+    def _forget(self, job_id: int) -> Job | None:
+        """Note that the engine no longer has a job, and return it."""
+        self._queue.finish(job_id)
+        return self._in_engine.pop(job_id, None)
 
     def _deliver(self, results: Iterable[tuple[int, JobResult, float]]) -> None:
         by_waiter: dict[_Waiter, list[tuple[int, JobResult, float]]] = {}
         for result in results:
             last = result[1].is_last
-            if last:
-                self._queue.finish(result[0])
+            if last and (job := self._forget(result[0])) is not None:
+                self._quarantine.acquit(job)
             find = self._waiters.pop if last else self._waiters.get
             if waiter := find(result[0], None):
                 by_waiter.setdefault(waiter, []).append(result)
@@ -265,41 +269,59 @@ class EngineHandle:
         self._send_jobs()
 
     def _fail(self, failure: Failed) -> None:
+        """Note why the process is about to end, and answer everyone before it has."""
         log.error("engine %s: %s", self.spec.id, failure.detail)
-        self.detail = failure.detail
-        if not failure.can_restart:
+        self.detail, self._said_why = failure.detail, True
+        if self.info is None and not failure.can_restart:
             self.state = "failed"
+        elif self.state == "ready":
+            self.state = "restarting"
         code = "out_of_memory" if failure.out_of_memory else "engine_restarting"
-        self._fail_all(api_error(code, self._restarting_detail(), retry_after=10))
+        error = api_error(code, self._restarting_detail(), retry_after=10)
+        self._answer_all(error, self._quarantine.accuse(self._in_engine.values()))
 
-    def _fail_all(self, error: APIError) -> None:
+    def _lose(self, ended: Ended) -> None:
+        """Answer everyone whose jobs the process had, and start another in its place."""
+        self._process = None
+        if not self._said_why:
+            self.detail = ended.detail
+        accused = () if ended.from_outside else self._in_engine.values()
+        error = api_error("engine_restarting", self._restarting_detail(), retry_after=10)
+        self._answer_all(error, self._quarantine.accuse(accused))
+        if self.state != "failed":
+            self._restart()
+
+    def _answer_all(self, error: APIError, convicted: Collection[bytes] = ()) -> None:
+        """End every call with an error: that of poison where the engine had a convicted job."""
+        poisoned = {
+            self._waiters.get(job_id)
+            for job_id, job in self._in_engine.items()
+            if convicted and identify(job) in convicted
+        }
         waiters, self._waiters = set(self._waiters.values()), {}
+        self._in_engine.clear()
         self._queue.clear()
         for waiter in waiters:
-            waiter.results.put_nowait(error)
-        for ping in self._pings.values():
-            if not ping.done():
-                ping.set_exception(error)
+            waiter.results.put_nowait(self._refuse_poison() if waiter in poisoned else error)
 
     def _restart(self) -> None:
-        """Start a new process in place of one that ended without being asked to."""
-        self._fail_all(api_error("engine_restarting", self._restarting_detail(), retry_after=10))
+        """Start a process after a while, as far as the budget of restarts goes."""
         self.ready.clear()
-        if self.state == "failed" or self._loop is None:
-            return
-        if self.restarts >= self._limits.max_restarts:
-            self.state = "failed"
-            self.detail = f"it died {self.restarts + 1} times; last: {self.detail}"
+        delay = self._budget.take(time.monotonic())
+        if delay is None or self._loop is None:
+            self.state, self.given_up = "failed", True
+            self.detail = (
+                f"it was given up after {self._budget.max_restarts} restarts within "
+                f"{self._budget.window_s:g} s; last: {self.detail}"
+            )
+            log.error("engine %s: %s", self.spec.id, self.detail)
             return
         self.restarts += 1
         self.state = "restarting"
-        delay = self._limits.restart_delay_s * 2 ** (self.restarts - 1)
-        log.warning("engine %s ended; restart %d in %.1f s", self.spec.id, self.restarts, delay)
-        self._loop.call_later(delay, self._start_again)
-
-    def _start_again(self) -> None:
-        if not self._closing:
-            self.start()
+        log.warning(
+            "engine %s: %s; restart %d in %.1f s", self.spec.id, self.detail, self.restarts, delay
+        )
+        self._loop.call_later(delay, self._begin)
 
 
 def now() -> float:

@@ -14,6 +14,7 @@ from fastapi.routing import APIRoute
 
 from logsteer.errors import api_error
 from logsteer.schemas import AdapterCard, OverrideCard
+from logsteer_server.http.drain import Drain
 from logsteer_server.interventions.interventions import Stores
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
@@ -173,6 +174,12 @@ def get_models(request: Request) -> ModelRegistry:
     return models
 
 
+def get_drain(request: Request) -> Drain:
+    """Return how far the server's end has come."""
+    drain: Drain = request.app.state.drain
+    return drain
+
+
 def get_vectors(request: Request) -> VectorStore:
     """Return the store of steering vectors."""
     vectors: VectorStore = request.app.state.vectors
@@ -217,6 +224,7 @@ def check_key(request: Request, settings: Annotated[Settings, Depends(get_settin
 SettingsDep = Annotated[Settings, Depends(get_settings)]
 CapacityDep = Annotated[Capacity, Depends(get_capacity)]
 ModelsDep = Annotated[ModelRegistry, Depends(get_models)]
+DrainDep = Annotated[Drain, Depends(get_drain)]
 VectorsDep = Annotated[VectorStore, Depends(get_vectors)]
 OverridesDep = Annotated[Store[OverrideCard], Depends(get_overrides)]
 AdaptersDep = Annotated[Store[AdapterCard], Depends(get_adapters)]

@@ -3,6 +3,7 @@
 import difflib
 import logging
 import math
+import zlib
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -20,6 +21,7 @@ PROBLEM = "application/problem+json"
 CLIENT_CLOSED_REQUEST = 499
 MAX_SHOWN_ERRORS = 5
 OPENAI_PATHS = "/v1/"
+RETRY_SPREAD = 0.4
 
 
 def add_handlers(app: FastAPI) -> None:
@@ -44,13 +46,14 @@ def describe_openai_error(error: APIError) -> dict[str, Any]:
     }
 
 
-def _answer_problem(request: Request, error: APIError) -> Response:
+def answer_problem(request: Request, error: APIError) -> Response:
+    """Answer a request with an error."""
     request_id = request.state.id
     headers = {
         "X-Request-Id": request_id
     }  # set here too: a crash is answered outside of RequestIds
     if error.retry_after is not None:
-        headers["Retry-After"] = str(math.ceil(error.retry_after))
+        headers["Retry-After"] = str(math.ceil(spread(error.retry_after, request_id)))
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if request.url.path.startswith(OPENAI_PATHS):
@@ -60,9 +63,17 @@ def _answer_problem(request: Request, error: APIError) -> Response:
     return Response(body, error.status, headers, PROBLEM)
 
 
+def spread(seconds: float, request_id: str) -> float:
+    """Return a time that is longer by up to RETRY_SPREAD of it, fixed by the request's id.
+
+    Callers that were refused together would else all come back together.
+    """
+    return seconds * (1 + RETRY_SPREAD * zlib.crc32(request_id.encode()) / 2**32)
+
+
 async def _answer_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, APIError)
-    return _answer_problem(request, error)
+    return answer_problem(request, error)
 
 
 async def _answer_invalid(request: Request, error: Exception) -> Response:
@@ -79,7 +90,7 @@ async def _answer_invalid(request: Request, error: Exception) -> Response:
             "send JSON with the header Content-Type: application/json."
         ]
     param = _name_param(found[0]) if found else None
-    return _answer_problem(request, api_error("invalid_request", " ".join(reasons), param=param))
+    return answer_problem(request, api_error("invalid_request", " ".join(reasons), param=param))
 
 
 def _name_field(location: tuple[int | str, ...]) -> str | None:
@@ -125,17 +136,17 @@ def _explain(entry: dict[str, object], request: Request) -> str:
 async def _answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if isinstance(error.__cause__, APIError):  # FastAPI wraps what reading the body raises
-        return _answer_problem(request, error.__cause__)
+        return answer_problem(request, error.__cause__)
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow") or (error.headers or {}).get(
             "allow", "another"
         )
         detail = f"{request.url.path} does not take {request.method}; send {allowed}."
-        return _answer_problem(request, api_error("method_not_allowed", detail))
+        return answer_problem(request, api_error("method_not_allowed", detail))
     if error.status_code == 404:
         detail = f"There is no {request.url.path} here; /docs lists every path."
-        return _answer_problem(request, api_error("not_found", detail))
-    return _answer_problem(
+        return answer_problem(request, api_error("not_found", detail))
+    return answer_problem(
         request, api_error("invalid_request", str(error.detail), status=error.status_code)
     )
 
@@ -149,4 +160,4 @@ async def _answer_crash(request: Request, error: Exception) -> Response:
     request_id = request.state.id
     log.error("request %s failed", request_id, exc_info=error)
     detail = f"A fault of the server, not of the request; its log has it under {request_id}."
-    return _answer_problem(request, api_error("internal", detail))
+    return answer_problem(request, api_error("internal", detail))

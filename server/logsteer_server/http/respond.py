@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from logsteer.errors import APIError, api_error
 from logsteer_server.http.encoding import (
@@ -160,10 +160,20 @@ class EventStream(StreamingResponse):
         super().__init__(self._buffer.read(), media_type="text/event-stream", headers=headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events."""
+        """Send the events.
+
+        Where the server ends, the events say so; what watches for the caller's leaving does not.
+        """
+
+        async def watch() -> Message:
+            try:
+                return await receive()
+            except APIError:
+                return await asyncio.Future[Message]()
+
         writing = asyncio.create_task(self._write())
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, watch, send)
         finally:
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
@@ -194,7 +204,7 @@ class EventStream(StreamingResponse):
 async def run_within(request: Request, timeout_s: float, work: Coroutine[Any, Any, T]) -> T:
     """Return what `work` returns; cancel it when time runs out or the caller hangs up.
 
-    Errors: APIError `deadline_exceeded`; ClientDisconnect.
+    Errors: APIError `deadline_exceeded`, or that of a server that ends; ClientDisconnect.
     """
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_wait_for_disconnect(request))
@@ -203,6 +213,7 @@ async def run_within(request: Request, timeout_s: float, work: Coroutine[Any, An
         if task.done():
             return task.result()
         if gone.done():
+            gone.result()
             raise ClientDisconnect
         detail = (
             f"The work was not done within {timeout_s:g} s and was cancelled: send less at once, "

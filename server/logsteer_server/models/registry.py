@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 
 from logsteer.errors import api_error
 from logsteer_server.engines.supervisor import EngineHandle, SupervisionLimits
+from logsteer_server.engines.watchdog import WatchLimits
 from logsteer_server.metrics import Metrics
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.model import ResidentModel
@@ -20,7 +21,13 @@ class ModelRegistry:
 
     def __init__(self, settings: Settings, results: ResultCache, metrics: Metrics) -> None:
         limits = SupervisionLimits(
-            settings.engine_tokens, settings.ping_timeout_s, settings.max_restarts
+            engine_tokens=settings.engine_tokens,
+            watch=WatchLimits(
+                settings.heartbeat_timeout_s, settings.max_step_s, settings.max_load_s
+            ),
+            max_restarts=settings.max_restarts,
+            restart_window_s=settings.restart_window_s,
+            poison_s=settings.poison_s,
         )
         self.by_id = {
             model.id: ResidentModel(
@@ -43,6 +50,16 @@ class ModelRegistry:
                 model.gate = ("testing", "its self-test has not ended")
             model.handle.start()
             self._loading.append(asyncio.create_task(_load(model, prove)))
+
+    def find_given_up(self) -> ResidentModel | None:
+        """Return a required model whose engine is not started any more, if there is one."""
+        models = self.by_id.values()
+        return next((m for m in models if m.settings.required and m.handle.given_up), None)
+
+    def stop(self) -> None:
+        """Answer everyone who waits for an engine that the server is shutting down."""
+        for model in self.by_id.values():
+            model.handle.stop()
 
     async def close(self) -> None:
         """End every engine."""

@@ -1,7 +1,5 @@
 """`/models` and `/models/{id}`, its self-test, `/healthz`, `/readyz` and `/metrics`."""
 
-import asyncio
-
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import PlainTextResponse
 
@@ -9,16 +7,14 @@ from logsteer.schemas import (
     Health,
     ModelCard,
     ModelList,
-    ModelState,
     Readiness,
     SelftestAnswer,
     SelftestRequest,
 )
 from logsteer_server import __version__
-from logsteer_server.http.dependencies import LimitedRoute, ModelsDep, check_key
+from logsteer_server.http.dependencies import DrainDep, LimitedRoute, ModelsDep, check_key
 from logsteer_server.http.respond import respond
 from logsteer_server.metrics import METRICS_TYPE, Metrics
-from logsteer_server.models.model import ResidentModel
 from logsteer_server.tasks.selftest import SelftestTask
 
 router = APIRouter(route_class=LimitedRoute, tags=["operations"])
@@ -56,18 +52,13 @@ async def healthz() -> Health:
 
 
 @router.get("/readyz")
-async def readyz(models: ModelsDep, response: Response) -> Readiness:
-    """Whether the engine of every required model answers now; status 503 where one does not."""
-    found = list(models.by_id.values())
-    states = await asyncio.gather(*(_probe(model) for model in found))
-    ready = all(
-        state == "ready" or not model.settings.required
-        for state, model in zip(states, found, strict=True)
-    )
+async def readyz(models: ModelsDep, drain: DrainDep, response: Response) -> Readiness:
+    """Whether every required model answers now; status 503 where one does not, and at the end."""
+    found = models.by_id.values()
+    answers = all(model.is_ready or not model.settings.required for model in found)
+    ready = answers and not drain.has_begun
     response.status_code = 200 if ready else 503
-    return Readiness(
-        ready=ready, models=dict(zip((model.id for model in found), states, strict=True))
-    )
+    return Readiness(ready=ready, models={model.id: model.status[0] for model in found})
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
@@ -75,10 +66,3 @@ async def metrics(request: Request) -> Response:
     """Everything counted, in Prometheus' text format; needs no key, as /healthz does not."""
     counted: Metrics = request.app.state.metrics
     return Response(counted.render(), media_type=METRICS_TYPE)
-
-
-async def _probe(model: ResidentModel) -> ModelState:
-    state = model.describe().state
-    if state == "ready" and not await model.handle.ping():
-        return "restarting" if model.handle.state == "ready" else model.handle.state
-    return state

@@ -6,7 +6,6 @@ scores the same rows. Files live as long as they are needed.
 
 import logging
 import os
-import tempfile
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -18,6 +17,7 @@ import numpy.typing as npt
 
 from logsteer.errors import api_error
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
+from logsteer_server.engines.scratch import ScratchDirectory
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.scratch import RETRY_AFTER_S
 from logsteer_server.tasks.planning import Planner
@@ -37,13 +37,8 @@ async def export_files(
     They lie in the settings' `scratch_directory` while the block runs, and engines find all of it
     reserved. Errors: APIError `overloaded` where the disk has no room.
     """
-    scratch = tempfile.TemporaryDirectory(
-        prefix="logsteer-", dir=planner.settings.scratch_directory
-    )
-    try:
-        yield await planner.call(_reserve_files, Path(scratch.name), jobs, vocab_size)
-    finally:
-        scratch.cleanup()
+    with ScratchDirectory(planner.settings.scratch_directory) as scratch:
+        yield await planner.call(_reserve_files, scratch, jobs, vocab_size)
 
 
 def _reserve_files(directory: Path, jobs: Sequence[ScoreJob], vocab_size: int) -> list[str]:

@@ -5,7 +5,6 @@ one runs, so a file that is deleted or does not fit fails a job and not the engi
 """
 
 import json
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,13 +39,13 @@ class AdapterSlot:
 class AdapterSlots:
     """Load adapters into the slots of one engine, and count the jobs that use each."""
 
-    def __init__(self, vllm: "VllmCore", slots: int, max_rank: int) -> None:
+    def __init__(self, vllm: "VllmCore", slots: int, max_rank: int, directory: Path) -> None:
         self._vllm = vllm
         self._max_rank = max_rank
         self._pool = SlotPool(slots)
         self._loaded: dict[int, AdapterSlot] = {}
         # vLLM's cache of prefixes knows an adapter by name and path, so both follow the content.
-        self._directory = tempfile.TemporaryDirectory(prefix="logsteer-adapters-")
+        self._directory = directory
 
     def take(self, adapter: Adapter) -> AdapterSlot | None:
         """Return a slot that has the adapter, for one more job; None where all are in use.
@@ -75,7 +74,7 @@ class AdapterSlots:
 
         Errors: UnfitAdapterError.
         """
-        directory = Path(self._directory.name, adapter.sha256)
+        directory = self._directory / adapter.sha256
         weights = directory / "adapter_model.safetensors"
         try:
             with safe_open(adapter.path, "numpy") as file:
@@ -103,7 +102,3 @@ class AdapterSlots:
             raise UnfitAdapterError("invalid_adapter", detail) from error
         finally:
             weights.unlink()
-
-    def close(self) -> None:
-        """Remove what lies on disk."""
-        self._directory.cleanup()

@@ -43,6 +43,20 @@ def set_environment(spec: EngineSpec) -> None:
         show_devices(spec.devices)
 
 
+MAX_SOCKET_PATH = 107
+SOCKET_NAME = 37
+"""Characters of a socket's name in vLLM, a UUID, and of the slash in front of it."""
+
+
+def set_scratch(directory: Path) -> None:
+    """Have vLLM put the sockets between its processes into a directory, so that none is left.
+
+    Not where the directory's name is too long for a socket: they then lie where vLLM puts them.
+    """
+    if len(os.fsencode(directory)) + SOCKET_NAME <= MAX_SOCKET_PATH:
+        os.environ["VLLM_RPC_BASE_PATH"] = str(directory)
+
+
 def _bind_cores(ranks: int) -> str:
     """Assign cores to ranks in vLLM's syntax: `0,1|2,3` shares four cores between two ranks."""
     cores = sorted(os.sched_getaffinity(0))

@@ -18,8 +18,14 @@ from logsteer_server.contract.jobs import (
     ScoreJob,
 )
 from logsteer_server.engines.failures import describe_error
+from logsteer_server.engines.scratch import ScratchDirectory
 from logsteer_server.engines.vllm.adapters import AdapterSlot, AdapterSlots, UnfitAdapterError
-from logsteer_server.engines.vllm.config import describe, set_environment, steering_size
+from logsteer_server.engines.vllm.config import (
+    describe,
+    set_environment,
+    set_scratch,
+    steering_size,
+)
 from logsteer_server.engines.vllm.generation import GenerationRequests
 from logsteer_server.engines.vllm.requests import (
     CaptureRequests,
@@ -41,6 +47,8 @@ class VllmEngine:
 
     def __init__(self, spec: EngineSpec) -> None:
         set_environment(spec)
+        self._scratch = ScratchDirectory()
+        set_scratch(self._scratch.path)
         path = locate_model(spec.path)
 
         from logsteer_server.engines.vllm.core import VllmCore
@@ -52,7 +60,9 @@ class VllmEngine:
         self._info = replace(info, int8_products=self._vllm.call_workers("find_int8_products")[0])
         self._depth = spec.steering_depth
         self._slots = SteeringSlots(self._vllm.call_workers, steering_size(spec))
-        self._adapters = AdapterSlots(self._vllm, spec.adapter_slots, spec.adapter_rank)
+        self._adapters = AdapterSlots(
+            self._vllm, spec.adapter_slots, spec.adapter_rank, self._scratch.path
+        )
         self._kinds: dict[type[Job], JobRequests] = {
             ScoreJob: ScoreRequests(self._vllm, self._slots, self._info.eos_ids),
             CaptureJob: CaptureRequests(self._vllm, self._slots),
@@ -220,6 +230,6 @@ class VllmEngine:
         return results
 
     def close(self) -> None:
-        """Stop vLLM and its worker processes."""
+        """Stop vLLM and its worker processes, and remove what lies on disk."""
         self._vllm.close()
-        self._adapters.close()
+        self._scratch.close()

@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 
 from logsteer_server.contract.engine import Int8Products
 from logsteer_server.contract.plan import Site
+from logsteer_server.engines.lifetime import follow_parent
 from logsteer_server.engines.vllm.blocks import clear_new_blocks
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.corrections import correct_model
@@ -33,6 +34,7 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
 
     def init_device(self) -> None:
         """Set the device up as vLLM does, then put our runner in front of vLLM's own."""
+        follow_parent()  # vLLM has a rank's process end at an interrupt
         clear_new_blocks()
         super().init_device()
         own = type(self.model_runner)

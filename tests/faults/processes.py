@@ -1,0 +1,98 @@
+"""The processes of a server, and what is done to them."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import psutil
+
+from tests.conftest import Configuration, Server
+
+T = TypeVar("T")
+
+
+@contextmanager
+def running(config: Configuration, directory: Path, **environment: str) -> Iterator[Server]:
+    """A server of the test's own; nothing is left of it afterwards."""
+    server = Server.start(config, directory, **environment)
+    try:
+        yield server
+    finally:
+        assert server.process is not None
+        group = [server.process.pid, *find_engines(server)]
+        if server.process.poll() is None:
+            server.stop()
+        for pid in group:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, 9)
+
+
+def find_engines(server: Server) -> list[int]:
+    """The pids of the server's engines."""
+    assert server.process is not None
+    with contextlib.suppress(psutil.NoSuchProcess):
+        found = psutil.Process(server.process.pid).children()
+        return [p.pid for p in found if "spawn_main" in " ".join(p.cmdline())]
+    return []
+
+
+def find_engine(server: Server) -> int:
+    """The pid of the only engine."""
+    (pid,) = find_engines(server)
+    return pid
+
+
+def find_family(server: Server) -> list[psutil.Process]:
+    """Everything that the server has started, and what that has."""
+    assert server.process is not None
+    return psutil.Process(server.process.pid).children(recursive=True)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it runs; what is dead and has not been waited for does not."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_for(what: Callable[[], T], timeout_s: float = 30.0) -> T:
+    """What a function returns as soon as that is true."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := what()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert found, f"not so within {timeout_s} s"
+    return found
+
+
+def read_card(server: Server, model: str) -> dict[str, Any]:
+    """The card of a model."""
+    card: dict[str, Any] = httpx.get(f"{server.url}/models/{model}", timeout=10).json()
+    return card
+
+
+def wait_for_state(server: Server, model: str, state: str, timeout_s: float = 60.0) -> float:
+    """Seconds until the model has this state."""
+    started = time.monotonic()
+    wait_for(lambda: read_card(server, model)["state"] == state, timeout_s)
+    return time.monotonic() - started
+
+
+def score(server: Server, model: str, *ids: int, timeout: float = 60.0) -> httpx.Response:
+    """Score a token after these."""
+    item = {"context_ids": [5, *ids], "target_ids": [[6]]}
+    body = {"model": model, "items": [item]}
+    return httpx.post(f"{server.url}/logprob", json=body, timeout=timeout)
+
+
+def check_retryable(response: httpx.Response) -> None:
+    """Make sure that an answer says to try again."""
+    document = response.json()
+    assert (response.status_code, document["code"]) == (503, "engine_restarting"), document
+    assert document["retryable"]
+    assert int(response.headers["retry-after"]) >= 1

@@ -1,0 +1,143 @@
+"""Real engines that are stopped, killed and sent signals, with the processes of their ranks."""
+
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from logsteer_server.engines.scratch import PREFIX, sweep
+from tests.conftest import Server, tlens_model, vllm_model
+from tests.faults.processes import (
+    check_retryable,
+    find_engines,
+    find_family,
+    is_alive,
+    read_card,
+    running,
+    score,
+    wait_for,
+    wait_for_state,
+)
+
+pytestmark = pytest.mark.engine
+
+RESTART_S = 180.0
+INTERRUPTS = (signal.SIGTERM, signal.SIGINT)
+
+
+@pytest.fixture(scope="module")
+def scratch() -> Iterator[Path]:
+    """Where engines keep what nobody needs afterwards; a short name, because sockets lie there."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="ls-") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, scratch: Path) -> Iterator[Server]:
+    """VLLM with two ranks, and TransformerLens."""
+    config = {
+        "models": [vllm_model("two", tensor_parallel=2), tlens_model("tlens")],
+        "heartbeat_timeout_s": 5.0,
+        "cache_bytes": 0,
+    }
+    with running(config, tmp_path_factory.mktemp("server"), TMPDIR=str(scratch)) as server:
+        server.wait_until_ready()
+        yield server
+
+
+def find_vllm(server: Server) -> int:
+    """Its engine: the one that has started others."""
+    return next(pid for pid in find_engines(server) if psutil.Process(pid).children())
+
+
+def find_tlens(server: Server) -> int:
+    """Its engine: the one that uses no directory for sockets."""
+    return next(pid for pid in find_engines(server) if not uses_scratch(pid))
+
+
+def uses_scratch(pid: int) -> bool:
+    return any(PREFIX in path for path in map(str, list_files(pid)))
+
+
+def list_files(pid: int) -> list[Path]:
+    """What a process has open."""
+    return [path.readlink() for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
+
+
+def find_ranks(server: Server) -> list[psutil.Process]:
+    """The processes of vLLM's ranks, below that of their engine."""
+    engine = psutil.Process(find_vllm(server))
+    return [p for p in engine.children(recursive=True) if is_alive(p)]
+
+
+def count_pending(server: Server) -> int:
+    """Models that are at work."""
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    return sum(
+        line.startswith("logsteer_pending_tokens{") and not line.endswith(" 0.0") for line in lines
+    )
+
+
+def test_engines_and_their_ranks_ignore_interrupts(server: Server) -> None:
+    body = {"prompt_ids": [[5, 6, 7]], "max_tokens": 100, "ignore_eos": True, "n": 32}
+    with ThreadPoolExecutor(4) as pool:
+        answers = [
+            pool.submit(
+                httpx.post,
+                f"{server.url}/generate",
+                json=body | {"model": model, "stream": stream},
+                timeout=120,
+            )
+            for model in ("two", "tlens")
+            for stream in (False, True)
+        ]
+        wait_for(lambda: count_pending(server) == 2)
+        for process in find_family(server):
+            for number in INTERRUPTS:
+                process.send_signal(number)
+        for answer in answers:
+            assert answer.result().status_code == 200, answer.result().text
+            assert "event: error" not in answer.result().text
+    for model in ("two", "tlens"):
+        assert read_card(server, model)["restarts"] == 0
+
+
+def test_a_stopped_engine_is_killed_with_its_files_and_restarted(server: Server) -> None:
+    os.kill(find_tlens(server), signal.SIGSTOP)
+    check_retryable(score(server, "tlens", 7))
+    wait_for_state(server, "tlens", "ready", RESTART_S)
+    assert read_card(server, "tlens")["restarts"] == 1
+    assert score(server, "tlens", 7).status_code == 200
+    assert read_card(server, "two")["restarts"] == 0
+
+
+def test_a_stopped_engine_is_killed_with_its_ranks(server: Server, scratch: Path) -> None:
+    ranks, (own,) = find_ranks(server), scratch.glob(f"{PREFIX}*")
+    assert len(ranks) >= 2
+    os.kill(find_vllm(server), signal.SIGSTOP)
+    ranks[0].suspend()
+    check_retryable(score(server, "two", 7))
+    wait_for(lambda: not any(map(is_alive, ranks)), 5)
+    wait_for(lambda: not own.exists(), 5)
+    wait_for(lambda: read_card(server, "two")["restarts"] == 1)
+
+
+def test_no_process_outlives_a_server_that_is_killed(server: Server, scratch: Path) -> None:
+    """TransformerLens is stopped, vLLM is loading again."""
+    wait_for(lambda: list(scratch.glob(f"{PREFIX}*")), RESTART_S)
+    family = find_family(server)
+    assert len(find_engines(server)) == 2
+    os.kill(find_tlens(server), signal.SIGSTOP)
+    assert server.process is not None
+    server.process.kill()
+    server.process.wait()
+    wait_for(lambda: not any(map(is_alive, family)), 2)
+    left = list(scratch.glob(f"{PREFIX}*"))
+    assert sorted(sweep(scratch)) == sorted(left) != []
+    assert not [path for path in scratch.rglob("*") if path.is_socket()]

@@ -1,0 +1,77 @@
+"""Directories that processes leave behind when they are killed."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from logsteer_server.engines.scratch import LOCK, NEW_S, PREFIX, ScratchDirectory, sweep
+from tests.conftest import fake_model
+from tests.faults.processes import running
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from logsteer_server.engines.scratch import ScratchDirectory
+scratch = ScratchDirectory(Path(sys.argv[1]))
+(scratch.path / "file").write_text("x")
+(scratch.path / "below").mkdir()
+print(scratch.path, flush=True)
+time.sleep(600)
+"""
+
+
+def leave(parent: Path) -> tuple[Path, subprocess.Popen[str]]:
+    """A directory of a process that runs."""
+    command = [sys.executable, "-c", OWNER, str(parent)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return Path(process.stdout.readline().strip()), process
+
+
+def test_what_nobody_owns_is_swept_and_what_somebody_does_is_not(tmp_path: Path) -> None:
+    left, process = leave(tmp_path)
+    with process:
+        try:
+            with ScratchDirectory(tmp_path) as own:
+                assert sweep(tmp_path) == []
+                process.kill()
+                process.wait()
+                assert sweep(tmp_path) == [left]
+                assert (own.exists(), left.exists()) == (True, False)
+            assert not own.exists()
+        finally:
+            process.kill()
+
+
+def test_only_directories_of_ours_are_swept(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "precious").touch()
+    (tmp_path / f"{PREFIX}link").symlink_to(target)
+    (tmp_path / f"{PREFIX}file").touch()
+    (tmp_path / "other").mkdir()
+    new = tmp_path / f"{PREFIX}new"
+    new.mkdir()
+    assert sweep(tmp_path) == [], "one without a lock may be about to be locked"
+    os.utime(new, (0, time.time() - NEW_S - 1))
+    assert sweep(tmp_path) == [new]
+    assert (target / "precious").exists()
+
+
+@pytest.mark.parametrize("place", ["system", "configured"])
+def test_a_server_sweeps_at_its_start(tmp_path: Path, place: str) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    left, process = leave(scratch)
+    with process:
+        process.kill()
+    assert (left / LOCK).exists()
+    settings = {"scratch_directory": str(scratch)} if place == "configured" else {}
+    environment = {"TMPDIR": str(scratch)} if place == "system" else {}
+    with running({"models": [fake_model()]} | settings, tmp_path, **environment) as server:
+        server.wait_until_ready()
+        assert not left.exists()

@@ -1,0 +1,134 @@
+"""Engines that die: how often they are started again, and what becomes of the server."""
+
+import asyncio
+import os
+import resource
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from logsteer_server.contract.engine import EngineSpec
+from logsteer_server.engines.supervisor import EngineHandle, SupervisionLimits
+from tests.conftest import DEMO_MODEL, VOCAB_SIZE, fake_model
+from tests.faults.processes import check_retryable as check_retryable
+from tests.faults.processes import find_engine, read_card, running, score, wait_for, wait_for_state
+
+SPEC = EngineSpec(
+    "fake", "fake", str(DEMO_MODEL), engine_args={"vocab_size": VOCAB_SIZE, "context_length": 64}
+)
+
+
+def test_deaths_that_are_far_apart_are_forgotten(tmp_path: Path) -> None:
+    """Three deaths with a budget of two in two seconds, none of them too soon."""
+    config = {"models": [fake_model()], "max_restarts": 2, "restart_window_s": 2.0}
+    with running(config, tmp_path) as server:
+        server.wait_until_ready()
+        for restarts in (1, 2, 3):
+            os.kill(find_engine(server), signal.SIGKILL)
+            wait_for(lambda n=restarts: read_card(server, "fake")["restarts"] == n)  # type: ignore[misc]
+            wait_for_state(server, "fake", "ready")
+            time.sleep(1.0)
+        assert score(server, "fake").status_code == 200
+
+
+def test_a_load_that_fails_during_a_restart_is_tried_again(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, model)
+    with running({"models": [fake_model() | {"path": str(model)}]}, tmp_path) as server:
+        server.wait_until_ready()
+        model.rename(tmp_path / "away")
+        os.kill(find_engine(server), signal.SIGKILL)
+        wait_for(lambda: "no such directory" in read_card(server, "fake")["detail"])
+        check_retryable(score(server, "fake"))
+        (tmp_path / "away").rename(model)
+        wait_for_state(server, "fake", "ready")
+        assert score(server, "fake").status_code == 200
+
+
+def test_a_required_model_that_is_given_up_ends_the_server(tmp_path: Path) -> None:
+    models = [fake_model("needed"), fake_model("other", delay_s=2.0)]
+    config = {"models": models, "max_restarts": 0}
+    with running(config, tmp_path) as server:
+        server.wait_until_ready()
+        assert server.process is not None
+        os.kill(find_needed(server), signal.SIGKILL)
+        assert server.process.wait(30) == 3
+        assert "The required model needed was given up" in server.lines[-1]
+        assert "after 0 restarts within 600 s" in server.lines[-1]
+
+
+def find_needed(server: object) -> int:
+    from tests.faults.processes import find_engines
+
+    return sorted(find_engines(server))[0]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", ["not required", "not wanted"])
+def test_a_model_that_is_given_up_can_leave_the_server_up(tmp_path: Path, case: str) -> None:
+    config = {
+        "models": [fake_model("spare") | {"required": case != "not required"}],
+        "max_restarts": 0,
+        "exit_when_given_up": case != "not wanted",
+    }
+    with running(config, tmp_path) as server:
+        server.wait_until_ready()
+        os.kill(find_engine(server), signal.SIGKILL)
+        wait_for_state(server, "spare", "failed")
+        time.sleep(0.5)
+        assert server.process is not None
+        assert server.process.poll() is None
+        answer = score(server, "spare")
+        assert (answer.status_code, answer.json()["retryable"]) == (500, False)
+        assert "given up" in answer.json()["detail"]
+
+
+def test_a_start_without_descriptors_is_tried_again() -> None:
+    asyncio.run(start_without_descriptors())
+
+
+async def start_without_descriptors() -> None:
+    handle = EngineHandle(SPEC, SupervisionLimits(restart_delay_s=0.2))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used - 1, limits[1]))
+    try:
+        handle.start()
+        assert handle.state == "restarting"
+        assert "Too many open files" in handle.detail
+        await asyncio.sleep(0.4)
+        assert handle.restarts >= 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    try:
+        await asyncio.wait_for(handle.ready.wait(), 30)
+        assert handle.state == "ready"
+    finally:
+        await handle.close()
+
+
+def test_nothing_of_a_dead_engine_is_left() -> None:
+    asyncio.run(restart_and_count())
+
+
+async def restart_and_count() -> None:
+    import threading
+
+    handle = EngineHandle(SPEC, SupervisionLimits(restart_delay_s=0.01, max_restarts=10))
+    handle.start()
+    counts = []
+    try:
+        for _ in range(4):
+            await asyncio.wait_for(handle.ready.wait(), 30)
+            await asyncio.sleep(0.1)
+            counts.append((len(list(Path("/proc/self/fd").iterdir())), threading.active_count()))
+            assert handle._process is not None
+            handle._process.kill()
+            restarts = handle.restarts
+            while handle.restarts == restarts:
+                await asyncio.sleep(0.01)
+    finally:
+        await handle.close()
+    assert len(set(counts)) == 1, counts

@@ -1,0 +1,158 @@
+"""The server's end: signals to the group, what is still answered, and nothing that is left."""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.conftest import Server, fake_model
+from tests.faults.processes import (
+    check_retryable,
+    find_engine,
+    find_family,
+    is_alive,
+    running,
+    score,
+    wait_for,
+)
+
+STEP_S = 2.0
+GENERATE = {"prompt_ids": [[5, 6]], "max_tokens": 3, "stream": True}
+
+
+@pytest.fixture
+def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+    """A fake that takes two seconds for a step; settings by parameter."""
+    settings: dict[str, Any] = getattr(request, "param", {})
+    with running(
+        {"models": [fake_model(delay_s=STEP_S)], "cache_bytes": 0} | settings, tmp_path
+    ) as s:
+        s.wait_until_ready()
+        yield s
+
+
+def signal_group(server: Server, number: int) -> None:
+    """Send a signal to everything of the server's: group, engines and what these started."""
+    assert server.process is not None
+    family = find_family(server)
+    os.killpg(server.process.pid, number)
+    for process in family:  # as systemd does: the whole control group
+        process.send_signal(number)
+
+
+def wait_for_end(server: Server) -> int:
+    assert server.process is not None
+    return server.process.wait(20)
+
+
+def is_withdrawn(server: Server) -> bool:
+    return httpx.get(f"{server.url}/readyz").status_code == 503
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_all_processes_lets_answers_in_flight_come_back(
+    server: Server, number: int
+) -> None:
+    family = find_family(server)
+    with ThreadPoolExecutor(2) as pool:
+        plain = pool.submit(score, server, "fake", 7)
+        events = pool.submit(httpx.post, f"{server.url}/generate", json=GENERATE, timeout=60)
+        time.sleep(0.5)
+        signal_group(server, number)
+        started = time.monotonic()
+        wait_for(lambda: is_withdrawn(server), 5)
+        assert time.monotonic() - started < 1
+        assert httpx.get(f"{server.url}/healthz").status_code == 200
+        late = score(server, "fake", 8)
+        check_retryable(late)
+        assert "shutting down" in late.json()["detail"]
+        assert late.headers["connection"] == "close"
+        assert plain.result().status_code == 200
+        assert "event: result" in events.result().text
+    assert wait_for_end(server) == 0
+    assert time.monotonic() - started < STEP_S + 5
+    assert not [process for process in family if is_alive(process)]
+
+
+@pytest.mark.parametrize("server", [{"drain_s": 0.5}], indirect=True)
+def test_after_its_time_each_request_is_told(server: Server) -> None:
+    """Two wait for the engine, one for its own body, one for its caller to send the rest."""
+    with ThreadPoolExecutor(3) as pool:
+        plain = pool.submit(score, server, "fake", 7)
+        events = pool.submit(httpx.post, f"{server.url}/generate", json=GENERATE, timeout=60)
+        chunks = pool.submit(
+            httpx.post,
+            f"{server.url}/v1/completions",
+            json={"prompt": [5, 6], "max_tokens": 3, "stream": True},
+            timeout=60,
+        )
+        with (
+            upload(server, "/perplexity/stream", b"Some ") as text,
+            upload(server, "/logprob", b'{"items": ') as body,
+        ):
+            time.sleep(0.5)
+            signal_group(server, signal.SIGTERM)
+            check_retryable(plain.result())
+            assert "event: error" in events.result().text
+            assert '"code":"engine_restarting"' in events.result().text
+            assert '"code":"engine_restarting"' in chunks.result().text
+            for half in (text, body):
+                answer = read_all(half)
+                assert b" 503 " in answer.splitlines()[0], answer
+                assert b'"engine_restarting"' in answer
+    assert wait_for_end(server) == 0
+
+
+def upload(server: Server, path: str, start: bytes) -> socket.socket:
+    """A request whose body has begun."""
+    url = httpx.URL(server.url)
+    connection = socket.create_connection((url.host, url.port), 20)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
+    connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + start)
+    return connection
+
+
+def read_all(connection: socket.socket) -> bytes:
+    answer = b""
+    while piece := connection.recv(65536):
+        answer += piece
+    return answer
+
+
+def test_a_second_signal_ends_the_server_at_once(server: Server) -> None:
+    family = find_family(server)
+    with ThreadPoolExecutor(1) as pool:
+        lost = pool.submit(score, server, "fake", 7)
+        time.sleep(0.5)
+        signal_group(server, signal.SIGTERM)
+        wait_for(lambda: is_withdrawn(server), 5)
+        signal_group(server, signal.SIGTERM)
+        started = time.monotonic()
+        assert wait_for_end(server) == 128 + signal.SIGTERM
+        assert time.monotonic() - started < 1
+        with pytest.raises(httpx.TransportError):
+            lost.result()
+    wait_for(lambda: not any(map(is_alive, family)), 2)
+
+
+@pytest.mark.parametrize("state", ["idle", "busy", "stopped"])
+def test_no_engine_outlives_a_server_that_is_killed(server: Server, state: str) -> None:
+    engine = psutil.Process(find_engine(server))
+    with ThreadPoolExecutor(1) as pool:
+        if state == "busy":
+            pool.submit(score, server, "fake", 7)
+            time.sleep(0.3)
+        if state == "stopped":
+            engine.suspend()
+        assert server.process is not None
+        server.process.kill()
+        server.process.wait()
+    wait_for(lambda: not is_alive(engine), 2)
