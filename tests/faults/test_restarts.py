@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -13,8 +14,16 @@ import pytest
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.engines.supervisor import EngineHandle, SupervisionLimits
 from tests.conftest import DEMO_MODEL, VOCAB_SIZE, fake_model
-from tests.faults.processes import check_retryable as check_retryable
-from tests.faults.processes import find_engine, read_card, running, score, wait_for, wait_for_state
+from tests.faults.processes import (
+    check_retryable,
+    find_engine,
+    find_engines,
+    read_card,
+    running,
+    score,
+    wait_for,
+    wait_for_state,
+)
 
 SPEC = EngineSpec(
     "fake", "fake", str(DEMO_MODEL), engine_args={"vocab_size": VOCAB_SIZE, "context_length": 64}
@@ -54,16 +63,10 @@ def test_a_required_model_that_is_given_up_ends_the_server(tmp_path: Path) -> No
     with running(config, tmp_path) as server:
         server.wait_until_ready()
         assert server.process is not None
-        os.kill(find_needed(server), signal.SIGKILL)
+        os.kill(min(find_engines(server)), signal.SIGKILL)
         assert server.process.wait(30) == 3
         assert "The required model needed was given up" in server.lines[-1]
         assert "after 0 restarts within 600 s" in server.lines[-1]
-
-
-def find_needed(server: object) -> int:
-    from tests.faults.processes import find_engines
-
-    return sorted(find_engines(server))[0]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("case", ["not required", "not wanted"])
@@ -114,8 +117,6 @@ def test_nothing_of_a_dead_engine_is_left() -> None:
 
 
 async def restart_and_count() -> None:
-    import threading
-
     handle = EngineHandle(SPEC, SupervisionLimits(restart_delay_s=0.01, max_restarts=10))
     handle.start()
     counts = []
