@@ -29,6 +29,7 @@ from logsteer_server.routes import (
 )
 from logsteer_server.settings import Settings
 from logsteer_server.stores.store import ADAPTERS, OVERRIDES, VECTORS, Store
+from logsteer_server.stores.threads import StoreThreads
 from logsteer_server.stores.vectors import VectorStore
 from logsteer_server.tasks.selftest import prove
 
@@ -44,15 +45,17 @@ def create_app(settings: Settings) -> FastAPI:
         results = ResultCache.open(settings)
         app.state.metrics.live.read_cache_bytes = lambda: results.num_bytes
         app.state.file_readers = asyncio.Semaphore(MAX_FILE_READERS)
-        root = settings.store_path
+        threads = StoreThreads(settings.store_threads, settings.max_store_calls)
+        app.state.store_threads = threads
+        root, wait_s = settings.store_path, settings.store_lock_timeout_s
         app.state.vectors = VectorStore(
-            await asyncio.to_thread(Store, VECTORS, root, settings.vector_store_bytes)
+            await threads.run(Store, VECTORS, root, settings.vector_store_bytes, wait_s)
         )
-        app.state.overrides = await asyncio.to_thread(
-            Store, OVERRIDES, root, settings.override_store_bytes
+        app.state.overrides = await threads.run(
+            Store, OVERRIDES, root, settings.override_store_bytes, wait_s
         )
-        app.state.adapters = await asyncio.to_thread(
-            Store, ADAPTERS, root, settings.adapter_store_bytes
+        app.state.adapters = await threads.run(
+            Store, ADAPTERS, root, settings.adapter_store_bytes, wait_s
         )
         models = ModelRegistry(settings, results, app.state.metrics)
         app.state.models = models
@@ -65,6 +68,7 @@ def create_app(settings: Settings) -> FastAPI:
         finally:
             await models.close()
             await asyncio.to_thread(results.close)
+            threads.close()
 
     app = FastAPI(
         title="logsteer",

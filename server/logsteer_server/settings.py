@@ -116,6 +116,13 @@ class Settings(BaseSettings):
         description="Directory of vectors, overrides and adapters, one below it for each; null: "
         "logsteer under $XDG_DATA_HOME or ~/.local/share.",
     )
+    store_lock_timeout_s: float = Field(
+        5.0, gt=0, description="Wait for a store that another process has locked."
+    )
+    store_threads: int = Field(8, ge=1, description="Threads that read and write the stores.")
+    max_store_calls: int = Field(
+        256, ge=1, description="Calls of the stores that may run and wait at once."
+    )
     vector_store_bytes: int = Field(2**30, ge=2**10, description="Bytes of all vectors stored.")
     max_vector_bytes: int = Field(64 * 2**20, ge=2**10, description="Bytes of one vector's file.")
     override_store_bytes: int = Field(2**36, ge=2**10, description="Bytes of all overrides stored.")

@@ -1,4 +1,4 @@
-"""Stores under faults: a full disk, failing calls, lost power, damage, locks, unfinished uploads."""
+"""Stores under faults: a full disk, failing calls, lost power, damage, locks, half uploads."""
 
 import errno
 import fcntl
@@ -37,9 +37,7 @@ def store(kind: Kind[Any], tmp_path: Path) -> Store[Any]:
 
 def read_state(store: Store[Any]) -> dict[str, bytes]:
     """Each name's content, as the store gives it."""
-    return {
-        card.name: store.find(card.name).path.read_bytes() for card in store.list_all().cards
-    }
+    return {card.name: store.find(card.name).path.read_bytes() for card in store.list_all().cards}
 
 
 def check_invariants(store: Store[Any]) -> dict[str, bytes]:
@@ -186,7 +184,7 @@ def test_a_damaged_content_is_told_and_replaced(store: Store[Any], damage: str) 
     path.unlink() if damage == "gone" else path.write_bytes(path.read_bytes()[:9])
     again = Store(store.kind, store.directory.parent, MIB)
     assert again.list_all().damaged == ["a", "b"]
-    with pytest.raises(APIError, match="content of .*'a' is damaged: PUT") as caught:
+    with pytest.raises(APIError, match=r"content of .*'a' is damaged: PUT") as caught:
         again.find("a")
     assert str(store.directory) not in str(caught.value)
     put_content(again, "a", make_content(1))

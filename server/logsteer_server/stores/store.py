@@ -201,9 +201,9 @@ class Store(Generic[C]):
 
     def _clean_up(self, index: StoreIndex, freed: str | None) -> None:
         """Remove the content that a change has left without a name, and count what is left."""
-        for sha256 in {freed} if index.damaged else index.unclaimed | {freed}:
-            if sha256 is not None:
-                self._drop(index, sha256)
+        gone = set() if freed is None else {freed}
+        for sha256 in gone if index.damaged else gone | index.unclaimed:
+            self._drop(index, sha256)
         self.room.stored = index.num_bytes
 
     def _check_room(self, index: StoreIndex, card: C) -> None:
