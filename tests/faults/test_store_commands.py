@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import json
 import stat
 import tarfile
 import threading
@@ -179,12 +180,13 @@ def test_a_backup_is_one_moment_of_a_store_at_work(run: Run, root: Path, tmp_pat
 def rewrite(tar: Path, change: Callable[[str, bytes], tuple[str, bytes] | None]) -> None:
     with tarfile.open(tar) as old:
         members = [(m.name, old.extractfile(m).read()) for m in old.getmembers()]  # type: ignore[union-attr]
+    pairs = [pair for member in members[:-1] if (pair := change(*member)) is not None]
+    end = json.dumps({"version": 1, "files": len(pairs)}).encode()
     with tarfile.open(tar, "w") as new:
-        for pair in (change(*member) for member in members):
-            if pair is not None:
-                info = tarfile.TarInfo(pair[0])
-                info.size = len(pair[1])
-                new.addfile(info, io.BytesIO(pair[1]))
+        for name, data in [*pairs, (members[-1][0], end)]:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            new.addfile(info, io.BytesIO(data))
 
 
 EVIL: dict[str, Callable[[str, bytes], tuple[str, bytes] | None]] = {
