@@ -100,6 +100,7 @@ def test_uploads_that_do_not_end_hold_no_more_than_the_store_may(
         for number in range(4):
             half = open_half(server, f"half{number}", f"Content-Length: {ROOM // 4}")
             opened.enter_context(half)
+        time.sleep(0.3)  # all of them have their room before anybody else asks for some
         answer = wait_for_status(http, 429)
         assert "uploads at work" in answer.json()["detail"]
         assert answer.headers["retry-after"]
@@ -107,7 +108,7 @@ def test_uploads_that_do_not_end_hold_no_more_than_the_store_may(
     with ExitStack() as opened:
         half = opened.enter_context(open_half(server, "c", "Transfer-Encoding: chunked"))
         assert http.put("/vectors/b", content=VECTOR).status_code == 200
-        data = bytes(ROOM - 600)
+        data = bytes(ROOM - 160)
         half.sendall(f"{len(data):x}\r\n".encode() + data + b"\r\n")  # it grows, and does not end
         wait_for_status(http, 429)
     wait_for_status(http, 422)

@@ -165,8 +165,10 @@ async def write_body(
     request: Request, upload: Upload, limit: UploadLimit, threads: StoreThreads
 ) -> None:
     """Write a request's body to the file. Errors: those of `read_upload` and of `Upload.write`."""
-    waiting = bytearray()
+    waiting, size = bytearray(), 0
     async for chunk in read_upload(request, limit.max_bytes, limit.setting):
+        size += len(chunk)
+        upload.reserve(size)
         waiting += chunk
         if len(waiting) >= WRITTEN_AT_ONCE or not chunk:
             await threads.run(upload.write, bytes(waiting))
