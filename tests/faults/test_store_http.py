@@ -22,9 +22,9 @@ ROOM = 4096
 
 @pytest.fixture(scope="module")
 def server(start_server: ServerFactory) -> Server:
-    """A server whose stores are small, and wait for a lock for a second."""
+    """A server whose stores are small, and wait half a second for a lock."""
     return start_server(
-        {"models": [fake_model()], "vector_store_bytes": ROOM, "store_lock_timeout_s": 1.0}
+        {"models": [fake_model()], "vector_store_bytes": ROOM, "store_lock_timeout_s": 0.5}
     )
 
 

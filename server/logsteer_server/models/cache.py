@@ -131,7 +131,7 @@ class ResultCache:
         file = None
         if settings.cache_file is not None:
             path = settings.directory / settings.cache_file.expanduser()
-            file = CacheFile(path, settings.cache_file_bytes)
+            file = CacheFile.open(path, settings.cache_file_bytes)
         return cls(settings.cache_bytes, file)
 
     @property
