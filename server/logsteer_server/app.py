@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from logsteer.schemas import Problem
 from logsteer_server import __version__
 from logsteer_server.http.dependencies import check_key
+from logsteer_server.http.idempotency import AnswerMemory
 from logsteer_server.http.problems import add_handlers
 from logsteer_server.metrics import Metrics, RequestMetrics
 from logsteer_server.models.cache import ResultCache
@@ -79,6 +80,7 @@ def create_app(settings: Settings) -> FastAPI:
     )
     app.state.settings = settings
     app.state.metrics = Metrics()
+    app.state.answers = AnswerMemory(settings.idempotency_bytes, settings.idempotency_s)
     for module in (tasks, perplexity, vectors, overrides, adapters, tokens, openai):
         app.include_router(module.router, dependencies=[Depends(check_key)])
     app.include_router(operations.router)

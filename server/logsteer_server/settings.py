@@ -129,6 +129,10 @@ class Settings(BaseSettings):
     max_override_bytes: int = Field(2**33, ge=2**10, description="Bytes of one override's file.")
     adapter_store_bytes: int = Field(2**36, ge=2**10, description="Bytes of all adapters stored.")
     max_adapter_bytes: int = Field(2**33, ge=2**10, description="Bytes of one adapter's files.")
+    idempotency_bytes: int = Field(
+        16 * 2**20, ge=0, description="Memory for answers to writes with an Idempotency-Key."
+    )
+    idempotency_s: float = Field(3600.0, gt=0, description="How long such an answer is kept.")
     max_gradient_numbers: int = Field(
         2**22, ge=1, description="Numbers that the gradients of one request may come to."
     )

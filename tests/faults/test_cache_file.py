@@ -1,4 +1,4 @@
-"""The result cache's file under faults: damage sets it aside, and the server starts all the same."""
+"""The file of the result cache under faults: damage sets it aside, and the server starts."""
 
 import os
 import sqlite3

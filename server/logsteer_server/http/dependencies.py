@@ -12,6 +12,7 @@ from fastapi.routing import APIRoute
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import AdapterCard, OverrideCard
+from logsteer_server.http.idempotency import AnswerMemory
 from logsteer_server.interventions.interventions import Stores
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
@@ -104,6 +105,12 @@ def get_store_threads(request: Request) -> StoreThreads:
     return threads
 
 
+def get_answers(request: Request) -> AnswerMemory:
+    """Return the answers to writes that may be sent again."""
+    answers: AnswerMemory = request.app.state.answers
+    return answers
+
+
 def get_file_readers(request: Request) -> asyncio.Semaphore:
     """Return the turns at reading uploaded files: some take a process of hundreds of megabytes."""
     readers: asyncio.Semaphore = request.app.state.file_readers
@@ -129,6 +136,7 @@ OverridesDep = Annotated[Store[OverrideCard], Depends(get_overrides)]
 AdaptersDep = Annotated[Store[AdapterCard], Depends(get_adapters)]
 StoresDep = Annotated[Stores, Depends(get_stores)]
 StoreThreadsDep = Annotated[StoreThreads, Depends(get_store_threads)]
+AnswersDep = Annotated[AnswerMemory, Depends(get_answers)]
 FileReadersDep = Annotated[asyncio.Semaphore, Depends(get_file_readers)]
 
 

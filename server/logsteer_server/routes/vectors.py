@@ -15,11 +15,13 @@ from logsteer.schemas import (
 )
 from logsteer.schemas.steering import VectorName
 from logsteer_server.http.dependencies import (
+    AnswersDep,
     FileReadersDep,
     SettingsDep,
     StoreThreadsDep,
     VectorsDep,
 )
+from logsteer_server.http.idempotency import PARAMETER
 from logsteer_server.http.respond import answer, run_within
 from logsteer_server.routes.resources import (
     VECTOR_RESOURCE,
@@ -112,17 +114,26 @@ async def _read(
         return await threads.run(lambda: read_file(upload.path.read_bytes(), given))
 
 
-@router.post("/vectors/{name}/combine", responses={200: {"model": VectorCard}})
+@router.post(
+    "/vectors/{name}/combine",
+    responses={200: {"model": VectorCard}},
+    openapi_extra={"parameters": [PARAMETER]},
+)
 async def combine_vector(
     name: VectorName,
     body: CombineRequest,
     request: Request,
     store: VectorsDep,
     threads: StoreThreadsDep,
+    answers: AnswersDep,
 ) -> Response:
     """A weighted sum of stored vectors, stored under this name."""
-    card = await threads.run(_combine, name, body, store)
-    return answer(request, card.model_dump())
+
+    async def work() -> Response:
+        card = await threads.run(_combine, name, body, store)
+        return answer(request, card.model_dump())
+
+    return await answers.once(request, body, work)
 
 
 def _combine(name: str, body: CombineRequest, store: VectorStore) -> VectorCard:
