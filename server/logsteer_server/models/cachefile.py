@@ -156,7 +156,7 @@ class CacheFile:
                     part,
                 )
                 for row_id, key, stored in rows:
-                    if (value := _verify(stored)) is not None:
+                    if (value := _verify(key, stored)) is not None:
                         found[key] = value
                         self._touched.add(row_id)
             if len(self._touched) > TOUCHES_AT_ONCE:
@@ -176,7 +176,7 @@ class CacheFile:
                     self._make_room(size)
                     self._db.executemany(
                         "INSERT OR REPLACE INTO results (key, value, used) VALUES (?, ?, ?)",
-                        [(key, _seal(value), self._clock) for key, value in part],
+                        [(key, _seal(key, value), self._clock) for key, value in part],
                     )
         except (sqlite3.Error, *UNREADABLE) as error:
             self._bear(error)
@@ -285,11 +285,14 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
-def _seal(value: bytes) -> bytes:
-    """Put a checksum in front of a value: SQLite does not notice a bit that the disk has turned."""
-    return zlib.crc32(value).to_bytes(CRC_BYTES, "little") + value
+def _seal(key: bytes, value: bytes) -> bytes:
+    """Put a checksum in front of a value: SQLite does not notice a bit that the disk has turned.
+
+    It is one of the key, too, so that no value is given for another's.
+    """
+    return zlib.crc32(value, zlib.crc32(key)).to_bytes(CRC_BYTES, "little") + value
 
 
-def _verify(stored: bytes) -> bytes | None:
+def _verify(key: bytes, stored: bytes) -> bytes | None:
     value = stored[CRC_BYTES:]
-    return value if _seal(value)[:CRC_BYTES] == stored[:CRC_BYTES] else None
+    return value if _seal(key, value)[:CRC_BYTES] == stored[:CRC_BYTES] else None
