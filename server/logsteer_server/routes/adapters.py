@@ -1,7 +1,9 @@
 """`/adapters`: LoRA adapters, stored by name."""
 
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Annotated
 
 from fastapi import Query, Request, Response
@@ -32,7 +34,7 @@ from logsteer_server.routes.resources import (
 )
 from logsteer_server.stores.formats.adapter_file import AdapterContent, join_files, read_adapter
 from logsteer_server.stores.store import stamp
-from logsteer_server.stores.upload import Upload
+from logsteer_server.stores.upload import Upload, report_faults
 
 router = make_router(ADAPTER_RESOURCE)
 
@@ -127,7 +129,9 @@ async def _open_form(
 async def _read_form(request: Request, limit: UploadLimit, upload: Upload) -> FormData:
     """Return the form in the body. Errors: APIError, for one that is too large or no form."""
     try:
-        return await _LimitedForm(request, limit, upload).form(max_files=len(PARTS), max_fields=0)
+        with report_faults(Path(tempfile.gettempdir())):
+            form = _LimitedForm(request, limit, upload)
+            return await form.form(max_files=len(PARTS), max_fields=0)
     except HTTPException as error:
         detail = f"The body is no form of two files: {error.detail}."
         raise api_error("invalid_request", detail) from error
