@@ -16,6 +16,7 @@ from logsteer_server import __version__
 from logsteer_server.engines.scratch import sweep
 from logsteer_server.http.dependencies import BodyTurns, check_key
 from logsteer_server.http.drain import Drain, DrainGate
+from logsteer_server.http.idempotency import AnswerMemory
 from logsteer_server.http.memory import RequestMemory
 from logsteer_server.http.problems import add_handlers
 from logsteer_server.metrics import Metrics, RequestMetrics
@@ -33,6 +34,7 @@ from logsteer_server.routes import (
 )
 from logsteer_server.settings import Settings
 from logsteer_server.stores.store import ADAPTERS, OVERRIDES, VECTORS, Store
+from logsteer_server.stores.threads import StoreThreads
 from logsteer_server.stores.vectors import VectorStore
 from logsteer_server.tasks.planning import Capacity
 from logsteer_server.tasks.selftest import prove
@@ -55,15 +57,17 @@ def create_app(settings: Settings) -> FastAPI:
         app.state.metrics.live.read_cache_bytes = lambda: results.num_bytes
         app.state.file_readers = asyncio.Semaphore(MAX_FILE_READERS)
         app.state.large_bodies = BodyTurns()
-        root = settings.store_path
+        threads = StoreThreads(settings.store_threads, settings.max_store_calls)
+        app.state.store_threads = threads
+        root, wait_s = settings.store_path, settings.store_lock_timeout_s
         app.state.vectors = VectorStore(
-            await asyncio.to_thread(Store, VECTORS, root, settings.vector_store_bytes)
+            await threads.run(Store, VECTORS, root, settings.vector_store_bytes, wait_s)
         )
-        app.state.overrides = await asyncio.to_thread(
-            Store, OVERRIDES, root, settings.override_store_bytes
+        app.state.overrides = await threads.run(
+            Store, OVERRIDES, root, settings.override_store_bytes, wait_s
         )
-        app.state.adapters = await asyncio.to_thread(
-            Store, ADAPTERS, root, settings.adapter_store_bytes
+        app.state.adapters = await threads.run(
+            Store, ADAPTERS, root, settings.adapter_store_bytes, wait_s
         )
         models = ModelRegistry(settings, results, app.state.metrics)
         app.state.models = models
@@ -79,6 +83,7 @@ def create_app(settings: Settings) -> FastAPI:
             await models.close()
             await asyncio.to_thread(results.close)
             app.state.capacity.close()
+            threads.close()
 
     app = FastAPI(
         title="logsteer",
@@ -91,6 +96,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.capacity = capacity = Capacity(settings)
     app.state.metrics = Metrics()
     app.state.drain = Drain()
+    app.state.answers = AnswerMemory(settings.idempotency_bytes, settings.idempotency_s)
     for module in (tasks, perplexity, vectors, overrides, adapters, tokens, openai):
         app.include_router(module.router, dependencies=[Depends(check_key)])
     app.include_router(operations.router)

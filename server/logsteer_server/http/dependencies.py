@@ -12,13 +12,15 @@ import orjson
 from fastapi import Depends, Request, Response
 from fastapi.routing import APIRoute
 
-from logsteer.errors import api_error
+from logsteer.errors import APIError, api_error
 from logsteer.schemas import AdapterCard, OverrideCard
 from logsteer_server.http.drain import Drain
+from logsteer_server.http.idempotency import AnswerMemory
 from logsteer_server.interventions.interventions import Stores
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.stores.store import Store
+from logsteer_server.stores.threads import StoreThreads
 from logsteer_server.stores.vectors import VectorStore
 from logsteer_server.tasks.planning import Capacity
 
@@ -203,6 +205,18 @@ def get_stores(request: Request) -> Stores:
     return Stores(get_vectors(request), get_overrides(request), get_adapters(request))
 
 
+def get_store_threads(request: Request) -> StoreThreads:
+    """Return the threads in which the stores are read and written."""
+    threads: StoreThreads = request.app.state.store_threads
+    return threads
+
+
+def get_answers(request: Request) -> AnswerMemory:
+    """Return the answers to writes that may be sent again."""
+    answers: AnswerMemory = request.app.state.answers
+    return answers
+
+
 def get_file_readers(request: Request) -> asyncio.Semaphore:
     """Return the turns at reading uploaded files: some take a process of hundreds of megabytes."""
     readers: asyncio.Semaphore = request.app.state.file_readers
@@ -229,7 +243,15 @@ VectorsDep = Annotated[VectorStore, Depends(get_vectors)]
 OverridesDep = Annotated[Store[OverrideCard], Depends(get_overrides)]
 AdaptersDep = Annotated[Store[AdapterCard], Depends(get_adapters)]
 StoresDep = Annotated[Stores, Depends(get_stores)]
+StoreThreadsDep = Annotated[StoreThreads, Depends(get_store_threads)]
+AnswersDep = Annotated[AnswerMemory, Depends(get_answers)]
 FileReadersDep = Annotated[asyncio.Semaphore, Depends(get_file_readers)]
+
+
+def read_announced(request: Request) -> int:
+    """Return the bytes that a body says to have, 0 where it says nothing."""
+    announced = request.headers.get("content-length", "")
+    return int(announced) if announced.isdecimal() else 0
 
 
 async def read_upload(request: Request, limit: int, setting: str) -> AsyncIterator[bytes]:
@@ -238,8 +260,7 @@ async def read_upload(request: Request, limit: int, setting: str) -> AsyncIterat
     Errors: APIError `payload_too_large`, before it is read where it says its size; `setting` is
     what to raise then.
     """
-    announced = request.headers.get("content-length", "")
-    size = int(announced) if announced.isdecimal() else 0
+    size = read_announced(request)
     if size <= limit:
         size = 0
         async for chunk in request.stream():
@@ -248,5 +269,10 @@ async def read_upload(request: Request, limit: int, setting: str) -> AsyncIterat
                 break
             yield chunk
     if size > limit:
-        detail = f"The file is larger than {limit} bytes: raise {setting} to take it."
-        raise api_error("payload_too_large", detail)
+        raise refuse_upload(limit, setting)
+
+
+def refuse_upload(limit: int, setting: str) -> APIError:
+    """Return the error for an upload that is too large; `setting` is what to raise."""
+    detail = f"The file is larger than {limit} bytes: raise {setting} to take it."
+    return api_error("payload_too_large", detail)

@@ -91,7 +91,8 @@ def _fetch(use: SteeringVector, source: VectorSource) -> StoredVectors:
 
 def _read_numbers(given: Sequence[float] | str) -> Vector:
     if not isinstance(given, str):
-        return np.array(given, dtype=np.float32)
+        with np.errstate(over="ignore"):  # `LayerVectors` refuses what is beyond float32
+            return np.array(given, dtype=np.float32)
     try:
         return np.frombuffer(base64.b64decode(given, validate=True), dtype="<f4").copy()
     except (binascii.Error, ValueError) as error:
