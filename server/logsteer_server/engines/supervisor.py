@@ -14,6 +14,7 @@ from logsteer.errors import APIError, api_error
 from logsteer.schemas import ModelState
 from logsteer_server.contract.engine import EngineInfo, EngineSpec
 from logsteer_server.contract.jobs import Job, JobResult, Output
+from logsteer_server.contract.lane import Lane
 from logsteer_server.engines.process import (
     Add,
     Cancel,
@@ -191,13 +192,15 @@ class EngineHandle:
             self._pings.pop(serial, None)
         return True
 
-    async def run(self, jobs: Sequence[Job]) -> AsyncGenerator[TimedOutput, None]:
+    async def run(
+        self, jobs: Sequence[Job], lane: Lane | None = None
+    ) -> AsyncGenerator[TimedOutput, None]:
         """Yield the results of jobs as they come, in any order; leaving early cancels the rest.
 
         Errors: APIError, where a job failed or the engine died.
         """
         self.check_ready()
-        waiter = self._enter(jobs)
+        waiter = self._enter(jobs, lane or Lane())
         try:
             missing = len(jobs)
             while missing:
@@ -212,10 +215,10 @@ class EngineHandle:
         finally:
             self._leave(waiter)
 
-    def _enter(self, jobs: Sequence[Job]) -> _Waiter:
+    def _enter(self, jobs: Sequence[Job], lane: Lane) -> _Waiter:
         first = next(self._ids)
         self._ids = itertools.count(first + max(1, len(jobs)))
-        waiter = _Waiter(EngineCall(jobs, first))
+        waiter = _Waiter(EngineCall(jobs, first, lane))
         self._waiters |= dict.fromkeys(waiter.call.unsent, waiter)
         self._queue.put(waiter.call)
         self._send_jobs()

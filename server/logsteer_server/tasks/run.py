@@ -22,6 +22,7 @@ from logsteer.errors import api_error
 from logsteer.schemas import Precision, Provenance
 from logsteer_server.contract.jobs import Job, Output
 from logsteer_server.interventions.interventions import UNCHANGED, AppliedReport, Interventions
+from logsteer_server.keys.caller import Caller
 from logsteer_server.models.admission import Reservation
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.timer import WorkTimer
@@ -171,6 +172,7 @@ class Run:
 
     task: Task
     settings: Settings
+    caller: Caller = field(default_factory=Caller)
     _usage: UsageCounter = field(default_factory=UsageCounter)
     _timer: WorkTimer = field(default_factory=WorkTimer)
     _report: AppliedReport | None = None
@@ -201,7 +203,9 @@ class Run:
                         yield batch
                         continue
                     model = batch.model or self.task.model
-                    prepared = await model.prepare(batch.jobs, batch.cache)
+                    lane = self.caller.lane
+                    prepared = await model.prepare(batch.jobs, batch.cache, lane)
+                    self.caller.charge(prepared.num_tokens)
                     self._reserve(model).cover(max(prepared.num_tokens, batch.room))
                     if not has_started and not batch.silent:
                         has_started = True
@@ -209,7 +213,7 @@ class Run:
                     timer = self._timer if batch.purpose != "reference" else None
                     if batch.purpose != "reference":
                         self._usage.cached_results += prepared.num_known
-                    async with aclosing(model.run(prepared, timer)) as outputs:
+                    async with aclosing(model.run(prepared, timer, lane)) as outputs:
                         async for index, output in outputs:
                             self._count(batch, index, output)
                             if (event := batch.take(index, output)) is not None:
