@@ -31,7 +31,7 @@ def make_content(seed: int, count: int = 100) -> bytes:
 
 def put_content(store: Store[Any], name: str, data: bytes) -> Any:
     """Upload bytes to a store of any kind, and return the card."""
-    upload = store.receive()
+    upload = store.receive(name, len(data))
     try:
         upload.write(data[:7])
         upload.write(data[7:])

@@ -14,7 +14,7 @@ import pytest
 from logsteer.errors import APIError, NotFoundError, PayloadTooLargeError
 from logsteer_server.stores import vectors as vectors_module
 from logsteer_server.stores.layer_vectors import LayerVectors, parse_content
-from logsteer_server.stores.store import VECTORS, Store, StoredContent
+from logsteer_server.stores.store import VECTORS, Store, StoredContent, StoreListing
 from logsteer_server.stores.vectors import VectorStore
 from tests.server.store_cases import ABOUT
 
@@ -43,7 +43,7 @@ def test_what_is_put_comes_back_after_a_restart(store: VectorStore, tmp_path: Pa
     assert store.find_content(card.sha256).vectors == make(1)
     assert store.find_content(card.sha256).name is None
     assert store.files.describe("happy") == card
-    assert store.files.list_all() == ([card], card.bytes)
+    assert store.files.list_all() == StoreListing([card], [], card.bytes)
     assert store.files.find("happy").path.read_bytes() == make(1).content
     assert card.layers == [2, 10]
     assert card.norms["2"] == pytest.approx(np.linalg.norm(make(1).layers[2]))
@@ -118,7 +118,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         store.put("a", make(3, width=128), ABOUT)
     assert store.find("a").vectors == make(1, width=64)
     store.put("a", make(2, width=64), ABOUT)  # takes the place of the old content
-    assert [card.name for card in store.files.list_all()[0]] == ["a"]
+    assert [card.name for card in store.files.list_all().cards] == ["a"]
 
 
 def test_many_threads_and_two_servers_share_a_directory(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_many_threads_and_two_servers_share_a_directory(tmp_path: Path) -> None:
 
     asyncio.run(use())
     assert stores[0].files.list_all() == stores[1].files.list_all()
-    assert len(stores[0].files.list_all()[0]) == 24
+    assert len(stores[0].files.list_all().cards) == 24
     stores[1].files.delete("v3")
     with pytest.raises(NotFoundError):  # whatever this one had parsed
         stores[0].find_content(make(3).sha256)
@@ -192,9 +192,9 @@ def test_a_server_killed_at_any_moment_has_all_that_it_reported(tmp_path: Path) 
         changes = list(itertools.islice(list_changes(1000 * attempt), count + 1))
         states = [apply_changes(state, changes[:count]), apply_changes(state, changes)]
         store = open_store(tmp_path, 64 * MIB)
-        found = {card.name: store.find(card.name).vectors for card in store.files.list_all()[0]}
+        found = {card.name: store.find(card.name).vectors for card in store.files.list_all().cards}
         (state, *_) = [s for s in states if {n: make_large(v) for n, v in s.items()} == found]
-        assert store.files.list_all()[1] == sum(len(vectors.content) for vectors in found.values())
+        assert store.files.list_all().num_bytes == sum(len(vectors.content) for vectors in found.values())
     assert changes_seen > 16
 
 

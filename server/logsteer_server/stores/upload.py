@@ -1,57 +1,156 @@
-"""Files that are being written to a store's directory, and the faults of its disk."""
+"""Files that are being written to a store's directory, the room they take, a disk's faults."""
 
 import fcntl
 import hashlib
+import logging
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import mkstemp
-from typing import IO
 
-from logsteer.errors import api_error
+from logsteer.errors import APIError, api_error
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 5.0
+"""Until unfinished uploads may have made room."""
+
+
+class StoreRoom:
+    """What a store may hold: `stored` bytes of contents, and what unfinished uploads reserve.
+
+    The store says what is stored, at each change.
+    """
+
+    def __init__(self, noun: str, max_bytes: int) -> None:
+        self.noun = noun
+        self.max_bytes = max_bytes
+        self.stored = 0
+        self._reserved: dict[UploadRoom, int] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that all unfinished uploads together reserve."""
+        with self._lock:
+            return sum(self._reserved.values())
+
+    def enter(self, freed: int) -> "UploadRoom":
+        """Return the room of one more upload, which takes the place of `freed` stored bytes."""
+        return UploadRoom(self, freed)
+
+    def reserve(self, upload: "UploadRoom", size: int) -> None:
+        """Set what an upload reserves.
+
+        Errors: APIError `payload_too_large`; `overloaded` where the others are in the way.
+        """
+        with self._lock:
+            others = sum(own for other, own in self._reserved.items() if other is not upload)
+            total = self.stored - upload.freed + size
+            if total > self.max_bytes:
+                raise refuse_size(self.noun, total, self.max_bytes)
+            if total + others > self.max_bytes:
+                detail = (
+                    f"The {self.noun} store has no room beside the uploads at work, which reserve "
+                    f"{others} of {self.max_bytes} bytes: try again when they are done."
+                )
+                raise api_error("overloaded", detail, retry_after=RETRY_AFTER_S)
+            self._reserved[upload] = size
+
+    def release(self, upload: "UploadRoom") -> None:
+        """Give back what an upload reserves."""
+        with self._lock:
+            self._reserved.pop(upload, None)
+
+
+class UploadRoom:
+    """What one upload reserves of a store's room, from its first byte to its end."""
+
+    def __init__(self, store: StoreRoom, freed: int) -> None:
+        self._store = store
+        self.freed = freed
+        self._size = 0
+
+    def grow_to(self, size: int) -> None:
+        """Reserve room for `size` bytes in all. Errors: as `StoreRoom.reserve`."""
+        if size > self._size:
+            self._store.reserve(self, size)
+            self._size = size
+
+    def release(self) -> None:
+        """Give the room back."""
+        self._store.release(self)
+
+
+def refuse_size(noun: str, total: int, max_bytes: int) -> APIError:
+    """Return the error for contents that are more than a store may hold."""
+    detail = (
+        f"The {noun} store would hold {total} bytes, at most {max_bytes} are kept: delete {noun}s, "
+        f"or raise {noun}_store_bytes."
+    )
+    return api_error("payload_too_large", detail)
 
 
 class Upload:
-    """A file that is being written; `discard` it when done, whether or not it was stored."""
+    """A file that is being written; `discard` it when done, whether or not it was stored.
 
-    def __init__(self, directory: Path) -> None:
+    It reserves `room` as it grows.
+    """
+
+    def __init__(self, directory: Path, room: UploadRoom | None = None) -> None:
         self._directory = directory
-        handle, name = mkstemp(dir=directory, suffix=".part")
+        self.room = room
+        self._handle, name = mkstemp(dir=directory, suffix=".part")
         self.path = Path(name)
-        self._file: IO[bytes] = os.fdopen(handle, "wb")
-        fcntl.flock(self._file, fcntl.LOCK_EX)  # what nobody locks is left over
+        fcntl.flock(self._handle, fcntl.LOCK_EX)  # what nobody locks is left over
         self._hasher = hashlib.sha256()
+        self._is_open = True
         self.size = 0
 
     def write(self, data: bytes) -> None:
-        """Append bytes. Errors: APIError `internal` where the disk fails."""
+        """Append bytes. Errors: APIError of `UploadRoom.grow_to`; `internal`: the disk fails."""
+        if self.room is not None:
+            self.room.grow_to(self.size + len(data))
         self._hasher.update(data)
         with report_faults(self._directory):
-            self._file.write(data)
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(self._handle, rest) :]
         self.size += len(data)
 
     def finish(self) -> str:
         """Bring the bytes to the disk; return their SHA-256. Errors: as `write`."""
         with report_faults(self._directory):
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            os.fsync(self._handle)
         return self._hasher.hexdigest()
 
     def discard(self) -> None:
-        """Close the file, and remove it where it was not stored."""
-        self.path.unlink(missing_ok=True)
-        with suppress(OSError):  # what could not be written on a full disk
-            self._file.close()
+        """Close the file, remove it where it was not stored, and give its room back."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        try:
+            with suppress(FileNotFoundError):
+                os.unlink(self.path)  # noqa: PTH108
+        except OSError as error:  # the next start removes it
+            log.warning("%s could not be removed: %s", self.path, error)
+        finally:
+            os.close(self._handle)
+            if self.room is not None:
+                self.room.release()
 
 
 @contextmanager
 def report_faults(place: Path) -> Iterator[None]:
-    """Turn the faults of a disk into APIError."""
+    """Turn the faults of a disk into APIError; where it was is for the log alone."""
     try:
         yield
     except OSError as error:
-        detail = f"{place} cannot be used ({error}). Make room on its disk."
+        log.error("%s cannot be used: %s", place, error)
+        why = error.strerror or type(error).__name__
+        detail = f"The server's disk failed ({why}): make room on it; the server's log says where."
         raise api_error("internal", detail) from error
 
 

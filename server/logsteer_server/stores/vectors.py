@@ -38,7 +38,7 @@ class VectorStore:
 
     def put(self, name: str, vectors: LayerVectors, about: VectorAbout) -> VectorCard:
         """Point a name to vectors, whatever it pointed to before; return their card."""
-        upload = self.files.receive()
+        upload = self.files.receive(name, len(vectors.content))
         try:
             upload.write(vectors.content)
             card = VectorCard(
@@ -78,11 +78,11 @@ class VectorStore:
                 return self._parsed[found.sha256]
         content = found.path.read_bytes()
         if hashlib.sha256(content).hexdigest() != found.sha256:
-            raise self.files.report_damage(found.path)
+            raise self.files.report_damage(found.name, found.path)
         try:
             vectors = parse_content(content)
         except ValueError as error:
-            raise self.files.report_damage(found.path) from error
+            raise self.files.report_damage(found.name, found.path) from error
         if vectors.num_bytes <= PARSED_BYTES:
             with self._lock:
                 self._parsed[found.sha256] = vectors
