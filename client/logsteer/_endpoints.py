@@ -98,7 +98,8 @@ def _store(
         Endpoint(f"{name}.get", "GET", path, name, card, positional=("name",)),
         Endpoint(
             f"{name}.put", "PUT", path, name, card, query=query, upload=upload,
-            positional=("name", source[0], *query.model_fields), parameters=parameters, scope="write",
+            positional=("name", source[0], *query.model_fields), parameters=parameters,
+            scope="write",
             summary=f"Upload the {noun}, store it under a name, and return its card.",
         ),
         # A second attempt would not find what the first has deleted.

@@ -6,14 +6,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
-from fastapi import Depends, FastAPI
+from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from logsteer.schemas import Problem
 from logsteer_server import __version__
-from logsteer_server.http.dependencies import check_key
+from logsteer_server.http.hosts import AllowedHosts, HostCheck
 from logsteer_server.http.problems import add_handlers
+from logsteer_server.interventions.namespaces import NamespaceRegistry
+from logsteer_server.keys.keyring import KeyRing
 from logsteer_server.metrics import Metrics, RequestMetrics
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.registry import ModelRegistry
@@ -28,8 +30,6 @@ from logsteer_server.routes import (
     vectors,
 )
 from logsteer_server.settings import Settings
-from logsteer_server.stores.store import ADAPTERS, OVERRIDES, VECTORS, Store
-from logsteer_server.stores.vectors import VectorStore
 from logsteer_server.tasks.selftest import prove
 
 MAX_REQUEST_ID = 128
@@ -44,16 +44,7 @@ def create_app(settings: Settings) -> FastAPI:
         results = ResultCache.open(settings)
         app.state.metrics.live.read_cache_bytes = lambda: results.num_bytes
         app.state.file_readers = asyncio.Semaphore(MAX_FILE_READERS)
-        root = settings.store_path
-        app.state.vectors = VectorStore(
-            await asyncio.to_thread(Store, VECTORS, root, settings.vector_store_bytes)
-        )
-        app.state.overrides = await asyncio.to_thread(
-            Store, OVERRIDES, root, settings.override_store_bytes
-        )
-        app.state.adapters = await asyncio.to_thread(
-            Store, ADAPTERS, root, settings.adapter_store_bytes
-        )
+        app.state.namespaces = await asyncio.to_thread(NamespaceRegistry, settings)
         models = ModelRegistry(settings, results, app.state.metrics)
         app.state.models = models
         # Each model is tested before it answers, where the settings ask for that.
@@ -65,6 +56,7 @@ def create_app(settings: Settings) -> FastAPI:
         finally:
             await models.close()
             await asyncio.to_thread(results.close)
+            app.state.keys.close()
 
     app = FastAPI(
         title="logsteer",
@@ -75,9 +67,11 @@ def create_app(settings: Settings) -> FastAPI:
     )
     app.state.settings = settings
     app.state.metrics = Metrics()
+    app.state.keys = keys = KeyRing(settings)
     for module in (tasks, perplexity, vectors, overrides, adapters, tokens, openai):
-        app.include_router(module.router, dependencies=[Depends(check_key)])
+        app.include_router(module.router)
     app.include_router(operations.router)
+    app.add_middleware(HostCheck, hosts=AllowedHosts(settings, needs_key=keys.needs_key))
     app.add_middleware(RequestIds)
     app.add_middleware(RequestMetrics, metrics=app.state.metrics)
     add_handlers(app)

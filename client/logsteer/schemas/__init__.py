@@ -133,8 +133,8 @@ from logsteer.schemas.vectors import (
 )
 
 __all__ = [
-    "SCOPES",
     "ALL_COLUMNS",
+    "SCOPES",
     "AdapterCard",
     "AdapterList",
     "Aggregate",

@@ -3,7 +3,8 @@
 from typing import Final, Literal
 
 KeyScope = Literal["score", "steer", "write", "admin"]
-"""Read the model and what is stored; change it for a request by steering, override or adapter; store
-vectors, overrides and adapters; write to `shared/` and test models."""
+"""`score`: read models and what is stored. `steer`: change a model for a request, by steering, an
+override or an adapter. `write`: store vectors, overrides and adapters. `admin`: write to `shared/`,
+and test models."""
 
 SCOPES: Final[tuple[KeyScope, ...]] = ("score", "steer", "write", "admin")

@@ -28,7 +28,8 @@ from logsteer_server.engines.process import (
     ToEngine,
     run_engine,
 )
-from logsteer_server.engines.queue import EngineCall, FairQueue
+from logsteer_server.engines.queue import FairQueue
+from logsteer_server.engines.turns import EngineCall
 
 log = logging.getLogger(__name__)
 

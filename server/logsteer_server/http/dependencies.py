@@ -1,21 +1,21 @@
-"""What routes depend on: the JSON body within its limit, the caller's key, models, stores."""
+"""What routes depend on: the JSON body within its limit, models, the caller's stores."""
 
 import asyncio
-import hmac
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Annotated, Any
 
 import orjson
 from fastapi import Depends, Request, Response
-from fastapi.routing import APIRoute
 
 from logsteer.errors import api_error
-from logsteer.schemas import AdapterCard, OverrideCard
+from logsteer.schemas import AdapterCard, OverrideCard, VectorCard
+from logsteer_server.http.access import KeyedRoute
 from logsteer_server.interventions.interventions import Stores
+from logsteer_server.interventions.namespaces import NamespaceRegistry
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
-from logsteer_server.stores.store import Store
+from logsteer_server.stores.namespace import Namespace
 from logsteer_server.stores.vectors import VectorStore
 
 
@@ -49,7 +49,7 @@ class LimitedRequest(Request):
         return self._json
 
 
-class LimitedRoute(APIRoute):
+class LimitedRoute(KeyedRoute):
     """A route that reads its request through `LimitedRequest`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -74,27 +74,30 @@ def get_models(request: Request) -> ModelRegistry:
     return models
 
 
-def get_vectors(request: Request) -> VectorStore:
-    """Return the store of steering vectors."""
-    vectors: VectorStore = request.app.state.vectors
-    return vectors
+async def get_stores(request: Request) -> Stores:
+    """Return the stores where the names in a request are looked up: those that its caller sees."""
+    namespaces: NamespaceRegistry = request.app.state.namespaces
+    return await namespaces.find(request.state.caller)
 
 
-def get_overrides(request: Request) -> Store[OverrideCard]:
-    """Return the store of overrides."""
-    overrides: Store[OverrideCard] = request.app.state.overrides
-    return overrides
+async def get_vectors(request: Request) -> VectorStore:
+    """Return the caller's steering vectors."""
+    return (await get_stores(request)).vectors
 
 
-def get_adapters(request: Request) -> Store[AdapterCard]:
-    """Return the store of adapters."""
-    adapters: Store[AdapterCard] = request.app.state.adapters
-    return adapters
+async def get_vector_files(request: Request) -> Namespace[VectorCard]:
+    """Return the caller's steering vectors, as files."""
+    return (await get_stores(request)).vectors.files
 
 
-def get_stores(request: Request) -> Stores:
-    """Return the stores where the names in a request are looked up."""
-    return Stores(get_vectors(request), get_overrides(request), get_adapters(request))
+async def get_overrides(request: Request) -> Namespace[OverrideCard]:
+    """Return the caller's overrides."""
+    return (await get_stores(request)).overrides
+
+
+async def get_adapters(request: Request) -> Namespace[AdapterCard]:
+    """Return the caller's adapters."""
+    return (await get_stores(request)).adapters
 
 
 def get_file_readers(request: Request) -> asyncio.Semaphore:
@@ -103,23 +106,11 @@ def get_file_readers(request: Request) -> asyncio.Semaphore:
     return readers
 
 
-def check_key(request: Request, settings: Annotated[Settings, Depends(get_settings)]) -> None:
-    """Let the caller in. Errors: APIError `unauthorized` without the configured key."""
-    if settings.api_key is None:
-        return
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(
-        key.encode(), settings.api_key.encode()
-    ):
-        detail = "This server asks for a key: send the header Authorization: Bearer <key>."
-        raise api_error("unauthorized", detail)
-
-
 SettingsDep = Annotated[Settings, Depends(get_settings)]
 ModelsDep = Annotated[ModelRegistry, Depends(get_models)]
 VectorsDep = Annotated[VectorStore, Depends(get_vectors)]
-OverridesDep = Annotated[Store[OverrideCard], Depends(get_overrides)]
-AdaptersDep = Annotated[Store[AdapterCard], Depends(get_adapters)]
+OverridesDep = Annotated[Namespace[OverrideCard], Depends(get_overrides)]
+AdaptersDep = Annotated[Namespace[AdapterCard], Depends(get_adapters)]
 StoresDep = Annotated[Stores, Depends(get_stores)]
 FileReadersDep = Annotated[asyncio.Semaphore, Depends(get_file_readers)]
 

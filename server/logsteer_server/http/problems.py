@@ -44,7 +44,8 @@ def describe_openai_error(error: APIError) -> dict[str, Any]:
     }
 
 
-def _answer_problem(request: Request, error: APIError) -> Response:
+def answer_problem(request: Request, error: APIError) -> Response:
+    """Write an error as the answer to a request that has an id."""
     request_id = request.state.id
     headers = {
         "X-Request-Id": request_id
@@ -62,7 +63,7 @@ def _answer_problem(request: Request, error: APIError) -> Response:
 
 async def _answer_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, APIError)
-    return _answer_problem(request, error)
+    return answer_problem(request, error)
 
 
 async def _answer_invalid(request: Request, error: Exception) -> Response:
@@ -79,7 +80,7 @@ async def _answer_invalid(request: Request, error: Exception) -> Response:
             "send JSON with the header Content-Type: application/json."
         ]
     param = _name_param(found[0]) if found else None
-    return _answer_problem(request, api_error("invalid_request", " ".join(reasons), param=param))
+    return answer_problem(request, api_error("invalid_request", " ".join(reasons), param=param))
 
 
 def _name_field(location: tuple[int | str, ...]) -> str | None:
@@ -125,17 +126,17 @@ def _explain(entry: dict[str, object], request: Request) -> str:
 async def _answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if isinstance(error.__cause__, APIError):  # FastAPI wraps what reading the body raises
-        return _answer_problem(request, error.__cause__)
+        return answer_problem(request, error.__cause__)
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow") or (error.headers or {}).get(
             "allow", "another"
         )
         detail = f"{request.url.path} does not take {request.method}; send {allowed}."
-        return _answer_problem(request, api_error("method_not_allowed", detail))
+        return answer_problem(request, api_error("method_not_allowed", detail))
     if error.status_code == 404:
         detail = f"There is no {request.url.path} here; /docs lists every path."
-        return _answer_problem(request, api_error("not_found", detail))
-    return _answer_problem(
+        return answer_problem(request, api_error("not_found", detail))
+    return answer_problem(
         request, api_error("invalid_request", str(error.detail), status=error.status_code)
     )
 
@@ -149,4 +150,4 @@ async def _answer_crash(request: Request, error: Exception) -> Response:
     request_id = request.state.id
     log.error("request %s failed", request_id, exc_info=error)
     detail = f"A fault of the server, not of the request; its log has it under {request_id}."
-    return _answer_problem(request, api_error("internal", detail))
+    return answer_problem(request, api_error("internal", detail))

@@ -70,7 +70,7 @@ async def respond(
     is then no deadline, and a caller who hangs up is noticed where the body is read.
     """
     settings: Settings = request.app.state.settings
-    run = Run(task, settings)
+    run = Run(task, settings, request.state.caller)
     if not task.streams:
         return answer(request, await run_within(request, settings.request_timeout_s, run.finish()))
     events = run.events()

@@ -91,7 +91,7 @@ class Caller:
 
     scopes: frozenset[KeyScope] = frozenset(SCOPES)
     namespace: str | None = None
-    lane: Lane = Lane()
+    lane: Lane = field(default_factory=Lane)
     allowance: Allowance = field(default_factory=Allowance)
     _is_charged: bool = False
 

@@ -1,8 +1,8 @@
 """The keys in force: from a bearer token to who calls, with the file read anew when it changes.
 
-    token known lately      a keyed digest of it is looked up: microseconds
-    id unknown, no token    refused at once, without a hash
-    id known                scrypt in one thread, some 50 ms; remembered, right or wrong
+token known lately      a keyed digest of it is looked up: microseconds
+id unknown, no token    refused at once, without a hash
+id known                scrypt in one thread, some 50 ms; remembered, right or wrong
 """
 
 import asyncio

@@ -39,7 +39,7 @@ PARTS = ("config", "weights")
 
 
 @router.put(
-    "/adapters/{name}",
+    "/adapters/{name:stored}",
     responses={200: {"model": AdapterCard}},
     openapi_extra={
         "requestBody": {
@@ -92,7 +92,7 @@ async def upload_adapter(
 
     async with (
         _open_form(request, settings.max_adapter_bytes) as (config, weights),
-        open_upload(store) as upload,
+        open_upload(store, name) as upload,
     ):
         async with readers:
             await asyncio.to_thread(join_files, await config.read(), weights.file, upload.write)

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 
 from logsteer.schemas import (
@@ -15,7 +15,7 @@ from logsteer.schemas import (
     SelftestRequest,
 )
 from logsteer_server import __version__
-from logsteer_server.http.dependencies import LimitedRoute, ModelsDep, check_key
+from logsteer_server.http.dependencies import LimitedRoute, ModelsDep
 from logsteer_server.http.respond import respond
 from logsteer_server.metrics import METRICS_TYPE, Metrics
 from logsteer_server.models.model import ResidentModel
@@ -24,13 +24,13 @@ from logsteer_server.tasks.selftest import SelftestTask
 router = APIRouter(route_class=LimitedRoute, tags=["operations"])
 
 
-@router.get("/models", dependencies=[Depends(check_key)])
+@router.get("/models")
 async def list_models(models: ModelsDep) -> ModelList:
     """Every configured model and its state."""
     return ModelList(models=[model.describe() for model in models.by_id.values()])
 
 
-@router.get("/models/{model_id:path}", dependencies=[Depends(check_key)])
+@router.get("/models/{model_id:path}")
 async def get_model(model_id: str, models: ModelsDep) -> ModelCard:
     """One model and its state."""
     return models.find(model_id).describe()
@@ -38,7 +38,6 @@ async def get_model(model_id: str, models: ModelsDep) -> ModelCard:
 
 @router.post(
     "/models/{model_id}/selftest",
-    dependencies=[Depends(check_key)],
     description=SelftestTask.__doc__,
     responses={200: {"model": SelftestAnswer, "content": {"application/msgpack": {}}}},
 )

@@ -39,7 +39,7 @@ WRITTEN_AT_ONCE = 2**22
 
 
 @router.put(
-    "/overrides/{name}",
+    "/overrides/{name:stored}",
     responses={200: {"model": OverrideCard}},
     openapi_extra=describe_file(
         "A safetensors file: for each parameter that moves, a tensor of its shape under its name "
@@ -76,7 +76,7 @@ async def upload_override(
             created=stamp(),
         )
 
-    async with open_upload(store) as upload:
+    async with open_upload(store, name) as upload:
         await _write_body(request, upload, settings.max_override_bytes)
         work = store_upload(upload, store, readers, read_direction, check)
         card = await run_within(request, settings.request_timeout_s, work)

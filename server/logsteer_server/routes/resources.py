@@ -26,10 +26,12 @@ from logsteer_server.http.dependencies import (
     LimitedRoute,
     get_adapters,
     get_overrides,
-    get_vectors,
+    get_vector_files,
 )
 from logsteer_server.http.respond import answer
-from logsteer_server.stores.store import ADAPTERS, OVERRIDES, VECTORS, C, Kind, Store
+from logsteer_server.stores.layout import C
+from logsteer_server.stores.namespace import Namespace
+from logsteer_server.stores.store import ADAPTERS, OVERRIDES, VECTORS, Kind
 from logsteer_server.stores.upload import Upload
 
 T = TypeVar("T")
@@ -42,13 +44,13 @@ class Resource(Generic[C]):
     kind: Kind[C]
     listed: type[BaseModel]
     deleted: type[BaseModel]
-    get_store: Callable[[Request], Store[C]]
+    get_store: Callable[[Request], Awaitable[Namespace[C]]]
     deletion: str = ""
     """What else its documentation says of a deletion."""
 
 
 VECTOR_RESOURCE: Resource[VectorCard] = Resource(
-    VECTORS, VectorList, DeletedVector, lambda request: get_vectors(request).files
+    VECTORS, VectorList, DeletedVector, get_vector_files
 )
 OVERRIDE_RESOURCE: Resource[OverrideCard] = Resource(
     OVERRIDES, OverrideList, DeletedOverride, get_overrides
@@ -65,7 +67,7 @@ ADAPTER_RESOURCE: Resource[AdapterCard] = Resource(
 def make_router(resource: Resource[C]) -> APIRouter:
     """Return a router that lists a resource's cards, shows one and deletes one."""
     kind = resource.kind
-    every, one = f"/{kind.plural}", f"/{kind.plural}/{{name}}"
+    every, one = f"/{kind.plural}", f"/{kind.plural}/{{name:stored}}"
     router = APIRouter(route_class=LimitedRoute, tags=[kind.plural])
 
     @router.get(
@@ -75,10 +77,11 @@ def make_router(resource: Resource[C]) -> APIRouter:
         responses={200: {"model": resource.listed}},
     )
     async def list_all(request: Request) -> Response:
-        store = resource.get_store(request)
-        cards, total = await asyncio.to_thread(store.list_all)
-        listed = {kind.plural: [card.model_dump() for card in cards]}
-        return answer(request, {**listed, "bytes": total, "max_bytes": store.max_bytes})
+        store = await resource.get_store(request)
+        listing = await asyncio.to_thread(store.list_all)
+        listed = {kind.plural: [card.model_dump() for card in listing.cards]}
+        size = {"bytes": listing.num_bytes, "max_bytes": store.max_bytes}
+        return answer(request, {**listed, **size})
 
     @router.get(
         one,
@@ -87,7 +90,8 @@ def make_router(resource: Resource[C]) -> APIRouter:
         responses={200: {"model": kind.card}},
     )
     async def show(name: VectorName, request: Request) -> Response:
-        card = await asyncio.to_thread(resource.get_store(request).describe, name)
+        store = await resource.get_store(request)
+        card = await asyncio.to_thread(store.describe, name)
         return answer(request, card.model_dump())
 
     @router.delete(
@@ -98,7 +102,8 @@ def make_router(resource: Resource[C]) -> APIRouter:
         responses={200: {"model": resource.deleted}},
     )
     async def delete(name: VectorName, request: Request) -> Response:
-        sha256 = await asyncio.to_thread(resource.get_store(request).delete, name)
+        store = await resource.get_store(request)
+        sha256 = await asyncio.to_thread(store.delete, name)
         return answer(request, {"name": name, "sha256": sha256})
 
     return router
@@ -111,9 +116,9 @@ def describe_file(description: str) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def open_upload(store: Store[C]) -> AsyncIterator[Upload]:
+async def open_upload(store: Namespace[C], name: str) -> AsyncIterator[Upload]:
     """Give a file for an upload; it is closed afterwards, and removed where it was not stored."""
-    upload = await asyncio.to_thread(store.receive)
+    upload = await asyncio.to_thread(store.receive, name)
     try:
         yield upload
     finally:
@@ -122,7 +127,7 @@ async def open_upload(store: Store[C]) -> AsyncIterator[Upload]:
 
 async def store_upload(
     upload: Upload,
-    store: Store[C],
+    store: Namespace[C],
     readers: asyncio.Semaphore,
     read: Callable[[Path], T],
     check: Callable[[str, T], Awaitable[C]],

@@ -33,7 +33,7 @@ FORMAT_OF_FILE = Query(description="null: what the file looks like.")
 
 
 @router.get(
-    "/vectors/{name}/content",
+    "/vectors/{name:stored}/content",
     response_class=Response,
     responses={
         200: {
@@ -57,7 +57,7 @@ async def download_vector(
     hint = card.about.model_hint or card.about.model
     headers = {
         "ETag": f'"{found.sha256}{"" if format == "safetensors" else "-" + format}"',
-        "Content-Disposition": f'attachment; filename="{name}.{format}"',
+        "Content-Disposition": f'attachment; filename="{name.rpartition("/")[2]}.{format}"',
     }
     if headers["ETag"] in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers={"ETag": headers["ETag"]})
@@ -66,7 +66,7 @@ async def download_vector(
 
 
 @router.put(
-    "/vectors/{name}",
+    "/vectors/{name:stored}",
     responses={200: {"model": VectorCard}},
     openapi_extra=describe_file(
         "The file as it is: safetensors, GGUF, or a dictionary that torch.save has written."
@@ -81,6 +81,7 @@ async def upload_vector(
     format: Annotated[VectorFormat | None, FORMAT_OF_FILE] = None,  # noqa: A002
 ) -> Response:
     """Store the file's vector under this name, whatever the name stood for before."""
+    store.files.check_writing(name)
     chunks = read_upload(request, settings.max_vector_bytes, "max_vector_bytes")
     data = b"".join([chunk async for chunk in chunks])
     if not data:
@@ -103,7 +104,7 @@ async def _read_and_put(
     return await asyncio.to_thread(store.put, name, read.vectors, about)
 
 
-@router.post("/vectors/{name}/combine", responses={200: {"model": VectorCard}})
+@router.post("/vectors/{name:stored}/combine", responses={200: {"model": VectorCard}})
 async def combine_vector(
     name: VectorName, body: CombineRequest, request: Request, store: VectorsDep
 ) -> Response:

@@ -272,6 +272,7 @@ class TrainTask(Task):
     async def plan(self, settings: Settings) -> AsyncGenerator[Batch, None]:
         """Capture all activations in one batch, then train and store."""
         body = self._body
+        self._stores.vectors.files.check_writing(body.name)
         codec, info = self.model.require()
         site = CaptureSite(body.hook, body.layers, body.read)
         jobs: list[CaptureJob] = await off_loop(
