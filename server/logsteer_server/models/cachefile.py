@@ -5,6 +5,7 @@ import os
 import sqlite3
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import accumulate, islice
 from pathlib import Path
 
@@ -50,6 +51,19 @@ def check_cache_file(settings: Settings) -> None:
         )
 
 
+def _make_private(path: Path) -> None:
+    """Make the file where it is missing, and have its owner alone read it: it tells what was asked.
+
+    SQLite gives the files beside it the same mode. Errors: OSError.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        with suppress(PermissionError):  # another user's, who let us write to it
+            os.fchmod(handle, 0o600)
+    finally:
+        os.close(handle)
+
+
 class CacheFile:
     """Values by key in a file of at most `max_bytes`; those used longest ago make room.
 
@@ -64,6 +78,10 @@ class CacheFile:
         self._log_bytes = min(LOG_BYTES, max_bytes // 8)
         self._touched: set[int] = set()
         self._is_sound = True
+        try:
+            _make_private(path)
+        except OSError as error:
+            raise self._refuse(error) from error
         try:
             self._db = sqlite3.connect(path, timeout=5, check_same_thread=False)
         except sqlite3.Error as error:
