@@ -37,9 +37,7 @@ def store(kind: Kind[Any], tmp_path: Path) -> Store[Any]:
 
 def read_state(store: Store[Any]) -> dict[str, bytes]:
     """Each name's content, as the store gives it."""
-    return {
-        card.name: store.find(card.name).path.read_bytes() for card in store.list_all().cards
-    }
+    return {card.name: store.find(card.name).path.read_bytes() for card in store.list_all().cards}
 
 
 def check_invariants(store: Store[Any]) -> dict[str, bytes]:
