@@ -18,7 +18,7 @@ from logsteer import Client
 from logsteer._endpoints import ENDPOINTS
 from logsteer.errors import APIError, AuthenticationError, OverloadedError, PermissionDeniedError
 from logsteer_server.__main__ import main
-from logsteer_server.keys.caller import Allowance, Caller
+from logsteer_server.keys.caller import Allowance, Requester
 from logsteer_server.keys.entries import KeyEntry, KeyLimits, change_keys, read_keys
 from logsteer_server.keys.keyring import HASHES_PER_ID, LOOK_EVERY_S, KeyRing
 from logsteer_server.settings import ConfigurationError, ModelSettings, Settings
@@ -347,18 +347,18 @@ def test_guessing_at_an_id_is_bounded(tmp_path: Path, hashes: list[str]) -> None
 def test_the_bucket_of_tokens() -> None:
     clock = Clock()
     allowance = Allowance(KeyLimits(tokens_per_minute=600), clock)
-    caller = Caller(allowance=allowance)
+    caller = Requester(allowance=allowance)
     caller.charge(900)
     caller.charge(10)  # a request that has begun is not stopped
     with pytest.raises(APIError) as caught:
-        Caller(allowance=allowance).charge(1)
+        Requester(allowance=allowance).charge(1)
     assert (caught.value.code, caught.value.retry_after) == ("rate_limited", 32)
     clock.now += 32
-    Caller(allowance=allowance).charge(1)
+    Requester(allowance=allowance).charge(1)
     clock.now += 3600
-    Caller(allowance=allowance).charge(600)  # one minute's worth, not an hour's
+    Requester(allowance=allowance).charge(600)  # one minute's worth, not an hour's
     with pytest.raises(APIError):
-        Caller(allowance=allowance).charge(1)
+        Requester(allowance=allowance).charge(1)
 
 
 # ------------------------------------------------------------------ the file

@@ -210,9 +210,8 @@ class ScoreJob(Job):
         override = self.override and (self.override.direction.sha256, self.override.eta)
         adapter = self.adapter and self.adapter.sha256
         salted = (self.salt,) if self.salt else ()
-        options = repr(
-            (self.columns, astuple(self.policy), self.double, override, adapter, *salted)
-        )
+        changes = (override, adapter, *salted)
+        options = repr((self.columns, astuple(self.policy), self.double, *changes))
         head = struct.pack(
             "<IIII?",
             len(self.tokens),

@@ -12,7 +12,7 @@ from cachetools import LRUCache
 from logsteer.errors import api_error
 from logsteer.schemas import AdapterCard, OverrideCard, VectorCard
 from logsteer_server.interventions.interventions import Stores
-from logsteer_server.keys.caller import Caller
+from logsteer_server.keys.caller import Requester
 from logsteer_server.settings import ConfigurationError, Settings
 from logsteer_server.stores.layout import C
 from logsteer_server.stores.namespace import Namespace
@@ -57,7 +57,7 @@ class NamespaceRegistry:
         self._parsed = ParsedVectors()
         self._opened: LRUCache[tuple[object, ...], Stores] = LRUCache(OPEN_NAMESPACES)
 
-    async def find(self, caller: Caller) -> Stores:
+    async def find(self, caller: Requester) -> Stores:
         """Return a caller's stores. Errors: APIError `internal` where they cannot be used."""
         place = caller.namespace, caller.allowance.limits.stored_bytes, caller.scopes
         stores = self._opened.get(place)
@@ -66,7 +66,7 @@ class NamespaceRegistry:
             self._opened[place] = stores
         return stores
 
-    def _open(self, caller: Caller) -> Stores:
+    def _open(self, caller: Requester) -> Stores:
         own = shared = self._shared
         if caller.namespace is not None:
             try:

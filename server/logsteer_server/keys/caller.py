@@ -82,7 +82,7 @@ class Allowance:
 
 
 @dataclass(slots=True)
-class Caller:
+class Requester:
     """Who sent a request, and where its work waits; one object a request.
 
     `namespace` is the name under which its vectors, overrides and adapters are its own; None where

@@ -21,7 +21,7 @@ from cachetools import LRUCache, TTLCache
 
 from logsteer.errors import APIError, api_error
 from logsteer_server.contract.lane import Lane
-from logsteer_server.keys.caller import Allowance, Caller, salt_caches
+from logsteer_server.keys.caller import Allowance, Requester, salt_caches
 from logsteer_server.keys.entries import (
     TOKEN,
     KeyEntry,
@@ -75,10 +75,10 @@ class KeyRing:
         """Whether callers must show a key."""
         return self._api_key is not None or self._path is not None
 
-    async def find(self, authorization: str) -> Caller:
+    async def find(self, authorization: str) -> Requester:
         """Return who sent a request with this header. Errors: APIError `unauthorized`."""
         if not self.needs_key:
-            return Caller(allowance=self._everybody)
+            return Requester(allowance=self._everybody)
         scheme, _, token = authorization.partition(" ")
         token = token.strip()
         if scheme.lower() != "bearer" or not token:
@@ -86,14 +86,14 @@ class KeyRing:
         if self._path is None:
             if not hmac.compare_digest(token.encode(), self._api_key or b""):
                 raise api_error("unauthorized", UNAUTHORIZED)
-            return Caller(allowance=self._everybody)
+            return Requester(allowance=self._everybody)
         self._look(self._path)
         return self._make_caller(await self._verify(token))
 
-    def _make_caller(self, key: KeyEntry) -> Caller:
+    def _make_caller(self, key: KeyEntry) -> Requester:
         salt = "" if self._shares_caches else salt_caches(key.name)
         lane = Lane(key.name, key.priority, salt)
-        return Caller(frozenset(key.scopes), key.name, lane, self._allowances[key.id])
+        return Requester(frozenset(key.scopes), key.name, lane, self._allowances[key.id])
 
     async def _verify(self, token: str) -> KeyEntry:
         """Return the key of a token. Errors: APIError `unauthorized`, `rate_limited`."""

@@ -22,7 +22,7 @@ from logsteer.errors import api_error
 from logsteer.schemas import Precision, Provenance
 from logsteer_server.contract.jobs import Job, Output
 from logsteer_server.interventions.interventions import UNCHANGED, AppliedReport, Interventions
-from logsteer_server.keys.caller import Caller
+from logsteer_server.keys.caller import Requester
 from logsteer_server.models.admission import Reservation
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.timer import WorkTimer
@@ -172,7 +172,7 @@ class Run:
 
     task: Task
     settings: Settings
-    caller: Caller = field(default_factory=Caller)
+    caller: Requester = field(default_factory=Requester)
     _usage: UsageCounter = field(default_factory=UsageCounter)
     _timer: WorkTimer = field(default_factory=WorkTimer)
     _report: AppliedReport | None = None
