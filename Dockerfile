@@ -3,9 +3,11 @@
 #
 #   docker build --target cpu --tag logsteer:cpu .     x86-64 with AVX2 or better, no GPU
 #   docker build --target cuda --tag logsteer:cuda .   NVIDIA GPU, driver 580 or later (CUDA 13)
-#   docker run --rm --publish 127.0.0.1:8000:8000 --stop-timeout 75 logsteer:cpu
+#   docker run --rm --publish 127.0.0.1:8000:8000 --env LOGSTEER_INSECURE=true --stop-timeout 75 logsteer:cpu
 #
 # Configuration: mount a file over /etc/logsteer/models.yaml. Secrets: LOGSTEER_API_KEY, HF_TOKEN.
+# In a container the server listens on every address, and does not start without a key unless
+# LOGSTEER_INSECURE says that something else, here the published address, keeps strangers out.
 # docker-compose.yml holds the settings that a production container wants besides.
 #
 # No container engine has built this file yet. What stands in for that: hadolint, and the steps of

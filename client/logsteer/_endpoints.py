@@ -47,7 +47,8 @@ class Endpoint:
     `file_type` is the media type of an answer that is a file, with the query's `format` in it.
     `statuses` beside 2xx carry an answer too. `retry_safe` says whether a failed attempt may be
     repeated; `takes_key`, that all attempts carry one Idempotency-Key, by which the server knows
-    what it has done already.
+    what it has done already. `scope` is what a key needs for it, where the server has a key file;
+    None: no key.
 
     The rest is about the method that `_generator` writes: `positional` are the parameters that need
     not be named, `optional` those of them that may be None; `hidden` are fields for other clients;
@@ -68,6 +69,7 @@ class Endpoint:
     statuses: frozenset[int] = frozenset()
     retry_safe: bool = True
     takes_key: bool = False
+    scope: s.KeyScope | None = "score"
     positional: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     hidden: tuple[str, ...] = ()
@@ -100,11 +102,13 @@ def _store(
         Endpoint(
             f"{name}.put", "PUT", path, name, card, query=query, upload=upload,
             positional=("name", source[0], *query.model_fields), parameters=parameters,
+            scope="write",
             summary=f"Upload the {noun}, store it under a name, and return its card.",
         ),
         # A second attempt would not find what the first has deleted.
         Endpoint(
-            f"{name}.delete", "DELETE", path, name, deleted, positional=("name",), retry_safe=False
+            f"{name}.delete", "DELETE", path, name, deleted, positional=("name",), retry_safe=False,
+            scope="write",
         ),
     ]  # fmt: skip
 
@@ -129,7 +133,7 @@ _OPERATIONS = [
     ),
     Endpoint(
         "selftest", "POST", "/models/{model_id}/selftest", "operations", s.SelftestAnswer,
-        s.SelftestRequest, positional=("model_id",),
+        s.SelftestRequest, positional=("model_id",), scope="admin",
         events={"start": StreamStart, "check": s.SelftestCheck, LAST_EVENT: s.SelftestAnswer},
         parameters={"model_id": "Id of the model."},
         summary="Measure on a model what the service promises; return a verdict for each promise.",
@@ -138,15 +142,16 @@ _OPERATIONS = [
         "whole answer.",
     ),
     Endpoint(
-        "health", "GET", "/healthz", "operations", s.Health,
+        "health", "GET", "/healthz", "operations", s.Health, scope=None,
         summary="Return that the server's process answers, and its version.",
     ),
     Endpoint(
         "ready", "GET", "/readyz", "operations", s.Readiness, statuses=frozenset({503}),
+        scope=None,
         summary="Return whether every required model answers, and the state of each.",
         notes="It is an answer, too, where the server sends it with status 503.",
     ),
-    Endpoint("metrics", "GET", "/metrics", "operations"),
+    Endpoint("metrics", "GET", "/metrics", "operations", scope=None),
 ]  # fmt: skip
 
 _SCORING = [
@@ -197,7 +202,7 @@ _GENERATION = [
     Endpoint(
         "steer", "POST", "/steer", "generation", s.SteerAnswer, s.SteerRequest,
         events={"start": s.SteerStart, "piece": s.SteerPiece, LAST_EVENT: s.SteerAnswer},
-        positional=("prompts", "steering"), optional=("prompts",),
+        positional=("prompts", "steering"), optional=("prompts",), scope="steer",
         summary="Continue prompts under steering; return them with the receipt of what was done.",
         notes=_PROMPTS_NOTE,
         events_summary="Yield the events of `steer`: a start, pieces as they are generated, then "
@@ -205,12 +210,12 @@ _GENERATION = [
     ),
     Endpoint(
         "sweep", "POST", "/sweep", "steering", s.SweepAnswer, s.SweepRequest,
-        positional=("steering", "scales"),
+        positional=("steering", "scales"), scope="steer",
         summary="Score targets and texts at each scale of a steering object.",
     ),
     Endpoint(
         "gradient", "POST", "/gradient", "gradients", s.GradientAnswer, s.GradientRequest,
-        positional=("items", "wrt"),
+        positional=("items", "wrt"), scope="steer",
         summary="Differentiate every target's log-probability.",
         notes="`wrt` has `layers`, and `hook` and `positions` as in steering: a gradient with "
         "respect to each token's activation. Or `override`, a stored direction v: the derivative "
@@ -230,13 +235,13 @@ _VECTORS = [
     ),
     Endpoint(
         "vectors.train", "POST", "/vectors/train", "vectors", s.TrainAnswer, s.TrainRequest,
-        takes_key=True, positional=("name", "pairs"),
+        takes_key=True, positional=("name", "pairs"), scope="write",
         parameters={"name": "What the vector is called from now on."},
         summary="Train a vector on pairs of texts, `positive` and `negative`, and store it.",
     ),
     Endpoint(
         "vectors.combine", "POST", "/vectors/{name}/combine", "vectors", s.VectorCard,
-        s.CombineRequest, takes_key=True, positional=("name",),
+        s.CombineRequest, takes_key=True, positional=("name",), scope="write",
         parameters={
             "vectors": "Names of vectors, and their weights in the sum.",
             "orthogonal_to": "Names of vectors: what the sum shares with them is taken away.",

@@ -13,6 +13,7 @@ from logsteer._upload import UploadBody
 from logsteer.errors import LogsteerError
 
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"
+UNIX = "unix://"
 DEFAULT_TIMEOUT = httpx.Timeout(600.0, connect=5.0)
 """Seconds. Long, as a corpus takes long; short for connecting, so that a wrong address shows."""
 
@@ -35,6 +36,8 @@ class ClientSettings:
     max_retries: int
     model: str | None
     encoding: Encoding
+    uds: str | None = None
+    """The Unix domain socket of a `unix://` address, in place of the network."""
 
     def http_arguments(self) -> HttpArguments:
         """Return the arguments of `httpx.Client` and `httpx.AsyncClient`."""
@@ -64,12 +67,17 @@ def read_settings(
     unknown `encoding`.
     """
     url = base_url or os.environ.get("LOGSTEER_BASE_URL") or DEFAULT_BASE_URL
+    uds = None
+    if url.startswith(UNIX):
+        uds, url = url.removeprefix(UNIX), "http://localhost"
+        if not uds.startswith("/"):
+            raise LogsteerError(f"base_url {UNIX}{uds} needs a path from the root: {UNIX}/run/…")
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as invalid:
         raise LogsteerError(f"base_url {url!r} is no URL: {invalid}") from invalid
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise LogsteerError(f"base_url {url!r} needs the form http://host:port")
+        raise LogsteerError(f"base_url {url!r} needs the form http://host:port or unix:///path")
     if max_retries < 0:
         raise ValueError(f"max_retries is {max_retries}; give 0 for no retries")
     if encoding not in ("json", "msgpack"):
@@ -79,4 +87,4 @@ def read_settings(
     elif not isinstance(timeout, httpx.Timeout):
         timeout = httpx.Timeout(timeout)
     key = api_key or os.environ.get("LOGSTEER_API_KEY") or None
-    return ClientSettings(url, key, timeout, max_retries, model, encoding)
+    return ClientSettings(url, key, timeout, max_retries, model, encoding, uds)

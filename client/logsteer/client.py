@@ -37,9 +37,10 @@ class Client(ClientMethods):
     """A blocking client of one server; threads may share it.
 
     `base_url` and `api_key` are read from LOGSTEER_BASE_URL and LOGSTEER_API_KEY where they are not
-    given. `timeout` is in seconds: 600, and 5 for connecting, unless given; `httpx.Timeout(None)`
-    sets none. `model` is the default of every request; `transport` replaces the network. With
-    `encoding="msgpack"` arrays travel as raw buffers, which suits large answers.
+    given; `unix:///path` is a server on a Unix domain socket. `timeout` is in seconds: 600, and 5
+    for connecting, unless given; `httpx.Timeout(None)` sets none. `model` is the default of every
+    request; `transport` replaces the network. With `encoding="msgpack"` arrays travel as raw
+    buffers, which suits large answers.
 
     >>> with Client(model="demo") as client:  # doctest: +SKIP
     ...     client.score("The capital of France is", [" Paris", " London"]).choice_probs
@@ -57,6 +58,8 @@ class Client(ClientMethods):
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         settings = read_settings(base_url, api_key, timeout, max_retries, model, encoding)
+        if transport is None and settings.uds is not None:
+            transport = httpx.HTTPTransport(uds=settings.uds)
         self._http = httpx.Client(transport=transport, **settings.http_arguments())
         self._terms = settings.terms(self._http.build_request, UploadBody.chunks)
         self._model = model

@@ -27,6 +27,7 @@ KINDS: Mapping[ProblemCode, ProblemKind] = {
     "invalid_adapter": ProblemKind(422, False, "Invalid adapter"),
     "non_finite": ProblemKind(422, False, "Beyond the dtype's numbers"),
     "unauthorized": ProblemKind(401, False, "Unauthorized"),
+    "forbidden": ProblemKind(403, False, "Forbidden"),
     "not_found": ProblemKind(404, False, "Not found"),
     "unknown_model": ProblemKind(404, False, "Unknown model"),
     "unknown_vector": ProblemKind(404, False, "Unknown vector"),
@@ -35,6 +36,7 @@ KINDS: Mapping[ProblemCode, ProblemKind] = {
     "method_not_allowed": ProblemKind(405, False, "Method not allowed"),
     "payload_too_large": ProblemKind(413, False, "Payload too large"),
     "overloaded": ProblemKind(429, True, "Overloaded"),
+    "rate_limited": ProblemKind(429, True, "Rate limited"),
     "model_loading": ProblemKind(503, True, "Model loading"),
     "engine_restarting": ProblemKind(503, True, "Engine restarting"),
     "out_of_memory": ProblemKind(503, True, "Out of memory"),
@@ -145,7 +147,14 @@ class AuthenticationError(APIError):
     """The API key is missing or wrong."""
 
     codes = frozenset({"unauthorized"})
-    statuses = frozenset({401, 403})
+    statuses = frozenset({401})
+
+
+class PermissionDeniedError(APIError):
+    """The API key may not do this, or a page of another site sent the request."""
+
+    codes = frozenset({"forbidden"})
+    statuses = frozenset({403})
 
 
 class NotFoundError(APIError):
@@ -165,9 +174,9 @@ class PayloadTooLargeError(APIError):
 
 
 class OverloadedError(APIError):
-    """The server has too much to do; `retry_after` says in how many seconds to come back."""
+    """The server, or this key, has too much to do; `retry_after` says when to come back (s)."""
 
-    codes = frozenset({"overloaded"})
+    codes = frozenset({"overloaded", "rate_limited"})
     statuses = frozenset({429})
 
 

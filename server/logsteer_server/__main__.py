@@ -7,7 +7,10 @@ wait for what only the HTTP process needs: so that is imported where it is run.
 import sys
 from importlib import import_module
 
-COMMANDS = {"store": "logsteer_server.store_commands"}
+COMMANDS = {
+    "keys": "logsteer_server.keys.commands",
+    "store": "logsteer_server.store_commands",
+}
 """First argument -> the module whose `main` gets the others."""
 
 

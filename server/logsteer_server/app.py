@@ -7,18 +7,21 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
-from fastapi import Depends, FastAPI
+from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from logsteer.schemas import Problem
 from logsteer_server import __version__
 from logsteer_server.engines.scratch import sweep
-from logsteer_server.http.dependencies import BodyTurns, check_key
+from logsteer_server.http.dependencies import BodyTurns
 from logsteer_server.http.drain import Drain, DrainGate
+from logsteer_server.http.hosts import AllowedHosts, HostCheck
 from logsteer_server.http.idempotency import AnswerMemory
 from logsteer_server.http.memory import RequestMemory
 from logsteer_server.http.problems import add_handlers
+from logsteer_server.interventions.namespaces import NamespaceRegistry
+from logsteer_server.keys.keyring import KeyRing
 from logsteer_server.metrics import Metrics, RequestMetrics
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.registry import ModelRegistry
@@ -33,9 +36,7 @@ from logsteer_server.routes import (
     vectors,
 )
 from logsteer_server.settings import Settings
-from logsteer_server.stores.store import ADAPTERS, OVERRIDES, VECTORS, Store
 from logsteer_server.stores.threads import StoreThreads
-from logsteer_server.stores.vectors import VectorStore
 from logsteer_server.tasks.planning import Capacity
 from logsteer_server.tasks.selftest import prove
 
@@ -59,16 +60,7 @@ def create_app(settings: Settings) -> FastAPI:
         app.state.large_bodies = BodyTurns()
         threads = StoreThreads(settings.store_threads, settings.max_store_calls)
         app.state.store_threads = threads
-        root, wait_s = settings.store_path, settings.store_lock_timeout_s
-        app.state.vectors = VectorStore(
-            await threads.run(Store, VECTORS, root, settings.vector_store_bytes, wait_s)
-        )
-        app.state.overrides = await threads.run(
-            Store, OVERRIDES, root, settings.override_store_bytes, wait_s
-        )
-        app.state.adapters = await threads.run(
-            Store, ADAPTERS, root, settings.adapter_store_bytes, wait_s
-        )
+        app.state.namespaces = await threads.run(NamespaceRegistry, settings, threads)
         models = ModelRegistry(settings, results, app.state.metrics)
         app.state.models = models
         # Each model is tested before it answers, where the settings ask for that.
@@ -84,6 +76,7 @@ def create_app(settings: Settings) -> FastAPI:
             await asyncio.to_thread(results.close)
             app.state.capacity.close()
             threads.close()
+            app.state.keys.close()
 
     app = FastAPI(
         title="logsteer",
@@ -97,11 +90,13 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.metrics = Metrics()
     app.state.drain = Drain()
     app.state.answers = AnswerMemory(settings.idempotency_bytes, settings.idempotency_s)
+    app.state.keys = keys = KeyRing(settings)
     for module in (tasks, perplexity, vectors, overrides, adapters, tokens, openai):
-        app.include_router(module.router, dependencies=[Depends(check_key)])
+        app.include_router(module.router)
     app.include_router(operations.router)
     app.add_middleware(RequestMemory, admission=capacity.memory)
     app.add_middleware(DrainGate, drain=app.state.drain)
+    app.add_middleware(HostCheck, hosts=AllowedHosts(settings, needs_key=keys.needs_key))
     app.add_middleware(RequestIds)
     app.add_middleware(RequestMetrics, metrics=app.state.metrics)
     add_handlers(app)

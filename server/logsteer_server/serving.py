@@ -2,6 +2,8 @@
 
 import argparse
 import asyncio
+import errno
+import ipaddress
 import logging
 import os
 import socket
@@ -19,6 +21,7 @@ from logsteer_server.app import create_app
 from logsteer_server.engines.vllm.arguments import check_arguments
 from logsteer_server.http.connections import ConnectionLimits, LimitedProtocol
 from logsteer_server.http.drain import Drain
+from logsteer_server.keys.entries import check_key_file
 from logsteer_server.models.cachefile import check_cache_file
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import ConfigurationError, Settings, load_settings
@@ -41,10 +44,20 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="logsteer-server",
         description="Keep language models resident and score text with them.",
+        epilog="`logsteer-server keys --help`: who may call it.",
     )
     parser.add_argument("--config", type=Path, help="YAML file that lists the models")
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on (default 8000)")
+    parser.add_argument(
+        "--uds", type=Path, help="Unix domain socket to listen on, in place of host and port"
+    )
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        default=None,
+        help="listen on other than loopback addresses although no key is asked for",
+    )
     parser.add_argument("--check", action="store_true", help="validate the configuration and exit")
     parser.add_argument(
         "--selftest",
@@ -68,11 +81,15 @@ def main(argv: list[str] | None = None) -> int:
             arguments.config,
             host=arguments.host,
             port=arguments.port,
+            uds=arguments.uds,
+            insecure=arguments.insecure,
             selftest=arguments.selftest,
         )
         _check_arguments(settings)
         check_cache_file(settings)
         check_store_directory(settings)
+        check_key_file(settings)
+        check_exposure(settings)
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -84,12 +101,13 @@ def main(argv: list[str] | None = None) -> int:
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    place = settings.uds or f"{settings.host}:{settings.port}"
     try:
-        listener = _listen(settings)
+        listener = _listen(settings) if settings.uds is None else _listen_unix(settings.uds)
     except OSError as error:
+        other = "--port" if settings.uds is None else "--uds"
         print(
-            f"error: cannot listen on {settings.host}:{settings.port}: {error.strerror}; "
-            "choose another --port",
+            f"error: cannot listen on {place}: {error.strerror or error}; choose another {other}",
             file=sys.stderr,
         )
         return 2
@@ -107,6 +125,53 @@ def _check_arguments(settings: Settings) -> None:
                 check_arguments(model.engine_args)
         except ValueError as error:
             raise ConfigurationError(f"model {model.id}: {error}") from error
+
+
+def check_exposure(settings: Settings) -> None:
+    """Refuse to let everybody in by accident. Errors: ConfigurationError.
+
+    Without keys, only this machine may reach the server, unless the settings say otherwise.
+    """
+    needs_key = settings.api_key is not None or settings.key_file is not None
+    if needs_key or settings.insecure or settings.uds is not None or _is_loopback(settings.host):
+        return
+    raise ConfigurationError(
+        f"host {settings.host} can be reached from other machines, and no key is asked for: set "
+        "key_file or api_key, listen on 127.0.0.1, or say --insecure where something else keeps "
+        "strangers out"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(str(path)) != errno.ECONNREFUSED
+
+
+def _listen_unix(path: Path) -> socket.socket:
+    """Return a listening socket that its owner alone may connect to, in place of a left-over one.
+
+    Errors: OSError, for one that a server answers on, and a file that is none.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket() and not _answers(path):
+            path.unlink()
+        before = os.umask(0o177)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(before)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def _listen(settings: Settings) -> socket.socket:
@@ -192,10 +257,15 @@ async def _serve(settings: Settings, listener: socket.socket) -> tuple[int, str]
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
     if server.started:
-        host, port = listener.getsockname()[:2]
-        watching = asyncio.create_task(
-            report_start(app.state.models, f"http://{host}:{port}", settings.api_key is not None)
-        )
+        if settings.uds is None:
+            host, port = listener.getsockname()[:2]
+            url = f"http://{host}:{port}"
+        else:
+            url = f"unix://{settings.uds.absolute()}"
+        needs_key = app.state.keys.needs_key
+        if not needs_key and settings.uds is None and not _is_loopback(settings.host):
+            log.warning("INSECURE: whoever reaches %s may use it, no key is asked for", url)
+        watching = asyncio.create_task(report_start(app.state.models, url, needs_key))
         await serving
         watching.cancel()
     return (server.status, server.last_words) if server.started else (1, "")
@@ -241,8 +311,11 @@ def _suggest_calls(url: str, model: str | None, needs_key: bool) -> str:
         "perplexity": f'{{{field}"texts": ["The capital of France is Paris."]}}',
         "tokenize": f'{{{field}"texts": ["The capital of France is Paris."]}}',
     }
+    how = ""
+    if url.startswith("unix://"):
+        how, url = f"--unix-socket {url.removeprefix('unix://')} ", "http://localhost"
     calls = [
-        f"  curl -s {url}/{path} -H 'Content-Type: application/json'{key} -d '{body}'"
+        f"  curl -s {how}{url}/{path} -H 'Content-Type: application/json'{key} -d '{body}'"
         for path, body in bodies.items()
     ]
     return "\n".join(["Try:", *calls, f"All endpoints: {url}/docs    Stop: Ctrl-C"])

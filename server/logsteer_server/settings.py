@@ -94,8 +94,32 @@ class Settings(BaseSettings):
     directory: Path = Field(Path(), description="Where relative paths start.")
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
+    uds: Path | None = Field(
+        None, description="Unix domain socket to listen on, in place of host and port."
+    )
+    insecure: bool = Field(
+        False, description="Listen on other than loopback addresses although no key is asked for."
+    )
+    allowed_hosts: list[str] | None = Field(
+        None,
+        description="Names under which the server is asked (Host), beside addresses, localhost, "
+        "`host` and the machine's name; `*`: any. null: those alone, any where keys are asked for.",
+    )
+    allowed_origins: list[str] = Field(
+        default_factory=list,
+        description="Origins whose pages may send what changes or computes something, such as "
+        "https://lab.example; this server's own may.",
+    )
     api_key: str | None = Field(
         None, min_length=1, repr=False, description="Asked for as a bearer token."
+    )
+    key_file: Path | None = Field(
+        None, description="Keys with scopes and limits; `logsteer-server keys` writes it."
+    )
+    share_caches: bool = Field(
+        False,
+        description="Have the keys of a key file share results and prefixes: each may then learn "
+        "what others have scored.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -239,6 +263,12 @@ class Settings(BaseSettings):
         if len(set(ids)) != len(ids):
             raise ValueError(f"model ids must differ, got {ids}")
         return models
+
+    @model_validator(mode="after")
+    def _has_one_kind_of_key(self) -> "Settings":
+        if self.api_key is not None and self.key_file is not None:
+            raise ValueError("api_key and key_file are both set; give the file alone")
+        return self
 
     @property
     def store_path(self) -> Path:

@@ -21,6 +21,7 @@ CONTRACT = {
     "invalid_adapter": (422, False, errors.InvalidRequestError),
     "non_finite": (422, False, errors.InvalidRequestError),
     "unauthorized": (401, False, errors.AuthenticationError),
+    "forbidden": (403, False, errors.PermissionDeniedError),
     "not_found": (404, False, errors.NotFoundError),
     "unknown_model": (404, False, errors.NotFoundError),
     "unknown_vector": (404, False, errors.NotFoundError),
@@ -29,6 +30,7 @@ CONTRACT = {
     "method_not_allowed": (405, False, errors.InvalidRequestError),
     "payload_too_large": (413, False, errors.PayloadTooLargeError),
     "overloaded": (429, True, errors.OverloadedError),
+    "rate_limited": (429, True, errors.OverloadedError),
     "model_loading": (503, True, errors.UnavailableError),
     "engine_restarting": (503, True, errors.UnavailableError),
     "out_of_memory": (503, True, errors.UnavailableError),
@@ -66,7 +68,7 @@ def test_a_class_refuses_a_code_of_another_class() -> None:
 @pytest.mark.parametrize(
     ("status", "error_class", "retryable"),
     [
-        (403, errors.AuthenticationError, False),
+        (403, errors.PermissionDeniedError, False),
         (418, APIError, False),
         (429, errors.OverloadedError, True),
         (500, errors.InternalError, False),

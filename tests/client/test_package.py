@@ -24,6 +24,7 @@ NAMES = {
     "NotFoundError",
     "OverloadedError",
     "PayloadTooLargeError",
+    "PermissionDeniedError",
     "PerplexityEvent",
     "RequestTimeoutError",
     "SelftestEvent",

@@ -233,6 +233,7 @@ def test_poison_is_refused_after_two_deaths_and_its_neighbours_are_answered(
     assert (response.status_code, problem["code"], problem["retryable"]) == (500, "internal", False)
     assert "ended twice" in problem["detail"]
     assert read_card(server, "fake")["restarts"] == before + 2
+    wait_for_state(server, "fake", "ready")
     again = score(server, "fake", poison)
     assert (again.status_code, again.json()["code"]) == (500, "internal")
     assert read_card(server, "fake")["restarts"] == before + 2, "no third engine was given it"

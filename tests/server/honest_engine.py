@@ -21,6 +21,7 @@ from logsteer_server.contract.jobs import (
     ScoreJob,
     ScoreOutput,
 )
+from logsteer_server.contract.lane import Lane
 from logsteer_server.contract.plan import Site, SteeringPlan, SteeringTrace
 from logsteer_server.engines.supervisor import TimedOutput, now
 from tests.server import scripted_model
@@ -158,7 +159,9 @@ class HonestEngine(ScriptedHandle):
             none.astype(np.float32), "length", trace=self._trace(job, len(job.tokens) + len(ids)),
         )  # fmt: skip
 
-    async def run(self, jobs: Sequence[Job]) -> AsyncGenerator[TimedOutput, None]:
+    async def run(
+        self, jobs: Sequence[Job], lane: Lane | None = None
+    ) -> AsyncGenerator[TimedOutput, None]:
         self.calls.append(list(jobs))
         self._serial += 1
         used = 0

@@ -21,6 +21,7 @@ from logsteer_server.contract.jobs import (
     JobResult,
     ScoreJob,
 )
+from logsteer_server.contract.lane import Lane
 from logsteer_server.engines.fake import (
     FAKE_COLUMNS,
     fake_activations,
@@ -110,7 +111,9 @@ class ScriptedHandle:
             raise api_error("model_loading", "The script has not begun.", retry_after=1)
         return self.info
 
-    async def run(self, jobs: Sequence[Job]) -> AsyncGenerator[TimedOutput, None]:
+    async def run(
+        self, jobs: Sequence[Job], lane: Lane | None = None
+    ) -> AsyncGenerator[TimedOutput, None]:
         self.calls.append(list(jobs))
         self.open += 1
         try:

@@ -33,6 +33,7 @@ VARIED_JOBS = {
     "double": replace(JOB, double=True),
     "override": replace(JOB, override=Override(Direction("file", "a" * 64), 1e-3)),
     "adapter": replace(JOB, adapter=Adapter("file", "a" * 64)),
+    "salt": replace(JOB, salt="ann"),
 }
 UNCACHED = {"export": "file", "reference": "file"}
 

@@ -19,8 +19,8 @@ import yaml
 
 from logsteer_server.app import create_app
 from logsteer_server.engines.engine_process import CLOSE_TIMEOUT_S, END_TIMEOUT_S
-from logsteer_server.serving import END_S, parse_arguments
-from logsteer_server.settings import Settings, load_settings
+from logsteer_server.serving import END_S, check_exposure, parse_arguments
+from logsteer_server.settings import ConfigurationError, Settings, load_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = ("cpu", "cuda")
@@ -248,6 +248,21 @@ def test_the_command_is_one_that_the_server_takes(target: str) -> None:
     assert arguments.port == read_health_url(target)[0]
     destinations = {destination for _, _, destination in list_copies()}
     assert arguments.config.as_posix() in destinations
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_image_does_not_serve_strangers_unless_told(target: str, outside: None) -> None:
+    settings = load_settings(
+        CONFIGS[0], host=parse_arguments(json.loads(STAGES[target].last("CMD"))).host
+    )
+    with pytest.raises(ConfigurationError, match="no key is asked for"):
+        check_exposure(settings)
+    assert not any("LOGSTEER_INSECURE" in line for line in STAGES[target].every("ENV"))
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_service_says_openly_that_its_loopback_port_takes_no_key(service: str) -> None:
+    assert drop_variables(SERVICES[service]["environment"]["LOGSTEER_INSECURE"]) == "true"
 
 
 @pytest.mark.parametrize("service", SERVICES)

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logsteer_server.contract.jobs import Job
-from logsteer_server.engines.queue import EngineCall, FairQueue
+from logsteer_server.engines.queue import FairQueue
+from logsteer_server.engines.turns import EngineCall
 
 SIZES = st.lists(st.integers(1, 12), max_size=6)
 

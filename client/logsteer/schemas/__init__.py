@@ -36,6 +36,7 @@ from logsteer.schemas.interventions import (
     InterventionFields,
     ParameterFields,
 )
+from logsteer.schemas.keys import SCOPES, KeyScope
 from logsteer.schemas.logprob import (
     Boundary,
     BoundaryFinding,
@@ -133,6 +134,7 @@ from logsteer.schemas.vectors import (
 
 __all__ = [
     "ALL_COLUMNS",
+    "SCOPES",
     "AdapterCard",
     "AdapterList",
     "Aggregate",
@@ -166,6 +168,7 @@ __all__ = [
     "InterventionFields",
     "ItemGradients",
     "ItemScore",
+    "KeyScope",
     "LayerQuality",
     "LogprobAnswer",
     "LogprobItem",

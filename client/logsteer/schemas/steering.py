@@ -11,8 +11,9 @@ Unit = Literal["raw", "unit", "residual_norm"]
 PositionName = Literal["all", "prompt", "completion", "predicting", "last_prompt"]
 
 VectorName = Annotated[
-    str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    str, Field(min_length=1, max_length=128, pattern=r"^(shared/)?[A-Za-z0-9][A-Za-z0-9._-]*$")
 ]
+"""A vector, override or adapter of one's own, or `shared/NAME`: of everybody's."""
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 LayerKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,5})$")]
 HookName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.]+$")]

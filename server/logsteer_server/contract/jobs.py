@@ -51,6 +51,7 @@ class Job:
     """A piece of work for an engine. Its class says what is to be done with the T tokens.
 
     With `plan` the activations are steered; with `override` or `adapter` the parameters are others.
+    What is kept of one job serves others of the same `salt` alone.
     """
 
     tokens: Ids
@@ -58,6 +59,7 @@ class Job:
     plan: SteeringPlan | None = None
     override: Override | None = None
     adapter: Adapter | None = None
+    salt: str = ""
 
     @property
     def prompt_len(self) -> int:
@@ -88,6 +90,12 @@ class Job:
     def features(self) -> tuple[Feature, ...]:
         """What the job needs of an engine beside reading tokens."""
         return _find_features(self)
+
+    @property
+    def prefix_salt(self) -> str | None:
+        """What keeps the job's keys and values apart from those of others; None: nothing does."""
+        plan = "" if self.plan is None else self.plan.digest(self.prompt_len).hex()
+        return f"{self.salt}:{plan}" if self.salt else plan or None
 
     @property
     def fingerprint(self) -> bytes | None:
@@ -193,7 +201,7 @@ class ScoreJob(Job):
 
     @property
     def fingerprint(self) -> bytes | None:
-        """SHA-256 of all that the scores depend on; None for a job that writes or reads a file.
+        """SHA-256 of the salt and all that the scores depend on; None for a job with a file.
 
         Lengths stand before what they measure, so two different jobs never give the same bytes.
         """
@@ -201,7 +209,9 @@ class ScoreJob(Job):
             return None
         override = self.override and (self.override.direction.sha256, self.override.eta)
         adapter = self.adapter and self.adapter.sha256
-        options = repr((self.columns, astuple(self.policy), self.double, override, adapter))
+        salted = (self.salt,) if self.salt else ()
+        changes = (override, adapter, *salted)
+        options = repr((self.columns, astuple(self.policy), self.double, *changes))
         head = struct.pack(
             "<IIII?",
             len(self.tokens),

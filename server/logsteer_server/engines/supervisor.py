@@ -12,6 +12,7 @@ from logsteer.errors import APIError, api_error
 from logsteer.schemas import ModelState
 from logsteer_server.contract.engine import EngineInfo, EngineSpec
 from logsteer_server.contract.jobs import Job, JobResult, Output
+from logsteer_server.contract.lane import Lane
 from logsteer_server.engines.engine_process import Ended, EngineProcess
 from logsteer_server.engines.process import (
     Add,
@@ -22,8 +23,9 @@ from logsteer_server.engines.process import (
     FromEngine,
     Ready,
 )
-from logsteer_server.engines.queue import EngineCall, FairQueue
+from logsteer_server.engines.queue import FairQueue
 from logsteer_server.engines.suspects import Quarantine, identify
+from logsteer_server.engines.turns import EngineCall
 from logsteer_server.engines.watchdog import RestartBudget, Watchdog, WatchLimits
 
 log = logging.getLogger(__name__)
@@ -171,13 +173,15 @@ class EngineHandle:
     def _restarting_detail(self) -> str:
         return f"The engine of model {self.spec.id} is being restarted; try again shortly."
 
-    async def run(self, jobs: Sequence[Job]) -> AsyncGenerator[TimedOutput, None]:
+    async def run(
+        self, jobs: Sequence[Job], lane: Lane | None = None
+    ) -> AsyncGenerator[TimedOutput, None]:
         """Yield the results of jobs as they come, in any order; leaving early cancels the rest.
 
         Errors: APIError, where a job failed or the engine died.
         """
         self.check_ready()
-        waiter = self._enter(jobs)
+        waiter = self._enter(jobs, lane or Lane())
         try:
             missing = len(jobs)
             while missing:
@@ -192,10 +196,10 @@ class EngineHandle:
         finally:
             self._leave(waiter)
 
-    def _enter(self, jobs: Sequence[Job]) -> _Waiter:
+    def _enter(self, jobs: Sequence[Job], lane: Lane) -> _Waiter:
         first = next(self._ids)
         self._ids = itertools.count(first + max(1, len(jobs)))
-        waiter = _Waiter(EngineCall(jobs, first))
+        waiter = _Waiter(EngineCall(jobs, first, lane))
         self._waiters |= dict.fromkeys(waiter.call.unsent, waiter)
         self._queue.put(waiter.call)
         self._send_jobs()

@@ -1,7 +1,6 @@
-"""What routes depend on: the JSON body within its limit, the caller's key, models, stores."""
+"""What routes depend on: the JSON body within its limit, models, the caller's stores."""
 
 import asyncio
-import hmac
 import json
 import re
 import time
@@ -10,16 +9,17 @@ from typing import Annotated, Any
 
 import orjson
 from fastapi import Depends, Request, Response
-from fastapi.routing import APIRoute
 
 from logsteer.errors import APIError, api_error
-from logsteer.schemas import AdapterCard, OverrideCard
+from logsteer.schemas import AdapterCard, OverrideCard, VectorCard
+from logsteer_server.http.access import KeyedRoute
 from logsteer_server.http.drain import Drain
 from logsteer_server.http.idempotency import AnswerMemory
 from logsteer_server.interventions.interventions import Stores
+from logsteer_server.interventions.namespaces import NamespaceRegistry
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
-from logsteer_server.stores.store import Store
+from logsteer_server.stores.namespace import Namespace
 from logsteer_server.stores.threads import StoreThreads
 from logsteer_server.stores.vectors import VectorStore
 from logsteer_server.tasks.planning import Capacity
@@ -145,7 +145,7 @@ def _check_objects(document: Any, limit: int) -> None:
             waiting += [value for value in entry if isinstance(value, dict | list)]
 
 
-class LimitedRoute(APIRoute):
+class LimitedRoute(KeyedRoute):
     """A route that reads its request through `LimitedRequest`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -158,81 +158,72 @@ class LimitedRoute(APIRoute):
         return handle
 
 
-def get_settings(request: Request) -> Settings:
+async def get_settings(request: Request) -> Settings:
     """Return the server's settings."""
     settings: Settings = request.app.state.settings
     return settings
 
 
-def get_capacity(request: Request) -> Capacity:
+async def get_capacity(request: Request) -> Capacity:
     """Return what the server has for requests."""
     capacity: Capacity = request.app.state.capacity
     return capacity
 
 
-def get_models(request: Request) -> ModelRegistry:
+async def get_models(request: Request) -> ModelRegistry:
     """Return the resident models."""
     models: ModelRegistry = request.app.state.models
     return models
 
 
-def get_drain(request: Request) -> Drain:
+async def get_drain(request: Request) -> Drain:
     """Return how far the server's end has come."""
     drain: Drain = request.app.state.drain
     return drain
 
 
-def get_vectors(request: Request) -> VectorStore:
-    """Return the store of steering vectors."""
-    vectors: VectorStore = request.app.state.vectors
-    return vectors
+async def get_stores(request: Request) -> Stores:
+    """Return the stores where the names in a request are looked up: those that its caller sees."""
+    namespaces: NamespaceRegistry = request.app.state.namespaces
+    return await namespaces.find(request.state.caller)
 
 
-def get_overrides(request: Request) -> Store[OverrideCard]:
-    """Return the store of overrides."""
-    overrides: Store[OverrideCard] = request.app.state.overrides
-    return overrides
+async def get_vectors(request: Request) -> VectorStore:
+    """Return the caller's steering vectors."""
+    return (await get_stores(request)).vectors
 
 
-def get_adapters(request: Request) -> Store[AdapterCard]:
-    """Return the store of adapters."""
-    adapters: Store[AdapterCard] = request.app.state.adapters
-    return adapters
+async def get_vector_files(request: Request) -> Namespace[VectorCard]:
+    """Return the caller's steering vectors, as files."""
+    return (await get_stores(request)).vectors.files
 
 
-def get_stores(request: Request) -> Stores:
-    """Return the stores where the names in a request are looked up."""
-    return Stores(get_vectors(request), get_overrides(request), get_adapters(request))
+async def get_overrides(request: Request) -> Namespace[OverrideCard]:
+    """Return the caller's overrides."""
+    return (await get_stores(request)).overrides
 
 
-def get_store_threads(request: Request) -> StoreThreads:
+async def get_adapters(request: Request) -> Namespace[AdapterCard]:
+    """Return the caller's adapters."""
+    return (await get_stores(request)).adapters
+
+
+async def get_store_threads(request: Request) -> StoreThreads:
     """Return the threads in which the stores are read and written."""
     threads: StoreThreads = request.app.state.store_threads
     return threads
 
 
-def get_answers(request: Request) -> AnswerMemory:
+async def get_answers(request: Request) -> AnswerMemory:
     """Return the answers to writes that may be sent again."""
     answers: AnswerMemory = request.app.state.answers
     return answers
 
 
-def get_file_readers(request: Request) -> asyncio.Semaphore:
+async def get_file_readers(request: Request) -> asyncio.Semaphore:
     """Return the turns at reading uploaded files: some take a process of hundreds of megabytes."""
     readers: asyncio.Semaphore = request.app.state.file_readers
     return readers
-
-
-def check_key(request: Request, settings: Annotated[Settings, Depends(get_settings)]) -> None:
-    """Let the caller in. Errors: APIError `unauthorized` without the configured key."""
-    if settings.api_key is None:
-        return
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(
-        key.encode(), settings.api_key.encode()
-    ):
-        detail = "This server asks for a key: send the header Authorization: Bearer <key>."
-        raise api_error("unauthorized", detail)
 
 
 SettingsDep = Annotated[Settings, Depends(get_settings)]
@@ -240,8 +231,8 @@ CapacityDep = Annotated[Capacity, Depends(get_capacity)]
 ModelsDep = Annotated[ModelRegistry, Depends(get_models)]
 DrainDep = Annotated[Drain, Depends(get_drain)]
 VectorsDep = Annotated[VectorStore, Depends(get_vectors)]
-OverridesDep = Annotated[Store[OverrideCard], Depends(get_overrides)]
-AdaptersDep = Annotated[Store[AdapterCard], Depends(get_adapters)]
+OverridesDep = Annotated[Namespace[OverrideCard], Depends(get_overrides)]
+AdaptersDep = Annotated[Namespace[AdapterCard], Depends(get_adapters)]
 StoresDep = Annotated[Stores, Depends(get_stores)]
 StoreThreadsDep = Annotated[StoreThreads, Depends(get_store_threads)]
 AnswersDep = Annotated[AnswerMemory, Depends(get_answers)]

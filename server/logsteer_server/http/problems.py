@@ -72,7 +72,7 @@ def describe_openai_error(error: APIError, request_id: str) -> dict[str, Any]:
 
 
 def answer_problem(request: Request, error: APIError) -> Response:
-    """Answer a request with an error."""
+    """Write an error as the answer to a request that has an id."""
     request_id = request.state.id
     headers = {
         "X-Request-Id": request_id

@@ -73,7 +73,7 @@ async def respond(
     is then no deadline, and a caller who hangs up is noticed where the body is read.
     """
     settings: Settings = request.app.state.settings
-    run = Run(task, request.app.state.capacity, request.state.memory)
+    run = Run(task, request.app.state.capacity, request.state.caller, request.state.memory)
     if not task.streams:
         return await run_within(request, settings.request_timeout_s, _finish(request, run))
     events = run.events()

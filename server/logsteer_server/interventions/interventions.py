@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from logsteer.errors import api_error
 from logsteer.schemas import AdapterCard, InterventionFields, OverrideCard, ParameterFields
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Job, Output
@@ -15,7 +16,7 @@ from logsteer_server.interventions.parameters import (
 )
 from logsteer_server.interventions.receipt import Receipt, check_reach
 from logsteer_server.interventions.steering import ResolvedSteering, resolve_steering
-from logsteer_server.stores.store import Store
+from logsteer_server.stores.namespace import Namespace
 from logsteer_server.stores.vectors import VectorStore
 
 J = TypeVar("J", bound=Job)
@@ -23,11 +24,21 @@ J = TypeVar("J", bound=Job)
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """Where the names in a request are looked up."""
+    """Where the names in a request are looked up, and whether its caller may use them."""
 
     vectors: VectorStore
-    overrides: Store[OverrideCard]
-    adapters: Store[AdapterCard]
+    overrides: Namespace[OverrideCard]
+    adapters: Namespace[AdapterCard]
+    may_steer: bool = True
+
+    def check_use(self, asked: ParameterFields) -> None:
+        """Refuse interventions to callers without the scope. Errors: APIError `forbidden`."""
+        if self.may_steer:
+            return
+        for name in ("steering", "override", "adapter"):
+            if getattr(asked, name, None) is not None:
+                detail = f"{name} takes a key with the scope steer, which this one lacks."
+                raise api_error("forbidden", detail, param=name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +53,10 @@ class Interventions:
     def resolve(cls, asked: ParameterFields, stores: Stores, info: EngineInfo) -> "Interventions":
         """Find what the fields of a request mean for a model; it blocks.
 
-        Errors: APIError `unknown_vector`, `invalid_vector`, `unknown_override`, `unknown_adapter`,
-        `unsupported_by_engine`.
+        Errors: APIError `forbidden`, `unknown_vector`, `invalid_vector`, `unknown_override`,
+        `unknown_adapter`, `unsupported_by_engine`.
         """
+        stores.check_use(asked)
         steering = asked.steering if isinstance(asked, InterventionFields) else None
         return cls(
             None if steering is None else resolve_steering(steering, stores.vectors, info),

@@ -8,7 +8,7 @@ from logsteer.schemas import AdapterCard, OverrideCard, ParameterOverride
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Feature
 from logsteer_server.contract.parameters import Adapter, Direction, Override
-from logsteer_server.stores.store import Store
+from logsteer_server.stores.namespace import Namespace
 
 
 def check_feature(feature: Feature, info: EngineInfo, param: str | None) -> None:
@@ -29,7 +29,7 @@ class ResolvedOverride:
 
 
 def resolve_override(
-    given: ParameterOverride | None, store: Store[OverrideCard], info: EngineInfo
+    given: ParameterOverride | None, store: Namespace[OverrideCard], info: EngineInfo
 ) -> ResolvedOverride | None:
     """Return what a request's override means for a model; None for a request without one.
 
@@ -41,12 +41,12 @@ def resolve_override(
     return _resolve(given.name, given.eta, store)
 
 
-def resolve_direction(name: str | None, store: Store[OverrideCard]) -> ResolvedOverride | None:
+def resolve_direction(name: str | None, store: Namespace[OverrideCard]) -> ResolvedOverride | None:
     """Return the direction of a name, at eta 0; None for None. Errors: `unknown_override`."""
     return None if name is None else _resolve(name, 0.0, store)
 
 
-def _resolve(name: str, eta: float, store: Store[OverrideCard]) -> ResolvedOverride:
+def _resolve(name: str, eta: float, store: Namespace[OverrideCard]) -> ResolvedOverride:
     found = store.find(name)
     used = {"name": name, "sha256": found.sha256, "eta": eta}
     return ResolvedOverride(Override(Direction(str(found.path), found.sha256), eta), used)
@@ -61,7 +61,7 @@ class ResolvedAdapter:
 
 
 def resolve_adapter(
-    name: str | None, store: Store[AdapterCard], info: EngineInfo
+    name: str | None, store: Namespace[AdapterCard], info: EngineInfo
 ) -> ResolvedAdapter | None:
     """Return what a request's adapter means for a model; None for a request without one.
 

@@ -12,6 +12,7 @@ from logsteer.errors import api_error
 from logsteer.schemas import ModelCard, ModelState, Precision, Provenance
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Job, Output
+from logsteer_server.contract.lane import Lane
 from logsteer_server.engines.supervisor import EngineHandle
 from logsteer_server.metrics import ModelCounters, ModelReading
 from logsteer_server.models.admission import Admission
@@ -122,8 +123,12 @@ class ResidentModel:
             raise api_error("model_loading", detail, retry_after=2)
         return self._codec, info
 
-    async def prepare(self, jobs: Sequence[Job], cache: bool) -> PreparedJobs:
+    async def prepare(
+        self, jobs: Sequence[Job], cache: bool, lane: Lane | None = None
+    ) -> PreparedJobs:
         """Look jobs up in the result cache, where `cache` allows it; equal ones go together."""
+        if lane is not None and lane.salt:
+            jobs = [replace(job, salt=lane.salt) for job in jobs]
         if not (cache and self._results.is_on):
             return PreparedJobs(jobs)
         scope = digest_scope(self.handle.check_ready(), self.settings)
@@ -136,10 +141,11 @@ class ResidentModel:
         return prepared
 
     async def run(
-        self, prepared: PreparedJobs, timer: WorkTimer | None = None
+        self, prepared: PreparedJobs, timer: WorkTimer | None = None, lane: Lane | None = None
     ) -> AsyncGenerator[tuple[int, Output], None]:
         """Yield index and output of each job as it ends, piece by piece where it streams.
 
+        The jobs wait for the engine in `lane`, with which they were prepared.
         Known results come first; what is computed is kept for later. Leaving the loop early
         cancels the rest. Errors: as `EngineHandle.run`.
         """
@@ -148,7 +154,7 @@ class ResidentModel:
         missing = prepared.missing
         computed: list[Computed] = []
         try:
-            async with aclosing(self._compute(prepared.jobs, timer)) as outputs:
+            async with aclosing(self._compute(prepared.jobs, timer, lane)) as outputs:
                 async for index, output in outputs:
                     if missing is None:
                         yield index, output
@@ -167,12 +173,12 @@ class ResidentModel:
             self._results.keep(computed)
 
     async def _compute(
-        self, jobs: Sequence[Job], timer: WorkTimer | None
+        self, jobs: Sequence[Job], timer: WorkTimer | None, lane: Lane | None
     ) -> AsyncGenerator[tuple[int, Output], None]:
         if not jobs:
             return
         started = time.monotonic()
-        async with aclosing(self.handle.run(jobs)) as ends:
+        async with aclosing(self.handle.run(jobs, lane)) as ends:
             async for end in ends:
                 if timer is not None:
                     timer.note(end)

@@ -43,7 +43,7 @@ PARTS = ("config", "weights")
 
 
 @router.put(
-    "/adapters/{name}",
+    "/adapters/{name:stored}",
     responses={200: {"model": AdapterCard}},
     openapi_extra={
         "requestBody": {

@@ -36,7 +36,7 @@ router = make_router(OVERRIDE_RESOURCE)
 
 
 @router.put(
-    "/overrides/{name}",
+    "/overrides/{name:stored}",
     responses={200: {"model": OverrideCard}},
     openapi_extra=describe_file(
         "A safetensors file: for each parameter that moves, a tensor of its shape under its name "

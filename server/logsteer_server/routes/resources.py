@@ -27,14 +27,15 @@ from logsteer_server.http.dependencies import (
     StoreThreadsDep,
     get_adapters,
     get_overrides,
-    get_vectors,
+    get_vector_files,
     read_announced,
     read_upload,
     refuse_upload,
 )
 from logsteer_server.http.respond import answer
 from logsteer_server.stores.layout import C
-from logsteer_server.stores.store import ADAPTERS, OVERRIDES, VECTORS, Kind, Store
+from logsteer_server.stores.namespace import Namespace
+from logsteer_server.stores.store import ADAPTERS, OVERRIDES, VECTORS, Kind
 from logsteer_server.stores.threads import StoreThreads
 from logsteer_server.stores.upload import Upload
 
@@ -51,13 +52,13 @@ class Resource(Generic[C]):
     kind: Kind[C]
     listed: type[BaseModel]
     deleted: type[BaseModel]
-    get_store: Callable[[Request], Store[C]]
+    get_store: Callable[[Request], Awaitable[Namespace[C]]]
     deletion: str = ""
     """What else its documentation says of a deletion."""
 
 
 VECTOR_RESOURCE: Resource[VectorCard] = Resource(
-    VECTORS, VectorList, DeletedVector, lambda request: get_vectors(request).files
+    VECTORS, VectorList, DeletedVector, get_vector_files
 )
 OVERRIDE_RESOURCE: Resource[OverrideCard] = Resource(
     OVERRIDES, OverrideList, DeletedOverride, get_overrides
@@ -74,7 +75,7 @@ ADAPTER_RESOURCE: Resource[AdapterCard] = Resource(
 def make_router(resource: Resource[C]) -> APIRouter:
     """Return a router that lists a resource's cards, shows one and deletes one."""
     kind = resource.kind
-    every, one = f"/{kind.plural}", f"/{kind.plural}/{{name}}"
+    every, one = f"/{kind.plural}", f"/{kind.plural}/{{name:stored}}"
     router = APIRouter(route_class=LimitedRoute, tags=[kind.plural])
 
     @router.get(
@@ -84,7 +85,7 @@ def make_router(resource: Resource[C]) -> APIRouter:
         responses={200: {"model": resource.listed}},
     )
     async def list_all(request: Request, threads: StoreThreadsDep) -> Response:
-        store = resource.get_store(request)
+        store = await resource.get_store(request)
         listing = await threads.run(store.list_all)
         document = {
             kind.plural: [card.model_dump() for card in listing.cards],
@@ -101,7 +102,8 @@ def make_router(resource: Resource[C]) -> APIRouter:
         responses={200: {"model": kind.card}},
     )
     async def show(name: VectorName, request: Request, threads: StoreThreadsDep) -> Response:
-        card = await threads.run(resource.get_store(request).describe, name)
+        store = await resource.get_store(request)
+        card = await threads.run(store.describe, name)
         return answer(request, card.model_dump())
 
     @router.delete(
@@ -112,7 +114,8 @@ def make_router(resource: Resource[C]) -> APIRouter:
         responses={200: {"model": resource.deleted}},
     )
     async def delete(name: VectorName, request: Request, threads: StoreThreadsDep) -> Response:
-        sha256 = await threads.run(resource.get_store(request).delete, name)
+        store = await resource.get_store(request)
+        sha256 = await threads.run(store.delete, name)
         return answer(request, {"name": name, "sha256": sha256})
 
     return router
@@ -134,7 +137,7 @@ class UploadLimit:
 
 @asynccontextmanager
 async def open_upload(
-    request: Request, store: Store[C], name: str, limit: UploadLimit, threads: StoreThreads
+    request: Request, store: Namespace[C], name: str, limit: UploadLimit, threads: StoreThreads
 ) -> AsyncIterator[Upload]:
     """Give a file for an upload; it is closed afterwards, and removed where it was not stored.
 
@@ -179,7 +182,7 @@ async def write_body(
 
 async def store_upload(
     upload: Upload,
-    store: Store[C],
+    store: Namespace[C],
     threads: StoreThreads,
     readers: asyncio.Semaphore,
     read: Callable[[Path], T],

@@ -44,7 +44,7 @@ FORMAT_OF_FILE = Query(description="null: what the file looks like.")
 
 
 @router.get(
-    "/vectors/{name}/content",
+    "/vectors/{name:stored}/content",
     response_class=Response,
     responses={
         200: {
@@ -69,7 +69,7 @@ async def download_vector(
     hint = card.about.model_hint or card.about.model
     headers = {
         "ETag": f'"{found.sha256}{"" if format == "safetensors" else "-" + format}"',
-        "Content-Disposition": f'attachment; filename="{name}.{format}"',
+        "Content-Disposition": f'attachment; filename="{name.rpartition("/")[2]}.{format}"',
     }
     if headers["ETag"] in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers={"ETag": headers["ETag"]})
@@ -78,7 +78,7 @@ async def download_vector(
 
 
 @router.put(
-    "/vectors/{name}",
+    "/vectors/{name:stored}",
     responses={200: {"model": VectorCard}},
     openapi_extra=describe_file(
         "The file as it is: safetensors, GGUF, or a dictionary that torch.save has written."
@@ -115,7 +115,7 @@ async def _read(
 
 
 @router.post(
-    "/vectors/{name}/combine",
+    "/vectors/{name:stored}/combine",
     responses={200: {"model": VectorCard}},
     openapi_extra={"parameters": [PARAMETER]},
 )

@@ -9,7 +9,8 @@ from cachetools import LRUCache
 
 from logsteer.schemas import VectorAbout, VectorCard
 from logsteer_server.stores.layer_vectors import LayerVectors, parse_content
-from logsteer_server.stores.store import Store, StoredContent, stamp
+from logsteer_server.stores.namespace import Namespace
+from logsteer_server.stores.store import StoredContent, stamp
 from logsteer_server.stores.upload import report_faults
 
 PARSED_BYTES = 64 * 2**20
@@ -25,16 +26,34 @@ class StoredVectors:
     vectors: LayerVectors
 
 
+class ParsedVectors:
+    """Contents that were read lately, by SHA-256; threads, and stores, may share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._vectors: LRUCache[str, LayerVectors] = LRUCache(PARSED_BYTES, lambda v: v.num_bytes)
+
+    def get(self, sha256: str) -> LayerVectors | None:
+        """Return the vectors of a content, if it was read lately."""
+        with self._lock:
+            return self._vectors.get(sha256)
+
+    def keep(self, sha256: str, vectors: LayerVectors) -> None:
+        """Remember a content."""
+        if vectors.num_bytes <= PARSED_BYTES:
+            with self._lock:
+                self._vectors[sha256] = vectors
+
+
 class VectorStore:
     """Vectors in a store, those used lately in memory; threads may share it.
 
     Its methods block, and raise what those of `Store` raise.
     """
 
-    def __init__(self, files: Store[VectorCard]) -> None:
+    def __init__(self, files: Namespace[VectorCard], parsed: ParsedVectors | None = None) -> None:
         self.files = files
-        self._lock = threading.Lock()
-        self._parsed: LRUCache[str, LayerVectors] = LRUCache(PARSED_BYTES, lambda v: v.num_bytes)
+        self._parsed = parsed or ParsedVectors()
 
     def put(self, name: str, vectors: LayerVectors, about: VectorAbout) -> VectorCard:
         """Point a name to vectors, whatever it pointed to before; return their card."""
@@ -73,9 +92,8 @@ class VectorStore:
 
     def _load(self, found: StoredContent) -> LayerVectors:
         """Return a content's vectors. Errors: FileNotFoundError; APIError for a damaged one."""
-        with self._lock:
-            if found.sha256 in self._parsed:
-                return self._parsed[found.sha256]
+        if (known := self._parsed.get(found.sha256)) is not None:
+            return known
         content = found.path.read_bytes()
         if hashlib.sha256(content).hexdigest() != found.sha256:
             raise self.files.report_damage(found.name, found.path)
@@ -83,7 +101,5 @@ class VectorStore:
             vectors = parse_content(content)
         except ValueError as error:
             raise self.files.report_damage(found.name, found.path) from error
-        if vectors.num_bytes <= PARSED_BYTES:
-            with self._lock:
-                self._parsed[found.sha256] = vectors
+        self._parsed.keep(found.sha256, vectors)
         return vectors

@@ -21,6 +21,7 @@ from logsteer.errors import api_error
 from logsteer.schemas import Precision, Provenance
 from logsteer_server.contract.jobs import Job, Output
 from logsteer_server.interventions.interventions import UNCHANGED, AppliedReport, Interventions
+from logsteer_server.keys.caller import Requester
 from logsteer_server.models.admission import Admission, Reservation
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.timer import WorkTimer
@@ -168,6 +169,7 @@ class Run:
 
     task: Task
     capacity: Capacity
+    caller: Requester = field(default_factory=Requester)
     memory: Reservation | None = None
     """Where the answer's memory is counted; None: for as long as the run takes."""
     _usage: UsageCounter = field(default_factory=UsageCounter)
@@ -193,6 +195,7 @@ class Run:
         """
         self.task.check_limits(self.capacity.settings)
         self.task.require()
+        self.caller.allowance.check_tokens()
         with self._room:
             tokens = self._reserve(self.task.model.admission)
             memory = self.memory or self._reserve(self.capacity.memory)
@@ -204,17 +207,19 @@ class Run:
                         yield batch
                         continue
                     model = batch.model or self.task.model
-                    prepared = await model.prepare(batch.jobs, batch.cache)
+                    lane = self.caller.lane
+                    prepared = await model.prepare(batch.jobs, batch.cache, lane)
                     self.expected_bytes = planner.expected_bytes
                     needed = max(prepared.num_tokens, batch.room)
                     self._reserve(model.admission).cover(needed)
+                    self.caller.allowance.charge(prepared.num_tokens)
                     if not has_started and not batch.silent:
                         has_started = True
                         yield self._open()
                     timer = self._timer if batch.purpose != "reference" else None
                     if batch.purpose != "reference":
                         self._usage.cached_results += prepared.num_known
-                    async with aclosing(model.run(prepared, timer)) as outputs:
+                    async with aclosing(model.run(prepared, timer, lane)) as outputs:
                         async for index, output in outputs:
                             self._count(batch, index, output)
                             if (event := batch.take(index, output)) is not None:

@@ -276,6 +276,7 @@ class TrainTask(Task):
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Capture all activations in one batch, then train and store."""
         body = self._body
+        self._stores.vectors.files.check_writing(body.name)
         codec, info = self.model.require()
         site = CaptureSite(body.hook, body.layers, body.read)
         limit = planner.settings.max_training_bytes

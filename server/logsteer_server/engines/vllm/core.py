@@ -110,8 +110,8 @@ class VllmCore:
             extra_args=extra_args,
         )
         prompt: dict[str, Any] = {"prompt_token_ids": job.tokens.tolist()}
-        if job.plan is not None:
-            prompt["cache_salt"] = job.plan.digest(job.prompt_len).hex()
+        if (salt := job.prefix_salt) is not None:
+            prompt["cache_salt"] = salt
         output_id = str(next(self._serial))
         request_id: str = self._front.add_request(output_id, prompt, params, lora_request=adapter)
         return request_id, output_id

@@ -107,8 +107,8 @@ class ScoreRequests(PrefillRequests):
         """Hand a job to vLLM's scheduler and return its request's id."""
         job: ScoreJob = running.job
         rows = describe_rows(job, RowSpec.of(job, self._eos_ids))
-        salt = None if job.plan is None else job.plan.digest(job.prompt_len).hex()
-        return self._schedule(running, running.slot.extra_args | rows, salt, running.use_cache)
+        extra_args = running.slot.extra_args | rows
+        return self._schedule(running, extra_args, job.prefix_salt, running.use_cache)
 
     def _read(self, running: RunningJob, output: Any) -> JobResult | None:
         spec = RowSpec.of(running.job, self._eos_ids)
@@ -144,7 +144,8 @@ class CaptureRequests(PrefillRequests):
 
     def submit(self, running: RunningJob) -> str:
         """Hand a job to vLLM's scheduler, to be read whole; return its request's id."""
-        return self._schedule(running, running.slot.extra_args, None, use_cache=False)
+        salt = running.job.prefix_salt  # what is read here may be read again from the cache
+        return self._schedule(running, running.slot.extra_args, salt, use_cache=False)
 
     def _read(self, running: RunningJob, output: Any) -> JobResult:  # noqa: ARG002
         return CaptureOutput(self._slots.read_capture(running.slot, running.job))

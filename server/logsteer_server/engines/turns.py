@@ -1,0 +1,166 @@
+"""Whose turn it is: calls of many callers that wait for one engine.
+
+Turns are taken at three heights, each turn of one job:
+
+    priority   `interactive` first; of BATCH_EVERY turns, `batch` has one where both wait
+    tenant     within a priority: the one whose jobs had the fewest tokens of late
+    call       within a tenant: one after another
+
+Where no keys are in use, all calls have one tenant and one priority, and take turns.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import get_args
+
+from logsteer_server.contract.jobs import Job
+from logsteer_server.contract.lane import Lane, Priority
+
+BATCH_EVERY = 16
+"""So that work of priority batch is slow where others never pause, and does not stand still."""
+REMEMBERED_TENANTS = 1024
+
+
+@dataclass(eq=False)
+class EngineCall:
+    """The jobs of one caller; `unsent` holds the ids of those that the engine does not have."""
+
+    jobs: Sequence[Job]
+    first_id: int
+    lane: Lane = field(default_factory=Lane)
+    unsent: deque[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.unsent = deque(range(self.first_id, self.first_id + len(self.jobs)))
+
+    def job(self, job_id: int) -> Job:
+        """Return the job of that id."""
+        return self.jobs[job_id - self.first_id]
+
+
+class TenantQueue:
+    """Calls of one priority. The tenant that is served next is the one with the least `served`.
+
+    `served` counts the tokens of a tenant's jobs. One that comes, or comes back, begins where those
+    stand that wait: what it left unused is not saved up, and what it took lately still counts.
+
+        ann, jobs of 10 tokens   10       20 30       40 50
+        eve, jobs of 20 tokens      20          40          60
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[str, deque[EngineCall]] = {}
+        self._served: dict[str, int] = {}
+        self._reached = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._calls.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._calls)
+
+    def put(self, call: EngineCall) -> None:
+        """Append a call to those of its tenant."""
+        tenant = call.lane.tenant
+        if tenant not in self._calls:
+            self._calls[tenant] = deque()
+            self._served[tenant] = max(self._reached, self._served.get(tenant, 0))
+        self._calls[tenant].append(call)
+
+    def peek(self) -> EngineCall:
+        """Return the call whose turn it is."""
+        return self._calls[self._choose()][0]
+
+    def _choose(self) -> str:
+        if len(self._calls) == 1:
+            return next(iter(self._calls))
+        return min(self._calls, key=self._served.__getitem__)
+
+    def pop(self) -> tuple[int, Job]:
+        """Take the next job of the call whose turn it is; that has its next turn later."""
+        tenant = self._choose()
+        calls = self._calls[tenant]
+        call = calls.popleft()
+        job_id = call.unsent.popleft()
+        job = call.job(job_id)
+        self._reached = max(self._reached, self._served[tenant])
+        self._served[tenant] += max(1, job.num_positions)
+        if call.unsent:
+            calls.append(call)
+        if not calls:
+            self._forget(tenant)
+        return job_id, job
+
+    def pass_by(self) -> None:
+        """Have the call whose turn it is wait until everybody else had one."""
+        tenant = self._choose()
+        self._calls[tenant].rotate(-1)
+        self._served[tenant] = 1 + max(self._served[other] for other in self._calls)
+
+    def drop(self, call: EngineCall) -> None:
+        """Remove a call."""
+        calls = self._calls.get(call.lane.tenant, deque())
+        if call in calls:
+            calls.remove(call)
+            if not calls:
+                self._forget(call.lane.tenant)
+
+    def _forget(self, tenant: str) -> None:
+        """Let a tenant go that waits for nothing, and at times all whose turns are long past."""
+        del self._calls[tenant]
+        if len(self._served) > REMEMBERED_TENANTS:
+            self._served = {
+                name: count
+                for name, count in self._served.items()
+                if name in self._calls or count > self._reached
+            }
+
+
+class TurnQueue:
+    """All calls that wait for one engine, of which one has the next turn."""
+
+    def __init__(self) -> None:
+        self._queues: dict[Priority, TenantQueue] = {
+            priority: TenantQueue() for priority in get_args(Priority)
+        }
+        self._turns_without_batch = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def __bool__(self) -> bool:
+        return any(self._queues.values())
+
+    def put(self, call: EngineCall) -> None:
+        """Append a call."""
+        self._queues[call.lane.priority].put(call)
+
+    def peek(self) -> EngineCall:
+        """Return the call whose turn it is; it stays so until the turn is taken."""
+        return self._choose().peek()
+
+    def pop(self) -> tuple[int, Job]:
+        """Take the next job of the call whose turn it is, and its id."""
+        return self._take_turn().pop()
+
+    def pass_by(self) -> None:
+        """Have the call whose turn it is wait for a later one."""
+        self._take_turn().pass_by()
+
+    def drop(self, call: EngineCall) -> None:
+        """Remove a call, if it is there."""
+        self._queues[call.lane.priority].drop(call)
+
+    def _choose(self) -> TenantQueue:
+        interactive, batch = self._queues["interactive"], self._queues["batch"]
+        is_due = batch and self._turns_without_batch >= BATCH_EVERY - 1
+        return batch if is_due or not interactive else interactive
+
+    def _take_turn(self) -> TenantQueue:
+        chosen, batch = self._choose(), self._queues["batch"]
+        if chosen is batch or not batch:
+            self._turns_without_batch = 0
+        else:
+            self._turns_without_batch += 1
+        return chosen

@@ -1,0 +1,73 @@
+"""Who may call an endpoint: the key is looked at before anything of the request is read."""
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from fastapi.routing import APIRoute
+from starlette.convertors import Convertor, register_url_convertor
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from logsteer._endpoints import ENDPOINTS
+from logsteer.errors import api_error
+from logsteer.schemas import KeyScope
+from logsteer_server.contract.lane import Priority
+from logsteer_server.keys.keyring import KeyRing
+
+SCOPE_OF: Mapping[tuple[str, str], KeyScope | None] = {
+    (endpoint.method, endpoint.path): endpoint.scope for endpoint in ENDPOINTS.values()
+}
+"""Method and path of every endpoint -> what a key needs for it; None: nothing, not even a key."""
+
+
+class StoredNameConvertor(Convertor[str]):
+    """A name in a path, or `shared/NAME`: never what else stands behind a slash."""
+
+    regex = "shared/[^/]+|(?!shared/)[^/]+"
+
+    def convert(self, value: str) -> str:
+        """Return the name as it is."""
+        return value
+
+    def to_string(self, value: str) -> str:
+        """Return the name as it is."""
+        return value
+
+
+register_url_convertor("stored", StoredNameConvertor())
+
+
+class KeyedRoute(APIRoute):
+    """A route that lets a caller in, and counts its request, before it reads the request.
+
+    `request.state.caller` is who calls. The endpoint has to stand in `ENDPOINTS`, with its scope.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        (method,) = self.methods
+        self._needed = SCOPE_OF[method, self.path_format]
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request. Errors: APIError `unauthorized`, `forbidden`, `rate_limited`."""
+        if self._needed is None:
+            await super().handle(scope, receive, send)
+            return
+        keys: KeyRing = scope["app"].state.keys
+        headers = Headers(scope=scope)
+        caller = await keys.find(headers.get("authorization", ""))
+        caller.require(self._needed)
+        if _read_priority(headers) == "batch":
+            caller.lower()
+        scope.setdefault("state", {})["caller"] = caller
+        with caller.allowance.enter():
+            await super().handle(scope, receive, send)
+
+
+def _read_priority(headers: Headers) -> str:
+    """Return the priority that a request asks for. Errors: APIError `invalid_request`."""
+    given = headers.get("x-priority", "interactive").strip().lower()
+    if given not in get_args(Priority):
+        detail = f"X-Priority is {given!r}; send {' or '.join(get_args(Priority))}."
+        raise api_error("invalid_request", detail)
+    return given

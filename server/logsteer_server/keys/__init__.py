@@ -1,0 +1,1 @@
+"""Keys: who may call the server, what for, and how much."""

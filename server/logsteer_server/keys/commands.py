@@ -1,0 +1,105 @@
+"""`logsteer-server keys add|list|revoke`: change a key file, which a running server reads again."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from logsteer.schemas import SCOPES, KeyScope
+from logsteer_server.keys.entries import KeyEntry, KeyLimits, change_keys, make_key, read_keys
+from logsteer_server.settings import ConfigurationError
+
+
+def main(argv: list[str]) -> int:
+    """Run one command; return the exit status (2: it could not be done)."""
+    arguments = _parse(argv)
+    try:
+        status: int = arguments.run(arguments)
+    except (ConfigurationError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="logsteer-server keys",
+        description="Change the file that the setting key_file names. A running server takes the "
+        "change within a second.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="add|list|revoke")
+    add = commands.add_parser("add", help="make a key and print it, this once")
+    add.set_defaults(run=_add)
+    add.add_argument("name", help="whose it is; its vectors, overrides and adapters go by it")
+    add.add_argument(
+        "--scope", required=True, type=_read_scopes, metavar="SCOPE,…", help=", ".join(SCOPES)
+    )
+    add.add_argument("--concurrency", type=int, help="requests at work at once")
+    add.add_argument("--tokens-per-minute", type=int, help="tokens given to engines")
+    add.add_argument(
+        "--stored-bytes", type=int, help="bytes of its vectors, of its overrides, of its adapters"
+    )
+    add.add_argument(
+        "--priority",
+        choices=("interactive", "batch"),
+        default="interactive",
+        help="batch: its work lets that of others pass",
+    )
+    show = commands.add_parser("list", help="show every key, without secrets")
+    show.set_defaults(run=_list)
+    revoke = commands.add_parser("revoke", help="have a key be refused from now on")
+    revoke.set_defaults(run=_revoke)
+    revoke.add_argument("name")
+    for command in (add, show, revoke):
+        command.add_argument("--file", type=Path, required=True, help="the key file")
+    return parser.parse_args(argv)
+
+
+def _read_scopes(text: str) -> tuple[KeyScope, ...]:
+    given = set(filter(None, text.split(",")))
+    if not given or given - set(SCOPES):
+        raise argparse.ArgumentTypeError(f"{text}: give some of {','.join(SCOPES)}")
+    return tuple(scope for scope in SCOPES if scope in given)
+
+
+def _add(arguments: argparse.Namespace) -> int:
+    """Add a key. Errors: ConfigurationError for a name that is taken or a limit that is none."""
+    names = KeyLimits.model_fields
+    with change_keys(arguments.file) as keys:
+        if any(key.name.casefold() == arguments.name.casefold() for key in keys):
+            raise ConfigurationError(f"there is a key {arguments.name}; revoke it first")
+        try:
+            limits = KeyLimits(**{name: getattr(arguments, name) for name in names})
+            entry, token = make_key(arguments.name, arguments.scope, limits, arguments.priority)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise ConfigurationError(f"{first['loc'][0]}: {first['msg']}") from None
+        keys.append(entry)
+    print(token)
+    print("This is shown once: the file has a hash of it.", file=sys.stderr)
+    return 0
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    for key in read_keys(arguments.file)[0]:
+        print(_describe(key))
+    return 0
+
+
+def _describe(key: KeyEntry) -> str:
+    """Write a key as one line."""
+    limits = [f"{name}={n}" for name, n in key.limits.model_dump(exclude_none=True).items()]
+    return "  ".join(
+        [key.name, f"ls_{key.id}_…", ",".join(key.scopes), key.priority, *limits, key.created]
+    )
+
+
+def _revoke(arguments: argparse.Namespace) -> int:
+    with change_keys(arguments.file) as keys:
+        left = [key for key in keys if key.name != arguments.name]
+        if len(left) == len(keys):
+            raise ConfigurationError(f"{arguments.file} has no key {arguments.name}")
+        keys[:] = left
+    print(f"{arguments.name} is revoked; what it stored stays, for a key of the same name.")
+    return 0

@@ -1,0 +1,113 @@
+"""The contents of a kind that one caller sees: its own, and everybody's under `shared/`."""
+
+from pathlib import Path
+from typing import Generic, cast
+
+from logsteer.errors import APIError, api_error
+from logsteer_server.stores.layout import C
+from logsteer_server.stores.store import Store, StoredContent, StoreListing
+from logsteer_server.stores.upload import Upload
+
+SHARED = "shared"
+PREFIX = f"{SHARED}/"
+
+
+class Namespace(Generic[C]):
+    """Names as one caller writes them: `happy` in its own store, `shared/happy` in that of all.
+
+    Without keys both are one store, and `shared/happy` is `happy`. Methods are those of `Store`,
+    and raise what those raise. Those that write raise APIError `forbidden`, too, where a shared
+    name is given and `may_share` is false.
+    """
+
+    def __init__(self, own: Store[C], shared: Store[C] | None = None, *, may_share: bool = True):
+        self._own = own
+        self._shared = own if shared is None else shared
+        self._may_share = may_share
+
+    @property
+    def max_bytes(self) -> int:
+        """What the caller's own contents may come to."""
+        return self._own.max_bytes
+
+    def _locate(self, name: str) -> tuple[Store[C], str]:
+        """Return the store of a name, and what it is called there."""
+        if name.startswith(PREFIX):
+            return self._shared, name.removeprefix(PREFIX)
+        return self._own, name
+
+    def check_writing(self, name: str) -> None:
+        """Make sure that this caller may write under a name. Errors: APIError."""
+        if name.startswith(PREFIX) and not self._may_share:
+            kind = self._own.kind
+            detail = (
+                f"{name}: what is shared takes a key with the scope admin to write; store the "
+                f"{kind.noun} under a name without {PREFIX}."
+            )
+            raise api_error("forbidden", detail)
+        if name == SHARED and self._own is not self._shared:
+            detail = f"{SHARED} is what shared names begin with; choose another name."
+            raise api_error("invalid_request", detail, param="name")
+
+    def receive(self, name: str, announced: int = 0) -> Upload:
+        """Open a file for the upload of a name; see `Store.receive`."""
+        self.check_writing(name)
+        store, bare = self._locate(name)
+        return store.receive(bare, announced)
+
+    def put(self, upload: Upload, card: C) -> None:
+        """Point the card's name to an upload that was received for it; see `Store.put`."""
+        self.check_writing(card.name)
+        store, bare = self._locate(card.name)
+        store.put(upload, _rename(card, bare))
+
+    def describe(self, name: str) -> C:
+        """Return the card of a name."""
+        store, bare = self._locate(name)
+        return self._show(store, store.describe(bare))
+
+    def _show(self, store: Store[C], card: C) -> C:
+        """Return a card of a store under the name that this caller has for it."""
+        return card if store is self._own else _rename(card, PREFIX + card.name)
+
+    def find(self, name: str) -> StoredContent:
+        """Return the content of a name."""
+        store, bare = self._locate(name)
+        found = store.find(bare)
+        return StoredContent(name, found.sha256, found.path)
+
+    def find_content(self, sha256: str) -> StoredContent:
+        """Return the content with a SHA-256, of the caller's own or of the shared ones."""
+        try:
+            return self._own.find_content(sha256)
+        except APIError as error:
+            if error.code != self._own.kind.unknown or self._shared is self._own:
+                raise
+        return self._shared.find_content(sha256)
+
+    def list_all(self) -> StoreListing[C]:
+        """Return every card, own ones first; bytes are those of own contents."""
+        own = self._own.list_all()
+        if self._shared is self._own:
+            return own
+        shared = self._shared.list_all()
+        return StoreListing(
+            own.cards + [self._show(self._shared, card) for card in shared.cards],
+            own.damaged + [PREFIX + name for name in shared.damaged],
+            own.num_bytes,
+        )
+
+    def delete(self, name: str) -> str | None:
+        """Remove a name; return its SHA-256, None where the card was damaged."""
+        self.check_writing(name)
+        store, bare = self._locate(name)
+        return store.delete(bare)
+
+    def report_damage(self, name: str | None, path: Path) -> APIError:
+        """Return the error for a file that is not as it was written; see `Store`."""
+        return self._own.report_damage(name, path)
+
+
+def _rename(card: C, name: str) -> C:
+    """Return the card of another name."""
+    return cast(C, card.model_copy(update={"name": name}))
