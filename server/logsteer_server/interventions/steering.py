@@ -137,8 +137,9 @@ class _SiteDraft:
             raise invalid_vector(f"it is 0 at layer {layer}, so it has no direction there.")
         if use.op == "add" and use.unit != "residual_norm" and not self._ops:
             factor = use.scale / norm if use.unit == "unit" else use.scale
-            added_D = factor * vector_D.astype(np.float64)
-            self._offset = added_D if self._offset is None else self._offset + added_D
+            with np.errstate(over="ignore", invalid="ignore"):  # `finish` refuses what that gives
+                added_D = factor * vector_D.astype(np.float64)
+                self._offset = added_D if self._offset is None else self._offset + added_D
             return
         if use.op == "rotate" and abs(use.scale) > 180:
             raise invalid_vector(f"it turns by {use.scale} degrees, at most 180 are possible.")
