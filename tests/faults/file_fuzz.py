@@ -36,6 +36,7 @@ from logsteer.schemas import Steering, VectorCard
 from logsteer_server.interventions.steering import resolve_steering
 from logsteer_server.models.cache import pack_output, unpack_output
 from logsteer_server.models.cachefile import CacheFile
+from logsteer_server.settings import ConfigurationError
 from logsteer_server.stores.formats import vector_file
 from logsteer_server.stores.formats.adapter_file import join_files, read_adapter
 from logsteer_server.stores.formats.gguf_file import render_gguf
@@ -345,7 +346,8 @@ TARGETS: dict[str, Target] = {
     "adapter": Target(make_adapters, mutate_adapter, read_adapter_files),
     "card": Target(make_cards, mutate_text, read_card),
     "cache value": Target(make_values, mutate, read_value, (ValueError,)),
-    "cache file": Target(make_caches, mutate, read_cache),
+    # One whose mark has changed is another program's for all that can be told: it is left alone.
+    "cache file": Target(make_caches, mutate, read_cache, (ConfigurationError,)),
     "steering": Target(make_steerings, mutate_text, read_steering, (ValidationError,)),
 }
 SHARES = {"vector pt": 0.05, "cache file": 0.05, "steering": 0.3}
