@@ -82,7 +82,11 @@ class Settings(BaseSettings):
     """All that can be set, by file, then `LOGSTEER_…` variable or `.env`, then argument."""
 
     model_config = SettingsConfigDict(
-        env_prefix="LOGSTEER_", env_file=".env", extra="ignore", yaml_file=None
+        env_prefix="LOGSTEER_",
+        env_file=".env",
+        extra="ignore",
+        yaml_file=None,
+        hide_input_in_errors=True,  # which may be a key
     )
 
     models: list[ModelSettings] = Field(default_factory=list)
