@@ -1,22 +1,25 @@
-"""`logsteer-server`: start the service; `logsteer-server keys`: change its keys.
+"""`logsteer-server`: start the service, or run one of its commands.
 
 Every engine process imports this module again before it does anything else, and must not have to
 wait for what only the HTTP process needs: so that is imported where it is run.
 """
 
 import sys
+from importlib import import_module
+
+COMMANDS = {"keys": "logsteer_server.keys.commands", "store": "logsteer_server.store_commands"}
+"""First argument -> the module whose `main` gets the others."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the server until it is interrupted, or a command; return the exit status."""
-    given = sys.argv[1:] if argv is None else argv
-    if given[:1] == ["keys"]:
-        from logsteer_server.keys import commands
-
-        return commands.main(given[1:])
+    """Run a command, or else the server until it is interrupted; return the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in COMMANDS:
+        status: int = import_module(COMMANDS[argv[0]]).main(argv[1:])
+        return status
     from logsteer_server import serving
 
-    return serving.main(given)
+    return serving.main(argv)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from logsteer.schemas import Problem
 from logsteer_server import __version__
 from logsteer_server.http.hosts import AllowedHosts, HostCheck
+from logsteer_server.http.idempotency import AnswerMemory
 from logsteer_server.http.problems import add_handlers
 from logsteer_server.interventions.namespaces import NamespaceRegistry
 from logsteer_server.keys.keyring import KeyRing
@@ -30,6 +31,7 @@ from logsteer_server.routes import (
     vectors,
 )
 from logsteer_server.settings import Settings
+from logsteer_server.stores.threads import StoreThreads
 from logsteer_server.tasks.selftest import prove
 
 MAX_REQUEST_ID = 128
@@ -44,7 +46,9 @@ def create_app(settings: Settings) -> FastAPI:
         results = ResultCache.open(settings)
         app.state.metrics.live.read_cache_bytes = lambda: results.num_bytes
         app.state.file_readers = asyncio.Semaphore(MAX_FILE_READERS)
-        app.state.namespaces = await asyncio.to_thread(NamespaceRegistry, settings)
+        threads = StoreThreads(settings.store_threads, settings.max_store_calls)
+        app.state.store_threads = threads
+        app.state.namespaces = await threads.run(NamespaceRegistry, settings, threads)
         models = ModelRegistry(settings, results, app.state.metrics)
         app.state.models = models
         # Each model is tested before it answers, where the settings ask for that.
@@ -57,6 +61,7 @@ def create_app(settings: Settings) -> FastAPI:
             await models.close()
             await asyncio.to_thread(results.close)
             app.state.keys.close()
+            threads.close()
 
     app = FastAPI(
         title="logsteer",
@@ -68,6 +73,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.settings = settings
     app.state.metrics = Metrics()
     app.state.keys = keys = KeyRing(settings)
+    app.state.answers = AnswerMemory(settings.idempotency_bytes, settings.idempotency_s)
     for module in (tasks, perplexity, vectors, overrides, adapters, tokens, openai):
         app.include_router(module.router)
     app.include_router(operations.router)

@@ -35,7 +35,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="logsteer-server",
         description="Keep language models resident and score text with them.",
-        epilog="`logsteer-server keys --help`: who may call it.",
+        epilog="Commands: logsteer-server keys --help, logsteer-server store --help.",
     )
     parser.add_argument("--config", type=Path, help="YAML file that lists the models")
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")

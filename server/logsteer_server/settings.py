@@ -19,7 +19,8 @@ class ConfigurationError(ValueError):
 class ModelSettings(BaseModel):
     """One resident model."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    # What is wrong with a value is said without the value: it may be a key, or stand beside one.
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), hide_input_in_errors=True)
 
     id: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$")
     engine: EngineKind = "vllm"
@@ -109,7 +110,9 @@ class Settings(BaseSettings):
         description="Origins whose pages may send what changes or computes something, such as "
         "https://lab.example; this server's own may.",
     )
-    api_key: str | None = Field(None, min_length=1, description="Asked for as a bearer token.")
+    api_key: str | None = Field(
+        None, min_length=1, repr=False, description="Asked for as a bearer token."
+    )
     key_file: Path | None = Field(
         None, description="Keys with scopes and limits; `logsteer-server keys` writes it."
     )
@@ -144,12 +147,23 @@ class Settings(BaseSettings):
         description="Directory of vectors, overrides and adapters, one below it for each; null: "
         "logsteer under $XDG_DATA_HOME or ~/.local/share.",
     )
+    store_lock_timeout_s: float = Field(
+        5.0, gt=0, description="Wait for a store that another process has locked."
+    )
+    store_threads: int = Field(8, ge=1, description="Threads that read and write the stores.")
+    max_store_calls: int = Field(
+        256, ge=1, description="Calls of the stores that may run and wait at once."
+    )
     vector_store_bytes: int = Field(2**30, ge=2**10, description="Bytes of all vectors stored.")
     max_vector_bytes: int = Field(64 * 2**20, ge=2**10, description="Bytes of one vector's file.")
     override_store_bytes: int = Field(2**36, ge=2**10, description="Bytes of all overrides stored.")
     max_override_bytes: int = Field(2**33, ge=2**10, description="Bytes of one override's file.")
     adapter_store_bytes: int = Field(2**36, ge=2**10, description="Bytes of all adapters stored.")
     max_adapter_bytes: int = Field(2**33, ge=2**10, description="Bytes of one adapter's files.")
+    idempotency_bytes: int = Field(
+        16 * 2**20, ge=0, description="Memory for answers to writes with an Idempotency-Key."
+    )
+    idempotency_s: float = Field(3600.0, gt=0, description="How long such an answer is kept.")
     max_gradient_numbers: int = Field(
         2**22, ge=1, description="Numbers that the gradients of one request may come to."
     )
@@ -219,8 +233,11 @@ def load_settings(config: Path | None, **overrides: Any) -> Settings:
     if config is not None:
         try:
             loaded = yaml.safe_load(config.read_text())
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigurationError(f"{config}: cannot be read: {error}") from error
+        except yaml.YAMLError as error:
+            raise ConfigurationError(f"{config}: cannot be read: {_explain(error)}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise ConfigurationError(f"{config}: cannot be read: {reason}") from error
         if not isinstance(loaded, dict):
             raise ConfigurationError(f"{config}: must be a mapping that begins with `models:`")
         document = loaded
@@ -235,3 +252,10 @@ def load_settings(config: Path | None, **overrides: Any) -> Settings:
         raise ConfigurationError(f"{config or 'settings'}: {error}") from error
     given = {name: value for name, value in overrides.items() if value is not None}
     return settings.model_copy(update=given)
+
+
+def _explain(error: yaml.YAMLError) -> str:
+    """Say what is wrong and where, without the line, in which a key may stand."""
+    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    return "it is no YAML"

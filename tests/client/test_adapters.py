@@ -43,7 +43,7 @@ CARD: dict[str, Any] = {
     "bytes": 400,
     "created": "2026-01-02T03:04:05.678Z",
 }
-LIST = {"adapters": [CARD], "bytes": 400, "max_bytes": 1000}
+LIST = {"adapters": [CARD], "damaged": ["torn"], "bytes": 400, "max_bytes": 1000}
 GONE = {"name": "lora", "sha256": "ab" * 32}
 USED = {"adapter": {"name": "lora", "sha256": "ab" * 32}}
 MOOD: dict[str, Any] = {"vectors": [{"name": "mood"}]}
@@ -313,7 +313,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_the_commands_about_adapters(capsys: Output, run: Any, directory: Path) -> None:
     assert run(answer(LIST), "adapters", "list") == 0
-    row = next(line for line in capsys.readouterr().out.splitlines() if "lora" in line)
+    printed = capsys.readouterr().out
+    assert "damaged: torn; put or delete" in printed
+    row = next(line for line in printed.splitlines() if "lora" in line)
     cells = ["lora", "demo", "8", "16", "[red]q_proj,", "v_proj", CARD["created"], "ab" * 32]
     assert row.split() == cells
     server = answer(CARD)

@@ -150,7 +150,7 @@ def _is_entry_safe(steps: list[Step], index: int) -> bool:
     step = steps[index]
     if step.kind not in ("replace", "unlink"):
         return True
-    directory = os.path.dirname(step.target or step.path)
+    directory = str(Path(step.target or step.path).parent)
     return any(s.kind == "sync_directory" and s.path == directory for s in steps[index + 1 :])
 
 

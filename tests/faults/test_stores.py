@@ -1,5 +1,6 @@
-"""Stores under faults: a full disk, failing calls, lost power, damage, locks, unfinished uploads."""
+"""Stores under faults: a full disk, failing calls, lost power, damage, locks, half uploads."""
 
+import asyncio
 import errno
 import fcntl
 import hashlib
@@ -7,6 +8,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +19,7 @@ import pytest
 
 from logsteer.errors import APIError, NotFoundError
 from logsteer_server.stores.store import KINDS, OVERRIDES, Kind, Store
+from logsteer_server.stores.threads import StoreThreads
 from tests.faults.disk import CallCounter, Files, Recorder, fail_calls, list_states, record_calls
 from tests.server.store_cases import list_files, make_content, put_content
 
@@ -184,7 +187,7 @@ def test_a_damaged_content_is_told_and_replaced(store: Store[Any], damage: str) 
     path.unlink() if damage == "gone" else path.write_bytes(path.read_bytes()[:9])
     again = Store(store.kind, store.directory.parent, MIB)
     assert again.list_all().damaged == ["a", "b"]
-    with pytest.raises(APIError, match="content of .*'a' is damaged: PUT") as caught:
+    with pytest.raises(APIError, match=r"content of .*'a' is damaged: PUT") as caught:
         again.find("a")
     assert str(store.directory) not in str(caught.value)
     put_content(again, "a", make_content(1))
@@ -301,3 +304,43 @@ def test_a_lock_file_takes_no_room(store: Store[Any]) -> None:
     with (store.directory / "lock").open("rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         assert lock.read() == b""
+
+
+def test_store_calls_are_bounded_and_stop_nothing_else() -> None:
+    release = threading.Event()
+    ended: list[int] = []
+
+    def work(number: int) -> None:
+        release.wait(10)
+        ended.append(number)
+
+    async def run() -> None:
+        threads = StoreThreads(2, 4)
+        calls = [asyncio.create_task(threads.run(work, number)) for number in range(4)]
+        await asyncio.sleep(0.05)
+        with pytest.raises(APIError, match="stores are busy") as caught:
+            await threads.run(work, 9)
+        assert (caught.value.code, caught.value.retryable) == ("overloaded", True)
+        assert await asyncio.to_thread(lambda: "done") == "done"  # the pool of everybody else
+        calls[3].cancel()  # it waits still, and never runs
+        await asyncio.sleep(0)
+        release.set()
+        await asyncio.gather(*calls[:3])
+        await threads.run(work, 5)
+        threads.close()
+
+    asyncio.run(run())
+    assert sorted(ended) == [0, 1, 2, 5]
+
+
+def test_an_upload_that_is_given_up_is_written_no_more(store: Store[Any]) -> None:
+    """A thread may still write when its caller is gone: not into what has the handle by then."""
+    upload = store.receive("a", 100)
+    upload.write(b"abc")
+    upload.discard()
+    with pytest.raises(APIError, match="given up"):
+        upload.write(b"def")
+    with pytest.raises(APIError, match="given up"):
+        upload.finish()
+    upload.discard()
+    assert store.room.reserved == 0

@@ -172,9 +172,9 @@ def test_a_damaged_card_concerns_nobody_else(
 
 
 def test_a_content_that_is_gone_is_told(store: Store[Any]) -> None:
-    card = put_content(store, "a", make_content(1))
+    put_content(store, "a", make_content(1))
     store.find("a").path.unlink()
-    with pytest.raises(APIError, match="content of .* is damaged") as caught:
+    with pytest.raises(APIError, match=r"content of .* is damaged") as caught:
         store.find("a")
     assert caught.value.code == "internal"
     put_content(store, "a", make_content(1))

@@ -194,7 +194,9 @@ def test_a_server_killed_at_any_moment_has_all_that_it_reported(tmp_path: Path) 
         store = open_store(tmp_path, 64 * MIB)
         found = {card.name: store.find(card.name).vectors for card in store.files.list_all().cards}
         (state, *_) = [s for s in states if {n: make_large(v) for n, v in s.items()} == found]
-        assert store.files.list_all().num_bytes == sum(len(vectors.content) for vectors in found.values())
+        assert store.files.list_all().num_bytes == sum(
+            len(vectors.content) for vectors in found.values()
+        )
     assert changes_seen > 16
 
 

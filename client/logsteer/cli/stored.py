@@ -33,11 +33,14 @@ def add_stored_commands(
 
     def list_cards(client: Client, arguments: argparse.Namespace) -> None:
         answer = getattr(client, resource).list()
-        show(arguments, answer, draw(getattr(answer, resource)))
+        table = draw(getattr(answer, resource))
+        if answer.damaged:
+            table.caption = f"damaged: {', '.join(answer.damaged)}; put or delete them"
+        show(arguments, answer, table)
 
     def delete(client: Client, arguments: argparse.Namespace) -> None:
         gone = getattr(client, resource).delete(arguments.name)
-        show(arguments, gone, f"deleted {gone.name}, {gone.sha256}")
+        show(arguments, gone, f"deleted {gone.name}, {gone.sha256 or 'damaged'}")
 
     add("list", list_cards, f"list the {resource} that the server has")
     add("delete", delete, f"delete one of the {resource}")

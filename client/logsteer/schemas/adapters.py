@@ -32,6 +32,11 @@ class AdapterList(Reply):
     """Every stored adapter, by name."""
 
     adapters: list[AdapterCard]
+    damaged: list[str] = Field(
+        default=[],
+        description="Names whose card or content is not as it was written: PUT them again, or "
+        "DELETE them.",
+    )
     bytes: int = Field(description="Bytes of all contents; one with several names counts once.")
     max_bytes: int = Field(description="What they may come to.")
 
@@ -40,4 +45,4 @@ class DeletedAdapter(Reply):
     """The name that is gone, and the content that it pointed to."""
 
     name: str
-    sha256: str
+    sha256: str | None = Field(description="null where the card was damaged.")

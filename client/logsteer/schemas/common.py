@@ -203,7 +203,10 @@ class Provenance(Reply):
 
     engine: EngineKind
     engine_version: str
-    model_path: str
+    model_path: str = Field(
+        description="The model's id on the hub, or the last name of its directory; which weights "
+        "they are says weights_digest."
+    )
     weights_digest: str
     dtype: str
     logits_dtype: str

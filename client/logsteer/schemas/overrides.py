@@ -44,6 +44,11 @@ class OverrideList(Reply):
     """Every stored direction, by name."""
 
     overrides: list[OverrideCard]
+    damaged: list[str] = Field(
+        default=[],
+        description="Names whose card or content is not as it was written: PUT them again, or "
+        "DELETE them.",
+    )
     bytes: int = Field(description="Bytes of all contents; one with several names counts once.")
     max_bytes: int = Field(description="What they may come to.")
 
@@ -52,4 +57,4 @@ class DeletedOverride(Reply):
     """The name that is gone, and the content that it pointed to."""
 
     name: str
-    sha256: str
+    sha256: str | None = Field(description="null where the card was damaged.")

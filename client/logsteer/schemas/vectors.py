@@ -82,6 +82,11 @@ class VectorList(Reply):
     """Every stored vector, by name."""
 
     vectors: list[VectorCard]
+    damaged: list[str] = Field(
+        default=[],
+        description="Names whose card or content is not as it was written: PUT them again, or "
+        "DELETE them.",
+    )
     bytes: int = Field(description="Bytes of all contents; one with several names counts once.")
     max_bytes: int = Field(description="What they may come to.")
 
@@ -90,7 +95,7 @@ class DeletedVector(Reply):
     """The name that is gone, and the content that it pointed to."""
 
     name: str
-    sha256: str
+    sha256: str | None = Field(description="null where the card was damaged.")
 
 
 class ContrastPair(Request):

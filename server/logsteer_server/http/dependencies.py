@@ -8,14 +8,16 @@ from typing import Annotated, Any
 import orjson
 from fastapi import Depends, Request, Response
 
-from logsteer.errors import api_error
+from logsteer.errors import APIError, api_error
 from logsteer.schemas import AdapterCard, OverrideCard, VectorCard
 from logsteer_server.http.access import KeyedRoute
+from logsteer_server.http.idempotency import AnswerMemory
 from logsteer_server.interventions.interventions import Stores
 from logsteer_server.interventions.namespaces import NamespaceRegistry
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.stores.namespace import Namespace
+from logsteer_server.stores.threads import StoreThreads
 from logsteer_server.stores.vectors import VectorStore
 
 
@@ -100,6 +102,18 @@ async def get_adapters(request: Request) -> Namespace[AdapterCard]:
     return (await get_stores(request)).adapters
 
 
+def get_store_threads(request: Request) -> StoreThreads:
+    """Return the threads in which the stores are read and written."""
+    threads: StoreThreads = request.app.state.store_threads
+    return threads
+
+
+def get_answers(request: Request) -> AnswerMemory:
+    """Return the answers to writes that may be sent again."""
+    answers: AnswerMemory = request.app.state.answers
+    return answers
+
+
 def get_file_readers(request: Request) -> asyncio.Semaphore:
     """Return the turns at reading uploaded files: some take a process of hundreds of megabytes."""
     readers: asyncio.Semaphore = request.app.state.file_readers
@@ -112,7 +126,15 @@ VectorsDep = Annotated[VectorStore, Depends(get_vectors)]
 OverridesDep = Annotated[Namespace[OverrideCard], Depends(get_overrides)]
 AdaptersDep = Annotated[Namespace[AdapterCard], Depends(get_adapters)]
 StoresDep = Annotated[Stores, Depends(get_stores)]
+StoreThreadsDep = Annotated[StoreThreads, Depends(get_store_threads)]
+AnswersDep = Annotated[AnswerMemory, Depends(get_answers)]
 FileReadersDep = Annotated[asyncio.Semaphore, Depends(get_file_readers)]
+
+
+def read_announced(request: Request) -> int:
+    """Return the bytes that a body says to have, 0 where it says nothing."""
+    announced = request.headers.get("content-length", "")
+    return int(announced) if announced.isdecimal() else 0
 
 
 async def read_upload(request: Request, limit: int, setting: str) -> AsyncIterator[bytes]:
@@ -121,8 +143,7 @@ async def read_upload(request: Request, limit: int, setting: str) -> AsyncIterat
     Errors: APIError `payload_too_large`, before it is read where it says its size; `setting` is
     what to raise then.
     """
-    announced = request.headers.get("content-length", "")
-    size = int(announced) if announced.isdecimal() else 0
+    size = read_announced(request)
     if size <= limit:
         size = 0
         async for chunk in request.stream():
@@ -131,5 +152,10 @@ async def read_upload(request: Request, limit: int, setting: str) -> AsyncIterat
                 break
             yield chunk
     if size > limit:
-        detail = f"The file is larger than {limit} bytes: raise {setting} to take it."
-        raise api_error("payload_too_large", detail)
+        raise refuse_upload(limit, setting)
+
+
+def refuse_upload(limit: int, setting: str) -> APIError:
+    """Return the error for an upload that is too large; `setting` is what to raise."""
+    detail = f"The file is larger than {limit} bytes: raise {setting} to take it."
+    return api_error("payload_too_large", detail)

@@ -3,6 +3,7 @@
 import difflib
 import logging
 import math
+import re
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -20,6 +21,11 @@ PROBLEM = "application/problem+json"
 CLIENT_CLOSED_REQUEST = 499
 MAX_SHOWN_ERRORS = 5
 OPENAI_PATHS = "/v1/"
+_PATH = re.compile(
+    r"(?<![\w/.:])/(?!models/[^/\s]+/selftest|perplexity/stream|v1/)"
+    r"(?:[^/\s:'\"<>()]+/)+([^/\s:'\"<>(),;]*)"
+)
+"""An absolute path of two names or more that is none of this API's."""
 
 
 def add_handlers(app: FastAPI) -> None:
@@ -31,12 +37,31 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _answer_crash)
 
 
-def describe_openai_error(error: APIError) -> dict[str, Any]:
+def write_problem(error: APIError, request_id: str) -> dict[str, Any]:
+    """Return an error's problem document; where a fault was on this machine is for the log."""
+    document: dict[str, Any] = error.problem(request_id).model_dump()
+    document["detail"] = _hide_faults_paths(error, request_id)
+    return document
+
+
+def _hide_faults_paths(error: APIError, request_id: str) -> str:
+    if error.status < 500 or (detail := hide_paths(error.detail)) == error.detail:
+        return error.detail
+    log.error("request %s: %s", request_id, error.detail)
+    return detail
+
+
+def hide_paths(text: str) -> str:
+    """Return a text with the last names alone of the paths of this machine in it."""
+    return _PATH.sub(lambda found: found[1], text)
+
+
+def describe_openai_error(error: APIError, request_id: str) -> dict[str, Any]:
     """Write an error in OpenAI's shape."""
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
     return {
         "error": {
-            "message": error.detail,
+            "message": _hide_faults_paths(error, request_id),
             "type": "rate_limit_error" if error.status == 429 else kind,
             "param": error.param,
             "code": error.code,
@@ -55,9 +80,9 @@ def answer_problem(request: Request, error: APIError) -> Response:
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if request.url.path.startswith(OPENAI_PATHS):
-        body = encode_json(describe_openai_error(error))
+        body = encode_json(describe_openai_error(error, request_id))
         return Response(body, 400 if error.status == 422 else error.status, headers, JSON)
-    body = encode_json(error.problem(request_id).model_dump())
+    body = encode_json(write_problem(error, request_id))
     return Response(body, error.status, headers, PROBLEM)
 
 

@@ -20,7 +20,7 @@ from logsteer_server.http.encoding import (
     encode_data,
     encode_event,
 )
-from logsteer_server.http.problems import describe_openai_error
+from logsteer_server.http.problems import describe_openai_error, write_problem
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.run import Event, Run, Task
 
@@ -43,15 +43,15 @@ def _encode_named(event: Event) -> bytes:
 
 
 def _encode_problem(error: APIError, answer_id: str) -> bytes:
-    return encode_event("error", error.problem(answer_id).model_dump())
+    return encode_event("error", write_problem(error, answer_id))
 
 
 def _encode_chunk(event: Event) -> bytes:
     return encode_data(event.document) if event.name == "chunk" else b""
 
 
-def _encode_openai_error(error: APIError, _answer_id: str) -> bytes:
-    return encode_data(describe_openai_error(error))
+def _encode_openai_error(error: APIError, answer_id: str) -> bytes:
+    return encode_data(describe_openai_error(error, answer_id))
 
 
 NAMED_EVENTS = EventShape(_encode_named, _encode_problem)

@@ -4,7 +4,6 @@
 <store>/keys/<name>/vectors, overrides, adapters  those of the key of that name
 """
 
-import asyncio
 import logging
 
 from cachetools import LRUCache
@@ -17,6 +16,7 @@ from logsteer_server.settings import ConfigurationError, Settings
 from logsteer_server.stores.layout import C
 from logsteer_server.stores.namespace import Namespace
 from logsteer_server.stores.store import ADAPTERS, OVERRIDES, VECTORS, Kind, Store
+from logsteer_server.stores.threads import StoreThreads
 from logsteer_server.stores.vectors import ParsedVectors, VectorStore
 
 log = logging.getLogger(__name__)
@@ -36,13 +36,14 @@ class RootStores:
         root = settings.store_path
         self._root = root if name is None else root / KEYS_DIRECTORY / name
         self._max_bytes = max_bytes
+        self._wait_s = settings.store_lock_timeout_s
         self.vectors: Store[VectorCard] = self._open(VECTORS, settings.vector_store_bytes)
         self.overrides: Store[OverrideCard] = self._open(OVERRIDES, settings.override_store_bytes)
         self.adapters: Store[AdapterCard] = self._open(ADAPTERS, settings.adapter_store_bytes)
 
     def _open(self, kind: Kind[C], max_bytes: int) -> Store[C]:
         own = max_bytes if self._max_bytes is None else min(max_bytes, self._max_bytes)
-        return Store(kind, self._root, own)
+        return Store(kind, self._root, own, self._wait_s)
 
 
 class NamespaceRegistry:
@@ -51,8 +52,9 @@ class NamespaceRegistry:
     Errors here: ConfigurationError where everybody's stores cannot be used. Blocks.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, threads: StoreThreads) -> None:
         self._settings = settings
+        self._threads = threads
         self._shared = RootStores(settings)
         self._parsed = ParsedVectors()
         self._opened: LRUCache[tuple[object, ...], Stores] = LRUCache(OPEN_NAMESPACES)
@@ -62,7 +64,7 @@ class NamespaceRegistry:
         place = caller.namespace, caller.allowance.limits.stored_bytes, caller.scopes
         stores = self._opened.get(place)
         if stores is None:
-            stores = await asyncio.to_thread(self._open, caller)
+            stores = await self._threads.run(self._open, caller)
             self._opened[place] = stores
         return stores
 

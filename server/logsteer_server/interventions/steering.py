@@ -80,7 +80,8 @@ def _fetch(use: SteeringVector, source: VectorSource) -> StoredVectors:
 
 def _read_numbers(given: Sequence[float] | str) -> Vector:
     if not isinstance(given, str):
-        return np.array(given, dtype=np.float32)
+        with np.errstate(over="ignore"):  # `LayerVectors` refuses what is beyond float32
+            return np.array(given, dtype=np.float32)
     try:
         return np.frombuffer(base64.b64decode(given, validate=True), dtype="<f4").copy()
     except (binascii.Error, ValueError) as error:
@@ -136,8 +137,9 @@ class _SiteDraft:
             raise invalid_vector(f"it is 0 at layer {layer}, so it has no direction there.")
         if use.op == "add" and use.unit != "residual_norm" and not self._ops:
             factor = use.scale / norm if use.unit == "unit" else use.scale
-            added_D = factor * vector_D.astype(np.float64)
-            self._offset = added_D if self._offset is None else self._offset + added_D
+            with np.errstate(over="ignore", invalid="ignore"):  # `finish` refuses what that gives
+                added_D = factor * vector_D.astype(np.float64)
+                self._offset = added_D if self._offset is None else self._offset + added_D
             return
         if use.op == "rotate" and abs(use.scale) > 180:
             raise invalid_vector(f"it turns by {use.scale} degrees, at most 180 are possible.")

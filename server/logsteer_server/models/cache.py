@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import re
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -79,7 +80,17 @@ def pack_output(output: ScoreOutput, columns: Iterable[str]) -> bytes:
 
 
 def unpack_output(value: bytes, columns: Sequence[str]) -> ScoreOutput:
-    """Unpack what `pack_output` packed, with read-only arrays. No token of it was read again."""
+    """Unpack what `pack_output` packed, with read-only arrays. No token of it was read again.
+
+    Errors: ValueError for anything else.
+    """
+    try:
+        return _unpack(value, columns)
+    except (TypeError, LookupError, OverflowError, StopIteration, MemoryError) as error:
+        raise ValueError(f"it is no packed result: {error}") from error
+
+
+def _unpack(value: bytes, columns: Sequence[str]) -> ScoreOutput:
     fields = iter(msgpack.unpackb(value))
     trace = next(fields)
     if trace is not None:
@@ -88,11 +99,20 @@ def unpack_output(value: bytes, columns: Sequence[str]) -> ScoreOutput:
     arrays = [
         array.reshape(-1, width) if width else array
         for dtype, width, data in zip(fields, fields, fields, strict=True)
-        for array in (np.frombuffer(data, dtype),)
+        for array in (np.frombuffer(data, _check_dtype(dtype)),)
     ]
+    if len(arrays) < len(columns):
+        raise ValueError(f"it has {len(arrays)} arrays for {len(columns)} columns")
     top_ids, top_logprobs = arrays[len(columns) :] or (None, None)
     own = dict(zip(columns, arrays, strict=False))
     return ScoreOutput(own, top_ids, top_logprobs, cached_tokens=0, trace=trace)
+
+
+def _check_dtype(name: object) -> str:
+    """Return the name of a dtype of numbers: numpy would evaluate others as Python."""
+    if not isinstance(name, str) or not re.fullmatch(r"[<>|][iuf][1248]", name):
+        raise ValueError(f"{str(name)[:20]!r} is no type of numbers")
+    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +151,7 @@ class ResultCache:
         file = None
         if settings.cache_file is not None:
             path = settings.directory / settings.cache_file.expanduser()
-            file = CacheFile(path, settings.cache_file_bytes)
+            file = CacheFile.open(path, settings.cache_file_bytes)
         return cls(settings.cache_bytes, file)
 
     @property
@@ -179,8 +199,14 @@ class ResultCache:
             if entry.key is None or value is None:
                 missing.append(entry)
                 continue
+            try:
+                found_here = [(i, unpack_output(value, _columns(jobs[i]))) for i in entry.indices]
+            except ValueError as error:
+                log.warning("a result in the cache's file is passed by: %s", error)
+                missing.append(entry)
+                continue
             self._remember(entry.key, value)
-            hits += [(i, unpack_output(value, _columns(jobs[i]))) for i in entry.indices]
+            hits += found_here
         return Findings(hits, missing)
 
     def _remember(self, key: bytes, value: bytes) -> None:

@@ -3,6 +3,7 @@
 import logging
 import os
 import sqlite3
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -35,6 +36,17 @@ LOG_BYTES = 4 * 2**20
 each of its pages, because a row's key may lie on a page of its own."""
 TOUCHES_AT_ONCE = 65_536
 CRC_BYTES = 4
+OWNER_ONLY = 0o600
+DAMAGES = (
+    sqlite3.SQLITE_ERROR,  # a table or column is not there
+    sqlite3.SQLITE_CORRUPT,
+    sqlite3.SQLITE_CONSTRAINT,
+    sqlite3.SQLITE_MISMATCH,
+    sqlite3.SQLITE_FORMAT,
+    sqlite3.SQLITE_NOTADB,
+)
+UNREADABLE = (TypeError, ValueError, OverflowError)
+"""What a damaged file's values raise, where they are of another type than was written."""
 
 
 def check_cache_file(settings: Settings) -> None:
@@ -43,7 +55,10 @@ def check_cache_file(settings: Settings) -> None:
         return
     path = settings.directory / settings.cache_file.expanduser()
     if path.exists():
-        CacheFile(path, settings.cache_file_bytes).close()
+        try:
+            CacheFile(path, settings.cache_file_bytes).close()
+        except DamagedCacheError as error:  # the server sets it aside, and makes it anew
+            log.warning("%s", error)
     elif not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
         raise ConfigurationError(
             f"cache_file: {path.parent} is not a directory that can be written to; create it, or "
@@ -51,26 +66,27 @@ def check_cache_file(settings: Settings) -> None:
         )
 
 
-def _make_private(path: Path) -> None:
-    """Make the file where it is missing, and have its owner alone read it: it tells what was asked.
-
-    SQLite gives the files beside it the same mode. Errors: OSError.
-    """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        with suppress(PermissionError):  # another user's, who let us write to it
-            os.fchmod(handle, 0o600)
-    finally:
-        os.close(handle)
+class DamagedCacheError(ConfigurationError):
+    """The file is no database that can be read; it may be set aside."""
 
 
 class CacheFile:
     """Values by key in a file of at most `max_bytes`; those used longest ago make room.
 
-    One thread at a time may use it. A fault of the disk costs the results, never the request: it
-    is logged, and a damaged file is left alone from then on. Errors: ConfigurationError where the
-    file is none of ours or cannot be opened.
+    One thread at a time may use it, and its owner alone may read the file. A fault of the disk
+    costs the results, never the request: it is logged, and a file that turns out to be damaged is
+    set aside for a new one. Errors: ConfigurationError where the file is none of ours or cannot be
+    opened, DamagedCacheError of it where it is damaged.
     """
+
+    @classmethod
+    def open(cls, path: Path, max_bytes: int) -> "CacheFile":
+        """Open a file; set a damaged one aside, and make a new one. Errors: ConfigurationError."""
+        try:
+            return cls(path, max_bytes)
+        except DamagedCacheError as error:
+            log.error("%s; it is set aside as %s, and made anew", error, set_aside(path))
+            return cls(path, max_bytes)
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._path = path
@@ -78,21 +94,27 @@ class CacheFile:
         self._log_bytes = min(LOG_BYTES, max_bytes // 8)
         self._touched: set[int] = set()
         self._is_sound = True
+        self._db = self._connect()
+
+    def _connect(self) -> sqlite3.Connection:
         try:
-            _make_private(path)
-        except OSError as error:
-            raise self._refuse(error) from error
-        try:
-            self._db = sqlite3.connect(path, timeout=5, check_same_thread=False)
-        except sqlite3.Error as error:
+            # SQLite gives its log the permissions that the file has.
+            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, OWNER_ONLY))
+            if self._path.stat().st_mode & 0o077:
+                self._path.chmod(OWNER_ONLY)
+            self._db = sqlite3.connect(self._path, timeout=5, check_same_thread=False)
+        except (OSError, sqlite3.Error) as error:
             raise self._refuse(error) from error
         try:
             self._prepare()
-        except (sqlite3.Error, ConfigurationError) as error:
+        except (sqlite3.Error, ConfigurationError, *UNREADABLE) as error:
             self._db.close()
             raise self._refuse(error) from error
+        return self._db
 
     def _refuse(self, error: Exception) -> ConfigurationError:
+        if is_damage(error):
+            return DamagedCacheError(f"cache_file: {self._path} is damaged ({error})")
         return ConfigurationError(
             f"cache_file: {self._path} cannot hold results ({error}); name a file in a directory "
             "that can be written to, or delete this one, and it is made anew"
@@ -134,12 +156,12 @@ class CacheFile:
                     part,
                 )
                 for row_id, key, stored in rows:
-                    if (value := _verify(stored)) is not None:
+                    if (value := _verify(key, stored)) is not None:
                         found[key] = value
                         self._touched.add(row_id)
             if len(self._touched) > TOUCHES_AT_ONCE:
                 self._touch()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, *UNREADABLE) as error:
             self._bear(error)
         return found
 
@@ -154,9 +176,9 @@ class CacheFile:
                     self._make_room(size)
                     self._db.executemany(
                         "INSERT OR REPLACE INTO results (key, value, used) VALUES (?, ?, ?)",
-                        [(key, _seal(value), self._clock) for key, value in part],
+                        [(key, _seal(key, value), self._clock) for key, value in part],
                     )
-        except sqlite3.Error as error:
+        except (sqlite3.Error, *UNREADABLE) as error:
             self._bear(error)
 
     def _split(
@@ -210,33 +232,67 @@ class CacheFile:
         pages = self._ask("PRAGMA page_count") - self._ask("PRAGMA freelist_count")
         return pages * PAGE_BYTES
 
-    def _bear(self, error: sqlite3.Error) -> None:
-        """Go on without the disk: for now where it is full or busy, for good where it is broken."""
-        if isinstance(error, sqlite3.OperationalError):
+    def _bear(self, error: Exception) -> None:
+        """Go on without the disk where it is full or busy, with a new file where it is broken."""
+        if not is_damage(error):
             log.warning("cache_file %s: %s; results are not kept there now", self._path, error)
             return
         self._is_sound = False
-        log.error(
-            "cache_file %s is damaged (%s) and not used any more; stop the server and delete it",
-            self._path,
-            error,
-        )
+        self._touched.clear()
+        with suppress(sqlite3.Error):
+            self._db.close()
+        try:
+            aside = set_aside(self._path)
+            log.error("cache_file %s is damaged (%s): set aside as %s", self._path, error, aside)
+            self._db = self._connect()
+            self._is_sound = True
+        except (OSError, ConfigurationError) as fault:
+            log.error("cache_file %s is not used any more: %s", self._path, fault)
 
     def close(self) -> None:
         """Close the file."""
         try:
             if self._is_sound:
                 self._touch()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, *UNREADABLE) as error:
             self._bear(error)
-        self._db.close()
+        with suppress(sqlite3.Error):
+            self._db.close()
 
 
-def _seal(value: bytes) -> bytes:
-    """Put a checksum in front of a value: SQLite does not notice a bit that the disk has turned."""
-    return zlib.crc32(value).to_bytes(CRC_BYTES, "little") + value
+def is_damage(error: Exception) -> bool:
+    """Return whether an error says that a file is no database of ours, not that its disk fails.
+
+    Another program's sound database is not damaged.
+    """
+    if isinstance(error, UNREADABLE):
+        return not isinstance(error, ConfigurationError)
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in DAMAGES
 
 
-def _verify(stored: bytes) -> bytes | None:
+def set_aside(path: Path) -> Path:
+    """Rename a damaged file and its log; return its new path. Errors: OSError."""
+    aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%S')}")
+    number = 1
+    while aside.exists():
+        number += 1
+        aside = aside.with_name(f"{aside.name.partition('_')[0]}_{number}")
+    path.rename(aside)
+    for suffix in ("-wal", "-shm"):
+        beside = path.with_name(path.name + suffix)
+        with suppress(FileNotFoundError):
+            beside.rename(aside.with_name(aside.name + suffix))
+    return aside
+
+
+def _seal(key: bytes, value: bytes) -> bytes:
+    """Put a checksum in front of a value: SQLite does not notice a bit that the disk has turned.
+
+    It is one of the key, too, so that no value is given for another's.
+    """
+    return zlib.crc32(value, zlib.crc32(key)).to_bytes(CRC_BYTES, "little") + value
+
+
+def _verify(key: bytes, stored: bytes) -> bytes | None:
     value = stored[CRC_BYTES:]
-    return value if _seal(value)[:CRC_BYTES] == stored[:CRC_BYTES] else None
+    return value if _seal(key, value)[:CRC_BYTES] == stored[:CRC_BYTES] else None

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from logsteer.errors import api_error
 from logsteer.schemas import ModelCard, ModelState, Precision, Provenance
@@ -24,6 +25,11 @@ log = logging.getLogger(__name__)
 
 STORED_AT_ONCE = 1024
 """Results that wait together for the cache, so that a long call does not hold all of its own."""
+
+
+def name_model(path: str) -> str:
+    """Return a model's id on the hub, or the last name of its directory on this machine."""
+    return Path(path).name if Path(path).is_absolute() else path
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +233,7 @@ class ResidentModel:
         return Provenance(
             engine=self.settings.engine,
             engine_version=info.engine_version,
-            model_path=info.model_path,
+            model_path=name_model(info.model_path),
             weights_digest=info.weights_digest,
             dtype=info.dtype,
             logits_dtype=info.logits_dtype,

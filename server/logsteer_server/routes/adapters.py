@@ -1,8 +1,9 @@
 """`/adapters`: LoRA adapters, stored by name."""
 
-import asyncio
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Annotated
 
 from fastapi import Query, Request, Response
@@ -19,18 +20,21 @@ from logsteer_server.http.dependencies import (
     FileReadersDep,
     ModelsDep,
     SettingsDep,
+    StoreThreadsDep,
     read_upload,
 )
 from logsteer_server.http.respond import answer, run_within
 from logsteer_server.interventions.parameters import check_feature
 from logsteer_server.routes.resources import (
     ADAPTER_RESOURCE,
+    UploadLimit,
     make_router,
     open_upload,
     store_upload,
 )
 from logsteer_server.stores.formats.adapter_file import AdapterContent, join_files, read_adapter
 from logsteer_server.stores.store import stamp
+from logsteer_server.stores.upload import Upload, report_faults
 
 router = make_router(ADAPTER_RESOURCE)
 
@@ -66,6 +70,7 @@ async def upload_adapter(
     models: ModelsDep,
     settings: SettingsDep,
     store: AdaptersDep,
+    threads: StoreThreadsDep,
     readers: FileReadersDep,
     model: Annotated[str | None, Query(description="Whose adapter; null: the only one.")] = None,
 ) -> Response:
@@ -90,21 +95,24 @@ async def upload_adapter(
             created=stamp(),
         )
 
+    limit = UploadLimit(settings.max_adapter_bytes, "max_adapter_bytes")
     async with (
-        _open_form(request, settings.max_adapter_bytes) as (config, weights),
-        open_upload(store, name) as upload,
+        open_upload(request, store, name, limit, threads) as upload,
+        _open_form(request, limit, upload) as (config, weights),
     ):
         async with readers:
-            await asyncio.to_thread(join_files, await config.read(), weights.file, upload.write)
-        work = store_upload(upload, store, readers, read_adapter, check)
+            await threads.run(join_files, await config.read(), weights.file, upload.write)
+        work = store_upload(upload, store, threads, readers, read_adapter, check)
         card = await run_within(request, settings.request_timeout_s, work)
     return answer(request, card.model_dump())
 
 
 @asynccontextmanager
-async def _open_form(request: Request, limit: int) -> AsyncIterator[tuple[UploadFile, UploadFile]]:
+async def _open_form(
+    request: Request, limit: UploadLimit, upload: Upload
+) -> AsyncIterator[tuple[UploadFile, UploadFile]]:
     """Give the two files in the body, and close them afterwards. Errors: APIError."""
-    form = await _read_form(request, limit)
+    form = await _read_form(request, limit, upload)
     try:
         config, weights = (form.get(part) for part in PARTS)
         if not isinstance(config, UploadFile) or not isinstance(weights, UploadFile):
@@ -118,24 +126,33 @@ async def _open_form(request: Request, limit: int) -> AsyncIterator[tuple[Upload
         await form.close()
 
 
-async def _read_form(request: Request, limit: int) -> FormData:
+async def _read_form(request: Request, limit: UploadLimit, upload: Upload) -> FormData:
     """Return the form in the body. Errors: APIError, for one that is too large or no form."""
     try:
-        return await _LimitedForm(request, limit).form(max_files=len(PARTS), max_fields=0)
+        with report_faults(Path(tempfile.gettempdir())):
+            form = _LimitedForm(request, limit, upload)
+            return await form.form(max_files=len(PARTS), max_fields=0)
     except HTTPException as error:
         detail = f"The body is no form of two files: {error.detail}."
         raise api_error("invalid_request", detail) from error
 
 
 class _LimitedForm(Request):
-    """A request whose form is read up to a limit of bytes."""
+    """A request whose form is read up to a limit of bytes, which the upload reserves as it grows.
 
-    def __init__(self, request: Request, limit: int) -> None:
+    Starlette keeps the form's files in the system's directory for temporary files until then.
+    """
+
+    def __init__(self, request: Request, limit: UploadLimit, upload: Upload) -> None:
         super().__init__(request.scope)
         self._request = request
         self._limit = limit
+        self._upload = upload
 
     async def stream(self) -> AsyncIterator[bytes]:  # type: ignore[override]
-        """Give the body, piece by piece. Errors: APIError `payload_too_large`."""
-        async for chunk in read_upload(self._request, self._limit, "max_adapter_bytes"):
+        """Give the body, piece by piece. Errors: APIError, where there is no room for it."""
+        size, limit = 0, self._limit
+        async for chunk in read_upload(self._request, limit.max_bytes, limit.setting):
+            size += len(chunk)
+            self._upload.reserve(size)
             yield chunk

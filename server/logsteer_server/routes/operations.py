@@ -16,6 +16,7 @@ from logsteer.schemas import (
 )
 from logsteer_server import __version__
 from logsteer_server.http.dependencies import LimitedRoute, ModelsDep
+from logsteer_server.http.problems import hide_paths
 from logsteer_server.http.respond import respond
 from logsteer_server.metrics import METRICS_TYPE, Metrics
 from logsteer_server.models.model import ResidentModel
@@ -27,13 +28,20 @@ router = APIRouter(route_class=LimitedRoute, tags=["operations"])
 @router.get("/models")
 async def list_models(models: ModelsDep) -> ModelList:
     """Every configured model and its state."""
-    return ModelList(models=[model.describe() for model in models.by_id.values()])
+    return ModelList(models=[_describe(model) for model in models.by_id.values()])
 
 
 @router.get("/models/{model_id:path}")
 async def get_model(model_id: str, models: ModelsDep) -> ModelCard:
     """One model and its state."""
-    return models.find(model_id).describe()
+    return _describe(models.find(model_id))
+
+
+def _describe(model: ResidentModel) -> ModelCard:
+    """Describe a model; where on this machine its fault was, the log says."""
+    card = model.describe()
+    card.detail = hide_paths(card.detail)
+    return card
 
 
 @router.post(

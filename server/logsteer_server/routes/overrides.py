@@ -1,6 +1,5 @@
 """`/overrides`: directions of the parameters, stored by name."""
 
-import asyncio
 from typing import Annotated
 
 from fastapi import Query, Request, Response
@@ -13,16 +12,18 @@ from logsteer_server.http.dependencies import (
     ModelsDep,
     OverridesDep,
     SettingsDep,
-    read_upload,
+    StoreThreadsDep,
 )
 from logsteer_server.http.respond import answer, run_within
 from logsteer_server.interventions.parameters import check_feature
 from logsteer_server.routes.resources import (
     OVERRIDE_RESOURCE,
+    UploadLimit,
     describe_file,
     make_router,
     open_upload,
     store_upload,
+    write_body,
 )
 from logsteer_server.stores.formats.tensor_file import (
     TensorContent,
@@ -30,12 +31,8 @@ from logsteer_server.stores.formats.tensor_file import (
     read_direction,
 )
 from logsteer_server.stores.store import stamp
-from logsteer_server.stores.upload import Upload
 
 router = make_router(OVERRIDE_RESOURCE)
-
-WRITTEN_AT_ONCE = 2**22
-"""Bytes that are collected before a thread writes them."""
 
 
 @router.put(
@@ -52,6 +49,7 @@ async def upload_override(
     models: ModelsDep,
     settings: SettingsDep,
     store: OverridesDep,
+    threads: StoreThreadsDep,
     readers: FileReadersDep,
     model: Annotated[str | None, Query(description="Whose parameters; null: the only one.")] = None,
 ) -> Response:
@@ -76,20 +74,11 @@ async def upload_override(
             created=stamp(),
         )
 
-    async with open_upload(store, name) as upload:
-        await _write_body(request, upload, settings.max_override_bytes)
-        work = store_upload(upload, store, readers, read_direction, check)
+    limit = UploadLimit(settings.max_override_bytes, "max_override_bytes")
+    async with open_upload(request, store, name, limit, threads) as upload:
+        await write_body(request, upload, limit, threads)
+        if not upload.size:
+            raise invalid_direction("the body is empty; send the file's bytes")
+        work = store_upload(upload, store, threads, readers, read_direction, check)
         card = await run_within(request, settings.request_timeout_s, work)
     return answer(request, card.model_dump())
-
-
-async def _write_body(request: Request, upload: Upload, limit: int) -> None:
-    """Write the body to the file. Errors: those of `read_upload`, and for an empty body."""
-    waiting = bytearray()
-    async for chunk in read_upload(request, limit, "max_override_bytes"):
-        waiting += chunk
-        if len(waiting) >= WRITTEN_AT_ONCE or not chunk:
-            await asyncio.to_thread(upload.write, bytes(waiting))
-            waiting.clear()
-    if not upload.size:
-        raise invalid_direction("the body is empty; send the file's bytes")

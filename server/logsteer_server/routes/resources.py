@@ -24,15 +24,23 @@ from logsteer.schemas import (
 from logsteer.schemas.steering import VectorName
 from logsteer_server.http.dependencies import (
     LimitedRoute,
+    StoreThreadsDep,
     get_adapters,
     get_overrides,
     get_vector_files,
+    read_announced,
+    read_upload,
+    refuse_upload,
 )
 from logsteer_server.http.respond import answer
 from logsteer_server.stores.layout import C
 from logsteer_server.stores.namespace import Namespace
 from logsteer_server.stores.store import ADAPTERS, OVERRIDES, VECTORS, Kind
+from logsteer_server.stores.threads import StoreThreads
 from logsteer_server.stores.upload import Upload
+
+WRITTEN_AT_ONCE = 2**22
+"""Bytes that are collected before a thread writes them."""
 
 T = TypeVar("T")
 
@@ -76,12 +84,16 @@ def make_router(resource: Resource[C]) -> APIRouter:
         description=f"The card of every stored {kind.noun}, by name.",
         responses={200: {"model": resource.listed}},
     )
-    async def list_all(request: Request) -> Response:
+    async def list_all(request: Request, threads: StoreThreadsDep) -> Response:
         store = await resource.get_store(request)
-        listing = await asyncio.to_thread(store.list_all)
-        listed = {kind.plural: [card.model_dump() for card in listing.cards]}
-        size = {"bytes": listing.num_bytes, "max_bytes": store.max_bytes}
-        return answer(request, {**listed, **size})
+        listing = await threads.run(store.list_all)
+        document = {
+            kind.plural: [card.model_dump() for card in listing.cards],
+            "damaged": listing.damaged,
+            "bytes": listing.num_bytes,
+            "max_bytes": store.max_bytes,
+        }
+        return answer(request, document)
 
     @router.get(
         one,
@@ -89,9 +101,9 @@ def make_router(resource: Resource[C]) -> APIRouter:
         description=f"The card of one stored {kind.noun}.",
         responses={200: {"model": kind.card}},
     )
-    async def show(name: VectorName, request: Request) -> Response:
+    async def show(name: VectorName, request: Request, threads: StoreThreadsDep) -> Response:
         store = await resource.get_store(request)
-        card = await asyncio.to_thread(store.describe, name)
+        card = await threads.run(store.describe, name)
         return answer(request, card.model_dump())
 
     @router.delete(
@@ -101,9 +113,9 @@ def make_router(resource: Resource[C]) -> APIRouter:
         + resource.deletion,
         responses={200: {"model": resource.deleted}},
     )
-    async def delete(name: VectorName, request: Request) -> Response:
+    async def delete(name: VectorName, request: Request, threads: StoreThreadsDep) -> Response:
         store = await resource.get_store(request)
-        sha256 = await asyncio.to_thread(store.delete, name)
+        sha256 = await threads.run(store.delete, name)
         return answer(request, {"name": name, "sha256": sha256})
 
     return router
@@ -115,19 +127,63 @@ def describe_file(description: str) -> dict[str, Any]:
     return {"requestBody": {"required": True, "description": description, "content": content}}
 
 
+@dataclass(frozen=True, slots=True)
+class UploadLimit:
+    """The bytes that an upload may have, and the setting that says so."""
+
+    max_bytes: int
+    setting: str
+
+
 @asynccontextmanager
-async def open_upload(store: Namespace[C], name: str) -> AsyncIterator[Upload]:
-    """Give a file for an upload; it is closed afterwards, and removed where it was not stored."""
-    upload = await asyncio.to_thread(store.receive, name)
+async def open_upload(
+    request: Request, store: Namespace[C], name: str, limit: UploadLimit, threads: StoreThreads
+) -> AsyncIterator[Upload]:
+    """Give a file for an upload; it is closed afterwards, and removed where it was not stored.
+
+    The room that the request announces is reserved before anything is read. Errors: APIError
+    `payload_too_large`; `overloaded` where other uploads are in the way.
+    """
+    announced = read_announced(request)
+    if announced > limit.max_bytes:
+        raise refuse_upload(limit.max_bytes, limit.setting)
+    receiving = asyncio.ensure_future(threads.run(store.receive, name, announced))
+    try:
+        upload = await asyncio.shield(receiving)
+    except asyncio.CancelledError:  # the file may come into being all the same
+        receiving.add_done_callback(_discard_late)
+        raise
     try:
         yield upload
     finally:
-        await asyncio.to_thread(upload.discard)
+        await asyncio.to_thread(upload.discard)  # it is never refused, and waits for no lock
+
+
+def _discard_late(receiving: "asyncio.Future[Upload]") -> None:
+    if not receiving.cancelled() and receiving.exception() is None:
+        receiving.result().discard()
+
+
+async def write_body(
+    request: Request, upload: Upload, limit: UploadLimit, threads: StoreThreads
+) -> None:
+    """Write a request's body to the file. Errors: those of `read_upload` and of `Upload.write`."""
+    waiting, size = bytearray(), 0
+    async for chunk in read_upload(request, limit.max_bytes, limit.setting):
+        size += len(chunk)
+        upload.reserve(size)
+        waiting += chunk
+        if len(waiting) >= WRITTEN_AT_ONCE or not chunk:
+            await threads.run(upload.write, bytes(waiting))
+            waiting.clear()
+    if waiting:
+        await threads.run(upload.write, bytes(waiting))
 
 
 async def store_upload(
     upload: Upload,
     store: Namespace[C],
+    threads: StoreThreads,
     readers: asyncio.Semaphore,
     read: Callable[[Path], T],
     check: Callable[[str, T], Awaitable[C]],
@@ -138,8 +194,8 @@ async def store_upload(
     at the file, and makes the card.
     """
     async with readers:
-        sha256 = await asyncio.to_thread(upload.finish)
-        content = await asyncio.to_thread(read, upload.path)
+        sha256 = await threads.run(upload.finish)
+        content = await threads.run(read, upload.path)
     card = await check(sha256, content)
-    await asyncio.to_thread(store.put, upload, card)
+    await threads.run(store.put, upload, card)
     return card

@@ -7,7 +7,8 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from logsteer._endpoints import ENDPOINTS, Endpoint
-from logsteer_server.http.dependencies import LimitedRoute, ModelsDep, StoresDep
+from logsteer_server.http.dependencies import AnswersDep, LimitedRoute, ModelsDep, StoresDep
+from logsteer_server.http.idempotency import PARAMETER
 from logsteer_server.http.respond import NAMED_EVENTS, OPENAI_CHUNKS, respond
 from logsteer_server.interventions.interventions import Stores
 from logsteer_server.models.registry import ModelRegistry
@@ -56,6 +57,7 @@ def make_router() -> APIRouter:
             tags=[endpoint.tag],
             description=(make_task.__doc__ or "").partition("\n\n")[0],
             responses={200: answer},
+            openapi_extra={"parameters": [PARAMETER]} if endpoint.takes_key else None,
         )
     return router
 
@@ -65,9 +67,16 @@ def _make_handler(endpoint: Endpoint, make_task: MakeTask) -> Callable[..., Awai
     shape = OPENAI_CHUNKS if endpoint.tag == OPENAI else NAMED_EVENTS
 
     async def handle(
-        body: BaseModel, request: Request, models: ModelsDep, stores: StoresDep
+        body: BaseModel,
+        request: Request,
+        models: ModelsDep,
+        stores: StoresDep,
+        answers: AnswersDep,
     ) -> Response:
-        return await respond(request, make_task(body, models, stores), shape)
+        async def work() -> Response:
+            return await respond(request, make_task(body, models, stores), shape)
+
+        return await (answers.once(request, body, work) if endpoint.takes_key else work())
 
     handle.__annotations__["body"] = endpoint.request
     return handle

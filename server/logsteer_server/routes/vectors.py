@@ -15,15 +15,26 @@ from logsteer.schemas import (
 )
 from logsteer.schemas.steering import VectorName
 from logsteer_server.http.dependencies import (
+    AnswersDep,
     FileReadersDep,
     SettingsDep,
+    StoreThreadsDep,
     VectorsDep,
-    read_upload,
 )
+from logsteer_server.http.idempotency import PARAMETER
 from logsteer_server.http.respond import answer, run_within
-from logsteer_server.routes.resources import VECTOR_RESOURCE, describe_file, make_router
-from logsteer_server.stores.formats.vector_file import MEDIA_TYPES, read_file, write_file
+from logsteer_server.routes.resources import (
+    VECTOR_RESOURCE,
+    UploadLimit,
+    describe_file,
+    make_router,
+    open_upload,
+    write_body,
+)
+from logsteer_server.stores.formats.vector_file import MEDIA_TYPES, ReadFile, read_file, write_file
 from logsteer_server.stores.layer_vectors import invalid_vector
+from logsteer_server.stores.threads import StoreThreads
+from logsteer_server.stores.upload import Upload
 from logsteer_server.stores.vectors import StoredVectors, VectorStore
 from logsteer_server.tasks.training import combine_vectors
 
@@ -49,11 +60,12 @@ async def download_vector(
     name: VectorName,
     request: Request,
     store: VectorsDep,
+    threads: StoreThreadsDep,
     format: Annotated[ContentFormat, Query()] = "safetensors",  # noqa: A002
 ) -> Response:
     """The vector as a file: safetensors, or a GGUF control vector for llama.cpp and repeng."""
-    card = await asyncio.to_thread(store.files.describe, name)
-    found = await asyncio.to_thread(store.find, name)
+    card = await threads.run(store.files.describe, name)
+    found = await threads.run(store.find, name)
     hint = card.about.model_hint or card.about.model
     headers = {
         "ETag": f'"{found.sha256}{"" if format == "safetensors" else "-" + format}"',
@@ -61,7 +73,7 @@ async def download_vector(
     }
     if headers["ETag"] in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers={"ETag": headers["ETag"]})
-    content = await asyncio.to_thread(write_file, found.vectors, format, hint)
+    content = await threads.run(write_file, found.vectors, format, hint)
     return Response(content, headers=headers, media_type=MEDIA_TYPES[format])
 
 
@@ -77,39 +89,51 @@ async def upload_vector(
     request: Request,
     settings: SettingsDep,
     store: VectorsDep,
+    threads: StoreThreadsDep,
     readers: FileReadersDep,
     format: Annotated[VectorFormat | None, FORMAT_OF_FILE] = None,  # noqa: A002
 ) -> Response:
     """Store the file's vector under this name, whatever the name stood for before."""
-    store.files.check_writing(name)
-    chunks = read_upload(request, settings.max_vector_bytes, "max_vector_bytes")
-    data = b"".join([chunk async for chunk in chunks])
-    if not data:
-        raise invalid_vector("the body is empty; send the file's bytes.")
-    work = _read_and_put(name, data, format, store, readers)
-    card = await run_within(request, settings.request_timeout_s, work)
+    limit = UploadLimit(settings.max_vector_bytes, "max_vector_bytes")
+    async with open_upload(request, store.files, name, limit, threads) as upload:
+        await write_body(request, upload, limit, threads)
+        if not upload.size:
+            raise invalid_vector("the body is empty; send the file's bytes.")
+        reading = _read(upload, format, threads, readers)
+        read = await run_within(request, settings.request_timeout_s, reading)
+    # What is stored is written anew, in the one form that contents have.
+    about = VectorAbout(source="upload", format=read.format, model_hint=read.model_hint)
+    card = await threads.run(store.put, name, read.vectors, about)
     return answer(request, card.model_dump())
 
 
-async def _read_and_put(
-    name: str,
-    data: bytes,
-    given: VectorFormat | None,
-    store: VectorStore,
-    readers: asyncio.Semaphore,
-) -> VectorCard:
+async def _read(
+    upload: Upload, given: VectorFormat | None, threads: StoreThreads, readers: asyncio.Semaphore
+) -> ReadFile:
     async with readers:
-        read = await asyncio.to_thread(read_file, data, given)
-    about = VectorAbout(source="upload", format=read.format, model_hint=read.model_hint)
-    return await asyncio.to_thread(store.put, name, read.vectors, about)
+        return await threads.run(lambda: read_file(upload.path.read_bytes(), given))
 
 
-@router.post("/vectors/{name:stored}/combine", responses={200: {"model": VectorCard}})
+@router.post(
+    "/vectors/{name:stored}/combine",
+    responses={200: {"model": VectorCard}},
+    openapi_extra={"parameters": [PARAMETER]},
+)
 async def combine_vector(
-    name: VectorName, body: CombineRequest, request: Request, store: VectorsDep
+    name: VectorName,
+    body: CombineRequest,
+    request: Request,
+    store: VectorsDep,
+    threads: StoreThreadsDep,
+    answers: AnswersDep,
 ) -> Response:
     """A weighted sum of stored vectors, stored under this name."""
-    return answer(request, (await asyncio.to_thread(_combine, name, body, store)).model_dump())
+
+    async def work() -> Response:
+        card = await threads.run(_combine, name, body, store)
+        return answer(request, card.model_dump())
+
+    return await answers.once(request, body, work)
 
 
 def _combine(name: str, body: CombineRequest, store: VectorStore) -> VectorCard:

@@ -151,7 +151,7 @@ def _check_numbers(layer: int, numbers: npt.NDArray[np.floating]) -> Vector:
         raise invalid_vector(f"layer {layer} has shape {shape}; give one number per dimension.")
     if not 0 < len(numbers) <= MAX_WIDTH:
         raise invalid_vector(f"layer {layer} has {len(numbers)} numbers, not 1 to {MAX_WIDTH}.")
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         vector_D = numbers.astype("<f4") + np.float32(0.0)
     wrong = np.flatnonzero(~np.isfinite(vector_D))
     if len(wrong):

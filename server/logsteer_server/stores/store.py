@@ -201,9 +201,9 @@ class Store(Generic[C]):
 
     def _clean_up(self, index: StoreIndex, freed: str | None) -> None:
         """Remove the content that a change has left without a name, and count what is left."""
-        for sha256 in {freed} if index.damaged else index.unclaimed | {freed}:
-            if sha256 is not None:
-                self._drop(index, sha256)
+        gone = set() if freed is None else {freed}
+        for sha256 in gone if index.damaged else gone | index.unclaimed:
+            self._drop(index, sha256)
         self.room.stored = index.num_bytes
 
     def _check_room(self, index: StoreIndex, card: C) -> None:
@@ -232,13 +232,13 @@ class Store(Generic[C]):
     def find(self, name: str) -> StoredContent:
         """Return the content of a name."""
         card = self.describe(name)
-        while not self._is_whole(card):
+        while not self.is_whole(card):
             missing, card = card, self.describe(name)
             if card.sha256 == missing.sha256:  # it was not just given another content
                 raise self.report_damage(name, self.files.locate(card.sha256))
         return StoredContent(name, card.sha256, self.files.locate(card.sha256))
 
-    def _is_whole(self, card: C) -> bool:
+    def is_whole(self, card: C) -> bool:
         """Return whether a card's content is there, and of the size that the card says."""
         try:
             return self.files.locate(card.sha256).stat().st_size == card.bytes
@@ -281,7 +281,7 @@ class Store(Generic[C]):
                 with suppress(FileNotFoundError):  # deleted since
                     card = self.files.read_card(name)
                     if card is not None and (
-                        sizes.get(card.sha256) == card.bytes or self._is_whole(card)
+                        sizes.get(card.sha256) == card.bytes or self.is_whole(card)
                     ):
                         listing.cards.append(card)
                     else:

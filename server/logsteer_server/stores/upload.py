@@ -1,5 +1,6 @@
 """Files that are being written to a store's directory, the room they take, a disk's faults."""
 
+import errno
 import fcntl
 import hashlib
 import logging
@@ -106,40 +107,54 @@ class Upload:
         self.path = Path(name)
         fcntl.flock(self._handle, fcntl.LOCK_EX)  # what nobody locks is left over
         self._hasher = hashlib.sha256()
+        self._lock = threading.Lock()
         self._is_open = True
         self.size = 0
 
-    def write(self, data: bytes) -> None:
-        """Append bytes. Errors: APIError of `UploadRoom.grow_to`; `internal`: the disk fails."""
+    def reserve(self, size: int) -> None:
+        """Reserve room for a file of `size` bytes. Errors: as `UploadRoom.grow_to`."""
         if self.room is not None:
-            self.room.grow_to(self.size + len(data))
-        self._hasher.update(data)
-        with report_faults(self._directory):
+            self.room.grow_to(size)
+
+    def write(self, data: bytes) -> None:
+        """Append bytes. Errors: as `reserve`; APIError `internal` where the disk fails."""
+        self.reserve(self.size + len(data))
+        with self._use():
+            self._hasher.update(data)
             rest = memoryview(data)
             while rest:
                 rest = rest[os.write(self._handle, rest) :]
-        self.size += len(data)
+            self.size += len(data)
 
     def finish(self) -> str:
         """Bring the bytes to the disk; return their SHA-256. Errors: as `write`."""
-        with report_faults(self._directory):
+        with self._use():
             os.fsync(self._handle)
-        return self._hasher.hexdigest()
+            return self._hasher.hexdigest()
+
+    @contextmanager
+    def _use(self) -> Iterator[None]:
+        """Keep the file open: who uploads may be gone while a thread still writes."""
+        with report_faults(self._directory), self._lock:
+            if not self._is_open:
+                raise OSError(errno.EBADF, "the upload was given up")
+            yield
 
     def discard(self) -> None:
         """Close the file, remove it where it was not stored, and give its room back."""
-        if not self._is_open:
-            return
-        self._is_open = False
-        try:
-            with suppress(FileNotFoundError):
-                os.unlink(self.path)  # noqa: PTH108
-        except OSError as error:  # the next start removes it
-            log.warning("%s could not be removed: %s", self.path, error)
-        finally:
-            os.close(self._handle)
-            if self.room is not None:
-                self.room.release()
+        with self._lock:
+            if not self._is_open:
+                return
+            self._is_open = False
+            try:
+                with suppress(FileNotFoundError):
+                    os.unlink(self.path)  # noqa: PTH108
+            except OSError as error:  # the next start removes it
+                log.warning("%s could not be removed: %s", self.path, error)
+            finally:
+                os.close(self._handle)
+                if self.room is not None:
+                    self.room.release()
 
 
 @contextmanager

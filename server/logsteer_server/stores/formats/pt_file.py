@@ -35,23 +35,34 @@ class PickledVector:
 def main() -> None:
     """Convert one file."""
     try:
-        import torch
-        from safetensors.numpy import save
+        import safetensors.numpy  # noqa: F401
+        import torch  # noqa: F401
     except ImportError as error:
         refuse(f"this server cannot read torch's files ({error}); send safetensors")
     data = sys.stdin.buffer.read()
     limit_resources()
+    try:
+        content = convert(data)
+    except ValueError as error:
+        refuse(str(error))
+    sys.stdout.buffer.write(content)
+
+
+def convert(data: bytes) -> bytes:
+    """Return the tensors of torch's file as safetensors. Errors: ValueError for all that fails."""
+    import torch
+    from safetensors.numpy import save
+
     known: Any = (PickledVector, "steering_vectors.steering_vector.SteeringVector")
     try:
         with torch.serialization.safe_globals([known]):
             loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         tensors = {name: to_numpy(name, tensor) for name, tensor in list_tensors(loaded).items()}
-        content = save(tensors)
-    except MemoryError:
-        refuse(f"it unfolds to more than {MEMORY_BYTES} bytes")
+        return save(tensors)
+    except MemoryError as error:
+        raise ValueError(f"it unfolds to more than {MEMORY_BYTES} bytes") from error
     except Exception as error:  # a broken file makes torch raise anything
-        refuse(explain(error))
-    sys.stdout.buffer.write(content)
+        raise ValueError(explain(error)) from error
 
 
 def limit_resources() -> None:

@@ -45,6 +45,9 @@ MEDIA_TYPES: Mapping[ContentFormat, str] = {
     "gguf": "application/vnd.gguf",
 }
 
+MAX_AXES = 8
+"""Of a tensor, most of them of length 1: numpy has no more than 64."""
+
 _BY_NUMBER = re.compile(
     r"(?:(?:layers?|model\.layers|transformer\.h|blocks|direction)[._])?([0-9]{1,6})"
 )
@@ -126,6 +129,11 @@ def _read_safetensors(data: bytes) -> dict[str, Array]:
     tensors: dict[str, Array] = {}
     for name, entry in entries:
         dtype, raw = entry["dtype"], entry["data"]
+        if len(entry["shape"]) > MAX_AXES:
+            raise invalid_vector(
+                f"tensor {name[:80]!r} has {len(entry['shape'])} axes; give one number per "
+                "dimension."
+            )
         if dtype == "BF16":  # numpy has no such type: its bits are the upper half of float32's
             numbers = (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
         elif dtype in _DTYPES:
@@ -134,7 +142,10 @@ def _read_safetensors(data: bytes) -> dict[str, Array]:
             raise invalid_vector(
                 f"tensor {name[:80]!r} has type {dtype}; F32, F16, BF16 and F64 are read."
             )
-        tensors[name] = numbers.reshape(entry["shape"])
+        try:
+            tensors[name] = numbers.reshape(entry["shape"])
+        except ValueError as error:  # an axis beyond what numpy counts, beside one of length 0
+            raise invalid_vector(f"tensor {name[:80]!r} has a shape that cannot be.") from error
     return tensors
 
 

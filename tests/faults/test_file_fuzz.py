@@ -1,0 +1,88 @@
+"""A share of the fuzz of files and steering; `python -m tests.faults.file_fuzz N` runs more."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from logsteer.errors import APIError
+from logsteer_server.models.cache import unpack_output
+from logsteer_server.models.cachefile import CacheFile
+from logsteer_server.stores.formats.vector_file import read_file
+from tests.faults.file_fuzz import TARGETS, fuzz, list_shares, read_steering
+from tests.server.cached_jobs import JOB
+from tests.server.steering_cases import INFO
+
+COUNTS = dict.fromkeys(TARGETS, 400) | {"cache file": 50, "vector pt": 50}
+"""Inputs of each target; where torch is not loaded, that takes most of the time."""
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_files_are_taken_or_refused(name: str, tmp_path: Path) -> None:
+    if name == "vector pt":
+        pytest.importorskip("torch")
+    findings = fuzz(name, COUNTS[name], 0, tmp_path)
+    assert not findings.bad
+    assert findings.taken + findings.refused == COUNTS[name]
+    assert findings.taken, "some changes leave a file that can be read"
+    always = name in ("card", "cache file")  # damage is no error there
+    assert always or findings.refused > COUNTS[name] / 4
+
+
+def test_a_run_has_as_many_inputs_as_were_asked_for() -> None:
+    shares = list_shares(200_000)
+    assert shares.keys() == TARGETS.keys()
+    assert sum(shares.values()) >= 200_000
+
+
+# ------------------------------------------------------------------ what it has found
+
+
+def with_shape(shape: list[int], data: bytes = b"") -> bytes:
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, len(data)]}
+    header = json.dumps({"1": entry}).encode()
+    return len(header).to_bytes(8, "little") + header + data
+
+
+@pytest.mark.parametrize("shape", [[1] * 70, [0, 2**62], [0, 2**63]])
+def test_shapes_that_numpy_lacks_are_refused(shape: list[int]) -> None:
+    data = bytes(4) if 0 not in shape else b""
+    with pytest.raises(APIError) as caught:
+        read_file(with_shape(shape, data), "safetensors")
+    assert caught.value.code == "invalid_vector"
+
+
+def test_a_signalling_nan_is_refused_without_a_warning() -> None:
+    numbers = np.array([0x7F800001, 0x3F800000], np.uint32).view(np.float32)
+    with pytest.raises(APIError, match="NaN"):
+        read_file(save({"1": numbers}))
+
+
+@pytest.mark.parametrize("dtype", ["<f5", "(", "O", "<U4", "<M8", 4, None])
+def test_a_cached_value_of_another_type_is_no_result(dtype: object) -> None:
+    import msgpack
+
+    with pytest.raises(ValueError, match="no type of numbers"):
+        unpack_output(msgpack.packb([None, dtype, 0, bytes(8)]), JOB.columns)
+
+
+def test_a_value_is_not_given_for_another_key(tmp_path: Path) -> None:
+    path = tmp_path / "results.db"
+    file = CacheFile(path, 2**20)
+    file.write([(b"a" * 32, b"of a")])
+    file.close()
+    content = path.read_bytes()
+    assert content.count(b"a" * 32) == 2, "in the table, and in its index"
+    path.write_bytes(content.replace(b"a" * 32, b"c" * 32))
+    file = CacheFile(path, 2**20)
+    assert file.read([b"a" * 32, b"c" * 32]) == {}
+    file.close()
+
+
+def test_scales_beyond_float64_are_refused_without_a_warning(tmp_path: Path) -> None:
+    one = {"data": {"1": [30.0] * INFO.hidden_size}, "scale": 1e308}
+    for vectors in ([one], [one, {**one, "scale": -1e308}]):
+        with pytest.raises(APIError, match="beyond float32"):
+            read_steering(json.dumps({"vectors": vectors}).encode(), tmp_path)
