@@ -87,7 +87,7 @@ class Settings(BaseSettings):
         env_file=".env",
         extra="ignore",
         yaml_file=None,
-        hide_input_in_errors=True,
+        hide_input_in_errors=True,  # which may be a key
     )
 
     models: list[ModelSettings] = Field(default_factory=list)

@@ -18,7 +18,8 @@ from logsteer import Client
 from logsteer._endpoints import ENDPOINTS
 from logsteer.errors import APIError, AuthenticationError, OverloadedError, PermissionDeniedError
 from logsteer_server.__main__ import main
-from logsteer_server.keys.caller import Allowance
+from logsteer_server.contract.lane import Lane
+from logsteer_server.keys.caller import Allowance, Requester
 from logsteer_server.keys.entries import KeyEntry, KeyLimits, change_keys, read_keys
 from logsteer_server.keys.keyring import HASHES_PER_ID, LOOK_EVERY_S, KeyRing
 from logsteer_server.settings import ConfigurationError, ModelSettings, Settings
@@ -257,6 +258,21 @@ def test_a_flood_of_one_key_keeps_no_other_waiting(server: Server, tokens: dict[
     assert low < 10  # of priority batch: one turn in 16, never none
 
 
+def test_a_request_may_lower_its_priority_and_not_raise_it(
+    server: Server, tokens: dict[str, str]
+) -> None:
+    for name, asked in (("scorer", "batch"), ("nightly", "interactive"), ("scorer", "Batch")):
+        answer = post(server, tokens[name], "/logprob", BODY, **{"X-Priority": asked})
+        assert answer.status_code == 200
+    refused = post(server, tokens["scorer"], "/logprob", BODY, **{"X-Priority": "first"})
+    assert (refused.status_code, refused.json()["code"]) == (422, "invalid_request")
+    night = Requester(lane=Lane("n", "batch"))
+    assert night.lane.priority == "batch"
+    day = Requester(lane=Lane("d"))
+    day.lower()
+    assert (day.lane.tenant, day.lane.priority) == ("d", "batch")
+
+
 # ------------------------------------------------------------------ what it costs
 
 
@@ -465,5 +481,6 @@ def test_a_server_does_not_start_with_a_file_that_is_none(
 
 
 def test_one_kind_of_key_at_a_time() -> None:
-    with pytest.raises(ValueError, match="give the file alone"):
-        Settings(models=[ModelSettings(id="a", path="p")], api_key="a", key_file=Path("b"))
+    with pytest.raises(ValueError, match="give the file alone") as caught:
+        Settings(models=[ModelSettings(id="a", path="p")], api_key="s3cret", key_file=Path("b"))
+    assert "s3cret" not in str(caught.value)
