@@ -88,6 +88,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.settings = settings
     app.state.capacity = capacity = Capacity(settings)
     app.state.metrics = Metrics()
+    app.state.metrics.live.read_pending_bytes = lambda: capacity.memory.pending
     app.state.drain = Drain()
     app.state.answers = AnswerMemory(settings.idempotency_bytes, settings.idempotency_s)
     app.state.keys = keys = KeyRing(settings)

@@ -46,6 +46,7 @@ class LiveReadings(Collector):
     def __init__(self) -> None:
         self.read_models: Callable[[], Iterable[ModelReading]] = tuple
         self.read_cache_bytes: Callable[[], int] = int
+        self.read_pending_bytes: Callable[[], int] = int
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metric families."""
@@ -63,6 +64,11 @@ class LiveReadings(Collector):
             ready.add_metric([reading.model], float(reading.is_ready))
             restarts.add_metric([reading.model], reading.restarts)
         yield from (pending, ready, restarts)
+        yield GaugeMetricFamily(
+            "logsteer_pending_bytes",
+            "Memory expected for requests and answers at work.",
+            value=self.read_pending_bytes(),
+        )
         yield GaugeMetricFamily(
             "logsteer_result_cache_bytes",
             "Memory that cached results take.",

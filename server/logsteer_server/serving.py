@@ -6,6 +6,7 @@ import errno
 import ipaddress
 import logging
 import os
+import resource
 import socket
 import sys
 import time
@@ -22,6 +23,7 @@ from logsteer_server.engines.vllm.arguments import check_arguments
 from logsteer_server.http.connections import ConnectionLimits, LimitedProtocol
 from logsteer_server.http.drain import Drain
 from logsteer_server.keys.entries import check_key_file
+from logsteer_server.log_limits import RepeatFilter
 from logsteer_server.models.cachefile import check_cache_file
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import ConfigurationError, Settings, load_settings
@@ -33,6 +35,9 @@ GIVEN_UP = 3
 """Exit status where a required model was given up."""
 END_S = 5
 """For answers that say that the server ends, once the time of running requests is over."""
+MOST_DESCRIPTORS = 2**16
+OWN_DESCRIPTORS = 256
+"""Left for what is no connection: engines, stores, uploads."""
 PROGRESS_EVERY_S = 5.0
 IDLE_CONNECTION_S = 60
 """Longer than clients keep an idle connection, which is 5 s in httpx: who closes it while the other
@@ -101,6 +106,8 @@ def main(argv: list[str] | None = None) -> int:
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(RepeatFilter())
     place = settings.uds or f"{settings.host}:{settings.port}"
     try:
         listener = _listen(settings) if settings.uds is None else _listen_unix(settings.uds)
@@ -174,6 +181,15 @@ def _listen_unix(path: Path) -> socket.socket:
     return listener
 
 
+def raise_descriptor_limit() -> int:
+    """Have this process open as many files as it may, and return how many that are."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return max(soft, wanted)
+
+
 def _listen(settings: Settings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # asyncio sets TCP_NODELAY where the protocol is named; without it every answer on a connection
@@ -243,7 +259,7 @@ class DrainingServer(uvicorn.Server):
 async def _serve(settings: Settings, listener: socket.socket) -> tuple[int, str]:
     """Serve until the end; return the exit status and what is to be logged last."""
     app = create_app(settings)
-    limits = ConnectionLimits.of(settings)
+    limits = ConnectionLimits.of(settings, raise_descriptor_limit() - OWN_DESCRIPTORS)
     config = uvicorn.Config(
         app,
         http=partial(LimitedProtocol, limits=limits),  # type: ignore[arg-type]

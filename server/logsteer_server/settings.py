@@ -155,6 +155,11 @@ class Settings(BaseSettings):
     max_unread_bytes: int = Field(
         4 * 2**20, ge=2**10, description="Events of a stream that wait for their reader."
     )
+    max_unread_results: int = Field(
+        131_072,
+        ge=1,
+        description="Results of a call that nobody has read; in streams a token.",
+    )
     planning_threads: int = Field(
         2, ge=1, description="Threads that plan requests, and as many for those that take long."
     )

@@ -45,6 +45,7 @@ class SupervisionLimits:
     """How an engine is fed, watched and restarted; `Settings` describes each number."""
 
     engine_tokens: int = 65_536
+    max_unread_results: int = 131_072
     watch: WatchLimits = field(default_factory=WatchLimits)
     max_restarts: int = 8
     restart_window_s: float = 600.0
@@ -57,6 +58,7 @@ class _Waiter:
     """Where the results of one call go."""
 
     call: EngineCall
+    unread: int = 0
     results: asyncio.Queue[Sequence[tuple[int, JobResult, float]] | APIError] = field(
         default_factory=asyncio.Queue
     )
@@ -188,6 +190,7 @@ class EngineHandle:
                 results = await waiter.results.get()
                 if isinstance(results, APIError):
                     raise results
+                waiter.unread -= len(results)
                 missing -= sum(result.is_last for _, result, _ in results)
                 for job_id, result, taken_at in results:
                     if result.failed:
@@ -270,7 +273,20 @@ class EngineHandle:
                 by_waiter.setdefault(waiter, []).append(result)
         for waiter, own in by_waiter.items():
             waiter.results.put_nowait(own)
+            waiter.unread += len(own)
+            if waiter.unread > self._limits.max_unread_results:
+                self._give_up_reading(waiter)
         self._send_jobs()
+
+    def _give_up_reading(self, waiter: _Waiter) -> None:
+        """End a call whose results are not read, and drop them."""
+        self._leave(waiter)
+        waiter.results = asyncio.Queue()
+        detail = (
+            f"More than {self._limits.max_unread_results} results came that were not read: read "
+            "the stream faster, ask for less at once, or raise max_unread_results."
+        )
+        waiter.results.put_nowait(api_error("overloaded", detail, retry_after=1.0))
 
     def _fail(self, failure: Failed) -> None:
         """Note why the process is about to end, and answer everyone before it has."""

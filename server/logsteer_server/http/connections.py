@@ -37,10 +37,10 @@ class ConnectionLimits:
     idle: dict["LimitedProtocol", None] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, settings: Settings) -> "ConnectionLimits":
-        """Return the bounds of the settings."""
+    def of(cls, settings: Settings, descriptors: int) -> "ConnectionLimits":
+        """Return the bounds of the settings; `descriptors`: how many connections there can be."""
         return cls(
-            settings.max_connections,
+            max(1, min(settings.max_connections, descriptors)),
             settings.max_header_bytes,
             settings.header_timeout_s,
             settings.read_timeout_s,

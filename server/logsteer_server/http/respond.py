@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -204,8 +205,15 @@ class EventStream(StreamingResponse):
 async def run_within(request: Request, timeout_s: float, work: Coroutine[Any, Any, T]) -> T:
     """Return what `work` returns; cancel it when time runs out or the caller hangs up.
 
+    The header X-Request-Timeout shortens the time.
+
     Errors: APIError `deadline_exceeded`, or that of a server that ends; ClientDisconnect.
     """
+    try:
+        timeout_s = min(timeout_s, _read_timeout(request))
+    except APIError:
+        work.close()
+        raise
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_wait_for_disconnect(request))
     try:
@@ -217,13 +225,26 @@ async def run_within(request: Request, timeout_s: float, work: Coroutine[Any, An
             raise ClientDisconnect
         detail = (
             f"The work was not done within {timeout_s:g} s and was cancelled: send less at once, "
-            "or raise request_timeout_s."
+            "or raise request_timeout_s (or X-Request-Timeout)."
         )
         raise api_error("deadline_exceeded", detail)
     finally:
         for pending in (task, gone):
             pending.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
+
+
+def _read_timeout(request: Request) -> float:
+    """Return the seconds that the caller will wait. Errors: APIError `invalid_request`."""
+    given = request.headers.get("x-request-timeout", "inf")
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        detail = f"X-Request-Timeout is {given!r}; send a number of seconds above 0."
+        raise api_error("invalid_request", detail)
+    return seconds
 
 
 async def _wait_for_disconnect(request: Request) -> None:

@@ -1,0 +1,150 @@
+"""Planning in slices: turns between requests, room between slices, ends that are noticed."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from logsteer.errors import APIError, OverloadedError, PayloadTooLargeError
+from logsteer_server.models.admission import Admission
+from logsteer_server.settings import ModelSettings, Settings
+from logsteer_server.tasks.planning import (
+    BYTES_PER_CHAR,
+    LONG_TEXT,
+    SLICE_S,
+    Capacity,
+    Planner,
+    Steps,
+)
+
+
+@pytest.fixture
+def capacity() -> Iterator[Capacity]:
+    found = Capacity(make_settings())
+    yield found
+    found.close()
+
+
+def make_settings(**fields: int) -> Settings:
+    return Settings(models=[ModelSettings(id="any", path="here")], **fields)
+
+
+def count_up(steps: int, seconds: float = 0.0, log: list[str] | None = None) -> Steps[str]:
+    for n in range(steps):
+        time.sleep(seconds)
+        if log is not None:
+            log.append(threading.current_thread().name)
+        yield 10 * (n + 1)
+    return "done"
+
+
+def test_steps_return_what_they_come_to_and_tell_what_they_plan(capacity: Capacity) -> None:
+    covered: list[int] = []
+    steps = count_up(20, SLICE_S / 3)
+    assert asyncio.run(capacity.advance(steps, covered.append)) == "done"
+    assert covered == sorted(covered)
+    assert 3 <= len(covered) < 20, "several steps are a slice"
+
+
+def test_cheap_steps_are_one_slice(capacity: Capacity) -> None:
+    covered: list[int] = []
+    assert asyncio.run(capacity.advance(count_up(50), covered.append)) == "done"
+    assert covered == []
+
+
+def test_what_cannot_be_covered_ends_the_steps(capacity: Capacity) -> None:
+    tokens = Admission(100)
+    ran: list[str] = []
+
+    async def run() -> None:
+        with tokens.enter() as room:
+            await capacity.advance(count_up(1000, SLICE_S, ran), room.cover)
+
+    with pytest.raises(PayloadTooLargeError, match="at most 100"):
+        asyncio.run(run())
+    assert len(ran) < 20
+    assert tokens.pending == 0
+
+
+def test_a_short_plan_does_not_wait_for_long_ones(capacity: Capacity) -> None:
+    async def run() -> float:
+        names: list[str] = []
+        long = [
+            asyncio.create_task(capacity.advance(count_up(200, SLICE_S, names), lambda _: None))
+            for _ in range(10)
+        ]
+        while not any(name.startswith("planning-long") for name in names):
+            await asyncio.sleep(SLICE_S)
+        began = time.monotonic()
+        await capacity.advance(count_up(1), lambda _: None)
+        waited = time.monotonic() - began
+        for task in long:
+            task.cancel()
+        await asyncio.gather(*long, return_exceptions=True)
+        return waited
+
+    assert asyncio.run(asyncio.wait_for(run(), 60)) < 20 * SLICE_S
+
+
+def test_nobody_plans_for_a_caller_who_has_left(capacity: Capacity) -> None:
+    async def run() -> int:
+        ran: list[str] = []
+        task = asyncio.create_task(capacity.advance(count_up(10_000, SLICE_S, ran), lambda _: None))
+        await asyncio.sleep(5 * SLICE_S)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        done = len(ran)
+        await asyncio.sleep(5 * SLICE_S)
+        return len(ran) - done
+
+    assert asyncio.run(run()) <= 1
+
+
+def test_plans_are_bounded_in_number() -> None:
+    capacity = Capacity(make_settings(max_planned_requests=1))
+
+    async def run() -> None:
+        first = asyncio.create_task(capacity.advance(count_up(5, SLICE_S), lambda _: None))
+        await asyncio.sleep(SLICE_S)
+        with pytest.raises(OverloadedError, match="1 requests"):
+            await capacity.call(int)
+        assert await first == "done"
+        assert await capacity.call(int, "7") == 7
+
+    asyncio.run(run())
+    capacity.close()
+
+
+def make_planner(capacity: Capacity) -> Planner:
+    return Planner(capacity, Admission(1000).enter(), capacity.memory.enter())
+
+
+def test_answers_are_bounded_by_arithmetic() -> None:
+    capacity = Capacity(make_settings(max_answer_bytes=2**20))
+    planner = make_planner(capacity)
+    planner.expect_rows(1000, 2)
+    assert planner.expected_bytes == capacity.memory.pending > 1000 * 2 * 8
+    with pytest.raises(PayloadTooLargeError, match="max_answer_bytes"):
+        planner.expect_rows(1000, 2, alternatives=1000)
+
+
+def test_memory_is_that_of_all_requests() -> None:
+    capacity = Capacity(make_settings(max_pending_bytes=2**20))
+    make_planner(capacity).expect_bytes(700_000)
+    with pytest.raises(OverloadedError, match="bytes of memory"):
+        make_planner(capacity).expect_bytes(700_000)
+
+
+def test_long_texts_are_encoded_in_a_thread_of_their_own(capacity: Capacity) -> None:
+    planner = make_planner(capacity)
+    planner.cover_text(LONG_TEXT)
+    assert capacity.memory.pending == 0
+    planner.cover_text(LONG_TEXT + 1)
+    assert capacity.memory.pending == (LONG_TEXT + 1) * BYTES_PER_CHAR
+    names: list[str] = []
+    asyncio.run(planner.advance(count_up(1, 0, names)))
+    assert [name.rpartition("_")[0] for name in names] == ["planning-texts"]
+    with pytest.raises(APIError, match="max_text_chars"):
+        planner.cover_text(capacity.settings.max_text_chars + 1)
