@@ -15,14 +15,23 @@ from tests.conftest import Server, ServerFactory, fake_model
 MOST_CONNECTIONS = 20
 TIMEOUT_S = 1.0
 REQUEST = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
-STREAM = {"prompt_ids": [[5, 6, 7]], "n": 100, "max_tokens": 100, "stream": True}
+STREAM = {
+    "model": "fake",
+    "prompt_ids": [[5, 6, 7]],
+    "n": 100,
+    "max_tokens": 100,
+    "stream": True,
+}
 
 
 @pytest.fixture(scope="module")
 def server(start_server: ServerFactory) -> Iterator[Server]:
     yield start_server(
         {
-            "models": [fake_model("fake", context_length=4096)],
+            "models": [
+                fake_model("fake", context_length=4096),
+                fake_model("slow", delay_s=2 * TIMEOUT_S),
+            ],
             "max_connections": MOST_CONNECTIONS,
             "max_header_bytes": 4096,
             "header_timeout_s": TIMEOUT_S,
@@ -146,7 +155,7 @@ def test_a_stream_that_is_not_read_holds_no_budget(server: Server) -> None:
 def test_an_answer_that_is_not_read_is_cut(server: Server) -> None:
     """It has more bytes than the system's buffers hold."""
     texts = ["Once upon a time there was a little girl who liked to read books."] * 16_384
-    with connect_slowly(server, "/tokenize", {"texts": texts}) as slow:
+    with connect_slowly(server, "/tokenize", {"model": "fake", "texts": texts}) as slow:
         time.sleep(6 * TIMEOUT_S)
         found = read_all(slow)
     head, _, body = found.partition(b"\r\n\r\n")
@@ -163,3 +172,25 @@ def test_what_follows_an_answer_is_dropped_to_a_bound(server: Server) -> None:
             while sent < 200_000_000:
                 sent += connection.send(b"[" * 65_536)
         assert sent < 100_000_000
+
+
+def test_a_caller_may_wait_for_less_than_the_server_does(server: Server) -> None:
+    body = {"model": "slow", "items": [{"context_ids": [5], "target_ids": [[6]]}]}
+    began = time.monotonic()
+    answer = ask_within(server, body, "0.2")
+    assert (answer.status_code, answer.json()["code"]) == (504, "deadline_exceeded")
+    assert time.monotonic() - began < TIMEOUT_S
+    assert ask_within(server, body, "60").status_code == 200
+
+
+@pytest.mark.parametrize("given", ["soon", "0", "-1", "nan", ""])
+def test_a_deadline_is_a_number_of_seconds(server: Server, given: str) -> None:
+    body = {"model": "fake", "items": [{"context_ids": [5], "target_ids": [[6]]}]}
+    answer = ask_within(server, body, given)
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
+    assert "X-Request-Timeout" in answer.json()["detail"]
+
+
+def ask_within(server: Server, body: dict[str, Any], seconds: str) -> httpx.Response:
+    headers = {"X-Request-Timeout": seconds}
+    return httpx.post(f"{server.url}/logprob", json=body, headers=headers, timeout=60)
