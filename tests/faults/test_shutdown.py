@@ -115,7 +115,7 @@ def upload(server: Server, path: str, start: bytes) -> socket.socket:
     """A request whose body has begun."""
     url = httpx.URL(server.url)
     connection = socket.create_connection((url.host, url.port), 20)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n"
     connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + start)
     return connection
 
