@@ -170,6 +170,9 @@ class Settings(BaseSettings):
     max_pending_tokens: int = Field(
         8_000_000, ge=1, description="Tokens of accepted unfinished work, per model."
     )
+    max_key_share: float = Field(
+        0.5, gt=0, le=1, description="What one key of a key file may have of max_pending_tokens."
+    )
     max_windows_in_flight: int = Field(64, ge=1, description="Windows at work, per stream.")
     max_reference_bytes: int = Field(
         2**30, ge=2**20, description="Bytes on disk while models are compared, by all requests."

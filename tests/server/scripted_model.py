@@ -31,6 +31,7 @@ from logsteer_server.engines.fake import (
 from logsteer_server.engines.supervisor import TimedOutput, now
 from logsteer_server.interventions.interventions import Stores
 from logsteer_server.metrics import Metrics
+from logsteer_server.models.admission import Admission
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.registry import ModelRegistry
@@ -137,7 +138,7 @@ def make_model(
     model = ResidentModel(
         ModelSettings(id=model_id, path="here"),
         handle or ScriptedHandle(),  # type: ignore[arg-type]
-        max_tokens,
+        Admission(max_tokens),
         results or ResultCache(0),
         Metrics().for_model(model_id),
     )

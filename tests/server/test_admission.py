@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from logsteer.errors import APIError, OverloadedError
+from logsteer.errors import APIError, OverloadedError, PayloadTooLargeError
 from logsteer.schemas import GradientRequest
 from logsteer_server.models.admission import UNKNOWN_WAIT_S, Admission, Reservation
 from logsteer_server.tasks.gradient import GradientTask
@@ -321,3 +321,20 @@ def test_every_endpoint_that_computes_is_among_these() -> None:
     tried = {path for path, _ in REQUESTS.values()} | {"/perplexity/stream", "/gradient"}
     tried.add("/models/{model_id}/selftest")  # in test_selftest.py
     assert computing == tried
+
+
+def test_one_tenant_leaves_room_for_others() -> None:
+    admission = Admission(100, share=0.5)
+    ann, eve = admission.enter("ann"), admission.enter("eve")
+    ann.cover(50)
+    with pytest.raises(OverloadedError):
+        admission.enter("ann").cover(1)
+    eve.cover(50)
+    assert admission.pending == 100
+    ann.release()
+    with pytest.raises(PayloadTooLargeError, match="max_key_share"):
+        admission.enter("ann").cover(51)
+    with admission.enter() as everybody:
+        everybody.cover(50)
+    eve.release()
+    assert (admission.pending, admission._by_tenant) == (0, {})

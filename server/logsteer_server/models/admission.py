@@ -11,6 +11,7 @@ and lets it cover its jobs as it comes to know them. For a budget of 100 tokens:
     a.release()               # 0 of 100
 """
 
+from collections import Counter
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -35,36 +36,50 @@ BYTES = Quantity("bytes of memory", "max_pending_bytes")
 
 
 class Admission:
-    """What has been accepted and not finished, at most `limit` of a quantity."""
+    """What has been accepted and not finished, at most `limit` of a quantity.
 
-    def __init__(self, limit: int, quantity: Quantity = TOKENS) -> None:
+    Where tenants share it, each has at most `share` of it, so that none keeps all others out.
+    """
+
+    def __init__(self, limit: int, quantity: Quantity = TOKENS, share: float = 1.0) -> None:
         self.limit = limit
         self.pending = 0
+        self._by_tenant: Counter[str] = Counter()
+        self._share = share
         self._quantity = quantity
         self._per_s = 0.0
 
-    def enter(self) -> "Reservation":
+    def enter(self, tenant: str = "") -> "Reservation":
         """Begin a reservation of nothing. Errors: APIError `overloaded` where no room is left."""
         if self.pending >= self.limit:
             raise self._refuse(1)
-        return Reservation(self)
+        return Reservation(self, tenant)
 
-    def grow(self, amount: int, added: int) -> None:
+    def grow(self, amount: int, added: int, tenant: str = "") -> None:
         """Take `added` for work that then has `amount`.
 
         Errors: APIError `overloaded` where other work leaves no room, `payload_too_large` where
         the work would not fit even alone.
         """
         noun, setting = self._quantity.noun, self._quantity.setting
-        if amount > self.limit:
+        limit = int(self.limit * self._share) if tenant else self.limit
+        if amount > limit:
             detail = (
-                f"The request needs {amount} {noun}, at most {self.limit} are taken at once: "
-                f"split it, or raise {setting}."
+                f"The request needs {amount} {noun}, at most {limit} are taken at once: "
+                f"split it, or raise {setting}{' or max_key_share' if tenant else ''}."
             )
             raise api_error("payload_too_large", detail)
-        if self.pending + added > self.limit:
+        if self.pending + added > self.limit or self._by_tenant[tenant] + added > limit:
             raise self._refuse(added)
         self.pending += added
+        self._by_tenant[tenant] += added
+
+    def give_back(self, amount: int, tenant: str) -> None:
+        """Free what a tenant's work had."""
+        self.pending -= amount
+        self._by_tenant[tenant] -= amount
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
 
     def _refuse(self, added: int) -> APIError:
         wait = self.pending / self._per_s if self._per_s else UNKNOWN_WAIT_S
@@ -84,14 +99,15 @@ class Admission:
 class Reservation(AbstractContextManager["Reservation"]):
     """Room for one run, until it is released or its block is left."""
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, tenant: str = "") -> None:
         self._admission = admission
+        self._tenant = tenant
         self._amount = 0
 
     def cover(self, amount: int) -> None:
         """Hold at least this much. Errors: as `Admission.grow`."""
         if amount > self._amount:
-            self._admission.grow(amount, amount - self._amount)
+            self._admission.grow(amount, amount - self._amount, self._tenant)
             self._amount = amount
 
     def add(self, amount: int) -> None:
@@ -100,7 +116,7 @@ class Reservation(AbstractContextManager["Reservation"]):
 
     def release(self) -> None:
         """Give the room back; a second time does nothing."""
-        self._admission.pending -= self._amount
+        self._admission.give_back(self._amount, self._tenant)
         self._amount = 0
 
     def __exit__(self, *_: object) -> None:

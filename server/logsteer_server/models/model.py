@@ -62,13 +62,13 @@ class ResidentModel:
         self,
         settings: ModelSettings,
         handle: EngineHandle,
-        max_tokens: int,
+        admission: Admission,
         results: ResultCache,
         counters: ModelCounters,
     ) -> None:
         self.settings = settings
         self.handle = handle
-        self.admission = Admission(max_tokens)
+        self.admission = admission
         self._results = results
         self._counters = counters
         self._codec: TextCodec | None = None

@@ -7,6 +7,7 @@ from logsteer.errors import api_error
 from logsteer_server.engines.supervisor import EngineHandle, SupervisionLimits
 from logsteer_server.engines.watchdog import WatchLimits
 from logsteer_server.metrics import Metrics
+from logsteer_server.models.admission import Admission
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.scratch import ScratchSpace
@@ -34,7 +35,7 @@ class ModelRegistry:
             model.id: ResidentModel(
                 model,
                 EngineHandle(model.to_spec(settings.directory), limits),
-                settings.max_pending_tokens,
+                Admission(settings.max_pending_tokens, share=settings.max_key_share),
                 results,
                 metrics.for_model(model.id),
             )

@@ -230,7 +230,9 @@ class Run:
 
     def _reserve(self, admission: Admission) -> Reservation:
         if admission not in self._reservations:
-            self._reservations[admission] = self._room.enter_context(admission.enter())
+            self._reservations[admission] = self._room.enter_context(
+                admission.enter(self.caller.lane.tenant)
+            )
         return self._reservations[admission]
 
     def _count(self, batch: Batch, index: int, output: Output) -> None:
