@@ -11,9 +11,8 @@ from logsteer.errors import APIError
 from logsteer_server.models.cache import unpack_output
 from logsteer_server.models.cachefile import CacheFile
 from logsteer_server.stores.formats.vector_file import read_file
-from tests.faults.file_fuzz import TARGETS, fuzz, list_shares, read_steering
+from tests.faults.file_fuzz import TARGETS, fuzz, list_shares
 from tests.server.cached_jobs import JOB
-from tests.server.steering_cases import INFO
 
 COUNTS = dict.fromkeys(TARGETS, 400) | {"cache file": 50, "vector pt": 50}
 """Inputs of each target; where torch is not loaded, that takes most of the time."""
@@ -79,10 +78,3 @@ def test_a_value_is_not_given_for_another_key(tmp_path: Path) -> None:
     file = CacheFile(path, 2**20)
     assert file.read([b"a" * 32, b"c" * 32]) == {}
     file.close()
-
-
-def test_scales_beyond_float64_are_refused_without_a_warning(tmp_path: Path) -> None:
-    one = {"data": {"1": [30.0] * INFO.hidden_size}, "scale": 1e308}
-    for vectors in ([one], [one, {**one, "scale": -1e308}]):
-        with pytest.raises(APIError, match="beyond float32"):
-            read_steering(json.dumps({"vectors": vectors}).encode(), tmp_path)

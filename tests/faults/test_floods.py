@@ -20,7 +20,8 @@ from tests.conftest import Server, ServerFactory, fake_model
 
 CONNECTIONS = 12
 ATTACK_S = float(os.environ.get("ATTACK_S", "1"))
-ANSWERED_WITHIN_S = 2.0
+ANSWERED_WITHIN_S = float(os.environ.get("ANSWERED_WITHIN_S", "10"))
+"""2 on two cores that nobody else uses; the test that fails without bounds waits for minutes."""
 MOST_MEMORY = 1.5 * 2**30
 CONTEXT = 32_768
 TEXT = "Once upon a time there was a little girl who liked to read books in the garden. "
@@ -152,7 +153,7 @@ def forget_peak(pid: int) -> None:
 @pytest.fixture(scope="module")
 def server(start_server: ServerFactory) -> Iterator[Server]:
     model = fake_model("fake", context_length=CONTEXT)
-    yield start_server({"models": [model], "request_timeout_s": 3})
+    yield start_server({"models": [model]})
 
 
 def attack(server: Server, path: str, content: bytes) -> list[str]:
@@ -161,9 +162,9 @@ def attack(server: Server, path: str, content: bytes) -> list[str]:
     end = time.monotonic() + ATTACK_S
 
     def send() -> None:
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", "X-Request-Timeout": "3"}
         with httpx.Client(base_url=server.url, timeout=120) as http:
-            while time.monotonic() < end:
+            while not answers or time.monotonic() < end:
                 try:
                     answer = http.post(path, content=content, headers=headers)
                     answers.append(f"{answer.status_code} {answer.text[:300]}")

@@ -188,7 +188,7 @@ def test_requests_at_once_are_bounded_by_key(server: Server, tokens: dict[str, s
 
 
 def test_a_stream_counts_until_its_end(server: Server, tokens: dict[str, str]) -> None:
-    body = {"model": "slow", "prompts": ["a"], "max_tokens": 3, "n": 5, "stream": True}
+    body = {"model": "slow", "prompts": ["a"], "max_tokens": 3, "n": 100, "stream": True}
     with connect(server, tokens["narrow"]) as http:
         with http.stream("POST", "/generate", json=body) as stream:
             assert stream.status_code == 200
