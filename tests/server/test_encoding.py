@@ -340,7 +340,7 @@ def within(timeout_s: float, work: Awaitable[str], hang_up_after: float = 60) ->
         return {"type": "http.disconnect"}
 
     async def run() -> str:
-        request: Any = SimpleNamespace(receive=receive)
+        request: Any = SimpleNamespace(receive=receive, headers={})
         return await run_within(request, timeout_s, work)  # type: ignore[arg-type]
 
     return asyncio.run(run())

@@ -5,12 +5,15 @@ import logging
 import math
 import re
 import zlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match, Route
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas.common import REFUSAL
@@ -22,6 +25,24 @@ PROBLEM = "application/problem+json"
 CLIENT_CLOSED_REQUEST = 499
 MAX_SHOWN_ERRORS = 5
 OPENAI_PATHS = "/v1/"
+OPENAI_ERROR: dict[str, Any] = {
+    "type": "object",
+    "title": "OpenAIError",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                "code": {"type": "string"},
+            },
+            "required": ["message", "type", "param", "code"],
+        }
+    },
+    "required": ["error"],
+}
+"""The schema of `describe_openai_error`."""
 RETRY_SPREAD = 0.4
 _PATH = re.compile(
     r"(?<![\w/.:])/(?!models/[^/\s]+/selftest|perplexity/stream|v1/)"
@@ -31,7 +52,8 @@ _PATH = re.compile(
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Have the application answer every error of a route as a problem."""
+    """Have the application answer every error of a route as a problem, and document it so."""
+    app.openapi = partial(_describe_api, app.openapi)  # type: ignore[method-assign]
     app.add_exception_handler(APIError, _answer_api_error)
     app.add_exception_handler(RequestValidationError, _answer_invalid)
     app.add_exception_handler(HTTPException, _answer_http_error)
@@ -56,6 +78,20 @@ def _hide_faults_paths(error: APIError, request_id: str) -> str:
 def hide_paths(text: str) -> str:
     """Return a text with the last names alone of the paths of this machine in it."""
     return _PATH.sub(lambda found: found[1], text)
+
+
+def _describe_api(describe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the OpenAPI document with the media type, and the shape, that errors have."""
+    document = describe()
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            content = operation["responses"]["default"]["content"]
+            problem = content.pop(JSON, None)
+            if path.startswith(OPENAI_PATHS):
+                content[JSON] = {"schema": OPENAI_ERROR}
+            elif problem is not None:  # it is None where the document was asked for before
+                content[PROBLEM] = problem
+    return document
 
 
 def describe_openai_error(error: APIError, request_id: str) -> dict[str, Any]:
@@ -149,7 +185,8 @@ def _explain(entry: dict[str, object], request: Request) -> str:
     if entry["type"] == "json_invalid":
         context = entry.get("ctx")
         cause = context.get("error") if isinstance(context, dict) else None
-        return f"The body is not valid JSON: {cause or reason}."
+        where = _name_field(location) if location[0] == "query" else "The body"
+        return f"{where} is not valid JSON: {cause or reason}."
     if entry["type"] == "extra_forbidden":
         return f"{_name_field(location)}: there is no such field; {_suggest(request, location)}"
     if entry["type"] == REFUSAL:
@@ -163,17 +200,27 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
     if isinstance(error.__cause__, APIError):  # FastAPI wraps what reading the body raises
         return answer_problem(request, error.__cause__)
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow") or (error.headers or {}).get(
-            "allow", "another"
-        )
+        allowed = _find_methods(request)
         detail = f"{request.url.path} does not take {request.method}; send {allowed}."
-        return answer_problem(request, api_error("method_not_allowed", detail))
+        answer = answer_problem(request, api_error("method_not_allowed", detail))
+        answer.headers["Allow"] = allowed
+        return answer
     if error.status_code == 404:
         detail = f"There is no {request.url.path} here; /docs lists every path."
         return answer_problem(request, api_error("not_found", detail))
     return answer_problem(
         request, api_error("invalid_request", str(error.detail), status=error.status_code)
     )
+
+
+def _find_methods(request: Request) -> str:
+    """Return the methods that a path takes."""
+    matching = [
+        route
+        for route in request.app.routes
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
+    ]
+    return ", ".join(sorted({method for route in matching for method in route.methods or ()}))
 
 
 async def _answer_disconnect(_request: Request, _error: Exception) -> Response:

@@ -144,6 +144,8 @@ class EventStream(StreamingResponse):
     response, however that ends.
     """
 
+    media_type = "text/event-stream"
+
     def __init__(
         self,
         answer_id: str,
@@ -158,7 +160,7 @@ class EventStream(StreamingResponse):
         self._shape = shape
         self._buffer = EventBuffer(max_unread_bytes)
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(self._buffer.read(), media_type="text/event-stream", headers=headers)
+        super().__init__(self._buffer.read(), headers=headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events.

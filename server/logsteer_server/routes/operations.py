@@ -1,5 +1,7 @@
 """`/models` and `/models/{id}`, its self-test, `/healthz`, `/readyz` and `/metrics`."""
 
+from typing import Any
+
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 
@@ -18,6 +20,9 @@ from logsteer_server.http.respond import respond
 from logsteer_server.metrics import METRICS_TYPE, Metrics
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.tasks.selftest import SelftestTask
+
+ANSWERED_AS: dict[str, Any] = {"application/msgpack": {}, "text/event-stream": {}}
+"""Media types of a self-test's answer, beside JSON."""
 
 router = APIRouter(route_class=LimitedRoute, tags=["operations"])
 
@@ -44,7 +49,7 @@ def _describe(model: ResidentModel) -> ModelCard:
 @router.post(
     "/models/{model_id}/selftest",
     description=SelftestTask.__doc__,
-    responses={200: {"model": SelftestAnswer, "content": {"application/msgpack": {}}}},
+    responses={200: {"model": SelftestAnswer, "content": ANSWERED_AS}},
 )
 async def selftest(
     model_id: str, body: SelftestRequest, request: Request, models: ModelsDep

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import StreamingResponse
 
 from logsteer.errors import api_error
 from logsteer.schemas import PerplexityStreamQuery
@@ -22,6 +23,8 @@ router = APIRouter(route_class=LimitedRoute, tags=["scoring"])
 
 @router.post(
     "/perplexity/stream",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"text/event-stream": {}}}},
     openapi_extra={
         "requestBody": {
             "required": True,

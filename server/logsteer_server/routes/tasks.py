@@ -46,9 +46,11 @@ def make_router() -> APIRouter:
     router = APIRouter(route_class=LimitedRoute)
     for name, make_task in TASKS.items():
         endpoint = ENDPOINTS[name]
-        answer: dict[str, Any] = {"model": endpoint.answer}
-        if endpoint.tag != OPENAI:
-            answer["content"] = {"application/msgpack": {}}
+        others = [] if endpoint.tag == OPENAI else ["application/msgpack"]
+        if endpoint.request is not None and "stream" in endpoint.request.model_fields:
+            others.append("text/event-stream")
+        content: dict[str, Any] = {name: {} for name in others}
+        answer: dict[str, Any] = {"model": endpoint.answer, "content": content}
         router.add_api_route(
             endpoint.path,
             _make_handler(endpoint, make_task),
