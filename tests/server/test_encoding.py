@@ -241,6 +241,7 @@ class TestProblems:
         found = problem(response)
         assert (found.code, found.status) == ("method_not_allowed", 405)
         assert found.detail == "/items does not take GET; send POST."
+        assert response.headers["allow"] == "POST"
 
     def test_an_unknown_path_says_where_to_look(self) -> None:
         found = problem(ask("GET", "/nothing"))
