@@ -148,3 +148,19 @@ def test_long_texts_are_encoded_in_a_thread_of_their_own(capacity: Capacity) -> 
     assert [name.rpartition("_")[0] for name in names] == ["planning-texts"]
     with pytest.raises(APIError, match="max_text_chars"):
         planner.cover_text(capacity.settings.max_text_chars + 1)
+
+
+def test_long_work_leaves_the_threads_of_short_plans_alone(capacity: Capacity) -> None:
+    async def run() -> float:
+        long = [
+            asyncio.create_task(capacity.call_long(time.sleep, 1.0))
+            for _ in range(2 * capacity.settings.planning_threads)
+        ]
+        await asyncio.sleep(SLICE_S)
+        began = time.monotonic()
+        assert await capacity.call(int, "7") == 7
+        waited = time.monotonic() - began
+        await asyncio.gather(*long)
+        return waited
+
+    assert asyncio.run(run()) < 0.5

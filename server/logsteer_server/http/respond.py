@@ -91,7 +91,7 @@ async def _finish(request: Request, run: Run) -> Response:
     document = await run.finish()
     if run.expected_bytes < LONG_ANSWER:
         return answer(request, document)
-    return await run.capacity.call(answer, request, document)
+    return await run.capacity.call_long(answer, request, document)
 
 
 async def _await(work: Awaitable[T]) -> T:

@@ -38,7 +38,7 @@ async def export_files(
     reserved. Errors: APIError `overloaded` where the disk has no room.
     """
     with ScratchDirectory(planner.settings.scratch_directory) as scratch:
-        yield await planner.call(_reserve_files, scratch, jobs, vocab_size)
+        yield await planner.call_long(_reserve_files, scratch, jobs, vocab_size)
 
 
 def _reserve_files(directory: Path, jobs: Sequence[ScoreJob], vocab_size: int) -> list[str]:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 from logsteer.errors import api_error
@@ -75,13 +76,19 @@ class Capacity:
             self._at_work -= 1
 
     async def call(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what blocking work returns that is short, done in a thread.
+        """Return what blocking work returns that is no longer than a slice, done in a thread.
 
         Errors: APIError `overloaded`; those of the work.
         """
+        return await self._run(self._short, partial(work, *args, **kwargs))
+
+    async def call_long(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return what blocking work returns that may take long. Errors: as `call`."""
+        return await self._run(self._long, partial(work, *args, **kwargs))
+
+    async def _run(self, threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
         with self.plan_request():
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._short, lambda: work(*args, **kwargs))
+            return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     async def advance(
         self, steps: Steps[T], cover: Callable[[int], None], takes_long: bool = False
@@ -152,8 +159,12 @@ class Planner:
         self._memory = memory
 
     async def call(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what blocking work returns that is short. Errors: as `Capacity.call`."""
+        """Return what short blocking work returns. Errors: as `Capacity.call`."""
         return await self._capacity.call(work, *args, **kwargs)
+
+    async def call_long(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return what long blocking work returns. Errors: as `Capacity.call`."""
+        return await self._capacity.call_long(work, *args, **kwargs)
 
     async def advance(self, steps: Steps[T]) -> T:
         """Return what steps come to; the run's room covers the tokens that they plan.

@@ -61,7 +61,7 @@ class SelftestTask(Task):
         if self._other is not None:
             check_same_vocabulary(self.model, self._other, "against")
             context = min(context, self._other.require()[1].context_length)
-        trial = self._trial = await planner.call(
+        trial = self._trial = await planner.call_long(
             self._choose, codec, info, context, planner.settings
         )
         for batch in draw(trial, context):

@@ -173,7 +173,7 @@ class SweepTask(Task):
             jobs = [setting.interventions.change(job) for setting in self._settings for job in each]
             collector = Collector(jobs)
             yield Batch(jobs, collector.take, cache=self._body.cache)
-        self._points = await planner.call(_assemble, self._settings, plan, collector.outputs)
+        self._points = await planner.call_long(_assemble, self._settings, plan, collector.outputs)
 
     def _plan(self, codec: TextCodec, info: EngineInfo) -> Steps[SweepPlan]:
         body = self._body

@@ -285,9 +285,11 @@ class TrainTask(Task):
         jobs = await planner.advance(plan_captures(body.pairs, site, body.bos, codec, info, limit))
         collector = Collector(jobs)
         yield Batch(jobs, collector.take)
-        trained = await planner.call(train_vectors, jobs, collector.outputs, body.method)
+        trained = await planner.call_long(train_vectors, jobs, collector.outputs, body.method)
         about = self._describe(trained, info)
-        self._card = await planner.call(self._stores.vectors.put, body.name, trained.vectors, about)
+        self._card = await planner.call_long(
+            self._stores.vectors.put, body.name, trained.vectors, about
+        )
 
     def _describe(self, trained: TrainedVectors, info: EngineInfo) -> VectorAbout:
         return VectorAbout(
