@@ -102,12 +102,14 @@ def main(argv: list[str] | None = None) -> int:
         models = ", ".join(f"{model.id} ({model.engine})" for model in settings.models)
         print(f"The configuration is valid. Models: {models}.")
         return 0
+    handler = logging.StreamHandler()
+    handler.addFilter(RepeatFilter())
     logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        level=settings.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        handlers=[handler],
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(RepeatFilter())
     place = settings.uds or f"{settings.host}:{settings.port}"
     try:
         listener = _listen(settings) if settings.uds is None else _listen_unix(settings.uds)

@@ -19,6 +19,7 @@ from logsteer_server.http.hosts import AllowedHosts
 from logsteer_server.serving import check_exposure
 from logsteer_server.settings import ConfigurationError, ModelSettings, Settings
 from tests.conftest import Server, fake_model
+from tests.faults.processes import wait_for
 from tests.servers import Configuration
 
 ITEM = {"context_ids": [5], "target_ids": [[6]]}
@@ -177,7 +178,7 @@ def test_a_unix_domain_socket(
     path = tmp_path / "socket"
     assert on_socket.url == f"unix://{path}"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert "--unix-socket" in on_socket.output
+    wait_for(lambda: "--unix-socket" in on_socket.output)
     with Client(on_socket.url, max_retries=0) as client:
         assert client.logprob([ITEM]).results
         assert [*client.perplexity_events(["Once upon a time"])]

@@ -1,5 +1,6 @@
 """Who may call an endpoint: the key is looked at before anything of the request is read."""
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any, get_args
 
@@ -18,6 +19,11 @@ SCOPE_OF: Mapping[tuple[str, str], KeyScope | None] = {
     (endpoint.method, endpoint.path): endpoint.scope for endpoint in ENDPOINTS.values()
 }
 """Method and path of every endpoint -> what a key needs for it; None: nothing, not even a key."""
+
+
+GRACE_S = 0.05
+"""What a request beyond its key's limit waits: who has just read an answer's end may be back before
+the server has counted that request as done."""
 
 
 class StoredNameConvertor(Convertor[str]):
@@ -60,6 +66,8 @@ class KeyedRoute(APIRoute):
         if _read_priority(headers) == "batch":
             caller.lower()
         scope.setdefault("state", {})["caller"] = caller
+        if caller.allowance.is_full:
+            await asyncio.sleep(GRACE_S)
         with caller.allowance.enter():
             await super().handle(scope, receive, send)
 

@@ -37,11 +37,17 @@ class Allowance:
         self._filled_at = clock()
         self._left = float(self.limits.tokens_per_minute or 0)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether as many requests are at work as may be."""
+        limit = self.limits.concurrency
+        return limit is not None and self._at_work >= limit
+
     @contextmanager
     def enter(self) -> Iterator[None]:
         """Count a request as at work. Errors: APIError `rate_limited` beyond the limit."""
-        limit = self.limits.concurrency
-        if limit is not None and self._at_work >= limit:
+        if self.is_full:
+            limit = self.limits.concurrency
             detail = f"{self._at_work} requests of this key are at work, its limit is {limit}: "
             raise api_error(
                 "rate_limited", detail + "send fewer at once.", retry_after=BUSY_RETRY_S
