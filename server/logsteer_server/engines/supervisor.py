@@ -128,7 +128,7 @@ class EngineHandle:
     def stop(self) -> None:
         """Take no more calls; those that still wait get an error."""
         self._closing = True
-        self._answer_all(self._refuse_closing())
+        self._answer_all(refuse_closing())
 
     async def close(self) -> None:
         """End the process; calls that still wait get an error."""
@@ -138,10 +138,6 @@ class EngineHandle:
         if self._process is not None:
             with ThreadPoolExecutor(1) as pool:  # the loop's own may be busy
                 await asyncio.get_running_loop().run_in_executor(pool, self._process.close)
-
-    def _refuse_closing(self) -> APIError:
-        detail = "The server is shutting down; try again shortly."
-        return api_error("engine_restarting", detail, retry_after=10)
 
     async def _watch(self) -> None:
         """Kill and restart a process that hangs, until cancelled."""
@@ -161,7 +157,7 @@ class EngineHandle:
     def check_ready(self) -> EngineInfo:
         """Return what the engine is. Errors: APIError `model_loading` or `engine_restarting`."""
         if self._closing:
-            raise self._refuse_closing()
+            raise refuse_closing()
         if self.state == "ready" and self.info is not None:
             return self.info
         if self.state == "loading":
@@ -342,6 +338,12 @@ class EngineHandle:
             "engine %s: %s; restart %d in %.1f s", self.spec.id, self.detail, self.restarts, delay
         )
         self._loop.call_later(delay, self._begin)
+
+
+def refuse_closing() -> APIError:
+    """Return the error that the server is shutting down, which may be tried again."""
+    detail = "The server is shutting down; try again shortly."
+    return api_error("engine_restarting", detail, retry_after=10)
 
 
 def now() -> float:

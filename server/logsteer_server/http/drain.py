@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from logsteer.errors import APIError, api_error
+from logsteer_server.engines.supervisor import refuse_closing
 from logsteer_server.http.problems import answer_problem
 
 ANSWERED_TO_THE_END = frozenset({"/healthz", "/readyz", "/metrics"})
@@ -57,17 +57,11 @@ class Drain:
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 if waiting.done():
                     return waiting.result()
-                raise refuse_draining()
+                raise refuse_closing()
             finally:
                 waiting.cancel()
 
         return receive_until_end
-
-
-def refuse_draining() -> APIError:
-    """Say that the server is shutting down, as an error that may be tried again."""
-    detail = "The server is shutting down; try again shortly."
-    return api_error("engine_restarting", detail, retry_after=10)
 
 
 class DrainGate:
@@ -104,6 +98,6 @@ class DrainGate:
             drain.num_running -= 1
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = answer_problem(Request(scope), refuse_draining())
+        response = answer_problem(Request(scope), refuse_closing())
         response.headers["Connection"] = "close"
         await response(scope, receive, send)
