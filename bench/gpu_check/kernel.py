@@ -23,9 +23,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FORMS: tuple[StreamForm, ...] = ("sum", "hidden")
 BATCHES = (1, 64, 2048)
 TOKENS, LAYER = 9, 1
-STEP = Step(
-    np.arange(1, 8), np.array([1, 2, 3, 4, 5, 3, 5]), np.array([0, 2, 3]), np.array([1, 1, 2])
-)
+CAPTURED = np.array([0, 2, 3]), np.array([1, 1, 2])
+STEP = Step(np.arange(1, 8), np.array([1, 2, 3, 4, 5, 3, 5]), {LAYER: CAPTURED})
 """Of nine tokens the middle seven are steered, by five plans, and three are captured."""
 FLOAT32_LIMIT = 1e-5
 """Of the largest value: sums over the width are added up in float32."""
@@ -59,14 +58,14 @@ def make_sites(width: int) -> list[Site]:
 
 def make_tables(like: Tensor, width: int, form: StreamForm) -> SteeringTables:
     """Tables with the plans in their slots, where the step of nine tokens is written."""
-    tables = SteeringTables(SteeringSize(5, 2, 2), 2, max(BATCHES), width, like)
+    tables = SteeringTables(SteeringSize(5, 2, 0), 2, max(BATCHES), width, like)
     tables.set_form(form)
     for slot, site in enumerate(make_sites(width), start=1):
         tables.load(slot, [site])
     tables.write(STEP)
     if not tables.slots_T.is_cuda:  # `write` fills the kernel's buffers on CUDA devices alone
         tables.slots_T[torch.from_numpy(STEP.steered_t)] = _as_int(STEP.steered_slots_t)
-        tables.captures_T[torch.from_numpy(STEP.captured_t)] = _as_int(STEP.capture_slots_t)
+        tables.captures.fill_rows()
     return tables
 
 
@@ -101,8 +100,8 @@ def compute_exactly(
     after_tD = moved_tD + change_stream(moved_tD, directions_tKD, numbers_tKP)
     hidden_TD[steered_t] += after_tD - before_tD
     sums_CD = torch.zeros(3, hidden_TD.shape[1], dtype=torch.float64)
-    captured_t, captures_t = (torch.from_numpy(a) for a in (STEP.captured_t, STEP.capture_slots_t))
-    sums_CD.index_add_(0, captures_t, (hidden_TD + residual_TD)[captured_t])
+    captured_t, rows_t = map(torch.from_numpy, CAPTURED)
+    sums_CD.index_add_(0, rows_t, (hidden_TD + residual_TD)[captured_t])
     ratios_t = (after_tD - before_tD).norm(dim=-1) / before_tD.norm(dim=-1)
     return {"hidden": hidden_TD, "captures": sums_CD, "ratios": ratios_t}
 
@@ -111,7 +110,7 @@ def differ(tables: SteeringTables, hidden_TD: Tensor, exact: dict[str, Tensor]) 
     """The largest error of activations, captures and ratios, each of its own largest value."""
     found = {
         "hidden": hidden_TD,
-        "captures": tables.sums_LCD[LAYER],
+        "captures": tables.captures.sums_ND,
         "ratios": tables.ratios_LT[LAYER, torch.from_numpy(STEP.steered_t)],
     }
     errors = [
@@ -170,7 +169,7 @@ def time_kernel(found: Findings, launch: Any) -> None:
     for width in WIDTHS:
         for dtype in DTYPES:
             tables = make_tables(torch.empty(0, dtype=dtype, device="cuda"), width, "sum")
-            tables.captures_T.zero_()
+            tables.captures.rows_LT.zero_()
             row: list[Cell] = [width, str(dtype).removeprefix("torch.")]
             for count, slot in (*((count, 3) for count in BATCHES), (BATCHES[-1], 0)):
                 tables.slots_T.fill_(slot)

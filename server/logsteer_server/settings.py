@@ -56,6 +56,11 @@ class ModelSettings(BaseModel):
     steering_depth: int = Field(
         2, ge=1, le=64, description="Operations other than add that a plan may have at one layer."
     )
+    capture_bytes: int = Field(
+        128 * 2**20,
+        ge=2**10,
+        description="Room for the activations that vLLM captures at once, in float32.",
+    )
     adapter_slots: int = Field(
         0, ge=0, description="Different LoRA adapters that vLLM runs at once; 0: no adapters."
     )

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from logsteer_server.contract.captures import CaptureJob, CaptureOutput, CaptureRead
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import (
-    CaptureJob,
-    CaptureOutput,
     GenerateJob,
     GenerateOutput,
     Job,
@@ -26,6 +25,8 @@ from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringP
 from logsteer_server.engines.vllm.engine import VllmEngine
 
 GREEDY = Policy(temperature=0.0)
+CAPTURE_BYTES = 460 * 4 * 128
+"""Of the capture buffer: the largest capture fits, and leaves little room for others."""
 SLOTS = 3
 """Of the steering tables: fewer than there are plans, so that some requests wait."""
 
@@ -53,6 +54,16 @@ def make_plans(width: int) -> list[SteeringPlan]:
     ]  # fmt: skip
 
 
+def make_capture(number: int, ids: np.ndarray, plans: list[SteeringPlan]) -> CaptureJob:
+    """A capture of each kind in turn, of all tokens and of some, plain and steered."""
+    read: CaptureRead = ("mean", "each", "last")[number % 3]  # type: ignore[assignment]
+    where = Positions("slices", ((3, 9), (30, 35))) if number % 2 else Positions()
+    plan = plans[number % len(plans)] if number > 3 else None
+    return CaptureJob(
+        ids, (0, 3) if number % 2 else (4, 1, 2), read=read, positions=where, plan=plan
+    )
+
+
 def make_jobs(vocab: int, width: int) -> list[Job]:
     """Jobs of up to 300 tokens, half of them steered, some with a common beginning."""
     rng = np.random.default_rng(5)
@@ -64,7 +75,7 @@ def make_jobs(vocab: int, width: int) -> list[Job]:
         ids = np.concatenate([shared, own] if index % 2 else [own]).astype(np.int32)
         plan = plans[index // 2 % len(plans)] if index % 4 < 2 else None
         if index % 8 == 6:
-            jobs.append(CaptureJob(ids, (0, 3), read="mean" if index % 16 == 6 else "last"))
+            jobs.append(make_capture(index // 8, ids, plans))
         elif index % 6 == 5:
             job = GenerateJob(ids[:200], 12, policy=GREEDY, ignore_eos=True, plan=plan)
             jobs.append(job)
@@ -97,7 +108,7 @@ def read(result: JobResult) -> list[float]:
         case GenerateOutput():
             numbers = [*result.logprobs.tolist(), *result.token_ids.tolist()]
         case CaptureOutput():
-            return result.activations_LD.flatten().tolist()
+            numbers = result.activations_LTD.flatten().tolist()
         case failure:
             raise AssertionError(failure)
     if result.trace is not None:
@@ -120,7 +131,8 @@ def main() -> None:
     args = {"max_num_batched_tokens": 32, "max_num_seqs": 16}
     engine = VllmEngine(
         EngineSpec("probe", "vllm", sys.argv[1], dtype="float32", compile=False,
-                   max_model_len=320, memory="2MiB", engine_args=args)
+                   max_model_len=320, memory="2MiB", capture_bytes=CAPTURE_BYTES,
+                   engine_args=args)
     )  # fmt: skip
     scheduler = engine._vllm.engine_core.scheduler
     preempt = scheduler._preempt_request

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import nn
 
+from logsteer_server.contract.captures import CaptureJob
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import (
-    CaptureJob,
     GenerateJob,
     GradientJob,
     Job,

@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from logsteer_server.contract.captures import CaptureJob, CaptureOutput
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import (
-    CaptureJob,
-    CaptureOutput,
     GenerateJob,
     GenerateOutput,
     Job,
@@ -181,7 +180,7 @@ class HonestEngine(ScriptedHandle):
                     output = self._generate(job)
                 case CaptureJob():
                     last_D = self._states(job)[-1].astype(np.float32)
-                    output = CaptureOutput(np.array([last_D]))
+                    output = CaptureOutput(np.array([[last_D]]))
                 case _:
                     raise AssertionError(job)
             yield TimedOutput(index, output, now())

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from logsteer.errors import api_error
+from logsteer_server.contract.captures import CaptureJob, CaptureOutput
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import (
-    CaptureJob,
-    CaptureOutput,
     GenerateJob,
     GradientJob,
     GradientOutput,

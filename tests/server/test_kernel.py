@@ -37,17 +37,17 @@ PLANS = [
 
 
 def make_tables(dtype):
-    tables = SteeringTables(SteeringSize(5, 2, 2), 2, 16, WIDTH, torch.empty(0, dtype=dtype))
+    size = SteeringSize(5, 2, 4 * 4 * WIDTH)
+    tables = SteeringTables(size, 2, 16, WIDTH, torch.empty(0, dtype=dtype))
     for slot, (offset, ops) in enumerate(PLANS, start=1):
         tables.load(slot, [Site(LAYER, "resid_post", offset, ops)])
-    step = Step(
-        np.arange(1, 8), np.array([1, 2, 3, 4, 5, 3, 5]), np.array([0, 2, 3]), np.array([1, 1, 2])
-    )
+    captured = {
+        LAYER: (np.array([0, 2, 3]), np.array([1, 1, 3])), 0: (np.array([4]), np.array([2]))
+    }
+    step = Step(np.arange(1, 8), np.array([1, 2, 3, 4, 5, 3, 5]), captured)
     tables.write(step)
     tables.slots_T[torch.from_numpy(step.steered_t)] = torch.from_numpy(step.steered_slots_t).int()
-    tables.captures_T[torch.from_numpy(step.captured_t)] = (
-        torch.from_numpy(step.capture_slots_t).int()
-    )
+    tables.captures.fill_rows()
     return tables
 
 
@@ -66,8 +66,8 @@ for dtype in (torch.float32, torch.bfloat16):
             "changed": (a != given).any(-1).tolist(),
             "hidden": (a.float() - b.float()).abs().max().item(),
             "ratios": (plain.ratios_LT - fused.ratios_LT).abs().max().item(),
-            "sums": (plain.sums_LCD - fused.sums_LCD).abs().max().item(),
-            "captured": plain.sums_LCD[LAYER, 1:].abs().sum().item(),
+            "sums": (plain.captures.sums_ND - fused.captures.sums_ND).abs().max().item(),
+            "captured": plain.captures.sums_ND.abs().sum(-1).tolist(),
         })
 print(json.dumps(found))
 """
@@ -91,4 +91,6 @@ def test_the_kernel_does_what_the_plain_form_does() -> None:
         assert case["hidden"] < tolerance
         assert case["ratios"] < max(2e-6, tolerance / 10)
         assert case["sums"] < max(2e-6, tolerance)
-        assert case["captured"] > 1
+        nobodys, summed, of_another_layer, alone, free = case["captured"]
+        assert min(summed, alone) > 1
+        assert nobodys == of_another_layer == free == 0

@@ -146,15 +146,16 @@ def test_three_parts_are_unknown() -> None:
 
 
 def test_tables_leave_a_residual_out_that_is_no_part_of_the_stream() -> None:
-    tables = SteeringTables(SteeringSize(1, 0, 1), 1, 4, WIDTH, torch.empty(0))
-    tables.write(Step(captured_t=np.array([1]), capture_slots_t=np.array([1])))
+    tables = SteeringTables(SteeringSize(1, 0, 64), 1, 4, WIDTH, torch.empty(0))
+    tables.write(Step(captured={0: (np.array([1]), np.array([1]))}))
+    own = range(1, 2)
     hidden, residual = torch.randn(2, 4, WIDTH)
     tables.apply(hidden, residual, 0)
-    assert np.allclose(tables.take_captures(1)[0], (hidden + residual)[1], atol=1e-6)
-    tables.clear_captures(1)
+    assert np.allclose(tables.captures.take(own)[0], (hidden + residual)[1], atol=1e-6)
+    tables.captures.clear(own)
     tables.set_form("hidden")
     tables.apply(hidden, residual, 0)
-    assert np.array_equal(tables.take_captures(1)[0], hidden[1])
+    assert np.array_equal(tables.captures.take(own)[0], hidden[1])
 
 
 TOWERS = """

@@ -11,7 +11,7 @@ from sklearn.decomposition import PCA
 
 from logsteer.errors import APIError
 from logsteer.schemas import TrainMethod, TrainRequest
-from logsteer_server.contract.jobs import CaptureJob, CaptureOutput
+from logsteer_server.contract.captures import CaptureJob, CaptureOutput
 from logsteer_server.stores.layer_vectors import LayerVectors
 from logsteer_server.tasks.training import (
     CaptureSite,
@@ -45,7 +45,9 @@ def draw(num_pairs: int = 40, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 def train(positive: np.ndarray, negative: np.ndarray, method: TrainMethod) -> TrainedVectors:
     job = CaptureJob(np.array([1], dtype=np.int32), LAYERS)
     both = [row for pair in zip(positive, negative, strict=True) for row in pair]
-    return train_vectors([job] * len(both), [CaptureOutput(row) for row in both], method)
+    return train_vectors(
+        [job] * len(both), [CaptureOutput(row_LD[:, None]) for row_LD in both], method
+    )
 
 
 def cosine(one: np.ndarray, other: np.ndarray) -> float:

@@ -18,7 +18,7 @@ from logsteer import Client
 from logsteer.errors import APIError, NotFoundError
 from logsteer.schemas import TrainAnswer, VectorCard
 from logsteer_server.app import create_app
-from logsteer_server.contract.jobs import CaptureJob
+from logsteer_server.contract.captures import CaptureJob
 from logsteer_server.engines.fake import fake_activations
 from logsteer_server.settings import ModelSettings, Settings
 from logsteer_server.stores.layer_vectors import LayerVectors, parse_content
@@ -97,7 +97,7 @@ def test_training_makes_what_the_activations_say(client: Client) -> None:
 
     def read(text: str) -> np.ndarray:
         ids = np.array(codec.encode_ids([text])[0], dtype=np.int32)
-        return fake_activations(CaptureJob(ids, (0, 2), read="mean"), 16).astype(float)
+        return fake_activations(CaptureJob(ids, (0, 2), read="mean"), 16)[:, 0].astype(float)
 
     expected = np.mean([read(p["positive"]) - read(p["negative"]) for p in PAIRS], axis=0)
     vectors = parse_content(client.vectors.download("happy"))

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from logsteer_server.contract.captures import CaptureJob
 from logsteer_server.contract.jobs import Feature, Job, JobFailure, JobResult
 
 Int8Products = Literal["integer", "float32_blocks"]
@@ -35,6 +36,7 @@ class EngineSpec:
     chunk_bytes: int = 64 * 2**20
     steering_slots: int = 64
     steering_depth: int = 2
+    capture_bytes: int = 128 * 2**20
     adapter_slots: int = 0
     adapter_rank: int = 16
     engine_args: dict[str, Any] = field(default_factory=dict)
@@ -63,6 +65,10 @@ class EngineInfo:
     hidden_size: int
     hooks: tuple[str, ...]
     """Activations of a layer that can be steered and captured; empty where none can."""
+    hook_widths: Mapping[str, int] = field(default_factory=dict)
+    """Numbers a token of those that have not `hidden_size`."""
+    capture_rows: int | None = None
+    """Activations that one capture may come to, all layers together; None: any number."""
     lacks: Mapping[Feature, str] = field(default_factory=dict)
     """For each feature that it does not have: what to do instead, as an error's detail."""
     tf32: bool = False
@@ -84,7 +90,17 @@ class EngineInfo:
                 f"{job.num_positions} tokens do not fit into a context of {self.context_length}"
             )
             return JobFailure("context_too_long", detail)
-        return None
+        return self._check_capture(job) if isinstance(job, CaptureJob) else None
+
+    def _check_capture(self, job: CaptureJob) -> JobFailure | None:
+        rows = job.num_rows * len(job.layers)
+        if self.capture_rows is None or rows <= self.capture_rows:
+            return None
+        detail = (
+            f"{rows} activations of one text, this model holds {self.capture_rows} at once: name "
+            "fewer layers or positions, or raise its capture_bytes"
+        )
+        return JobFailure("payload_too_large", detail)
 
 
 class Engine(Protocol):

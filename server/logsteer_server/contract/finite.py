@@ -7,6 +7,7 @@ text that it does not hold; its scores are given as they are, NaN, and become nu
 
 import numpy as np
 
+from logsteer_server.contract.captures import CaptureOutput
 from logsteer_server.contract.jobs import (
     GenerateOutput,
     GradientOutput,
@@ -32,6 +33,8 @@ def is_finite(output: Output) -> bool:
             return ranked and not any(np.isnan(c).any() for c in output.columns.values())
         case GenerateOutput() | GradientOutput():
             return not np.isnan(output.logprobs).any()
+        case CaptureOutput():
+            return bool(np.isfinite(output.activations_LTD).all())
     return True
 
 

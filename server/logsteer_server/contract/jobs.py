@@ -89,7 +89,7 @@ class Job:
     @property
     def features(self) -> tuple[Feature, ...]:
         """What the job needs of an engine beside reading tokens."""
-        return _find_features(self)
+        return find_features(self)
 
     @property
     def prefix_salt(self) -> str | None:
@@ -103,7 +103,8 @@ class Job:
         return None
 
 
-def _find_features(job: Job) -> tuple[Feature, ...]:
+def find_features(job: Job) -> tuple[Feature, ...]:
+    """Return what a job needs for what it changes of the model."""
     asked: dict[Feature, object] = {
         "steering": job.plan,
         "override": job.override,
@@ -294,30 +295,6 @@ class GenerateOutput(Output):
 
 
 @dataclass(frozen=True, slots=True)
-class CaptureJob(Job):
-    """A sequence of T tokens whose activations are wanted: after its last token, or their mean.
-
-    `read`: `last` or `mean`, at `hook` of each of `layers`.
-    """
-
-    layers: tuple[int, ...]
-    hook: str = "resid_post"
-    read: str = "last"
-
-    @property
-    def features(self) -> tuple[Feature, ...]:
-        """What the job needs of an engine: hooks, as steering does."""
-        return ("steering",)
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureOutput(Output):
-    """Activations [L, D], float32, in the order of the job's layers."""
-
-    activations_LD: Scores
-
-
-@dataclass(frozen=True, slots=True)
 class GradientJob(Job):
     """One sequence, laid out as in `ScoreJob`, whose summed target log-probability is
     differentiated.
@@ -347,7 +324,7 @@ class GradientJob(Job):
     @property
     def features(self) -> tuple[Feature, ...]:
         """What the job needs of an engine."""
-        return ("gradient", *_find_features(self))
+        return ("gradient", *find_features(self))
 
 
 @dataclass(frozen=True, slots=True)

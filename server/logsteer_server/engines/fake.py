@@ -9,10 +9,9 @@ from typing import Any, get_args
 import numpy as np
 
 from logsteer.schemas import Column
+from logsteer_server.contract.captures import CaptureJob, CaptureOutput
 from logsteer_server.contract.engine import EngineInfo, EngineSpec
 from logsteer_server.contract.jobs import (
-    CaptureJob,
-    CaptureOutput,
     GenerateJob,
     GenerateOutput,
     Job,
@@ -39,18 +38,19 @@ def fake_logprobs(job: ScoreJob) -> np.ndarray:
 
 
 def fake_activations(job: CaptureJob, width: int) -> np.ndarray:
-    """Return activations [L, D] in [-1, 1], fixed by layer, hook and tokens: a sine a dimension.
+    """Return activations [L, T, D] in [-1, 1], fixed by layer, hook and tokens: a sine a dimension.
 
-    The mean of a text's tokens, or the last token alone, is what is read.
+    T is the job's `num_rows`.
     """
-    tokens_T = job.tokens.astype(np.float64)
-    read_T = tokens_T[-1:] if job.read == "last" else tokens_T
+    read_T = job.tokens[job.places].astype(np.float64)
     layers_L11 = np.array(job.layers, dtype=np.float64)[:, None, None]
     dims_D = np.arange(1, width + 1, dtype=np.float64)
     phase = sum(job.hook.encode())
     waves_LTD = np.sin(read_T[:, None] * dims_D + 7.0 * layers_L11 + phase)
-    activations_LD: np.ndarray = waves_LTD.mean(1).astype(np.float32)
-    return activations_LD
+    if job.read == "mean":
+        waves_LTD = waves_LTD.mean(1, keepdims=True)
+    activations_LTD: np.ndarray = waves_LTD.astype(np.float32)
+    return activations_LTD
 
 
 def fake_generation(job: GenerateJob) -> list[JobResult]:

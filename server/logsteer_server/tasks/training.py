@@ -20,8 +20,8 @@ from logsteer.schemas import (
     VectorAbout,
     VectorCard,
 )
+from logsteer_server.contract.captures import CaptureJob, CaptureOutput, CaptureRead
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import CaptureJob, CaptureOutput
 from logsteer_server.interventions.interventions import Stores
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
@@ -50,7 +50,7 @@ class CaptureSite:
 
     hook: str
     layers: Sequence[int] | None
-    read: str
+    read: CaptureRead
 
 
 def plan_captures(

@@ -1,19 +1,25 @@
 """Capturing the activations of sequences, batch by batch.
 
-Axis letters: B sequences, T tokens, L layers, D width of an activation.
+Axis letters: B sequences, T tokens, N tokens of a batch that are read, L layers, D width of an
+activation.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from logsteer_server.contract.jobs import CaptureJob, CaptureOutput
-from logsteer_server.engines.tlens.batch import pad_right
+from logsteer_server.contract.captures import CaptureJob, CaptureOutput
+from logsteer_server.contract.finite import find_failure
+from logsteer_server.engines.tlens.batch import accept_row, read_batch
 from logsteer_server.engines.tlens.model import BridgeModel
+from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.points import Point, RefusedJobError
 from logsteer_server.engines.tlens.queue import EngineLimits, JobQueue, Results
+from logsteer_server.engines.tlens.steering import SteeredRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,49 +28,66 @@ class CaptureEntry:
 
     job_id: int
     job: CaptureJob
+    steered: SteeredRow | None
     points: tuple[Point, ...]
 
 
 class CaptureQueue(JobQueue[CaptureEntry]):
     """Sequences whose activations are to be captured."""
 
-    def __init__(self, model: BridgeModel, limits: EngineLimits) -> None:
+    def __init__(self, model: BridgeModel, deltas: DeltaCache, limits: EngineLimits) -> None:
         super().__init__(limits)
         self._model = model
+        self._deltas = deltas
 
     def _accept(self, job_id: int, job: CaptureJob) -> CaptureEntry:
-        self._model.check_tokens(job.tokens)
+        steered = accept_row(self._model, job)
         if not job.layers:
             raise RefusedJobError("invalid_request", "layers: name at least one")
+        if not len(job.places):
+            raise RefusedJobError("invalid_request", "positions: none of the tokens is at them")
         points = tuple(self._model.points.find(layer, job.hook) for layer in job.layers)
         if len({point.width for point in points}) > 1:
             detail = f"{job.hook} is not equally wide in layers {list(job.layers)}; ask apart"
             raise RefusedJobError("invalid_request", detail)
-        return CaptureEntry(job_id, job, points)
+        if job.delta:
+            self._model.check_delta(list(points))
+        return CaptureEntry(job_id, job, steered, points)
 
     def _group(self, entry: CaptureEntry) -> object:
-        return entry.job.layers, entry.job.hook, entry.job.read
+        return entry.job.delta, entry.job.layers, entry.job.hook, entry.job.read
+
+    def _run(self, batch: list[CaptureEntry]) -> Results:
+        parameters = self._deltas.apply(batch[0].job.delta)
+        return self._model.parameters.call_with(parameters, lambda: self._capture(batch))
 
     @torch.inference_mode()
-    def _run(self, batch: list[CaptureEntry]) -> Results:
-        points, read = batch[0].points, batch[0].job.read
+    def _capture(self, batch: Sequence[CaptureEntry]) -> Results:
+        points, takes_mean = batch[0].points, batch[0].job.read == "mean"
         found: dict[str, Tensor] = {}
-        lengths_B = torch.tensor([len(entry.job.tokens) for entry in batch])
+        width = max(len(entry.job.tokens) for entry in batch)
+        places = [entry.job.places for entry in batch]
+        counts_B = torch.tensor([len(own) for own in places])
+        index_N = torch.from_numpy(np.concatenate([p + b * width for b, p in enumerate(places)]))
+        owner_N = torch.arange(len(batch)).repeat_interleave(counts_B)
 
         def capture(activation: Tensor, hook: Any) -> None:
-            activation_BTD = activation.flatten(2).float()
-            last_B = lengths_B.to(activation.device)
-            if read == "last":
-                rows_B = torch.arange(len(batch), device=activation.device)
-                found[str(hook.name)] = activation_BTD[rows_B, last_B - 1]
-                return
-            columns_T = torch.arange(activation_BTD.shape[1], device=activation.device)
-            own_BT1 = (columns_T < last_B[:, None])[:, :, None]
-            # `where`, because padding may hold anything, and 0 times infinity is not 0.
-            sums_BD = torch.where(own_BT1, activation_BTD, 0.0).sum(1)
-            found[str(hook.name)] = sums_BD / last_B[:, None]
+            device = activation.device
+            read_ND = activation.flatten(2).flatten(0, 1)[index_N.to(device)].float()
+            if takes_mean:
+                sums_BD = read_ND.new_zeros(len(batch), read_ND.shape[1])
+                sums_BD.index_add_(0, owner_N.to(device), read_ND)
+                read_ND = sums_BD / counts_B.to(device)[:, None]
+            found[str(hook.name)] = read_ND.cpu()
 
-        with self._model.hooked([(point, capture) for point in dict.fromkeys(points)]):
-            self._model.read(pad_right([entry.job.tokens for entry in batch]))
-        captured_BLD = torch.stack([found[p.key].cpu() for p in points], dim=1).numpy()
-        return [(entry.job_id, CaptureOutput(captured_BLD[b])) for b, entry in enumerate(batch)]
+        read_batch(self._model, batch, [(point, capture) for point in dict.fromkeys(points)])
+        captured_LND = torch.stack([found[point.key] for point in points])
+        results: Results = []
+        end = 0
+        for entry in batch:
+            begin, end = end, end + entry.job.num_rows
+            trace = entry.steered.trace(len(entry.job.tokens)) if entry.steered else None
+            # A copy, which holds nothing of the others in the batch.
+            output = CaptureOutput(captured_LND[:, begin:end].numpy().copy(), trace=trace)
+            results.append((entry.job_id, find_failure(entry.job, output) or output))
+        return results

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from logsteer_server.contract.captures import CaptureJob
 from logsteer_server.contract.engine import EngineInfo, EngineSpec
 from logsteer_server.contract.jobs import (
-    CaptureJob,
     CheckAdapterJob,
     CheckAdapterOutput,
     CheckOverrideJob,
@@ -73,7 +73,7 @@ class TransformerLensEngine:
         delta_queue = GenerateQueue(model, deltas, limits, start, max_running=MAX_DELTA_BATCHES)
         queues: dict[type[Job], JobQueue[Any]] = {
             ScoreJob: ScoreQueue(model, deltas, limits, chunk_bytes),
-            CaptureJob: CaptureQueue(model, limits),
+            CaptureJob: CaptureQueue(model, deltas, limits),
             GradientJob: GradientQueue(model, deltas, limits, chunk_bytes),
             GenerateJob: GenerateQueue(model, deltas, limits, start, delta_queue=delta_queue),
             CheckOverrideJob: CheckQueue(limits, self._check_override),
@@ -205,6 +205,7 @@ def _describe(spec: EngineSpec, path: str, model: BridgeModel, digest: str) -> E
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         hooks=model.points.names,
+        hook_widths=model.points.list_widths(model.hidden_size),
         tf32=spec.tf32 and model.device.type == "cuda",
         computed_on=describe_machine(model.device.type),
     )

@@ -77,6 +77,11 @@ class PointMap:
         hidden = {*SHORT_NAMES, *SHORT_NAMES.values()}
         return (*short, *(name for name in shared if name not in hidden))
 
+    def list_widths(self, hidden_size: int) -> dict[str, int]:
+        """Return how wide the activations are, at most, that are not `hidden_size` wide."""
+        widths = {name: max(layer[name].width for layer in self._layers) for name in self.names}
+        return {name: width for name, width in widths.items() if width != hidden_size}
+
     def find(self, layer: int, name: str) -> Point:
         """Return the point of that name. Errors: RefusedJobError where there is none."""
         if not 0 <= layer < len(self._layers):

@@ -119,23 +119,24 @@ def engine_args(spec: EngineSpec, path: Path | str, on_cpu: bool, limit: int) ->
     return args | spec.engine_args
 
 
-CAPTURE_SLOTS = 16
-"""Texts whose activations are captured at once."""
-
-
 @dataclass(frozen=True, slots=True)
 class SteeringSize:
-    """Plans and captures that a model holds at once, and operations a plan may have at a layer."""
+    """Plans that a model holds at once, and operations a plan may have at a layer; room for
+    captured activations, in bytes.
+    """
 
     slots: int
     depth: int
-    captures: int
+    capture_bytes: int
+
+    def count_rows(self, layers: int, width: int) -> int:
+        """Return how many activations there is room for, in float32: one of each layer at least."""
+        return max(layers, self.capture_bytes // (4 * width))
 
 
 def steering_size(spec: EngineSpec) -> SteeringSize:
     """Return the room of the steering tables; without slots there are no tables."""
-    captures = CAPTURE_SLOTS if spec.steering_slots else 0
-    return SteeringSize(spec.steering_slots, spec.steering_depth, captures)
+    return SteeringSize(spec.steering_slots, spec.steering_depth, spec.capture_bytes)
 
 
 TUNED_BEYOND = 32_768
@@ -200,6 +201,10 @@ def describe(
         num_layers=int(model.hf_text_config.num_hidden_layers),
         hidden_size=int(model.get_hidden_size()),
         hooks=() if unsteerable else ("resid_post",),
+        capture_rows=steering_size(spec).count_rows(
+            int(model.hf_text_config.num_hidden_layers),
+            int(model.get_hidden_size()),
+        ),
         lacks=_find_missing(spec, unsteerable),
         tf32=spec.tf32 and config.device_config.device_type == "cuda",
         computed_on=describe_machine(config.device_config.device_type),

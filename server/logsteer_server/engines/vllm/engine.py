@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from logsteer_server.contract.captures import CaptureJob
 from logsteer_server.contract.engine import EngineInfo, EngineSpec
 from logsteer_server.contract.finite import find_failure, is_finite
 from logsteer_server.contract.jobs import (
-    CaptureJob,
     CheckAdapterJob,
     CheckAdapterOutput,
     GenerateJob,
@@ -59,7 +59,9 @@ class VllmEngine:
         )
         self._info = replace(info, int8_products=self._vllm.call_workers("find_int8_products")[0])
         self._depth = spec.steering_depth
-        self._slots = SteeringSlots(self._vllm.call_workers, steering_size(spec))
+        self._slots = SteeringSlots(
+            self._vllm.call_workers, steering_size(spec), self._info.capture_rows or 0
+        )
         self._adapters = AdapterSlots(
             self._vllm, spec.adapter_slots, spec.adapter_rank, self._scratch.path
         )

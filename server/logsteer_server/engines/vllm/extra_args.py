@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from logsteer_server.contract.jobs import CaptureJob, GenerateJob, Job, ScoreJob
+from logsteer_server.contract.captures import CaptureJob
+from logsteer_server.contract.jobs import GenerateJob, Job, ScoreJob
 from logsteer_server.numerics.rows import RowSpec
 
 SCORE = "logsteer_score"
@@ -10,7 +11,7 @@ SCORE = "logsteer_score"
 STEER = "logsteer_steer"
 """How a request is steered: slot, kind of positions, slices, length of its prompt."""
 CAPTURE = "logsteer_capture"
-"""Where a request's activations are summed up: slot, whether those of every token, its length."""
+"""Which activations of a request are captured, and in which rows: a `CaptureWish`."""
 DRAW = "logsteer_draw"
 """What a request's tokens are drawn by, if not greedily: temperature, top_k, top_p, min_p, seed."""
 
@@ -43,6 +44,6 @@ def describe_steering(job: Job, slot: int) -> dict[str, Any]:
     return {STEER: (slot, where.kind, where.slices, job.prompt_len)}
 
 
-def describe_capture(job: CaptureJob, slot: int) -> dict[str, Any]:
-    """Return the extra arguments of a request whose activations are captured."""
-    return {CAPTURE: (slot, job.read == "mean", len(job.tokens))}
+def describe_capture(job: CaptureJob, rows: range) -> dict[str, Any]:
+    """Return the extra arguments of a request whose activations are captured in these rows."""
+    return {CAPTURE: (rows.start, job.layers, job.read == "each", job.places.tobytes())}

@@ -81,13 +81,13 @@ def _steer_token(
 def launch(
     tables: "SteeringTables", hidden_TD: Tensor, residual_TD: Tensor | None, layer: int
 ) -> None:
-    """Steer a layer's output in place, measure, and sum up captures, in one launch."""
+    """Steer a layer's output in place, measure, and capture, in one launch."""
     tokens, width = hidden_TD.shape
     second_TD = hidden_TD if residual_TD is None else residual_TD
     _steer_token[(tokens,)](
-        hidden_TD, second_TD, tables.slots_T, tables.captures_T,
+        hidden_TD, second_TD, tables.slots_T, tables.captures.rows_LT[layer],
         tables.offsets_LSD[layer], tables.directions_LSKD[layer], tables.numbers_LSKP[layer],
-        tables.ratios_LT[layer], tables.sums_LCD[layer], tables.residual_counts_1,
+        tables.ratios_LT[layer], tables.captures.sums_ND, tables.residual_counts_1,
         hidden_TD.stride(0), second_TD.stride(0), width,
         HAS_RESIDUAL=residual_TD is not None, DEPTH=tables.directions_LSKD.shape[2],
         BLOCK=triton.next_power_of_2(width), num_warps=8 if width > WARPS_ABOVE else 4,

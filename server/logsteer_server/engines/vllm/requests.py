@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from logsteer_server.contract.captures import CaptureJob, CaptureOutput
 from logsteer_server.contract.jobs import (
-    CaptureJob,
-    CaptureOutput,
     Job,
     JobFailure,
     JobResult,
@@ -136,10 +135,10 @@ class ScoreRequests(PrefillRequests):
 
 
 class CaptureRequests(PrefillRequests):
-    """Run capture jobs; their activations are summed up in the workers' tables."""
+    """Run capture jobs; their activations are captured in the workers' tables."""
 
     def take_slot(self, job: CaptureJob) -> SteeringSlot | None:
-        """Take a slot to sum up activations in; None where the job has to wait for one."""
+        """Take rows to capture in, and the slot of the plan; None where the job has to wait."""
         return self._slots.take_capture(job)
 
     def submit(self, running: RunningJob) -> str:

@@ -1,4 +1,4 @@
-"""Numbered slots that running jobs share by what is in them: plans, captures, adapters."""
+"""Numbered slots that running jobs share by what is in them: plans, adapters."""
 
 from collections import OrderedDict
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from logsteer_server.contract.plan import Positions
+from logsteer_server.engines.vllm.captures import StepCaptures
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.extra_args import CAPTURE, STEER
 from logsteer_server.engines.vllm.tables import SteeringTables, Step
@@ -31,7 +32,7 @@ class StepSteering:
         self.tables = SteeringTables(size, layers, tokens, width, like)
         self._recorder = TraceRecorder(layers)
         self._unrecorded: SteeredTokens | None = None
-        self._captures: dict[str, tuple[int, bool, int]] = {}
+        self._captures = StepCaptures(self.tables.captures)
 
     def begin(self, req_id: str, extra_args: Mapping[str, Any], num_cached: int) -> None:
         """Begin with a request whose first `num_cached` tokens the prefix cache holds."""
@@ -39,13 +40,13 @@ class StepSteering:
             slot, kind, slices, prompt_len = extra_args[STEER]
             positions = Positions(kind, slices)
             self._recorder.begin(req_id, slot, positions, prompt_len, num_cached)
-        elif CAPTURE in extra_args:
-            self._captures[req_id] = extra_args[CAPTURE]
+        if CAPTURE in extra_args:
+            self._captures.begin(req_id, extra_args[CAPTURE])
 
     def end(self, req_id: str) -> None:
         """Forget a request that has ended."""
         self._recorder.end(req_id)
-        self._captures.pop(req_id, None)
+        self._captures.end(req_id)
 
     def mark(self, req_ids: list[str], starts_R: Indices, computed_R: Indices) -> None:
         """Write into the tables what the tokens of the next step are for.
@@ -59,28 +60,8 @@ class StepSteering:
 
     def _find(self, req_ids: list[str], starts_R: Indices, computed_R: Indices) -> Step:
         steered = self._unrecorded = self._recorder.find(req_ids, starts_R, computed_R)
-        if not self._captures:
-            return Step(steered.index_t, steered.slots_t)
-        captured, slots = [], []
-        for row, req_id in enumerate(req_ids):
-            if req_id not in self._captures:
-                continue
-            slot, every_token, prompt_len = self._captures[req_id]
-            begin, start = int(computed_R[row]), int(starts_R[row])
-            if begin == 0:  # preempted requests begin again, too
-                self.tables.clear_captures(slot)
-            last = prompt_len - 1
-            first = begin if every_token else max(begin, last)
-            end = min(begin + int(starts_R[row + 1]) - start, last + 1)
-            captured.append(np.arange(first, end) + (start - begin))
-            slots.append(np.full(max(0, end - first), slot))
-        none = np.zeros(0, np.int64)
-        return Step(
-            steered.index_t,
-            steered.slots_t,
-            np.concatenate([none, *captured]),
-            np.concatenate([none, *slots]),
-        )
+        captured = self._captures.find(req_ids, starts_R, computed_R)
+        return Step(steered.index_t, steered.slots_t, captured)
 
     def record(self) -> None:
         """Record what the last step measured; its buffers are about to be written again."""

@@ -3,15 +3,16 @@
 The tables are in the workers, which are called on every rank in between two steps.
 """
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from logsteer_server.contract.jobs import CaptureJob, Job
+from logsteer_server.contract.captures import CaptureJob
+from logsteer_server.contract.jobs import Job
 from logsteer_server.contract.plan import SteeringPlan, SteeringTrace
+from logsteer_server.engines.vllm.captures import RowPool
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.extra_args import describe_capture, describe_steering
 from logsteer_server.engines.vllm.slots import SlotPool
@@ -24,26 +25,27 @@ CallWorkers = Callable[..., list[Any]]
 class SteeringSlot:
     """A slot that one job has, its plan, and the extra arguments that tell the workers so.
 
-    Without a pool it is no slot, which is what a job has that is not steered.
+    Without a pool it is no slot, which is what a job has that is not steered. A capture has `rows`
+    of the capture buffer, too.
     """
 
     pool: SlotPool | None = None
     number: int = 0
     plan: SteeringPlan | None = None
     extra_args: dict[str, Any] = field(default_factory=dict)
+    rows: range | None = None
 
 
 class SteeringSlots:
-    """Give jobs slots of the steering tables; read what the tables measured and summed up.
+    """Give jobs slots of the steering tables; read what the tables measured and captured.
 
-    Jobs with equal plans share a slot; a capture has one to itself.
+    Jobs with equal plans share a slot; a capture has its rows, of so many, to itself.
     """
 
-    def __init__(self, call_workers: CallWorkers, size: SteeringSize) -> None:
+    def __init__(self, call_workers: CallWorkers, size: SteeringSize, capture_rows: int) -> None:
         self._call_workers = call_workers
         self._plans = SlotPool(size.slots)
-        self._captures = SlotPool(size.captures)
-        self._capture_serial = itertools.count()
+        self._rows = RowPool(capture_rows)
 
     def take_plan(self, job: Job) -> SteeringSlot | None:
         """Return the slot of a job's plan, if it has one; None where the job has to wait for it.
@@ -65,15 +67,24 @@ class SteeringSlots:
         return SteeringSlot(self._plans, number, job.plan, describe_steering(job, number))
 
     def take_capture(self, job: CaptureJob) -> SteeringSlot | None:
-        """Return a slot to sum up activations in; None where the job has to wait for one."""
-        found = self._captures.take(str(next(self._capture_serial)).encode())
-        if found is None:
+        """Return the slot of the job's plan with rows to capture in; None where it has to wait.
+
+        Errors: as `take_plan`.
+        """
+        slot = self.take_plan(job)
+        if slot is None:
             return None
-        number, _ = found
-        return SteeringSlot(self._captures, number, None, describe_capture(job, number))
+        rows = self._rows.take(job.num_rows * len(job.layers))
+        if rows is None:
+            self.release(slot)
+            return None
+        extra_args = slot.extra_args | describe_capture(job, rows)
+        return replace(slot, extra_args=extra_args, rows=rows)
 
     def release(self, slot: SteeringSlot) -> None:
         """Free a slot for other jobs."""
+        if slot.rows is not None:
+            self._rows.release(slot.rows)
         if slot.pool is not None:
             slot.pool.release(slot.number)
 
@@ -88,13 +99,14 @@ class SteeringSlots:
         }
 
     def read_capture(self, slot: SteeringSlot, job: CaptureJob) -> np.ndarray:
-        """Return the activations that a capture has summed up: float32 [L, D]."""
-        # The sums of a stage are zero at the layers of other stages.
+        """Return the activations that a job has captured: float32 [L, T, D]."""
         found = [
-            sums_LD for sums_LD in self._call_workers("take_captures", slot.number) if len(sums_LD)
+            rows_ND for rows_ND in self._call_workers("take_captures", slot.rows) if len(rows_ND)
         ]
-        sums_LD: np.ndarray = np.sum(found, axis=0)[list(job.layers)]
-        return sums_LD / np.float32(len(job.tokens)) if job.read == "mean" else sums_LD
+        # The rows of a stage are zero at the layers of other stages.
+        rows_ND: np.ndarray = sum(found[1:], found[0])
+        rows_LTD = rows_ND.reshape(len(job.layers), job.num_rows, -1)
+        return rows_LTD / np.float32(len(job.places)) if job.read == "mean" else rows_LTD
 
 
 def _join_stages(

@@ -2,9 +2,9 @@
 
 The operation `logsteer::steer` stands behind every decoder layer and always runs, so that compiled
 graphs and CUDA graphs contain it. What it does is data: each token of a step has a slot, and slot 0
-changes nothing. It also measures what it changed, and sums up activations that are wanted.
+changes nothing. It also measures what it changed, and captures activations that are wanted.
 
-Axis letters: L layers, S slots, T tokens of a step, D width, K operations, C capture slots.
+Axis letters: L layers, S slots, T tokens of a step, D width, K operations.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from logsteer_server.contract.plan import Site
+from logsteer_server.engines.vllm.captures import CaptureBuffer, Captured
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.stream import StreamForm
 from logsteer_server.numerics.residual_ops import UNCHANGED, change_stream, pack_ops
@@ -27,20 +28,15 @@ def _none() -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What the tokens of one step are for: places and slots of those steered and captured."""
+    """What the tokens of one step are for: places and slots of those steered; those captured."""
 
     steered_t: npt.NDArray[np.int64] = field(default_factory=_none)
     steered_slots_t: npt.NDArray[np.int64] = field(default_factory=_none)
-    captured_t: npt.NDArray[np.int64] = field(default_factory=_none)
-    capture_slots_t: npt.NDArray[np.int64] = field(default_factory=_none)
+    captured: Captured = field(default_factory=dict)
 
     def is_same(self, other: "Step") -> bool:
         """Return whether both steer the very same arrays of tokens, and capture none."""
-        return (
-            self.steered_t is other.steered_t
-            and not len(self.captured_t)
-            and not len(other.captured_t)
-        )
+        return self.steered_t is other.steered_t and not self.captured and not other.captured
 
 
 class SteeringTables:
@@ -60,16 +56,16 @@ class SteeringTables:
         self, size: SteeringSize, layers: int, tokens: int, width: int, like: Tensor
     ) -> None:
         new, float32 = like.new_zeros, torch.float32
-        slots, captures = size.slots + 1, size.captures + 1
+        slots = size.slots + 1
         self.offsets_LSD = new((layers, slots, width))
         self.offset_norms_LS = new((layers, slots), dtype=float32)
         self.directions_LSKD = new((layers, slots, size.depth, width), dtype=float32)
         unchanged = torch.tensor(UNCHANGED, device=like.device)
         self.numbers_LSKP = unchanged.repeat(layers, slots, size.depth, 1)
         self.slots_T = new((tokens,), dtype=torch.int32)
-        self.captures_T = new((tokens,), dtype=torch.int32)
         self.ratios_LT = new((layers, tokens), dtype=float32)
-        self.sums_LCD = new((layers, captures, width), dtype=float32)
+        rows = size.count_rows(layers, width)
+        self.captures = CaptureBuffer(rows, layers, tokens, width, like)
         self.residual_counts_1 = torch.ones(1, dtype=torch.int32, device=like.device)
         self._residual_counts = True
         self._layers_of_slot: list[frozenset[int]] = [frozenset()] * slots
@@ -110,20 +106,14 @@ class SteeringTables:
         if step.is_same(self.step):
             return
         if self.slots_T.is_cuda:
-            for buffer_T, index_t, slots_t in (
-                (self.slots_T, step.steered_t, step.steered_slots_t),
-                (self.captures_T, step.captured_t, step.capture_slots_t),
-            ):
-                host_T = np.zeros(len(buffer_T), dtype=np.int32)
-                host_T[index_t] = slots_t
-                buffer_T.copy_(torch.from_numpy(host_T))
+            host_T = np.zeros(len(self.slots_T), dtype=np.int32)
+            host_T[step.steered_t] = step.steered_slots_t
+            self.slots_T.copy_(torch.from_numpy(host_T))
         self._begin(step)
 
     def _begin(self, step: Step) -> None:
         self.step = step
-        device = self.slots_T.device
-        self._captured_t = torch.from_numpy(step.captured_t).to(device)
-        self._capture_slots_t = torch.from_numpy(step.capture_slots_t).to(device)
+        self.captures.mark(step.captured)
         used = set(step.steered_slots_t.tolist())
         self.steered_layers: frozenset[int] = frozenset().union(
             *(self._layers_of_slot[slot] for slot in used)
@@ -133,7 +123,7 @@ class SteeringTables:
     @property
     def is_idle(self) -> bool:
         """Whether no token of this step is marked."""
-        return not len(self.step.steered_t) and not len(self.step.captured_t)
+        return not len(self.step.steered_t) and not self.step.captured
 
     def read_ratios(self) -> dict[int, npt.NDArray[np.float32]]:
         """Return |change| / |activation| of this step's steered tokens, by steered layer.
@@ -148,17 +138,8 @@ class SteeringTables:
         host_LT = ratios_LT.numpy()
         return {layer: host_LT[layer, self.step.steered_t] for layer in self.steered_layers}
 
-    def clear_captures(self, slot: int) -> None:
-        """Set the sums of a capture slot to zero."""
-        self.sums_LCD[:, slot] = 0
-
-    def take_captures(self, slot: int) -> np.ndarray:
-        """Return the sums of a capture slot: float32 [L, D]."""
-        sums: np.ndarray = self.sums_LCD[:, slot].cpu().numpy().copy()
-        return sums
-
     def apply(self, hidden_TD: Tensor, residual_TD: Tensor | None, layer: int) -> None:
-        """Steer the tokens of this step at one layer, in place; measure, and sum up captures.
+        """Steer the tokens of this step at one layer, in place; measure, and capture.
 
         The plain form, which looks at the marked tokens alone: for CPUs.
         """
@@ -166,9 +147,10 @@ class SteeringTables:
             residual_TD = None
         if layer in self.steered_layers:
             self._steer(hidden_TD, residual_TD, layer)
-        if len(self._captured_t):
-            stream_tD = _read_stream(hidden_TD, residual_TD, self._captured_t)
-            self.sums_LCD[layer].index_add_(0, self._capture_slots_t, stream_tD)
+        if (captured := self.captures.find(layer)) is not None:
+            index_t, rows_t = captured
+            stream_tD = _read_stream(hidden_TD, residual_TD, index_t)
+            self.captures.sums_ND.index_add_(0, rows_t, stream_tD)
 
     def _steer(self, hidden_TD: Tensor, residual_TD: Tensor | None, layer: int) -> None:
         change = self._changes.get(layer)

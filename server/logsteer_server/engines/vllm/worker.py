@@ -110,9 +110,9 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
             return {}
         return {req_id: self.model_runner.steering.take_trace(req_id) for req_id in req_ids}
 
-    def take_captures(self, slot: int) -> np.ndarray:
-        """Return the activations summed up in a capture slot [L, D]; empty on later ranks."""
+    def take_captures(self, rows: range) -> np.ndarray:
+        """Return the captured activations of some rows [N, D]; empty on later ranks."""
         if get_tensor_model_parallel_rank() != 0:
             return np.zeros(0, np.float32)
-        captured: np.ndarray = self.model_runner.steering.tables.take_captures(slot)
+        captured: np.ndarray = self.model_runner.steering.tables.captures.take(rows)
         return captured
