@@ -223,6 +223,14 @@ _GENERATION = [
     ),
 ]  # fmt: skip
 
+_ACTIVATIONS = [
+    # The client's method reads the answer's file: `_generator` has it among the conveniences.
+    Endpoint(
+        "activations", "POST", "/activations", "activations", s.ActivationsAnswer,
+        s.ActivationsRequest, positional=("items", "layers"),
+    ),
+]  # fmt: skip
+
 _VECTORS = [
     *_store(
         "vectors", "steering vector", s.VectorList, s.VectorCard, s.DeletedVector,
@@ -307,7 +315,8 @@ _OPENAI = [
 ENDPOINTS: Mapping[str, Endpoint] = {
     endpoint.name: endpoint
     for group in (
-        _OPERATIONS, _SCORING, _GENERATION, _VECTORS, _OVERRIDES, _ADAPTERS, _TOKENS, _OPENAI,
+        _OPERATIONS, _SCORING, _GENERATION, _ACTIVATIONS, _VECTORS, _OVERRIDES, _ADAPTERS,
+        _TOKENS, _OPENAI,
     )
     for endpoint in group
 }  # fmt: skip

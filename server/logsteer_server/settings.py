@@ -215,6 +215,11 @@ class Settings(BaseSettings):
     max_gradient_numbers: int = Field(
         2**22, ge=1, description="Numbers that the gradients of one request may come to."
     )
+    max_activation_bytes: int = Field(
+        128 * 2**20,
+        ge=2**10,
+        description="Bytes of the activations of one answer, estimated before any work.",
+    )
     max_training_bytes: int = Field(
         2**30, ge=2**10, description="Bytes of activations held while a vector is trained."
     )

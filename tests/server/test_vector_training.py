@@ -13,12 +13,12 @@ from logsteer.errors import APIError
 from logsteer.schemas import TrainMethod, TrainRequest
 from logsteer_server.contract.captures import CaptureJob, CaptureOutput
 from logsteer_server.stores.layer_vectors import LayerVectors
+from logsteer_server.tasks.captures import CaptureSite
 from logsteer_server.tasks.training import (
-    CaptureSite,
     TrainedVectors,
     combine_vectors,
     find_principal_direction,
-    plan_captures,
+    plan_pairs,
     train_vectors,
 )
 from logsteer_server.text.tokenizer import TextCodec
@@ -164,7 +164,7 @@ def plan(max_bytes: int = 2**30, **fields: Any) -> list[CaptureJob]:
     request = TrainRequest.model_validate({"name": "v", "pairs": [PAIR]} | fields)
     site = CaptureSite(request.hook, request.layers, request.read)
     codec = TextCodec.load(str(DEMO_MODEL))
-    return finish(plan_captures(request.pairs, site, request.bos, codec, INFO, max_bytes))
+    return finish(plan_pairs(request.pairs, site, request.bos, codec, INFO, max_bytes))
 
 
 def test_a_job_for_each_text() -> None:
@@ -180,7 +180,7 @@ def test_a_job_for_each_text() -> None:
     ("fields", "code", "reason"),
     [
         ({"hook": "attn_out"}, "unsupported_by_engine", "it has resid_post"),
-        ({"layers": [2, 6]}, "invalid_vector", "layers has 6; this model's layers are 0 to 5"),
+        ({"layers": [2, 6]}, "invalid_request", "layers has 6; this model's layers are 0 to 5"),
         ({"max_bytes": 100}, "payload_too_large", "max_training_bytes"),
         (
             {"pairs": [PAIR, {"positive": "a", "negative": "word " * 99}]},

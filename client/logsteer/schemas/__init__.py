@@ -4,6 +4,14 @@ The server validates with these, the client parses with them, and `openapi.json`
 from them: they are the only place where the contract is written down.
 """
 
+from logsteer.schemas.activations import (
+    ActivationItem,
+    ActivationRead,
+    ActivationsAnswer,
+    ActivationsRequest,
+    AllPositions,
+    ItemActivations,
+)
 from logsteer.schemas.adapters import AdapterCard, AdapterList, DeletedAdapter, UsedAdapter
 from logsteer.schemas.common import (
     ALL_COLUMNS,
@@ -135,9 +143,14 @@ from logsteer.schemas.vectors import (
 __all__ = [
     "ALL_COLUMNS",
     "SCOPES",
+    "ActivationItem",
+    "ActivationRead",
+    "ActivationsAnswer",
+    "ActivationsRequest",
     "AdapterCard",
     "AdapterList",
     "Aggregate",
+    "AllPositions",
     "Answer",
     "AppliedInterventions",
     "AppliedParameters",
@@ -166,6 +179,7 @@ __all__ = [
     "GradientVariable",
     "Health",
     "InterventionFields",
+    "ItemActivations",
     "ItemGradients",
     "ItemScore",
     "KeyScope",

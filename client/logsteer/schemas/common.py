@@ -91,8 +91,8 @@ def name_refusal(reasons: Mapping[str, str]) -> PydanticCustomError:
     return PydanticCustomError(REFUSAL, "{text}", {"text": text, "param": next(iter(reasons))})
 
 
-class RequestOptions(Request):
-    """Fields that every request about a model accepts."""
+class SequenceOptions(Request):
+    """Which model reads, and how texts become what it reads."""
 
     model: str | None = Field(
         default=None, description="Id of a resident model; may be left out where there is only one."
@@ -107,6 +107,11 @@ class RequestOptions(Request):
         description="What happens to a sequence longer than the model's context: an error, or its "
         "leftmost context tokens are dropped and counted in `truncated_tokens`.",
     )
+
+
+class RequestOptions(SequenceOptions):
+    """Fields that every request whose results are kept accepts."""
+
     cache: bool = Field(
         default=True,
         description="Whether results of earlier equal work may be given again, and the results of "

@@ -1,6 +1,7 @@
 """Answers as bytes: JSON, or MessagePack with the arrays as raw buffers."""
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -9,6 +10,7 @@ import orjson
 
 JSON = "application/json"
 MSGPACK = "application/msgpack"
+SAFETENSORS = "application/vnd.safetensors"
 
 
 def encode_json(document: Any) -> bytes:
@@ -50,8 +52,48 @@ def _to_buffer(value: Any) -> Any:
     return {"dtype": dtype, "shape": list(value.shape), "data": value.astype(dtype).tobytes()}
 
 
-def choose_encoding(accept: str) -> str:
-    """Choose the media type of an answer: MessagePack where Accept names it, else JSON."""
+TENSOR_TYPES = {"f": ("F32", "<f4"), "i": ("I32", "<i4")}
+"""Kind of a number -> its name in safetensors' header, and its dtype."""
+
+
+def encode_tensors(
+    tensors: Mapping[str, Sequence[np.ndarray]], about: Mapping[str, Any]
+) -> memoryview:
+    """Encode arrays as a safetensors file, each from parts that follow along its first axis.
+
+    `about` are documents of its metadata. The file is one buffer that the parts are copied into.
+    """
+    header: dict[str, Any] = {
+        "__metadata__": {name: encode_json(text).decode() for name, text in about.items()}
+    }
+    end = 0
+    for name, parts in tensors.items():
+        rows = sum(len(part) for part in parts)
+        shape = [rows, *parts[0].shape[1:]]
+        begin, end = end, end + 4 * math.prod(shape)
+        kind = TENSOR_TYPES[parts[0].dtype.kind][0]
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+    text = encode_json(header)
+    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
+    file = np.empty(8 + len(text) + end, dtype=np.uint8)
+    file[:8] = np.frombuffer(len(text).to_bytes(8, "little"), np.uint8)
+    file[8 : 8 + len(text)] = np.frombuffer(text, np.uint8)
+    at = 8 + len(text)
+    for parts in tensors.values():
+        for part in parts:
+            dtype = TENSOR_TYPES[part.dtype.kind][1]
+            file[at : at + 4 * part.size].view(dtype)[:] = part.ravel()
+            at += 4 * part.size
+    return file.data
+
+
+def choose_encoding(accept: str, *, has_file: bool = False) -> str:
+    """Choose the media type of an answer, by what Accept names.
+
+    A safetensors file where the answer has one, or else MessagePack, or else JSON.
+    """
+    if has_file and SAFETENSORS in accept:
+        return SAFETENSORS
     return MSGPACK if MSGPACK in accept else JSON
 
 

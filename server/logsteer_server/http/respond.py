@@ -16,10 +16,13 @@ from starlette.types import Message, Receive, Scope, Send
 from logsteer.errors import APIError, api_error
 from logsteer_server.http.encoding import (
     DONE,
+    JSON,
+    SAFETENSORS,
     choose_encoding,
     encode,
     encode_data,
     encode_event,
+    encode_tensors,
 )
 from logsteer_server.http.problems import describe_openai_error, write_problem
 from logsteer_server.settings import Settings
@@ -74,7 +77,14 @@ async def respond(
     is then no deadline, and a caller who hangs up is noticed where the body is read.
     """
     settings: Settings = request.app.state.settings
-    run = Run(task, request.app.state.capacity, request.state.caller, request.state.memory)
+    media_type = _choose(request, task)
+    run = Run(
+        task,
+        request.app.state.capacity,
+        request.state.caller,
+        request.state.memory,
+        packs_arrays=media_type != JSON,
+    )
     if not task.streams:
         return await run_within(request, settings.request_timeout_s, _finish(request, run))
     events = run.events()
@@ -90,8 +100,20 @@ async def _finish(request: Request, run: Run) -> Response:
     """Return a run's answer; a long one is written in a thread."""
     document = await run.finish()
     if run.expected_bytes < LONG_ANSWER:
+        return _answer_run(request, run.task, document)
+    return await run.capacity.call_long(_answer_run, request, run.task, document)
+
+
+def _choose(request: Request, task: Task) -> str:
+    return choose_encoding(request.headers.get("accept", ""), has_file=task.has_file)
+
+
+def _answer_run(request: Request, task: Task, document: dict[str, Any]) -> Response:
+    """Answer with a run's document, or with the file that it is laid out as."""
+    if _choose(request, task) != SAFETENSORS:
         return answer(request, document)
-    return await run.capacity.call_long(answer, request, document)
+    file = task.lay_out(document)
+    return Response(encode_tensors(file.tensors, file.about), media_type=SAFETENSORS)
 
 
 async def _await(work: Awaitable[T]) -> T:

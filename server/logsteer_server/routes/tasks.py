@@ -8,10 +8,12 @@ from pydantic import BaseModel
 
 from logsteer._endpoints import ENDPOINTS, Endpoint
 from logsteer_server.http.dependencies import AnswersDep, LimitedRoute, ModelsDep, StoresDep
+from logsteer_server.http.encoding import SAFETENSORS
 from logsteer_server.http.idempotency import PARAMETER
 from logsteer_server.http.respond import NAMED_EVENTS, OPENAI_CHUNKS, respond
 from logsteer_server.interventions.interventions import Stores
 from logsteer_server.models.registry import ModelRegistry
+from logsteer_server.tasks.activations import ActivationsTask
 from logsteer_server.tasks.generation import GenerateTask, SteerTask
 from logsteer_server.tasks.gradient import GradientTask
 from logsteer_server.tasks.logprob import DiagnosticsTask, LogprobTask
@@ -31,6 +33,7 @@ TASKS: Mapping[str, MakeTask] = {
     "steer": SteerTask,
     "sweep": SweepTask,
     "gradient": GradientTask,
+    "activations": ActivationsTask,
     "vectors.train": TrainTask,
     "v1.completions": CompletionTask,
     "v1.chat.completions": ChatCompletionTask,
@@ -47,6 +50,8 @@ def make_router() -> APIRouter:
     for name, make_task in TASKS.items():
         endpoint = ENDPOINTS[name]
         others = [] if endpoint.tag == OPENAI else ["application/msgpack"]
+        if getattr(make_task, "has_file", False):
+            others.append(SAFETENSORS)
         if endpoint.request is not None and "stream" in endpoint.request.model_fields:
             others.append("text/event-stream")
         content: dict[str, Any] = {name: {} for name in others}

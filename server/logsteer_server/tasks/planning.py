@@ -38,6 +38,10 @@ BYTES_PER_ROW = 64
 """Of an answer: a token's id, its text and its place."""
 BYTES_PER_NUMBER = 24
 """A number as text, and as it came from the engine."""
+BYTES_PER_PACKED = 4
+"""A number of an array in a raw buffer."""
+COPIES = 4
+"""Of such an array while it is written: the engine's, those being made, the answer's own."""
 BYTES_PER_ALTERNATIVE = 56
 """An alternative's id, text and log-probability."""
 
@@ -150,10 +154,17 @@ def _run_slice(steps: Steps[T]) -> tuple[int, tuple[T] | None, float]:
 class Planner:
     """What one run plans with: the server's settings and threads, and its own reservations."""
 
-    def __init__(self, capacity: Capacity, tokens: Reservation, memory: Reservation) -> None:
+    def __init__(
+        self,
+        capacity: Capacity,
+        tokens: Reservation,
+        memory: Reservation,
+        packs_arrays: bool = False,
+    ) -> None:
         self.settings = capacity.settings
         self.expected_bytes = 0
         self._takes_long = False
+        self._packs_arrays = packs_arrays
         self._capacity = capacity
         self._tokens = tokens
         self._memory = memory
@@ -188,6 +199,24 @@ class Planner:
         """
         size = rows * (BYTES_PER_ROW + numbers * BYTES_PER_NUMBER)
         self.expect_bytes(size + rows * alternatives * BYTES_PER_ALTERNATIVE)
+
+    def expect_arrays(self, numbers: int) -> None:
+        """Reserve memory for an answer with so many numbers of activations.
+
+        Errors: as `expect_rows`, by the bound of activations.
+        """
+        packs, limit = self._packs_arrays, self.settings.max_activation_bytes
+        size = numbers * (BYTES_PER_PACKED if packs else BYTES_PER_NUMBER)
+        if size > limit:
+            detail = (
+                f"The activations would take about {size} bytes{'' if packs else ' as JSON'}, at "
+                f"most {limit} are given: ask for fewer items, layers or positions at once, or "
+                + ("" if packs else "for MessagePack or safetensors, which take a sixth, or ")
+                + "raise max_activation_bytes."
+            )
+            raise api_error("payload_too_large", detail)
+        self._memory.add(size * (COPIES if packs else 1))
+        self.expected_bytes += size
 
     def expect_bytes(self, size: int) -> None:
         """Reserve memory for an answer of so many bytes. Errors: as `expect_rows`."""

@@ -12,10 +12,12 @@ deadline, and a caller who hangs up, cancel the run; what it reserved and starte
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
+
+import numpy.typing as npt
 
 from logsteer.errors import api_error
 from logsteer.schemas import Precision, Provenance
@@ -92,6 +94,8 @@ class Task(ABC):
     """What the answer is computed under; `plan` sets it."""
     applied_fields: ClassVar[tuple[str, ...]] = ("steering", "override", "adapter")
     """Interventions that the answer reports."""
+    has_file: ClassVar[bool] = False
+    """Whether the answer can be given as a file of tensors."""
 
     def __init__(self, model: ResidentModel, *, streams: bool = False) -> None:
         self.model = model
@@ -117,6 +121,10 @@ class Task(ABC):
     def report(self) -> dict[str, Any]:
         """Return the answer's own fields, once the plan has ended."""
 
+    def lay_out(self, document: dict[str, Any]) -> "TensorFile":
+        """Return the whole answer as a file of tensors, where the task `has_file`."""
+        raise NotImplementedError
+
     def write(self, facts: "Facts") -> dict[str, Any]:
         """Write the whole answer: the task's own fields and what every answer carries."""
         return {
@@ -128,6 +136,17 @@ class Task(ABC):
             "timing": facts.timing,
             "provenance": facts.provenance.model_dump(),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """An answer as a file: tensors, each in parts that follow one another along its first axis.
+
+    `about` are documents of its metadata, by name.
+    """
+
+    tensors: Mapping[str, Sequence[npt.NDArray[Any]]]
+    about: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +191,8 @@ class Run:
     caller: Requester = field(default_factory=Requester)
     memory: Reservation | None = None
     """Where the answer's memory is counted; None: for as long as the run takes."""
+    packs_arrays: bool = False
+    """Whether the answer has arrays as raw buffers, not as text."""
     _usage: UsageCounter = field(default_factory=UsageCounter)
     _timer: WorkTimer = field(default_factory=WorkTimer)
     expected_bytes: int = 0
@@ -199,7 +220,7 @@ class Run:
         with self._room:
             tokens = self._reserve(self.task.model.admission)
             memory = self.memory or self._reserve(self.capacity.memory)
-            planner = Planner(self.capacity, tokens, memory)
+            planner = Planner(self.capacity, tokens, memory, self.packs_arrays)
             has_started = False
             async with aclosing(self.task.plan(planner)) as plan:
                 async for batch in plan:

@@ -20,12 +20,13 @@ from logsteer.schemas import (
     VectorAbout,
     VectorCard,
 )
-from logsteer_server.contract.captures import CaptureJob, CaptureOutput, CaptureRead
+from logsteer_server.contract.captures import CaptureJob, CaptureOutput
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.interventions.interventions import Stores
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.stores.layer_vectors import LayerVectors, Vector, invalid_vector
+from logsteer_server.tasks.captures import CaptureSite, plan_captures, read_texts
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import Batch, Collector, Task, check_count
 from logsteer_server.text.tokenizer import TextCodec
@@ -44,16 +45,7 @@ class TrainedVectors:
     quality: Mapping[int, LayerQuality]
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureSite:
-    """Which activations are read: `hook` of some layers (None: all), of the last token or mean."""
-
-    hook: str
-    layers: Sequence[int] | None
-    read: CaptureRead
-
-
-def plan_captures(
+def plan_pairs(
     pairs: Sequence[ContrastPair],
     site: CaptureSite,
     bos: BosPolicy,
@@ -63,48 +55,28 @@ def plan_captures(
 ) -> Steps[list[CaptureJob]]:
     """Plan one job for each text: the pairs in order, of each the positive text first.
 
-    Errors: APIError `unsupported_by_engine`, `invalid_vector`, `context_too_long`,
-    `invalid_request`, and `payload_too_large` for activations of more than `max_bytes`.
+    Errors: as `plan_captures`; APIError `payload_too_large` for activations of more than
+    `max_bytes`.
     """
-    if site.hook not in info.hooks:
-        known = f"it has {', '.join(info.hooks)}" if info.hooks else "it gives none"
-        detail = f"This model's engine does not give the activations of {site.hook}: {known}."
-        raise api_error("unsupported_by_engine", detail, param="hook")
-    layers = tuple(sorted(site.layers)) if site.layers else tuple(range(info.num_layers))
-    if layers[-1] >= info.num_layers:
-        detail = f"layers has {layers[-1]}; this model's layers are 0 to {info.num_layers - 1}."
-        raise api_error("invalid_vector", detail, param="layers")
     texts = [text for pair in pairs for text in (pair.positive, pair.negative)]
-    needed = 4 * len(texts) * len(layers) * info.hidden_size
+    needed = 4 * len(texts) * len(site.find_layers(info)) * site.find_width(info)
     if needed > max_bytes:
         detail = (
             f"The activations would take {needed} bytes, at most {max_bytes} are held: train on "
             "fewer layers or pairs, or raise max_training_bytes."
         )
         raise api_error("payload_too_large", detail)
-    jobs: list[CaptureJob] = []
-    num_planned = 0
-    for index, ids in enumerate(codec.encode_ids_lazily(texts)):
-        tokens = codec.bos_ids(bos, ids) + ids
-        place = f"pairs[{index // 2}].{'negative' if index % 2 else 'positive'}"
-        if not tokens:
-            raise api_error("invalid_request", f"{place} has no token.", param=place)
-        if len(tokens) > info.context_length:
-            detail = (
-                f"{place} has {len(tokens)} tokens; this model's context holds "
-                f"{info.context_length}: shorten the text."
-            )
-            raise api_error("context_too_long", detail, param=place)
-        jobs.append(CaptureJob(np.array(tokens, dtype=np.int32), layers, site.hook, site.read))
-        num_planned += len(tokens)
-        yield num_planned
-    return jobs
+    places = [
+        f"pairs[{i}].{which}" for i in range(len(pairs)) for which in ("positive", "negative")
+    ]
+    planned = yield from plan_captures(read_texts(texts, places, bos, codec), site, info)
+    return [capture.job for capture in planned]
 
 
 def train_vectors(
     jobs: Sequence[CaptureJob], outputs: Sequence[CaptureOutput], method: TrainMethod
 ) -> TrainedVectors:
-    """Make vectors of the activations of `plan_captures`' jobs.
+    """Make vectors of the activations of `plan_pairs`' jobs.
 
     Errors: APIError `invalid_vector` where an activation is not finite, or no layer differs.
     """
@@ -282,7 +254,7 @@ class TrainTask(Task):
         limit = planner.settings.max_training_bytes
         texts = [text for pair in body.pairs for text in (pair.positive, pair.negative)]
         planner.cover_text(max(map(len, texts)))
-        jobs = await planner.advance(plan_captures(body.pairs, site, body.bos, codec, info, limit))
+        jobs = await planner.advance(plan_pairs(body.pairs, site, body.bos, codec, info, limit))
         collector = Collector(jobs)
         yield Batch(jobs, collector.take)
         trained = await planner.call_long(train_vectors, jobs, collector.outputs, body.method)

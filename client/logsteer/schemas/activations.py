@@ -1,0 +1,99 @@
+"""`POST /activations`: the activations of a model over texts, at layers and hooks."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from logsteer.schemas.common import (
+    Answer,
+    Float,
+    Index,
+    Message,
+    NamedRefusals,
+    Reply,
+    Request,
+    SequenceOptions,
+    TokenId,
+)
+from logsteer.schemas.interventions import AppliedInterventions, InterventionFields
+from logsteer.schemas.steering import HOOK, HookName, SlicePositions
+
+ActivationRead = Literal["each", "last", "mean"]
+AllPositions = Literal["all"]
+
+
+class ActivationItem(Request):
+    """A sequence that is no plain text: token ids, or a conversation through the chat template."""
+
+    token_ids: list[TokenId] | None = Field(default=None, min_length=1)
+    messages: list[Message] | None = Field(default=None, min_length=1)
+
+    @model_validator(mode="after")
+    def _one_form(self) -> "ActivationItem":
+        if (self.token_ids is None) == (self.messages is None):
+            raise ValueError("give exactly one of token_ids and messages; a text stands by itself")
+        return self
+
+
+class ActivationsRequest(SequenceOptions, InterventionFields, NamedRefusals):
+    """Sequences whose activations are read as they leave a hook, steering there included.
+
+    Of the tokens at `positions`, `read` takes each, the last, or the mean over them.
+    """
+
+    refused: ClassVar[dict[str, str]] = {
+        "columns": "activations are no scored rows; /logprob gives columns",
+        "policy": "activations are no scored rows; /logprob gives columns",
+        "cache": "activations are computed each time, and none are kept; leave it out",
+        "precision": "activations are given in float32; serve the model in the dtype to compute in",
+    }
+
+    items: list[str | ActivationItem] = Field(
+        min_length=1,
+        description="Texts; or objects with `token_ids`, taken as they are, or `messages`.",
+    )
+    layers: list[Index] = Field(min_length=1, description="Layers to read, 0-based.")
+    hook: HookName = Field(default="resid_post", description=HOOK)
+    positions: AllPositions | SlicePositions = Field(
+        default="all",
+        description="Of the tokens that are read, as the model reads them: all, or slices.",
+    )
+    read: ActivationRead = Field(
+        default="each",
+        description="Each of those tokens' activation, the last one's, or their mean.",
+    )
+
+    @model_validator(mode="after")
+    def _layers_are_distinct(self) -> "ActivationsRequest":
+        if len(set(self.layers)) != len(self.layers):
+            raise ValueError(f"layers has an entry twice: {self.layers}; name each layer once")
+        return self
+
+
+class ItemActivations(Reply):
+    """The activations of one sequence."""
+
+    token_ids: list[int] = Field(description="What the model read, BOS included.")
+    truncated_tokens: int = 0
+    positions: list[int] = Field(
+        description="Of the tokens in `token_ids` whose activations are given; for a mean, of "
+        "those that it was taken over."
+    )
+    activations: dict[str, list[list[Float]]] = Field(
+        description="By layer: a row for each position, or one row; a number a dimension."
+    )
+    flags: list[str] = Field(default_factory=list)
+
+
+class ActivationsAnswer(Answer, AppliedInterventions):
+    """One result per item, in the order given.
+
+    As a file (`Accept: application/vnd.safetensors`): a tensor `HOOK.LAYER` [rows, width] for each
+    layer, with the rows of all items one behind the other; `row_starts` [items + 1] says where each
+    item's begin, `token_ids` and `token_starts` likewise what it read, and `positions` [rows] whose
+    they are, except for means. All else of the answer is JSON under `answer` in its metadata.
+    """
+
+    hook: str
+    read: ActivationRead
+    results: list[ItemActivations]

@@ -1,0 +1,125 @@
+"""`/activations`: the activations of a model over texts, as arrays or as a file."""
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from logsteer.schemas import ActivationsRequest
+from logsteer_server.contract.captures import CaptureOutput
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.interventions.interventions import Interventions, Stores
+from logsteer_server.interventions.steering import place_positions
+from logsteer_server.models.registry import ModelRegistry
+from logsteer_server.settings import Settings
+from logsteer_server.tasks.captures import (
+    CaptureSite,
+    PlannedCapture,
+    count_numbers,
+    plan_captures,
+    read_items,
+)
+from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.run import Batch, Collector, Task, TensorFile, check_count
+from logsteer_server.text.tokenizer import TextCodec
+
+Array = npt.NDArray[Any]
+
+
+class ActivationsTask(Task):
+    """The activations of texts at a hook: of each token, of the last one, or their mean."""
+
+    kind = "activations"
+    has_file = True
+
+    def __init__(self, body: ActivationsRequest, models: ModelRegistry, stores: Stores) -> None:
+        super().__init__(models.find(body.model))
+        self._body = body
+        self._stores = stores
+        self._planned: list[PlannedCapture] = []
+        self._outputs: Sequence[CaptureOutput] = ()
+
+    def check_limits(self, settings: Settings) -> None:
+        """Bound the number of items. Errors: APIError `payload_too_large`."""
+        check_count("items", len(self._body.items), settings.max_items)
+
+    async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
+        """Capture all activations in one batch."""
+        codec, info = self.model.require()
+        planner.cover_text(max(map(_count_chars, self._body.items)))
+        site = CaptureSite(
+            self._body.hook,
+            self._body.layers,
+            self._body.read,
+            place_positions(self._body.positions),
+        )
+        self._planned = await planner.advance(self._plan(site, codec, info))
+        jobs = [capture.job for capture in self._planned]
+        planner.expect_arrays(count_numbers(jobs, site.find_width(info)))
+        collector = Collector(jobs)
+        yield Batch(jobs, collector.take)
+        self._outputs = collector.outputs
+
+    def _plan(
+        self, site: CaptureSite, codec: TextCodec, info: EngineInfo
+    ) -> Steps[list[PlannedCapture]]:
+        body = self._body
+        self.interventions = Interventions.resolve(body, self._stores, info)
+        sequences = read_items(body.items, body.bos, codec, info.vocab_size)
+        planned = yield from plan_captures(sequences, site, info, body.on_overflow)
+        jobs = self.interventions.apply([capture.job for capture in planned])
+        return [
+            PlannedCapture(job, capture.truncated)
+            for job, capture in zip(jobs, planned, strict=True)
+        ]
+
+    def report(self) -> dict[str, Any]:
+        """Return the activations of each item, by layer."""
+        pairs = zip(self._planned, self._outputs, strict=True)
+        results = [_describe(capture, output) for capture, output in pairs]
+        return {"hook": self._body.hook, "read": self._body.read, "results": results}
+
+    def lay_out(self, document: dict[str, Any]) -> TensorFile:
+        """Return the answer as the tensors of a file, as `ActivationsAnswer` says."""
+        results = document["results"]
+        hook, is_mean = document["hook"], self._body.read == "mean"
+        rows = [capture.job.num_rows for capture in self._planned]
+        tensors = {
+            f"{hook}.{layer}": [result["activations"][layer] for result in results]
+            for layer in results[0]["activations"]
+        }
+        read = [result["token_ids"] for result in results]
+        tensors["row_starts"] = [_find_starts(rows)]
+        tensors["token_ids"] = read
+        tensors["token_starts"] = [_find_starts([len(ids) for ids in read])]
+        if not is_mean:
+            tensors["positions"] = [result["positions"] for result in results]
+        arrays = ("activations", "token_ids", *(() if is_mean else ("positions",)))
+        described = [
+            {name: value for name, value in result.items() if name not in arrays}
+            for result in results
+        ]
+        return TensorFile(tensors, {"answer": document | {"results": described}})
+
+
+def _count_chars(item: Any) -> int:
+    if isinstance(item, str):
+        return len(item)
+    return sum(len(message.content) for message in item.messages or ())
+
+
+def _find_starts(sizes: Sequence[int]) -> Array:
+    return np.cumsum([0, *sizes], dtype=np.int32)
+
+
+def _describe(capture: PlannedCapture, output: CaptureOutput) -> dict[str, Any]:
+    job, found_LTD = capture.job, output.activations_LTD
+    finite = bool(np.isfinite(found_LTD).all())
+    return {
+        "token_ids": job.tokens,
+        "truncated_tokens": capture.truncated,
+        "positions": job.places.astype(np.int32),
+        "activations": dict(zip(map(str, job.layers), found_LTD, strict=True)),
+        "flags": [] if finite else ["non_finite"],
+    }
