@@ -15,12 +15,17 @@ from logsteer._endpoints import GenerateEvent, PerplexityEvent, SelftestEvent, S
 from logsteer._pairs import LogProb
 from logsteer._parameters import NOT_GIVEN, NotGiven
 from logsteer._upload import AsyncSource
+from logsteer.extras.activations import Activations
 from logsteer.extras.datasets import PROMPT
 from logsteer.extras.datasets import Source as PromptSource
 from logsteer.extras.samples import Reward, Samples
+from logsteer.extras.shards import ActivationShards
 from logsteer.schemas import (
+    ActivationItem,
+    ActivationRead,
     AdapterCard,
     AdapterList,
+    AllPositions,
     BosPolicy,
     Boundary,
     Column,
@@ -50,6 +55,7 @@ from logsteer.schemas import (
     Readiness,
     SamplingPolicy,
     SelftestAnswer,
+    SlicePositions,
     SpacePolicy,
     SteerAnswer,
     Steering,
@@ -1269,6 +1275,120 @@ class AsyncClientMethods(AsyncCaller):
             columns=columns,
             diagnostics=diagnostics,
             window=window,
+        )
+
+    async def activations(
+        self,
+        items: str | Sequence[str | ActivationItem | Mapping[str, Any]],
+        layers: Sequence[int],
+        *,
+        override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        adapter: str | NotGiven | None = NOT_GIVEN,
+        steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        model: str | NotGiven | None = NOT_GIVEN,
+        bos: BosPolicy | NotGiven = NOT_GIVEN,
+        on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
+        hook: str | NotGiven = NOT_GIVEN,
+        positions: AllPositions | SlicePositions | Mapping[str, Any] | NotGiven = NOT_GIVEN,
+        read: ActivationRead | NotGiven = NOT_GIVEN,
+    ) -> Activations:
+        """Return the activations of texts as numpy arrays: of each token, the last, or their mean.
+
+        Args:
+            items: Texts, one string being one text; or objects with `token_ids` or `messages`.
+            layers: Layers to read, 0-based.
+            override: A stored direction v by name, and eta: the parameters are theta + eta v.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
+            steering: Steer the model; the whole sequence is the prompt.
+            model: Id of a resident model; may be left out where there is only one.
+            bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
+                never added twice. Default auto.
+            on_overflow: What happens to a sequence longer than the model's context: an error,
+                or its leftmost context tokens are dropped and counted in `truncated_tokens`.
+                Default error.
+            hook: Which activation of the layer; resid_post is the residual stream that leaves
+                block L. Default resid_post.
+            positions: Of the tokens that are read, as the model reads them: all, or slices.
+                Default all.
+            read: Each of those tokens' activation, the last one's, or their mean. Default each.
+        """
+        return await self._activations(
+            items,
+            layers,
+            override=override,
+            adapter=adapter,
+            steering=steering,
+            model=model,
+            bos=bos,
+            on_overflow=on_overflow,
+            hook=hook,
+            positions=positions,
+            read=read,
+        )
+
+    async def capture(
+        self,
+        source: PromptSource,
+        directory: str | PathLike[str],
+        layers: Sequence[int],
+        *,
+        field: str = "text",
+        batch_size: int = 64,
+        progress: bool = True,
+        override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        adapter: str | NotGiven | None = NOT_GIVEN,
+        steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        model: str | NotGiven | None = NOT_GIVEN,
+        bos: BosPolicy | NotGiven = NOT_GIVEN,
+        on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
+        hook: str | NotGiven = NOT_GIVEN,
+        positions: AllPositions | SlicePositions | Mapping[str, Any] | NotGiven = NOT_GIVEN,
+        read: ActivationRead | NotGiven = NOT_GIVEN,
+    ) -> ActivationShards:
+        """Write the activations of a source's texts to files in a directory, and return them.
+
+        Each request's answer is a safetensors file; `index.json` lists those that are whole, and a
+        capture that was interrupted goes on behind them.
+
+        Args:
+            source: A list of texts or of rows, a path of JSON lines, or `KIND:NAME` of
+                `logsteer.extras.datasets`.
+            directory: Where the shards and their index go.
+            layers: Layers to read, 0-based.
+            field: The field that holds a row's text.
+            batch_size: Texts of one request and shard, at most.
+            progress: Whether a terminal shows a bar.
+            override: A stored direction v by name, and eta: the parameters are theta + eta v.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
+            steering: Steer the model; the whole sequence is the prompt.
+            model: Id of a resident model; may be left out where there is only one.
+            bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
+                never added twice. Default auto.
+            on_overflow: What happens to a sequence longer than the model's context: an error,
+                or its leftmost context tokens are dropped and counted in `truncated_tokens`.
+                Default error.
+            hook: Which activation of the layer; resid_post is the residual stream that leaves
+                block L. Default resid_post.
+            positions: Of the tokens that are read, as the model reads them: all, or slices.
+                Default all.
+            read: Each of those tokens' activation, the last one's, or their mean. Default each.
+        """
+        return await self._capture(
+            source,
+            directory,
+            layers,
+            field,
+            batch_size,
+            progress,
+            override=override,
+            adapter=adapter,
+            steering=steering,
+            model=model,
+            bos=bos,
+            on_overflow=on_overflow,
+            hook=hook,
+            positions=positions,
+            read=read,
         )
 
 

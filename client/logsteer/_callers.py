@@ -12,11 +12,14 @@ import httpx
 from pydantic import BaseModel
 
 from logsteer._call import ApiCall
-from logsteer._calls import as_list, build_call
+from logsteer._calls import as_list, build_call, build_file_call
 from logsteer._exchange import Terms, exchange
 from logsteer._pairs import LogProb, pair_items, pair_records, pair_scores
 from logsteer._wire import AsyncWire, Wire
+from logsteer.errors import PayloadTooLargeError
+from logsteer.extras.activations import Activations
 from logsteer.extras.samples import Samples, draw_samples
+from logsteer.extras.shards import ActivationShards, capture_shards
 from logsteer.schemas import ItemScore
 
 A = TypeVar("A", bound=BaseModel)
@@ -72,6 +75,27 @@ class Caller:
                 samples: Samples = end.value
                 return samples
 
+    def _activations(
+        self, items: str | Sequence[Any], layers: Sequence[int], **options: Any
+    ) -> Activations:
+        file = self._answer(build_file_call(self._model, items, layers, **options))
+        return Activations(file.data)
+
+    def _capture(self, *arguments: Any, **options: Any) -> ActivationShards:
+        with closing(capture_shards(options, *arguments)) as steps:
+            try:
+                values = next(steps)
+                while True:
+                    try:
+                        answer = self._activations(**values)
+                    except PayloadTooLargeError as error:
+                        values = steps.throw(error)
+                    else:
+                        values = steps.send(answer)
+            except StopIteration as end:
+                shards: ActivationShards = end.value
+                return shards
+
 
 class AsyncCaller:
     """Sends calls by `httpx.AsyncClient`, line by line as `Caller`."""
@@ -119,6 +143,27 @@ class AsyncCaller:
             except StopIteration as end:
                 samples: Samples = end.value
                 return samples
+
+    async def _activations(
+        self, items: str | Sequence[Any], layers: Sequence[int], **options: Any
+    ) -> Activations:
+        file = await self._answer(build_file_call(self._model, items, layers, **options))
+        return Activations(file.data)
+
+    async def _capture(self, *arguments: Any, **options: Any) -> ActivationShards:
+        with closing(capture_shards(options, *arguments)) as steps:
+            try:
+                values = next(steps)
+                while True:
+                    try:
+                        answer = await self._activations(**values)
+                    except PayloadTooLargeError as error:
+                        values = steps.throw(error)
+                    else:
+                        values = steps.send(answer)
+            except StopIteration as end:
+                shards: ActivationShards = end.value
+                return shards
 
 
 class StoreMethods(Generic[L, C, D]):

@@ -6,6 +6,7 @@ is raised before anything is sent.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, SupportsFloat, SupportsIndex, TypeVar, get_args
@@ -15,7 +16,7 @@ from pydantic import BaseModel, Json, ValidationError, create_model
 from pydantic_core import PydanticSerializationError
 
 from logsteer._call import ApiCall, Download
-from logsteer._endpoints import ENDPOINTS, Endpoint
+from logsteer._endpoints import ENDPOINTS, TENSOR_FILE, Endpoint
 from logsteer._parameters import NOT_GIVEN, SOURCES, list_parameters, strip_type, takes_texts
 from logsteer._upload import Form, UploadBody
 from logsteer.errors import InvalidRequestError
@@ -69,6 +70,16 @@ def build_call(
         retry_safe=endpoint.retry_safe,
         takes_key=endpoint.takes_key,
     )
+
+
+def build_file_call(
+    default_model: str | None, items: str | Sequence[Any], layers: Sequence[int], **options: Any
+) -> ApiCall[Download]:
+    """Return the call of `/activations` that is answered by a file. Errors: as `build_call`."""
+    items = [items] if isinstance(items, str) else items
+    values = {"items": items, "layers": layers, **options}
+    call = build_call("activations", values, default_model)
+    return replace(call, answer=Download, file_type=TENSOR_FILE)
 
 
 def fits_query(name: str, values: Mapping[str, Any]) -> bool:

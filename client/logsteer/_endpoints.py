@@ -20,6 +20,9 @@ Method = Literal["GET", "POST", "PUT", "DELETE"]
 Content = Literal["text", "file", "form"]
 """What is uploaded: UTF-8 text, a file as it is, or a form of files."""
 
+TENSOR_FILE = "application/vnd.safetensors"
+"""The media type of arrays as a file."""
+
 LAST_EVENT = "result"
 """The event that ends a stream of logsteer's own."""
 

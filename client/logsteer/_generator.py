@@ -69,6 +69,12 @@ EVENTS_NOTE = (
     "The request is sent when the first event is asked for. Close the generator to stop early."
 )
 _TARGETS = Argument("targets", "str | Sequence[str]", "Texts to score; one string is one target.")
+_ITEMS = Argument(
+    "items",
+    "str | Sequence[str | ActivationItem | Mapping[str, Any]]",
+    "Texts, one string being one text; or objects with `token_ids` or `messages`.",
+)
+_LAYERS = Argument("layers", "Sequence[int]", "Layers to read, 0-based.")
 CONVENIENCES = (
     Convenience(
         "score",
@@ -117,6 +123,36 @@ CONVENIENCES = (
         "Each prompt is continued `n` times, every time with a seed of its own that follows from "
         "`seed`.",
     ),
+    Convenience(
+        "activations",
+        "activations",
+        (_ITEMS, _LAYERS),
+        frozenset({"items", "layers"}),
+        "Activations",
+        "Return the activations of texts as numpy arrays: of each token, the last, or their mean.",
+    ),
+    Convenience(
+        "capture",
+        "activations",
+        (
+            Argument(
+                "source",
+                "PromptSource",
+                "A list of texts or of rows, a path of JSON lines, or `KIND:NAME` of "
+                "`logsteer.extras.datasets`.",
+            ),
+            Argument("directory", "str | PathLike[str]", "Where the shards and their index go."),
+            _LAYERS,
+            Argument("field", "str", "The field that holds a row's text.", True, '"text"'),
+            Argument("batch_size", "int", "Texts of one request and shard, at most.", True, "64"),
+            Argument("progress", "bool", "Whether a terminal shows a bar.", True, "True"),
+        ),
+        frozenset({"items", "layers"}),
+        "ActivationShards",
+        "Write the activations of a source's texts to files in a directory, and return them.",
+        "Each request's answer is a safetensors file; `index.json` lists those that are whole, and "
+        "a capture that was interrupted goes on behind them.",
+    ),
 )
 
 _HEAD = '''"""{summary}
@@ -136,9 +172,11 @@ from logsteer._endpoints import GenerateEvent, PerplexityEvent, SelftestEvent, S
 from logsteer._pairs import LogProb
 from logsteer._parameters import NOT_GIVEN, NotGiven
 from logsteer._upload import {source}
+from logsteer.extras.activations import Activations
 from logsteer.extras.datasets import PROMPT
 from logsteer.extras.datasets import Source as PromptSource
 from logsteer.extras.samples import Reward, Samples
+from logsteer.extras.shards import ActivationShards
 from logsteer.schemas import (
 {schemas}
 )

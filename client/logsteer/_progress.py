@@ -83,6 +83,19 @@ class SamplingProgress(_Bars):
         self._progress.advance(self._task, count)
 
 
+class CaptureProgress(_Bars):
+    """A bar of texts captured, drawn only where it is wanted and stderr is a terminal."""
+
+    def __init__(self, total: int, done: int, wanted: bool) -> None:
+        count = TextColumn("{task.completed:.0f}/{task.total:.0f} texts")
+        super().__init__(TextColumn("capturing"), BarColumn(), count, wanted=wanted)
+        self._task = self._progress.add_task("capturing", total=total, completed=done)
+
+    def advance(self, count: int) -> None:
+        """Count so many more texts as done."""
+        self._progress.advance(self._task, count)
+
+
 def _size(file: BinaryIO) -> int | None:
     try:
         return os.fstat(file.fileno()).st_size or None

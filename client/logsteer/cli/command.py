@@ -16,6 +16,7 @@ from logsteer._pairs import pair_items, pair_scores
 from logsteer._progress import ScoringProgress
 from logsteer.cli import tables
 from logsteer.cli.adapters import add_adapter_commands
+from logsteer.cli.capture import add_capture
 from logsteer.cli.options import add_options
 from logsteer.cli.selftest import add_selftest
 from logsteer.cli.steering import add_steer, add_sweep
@@ -40,6 +41,7 @@ EXAMPLES = """examples:
   logsteer score "I feel" " happy" " sad" --vector happy:4@2
   logsteer sweep --vector happy@2 --scales=-4,-2,0,2,4 --item "I feel" " happy" " sad" \\
       --text book.txt --plot sweep.png
+  logsteer capture corpus.jsonl --layers 2,3 --read mean --output means.safetensors
 
 LOGSTEER_BASE_URL and LOGSTEER_API_KEY stand in for --base-url and --api-key.
 Exit status: 0 done, 1 refused or not reached, 2 wrong usage, 130 interrupted.
@@ -98,6 +100,7 @@ def _build_parser() -> argparse.ArgumentParser:
     tokenize.set_defaults(command=_show_tokens)
     add_steer(add("steer", help="continue a prompt under steering, as it is generated"))
     add_sweep(add("sweep", help="what steering does to targets and texts, scale by scale"))
+    add_capture(add("capture", help="activations of texts, as files"))
     add_selftest(add("selftest", help="measure on a model what the service promises"))
     add_vector_commands(add("vectors", help="store, make and fetch steering vectors"), common)
     add_adapter_commands(add("adapters", help="store LoRA adapters"), common)

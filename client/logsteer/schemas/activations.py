@@ -16,7 +16,7 @@ from logsteer.schemas.common import (
     TokenId,
 )
 from logsteer.schemas.interventions import AppliedInterventions, InterventionFields
-from logsteer.schemas.steering import HOOK, HookName, SlicePositions
+from logsteer.schemas.steering import HOOK, HookName, SlicePositions, Steering
 
 ActivationRead = Literal["each", "last", "mean"]
 AllPositions = Literal["all"]
@@ -51,6 +51,9 @@ class ActivationsRequest(SequenceOptions, InterventionFields, NamedRefusals):
     items: list[str | ActivationItem] = Field(
         min_length=1,
         description="Texts; or objects with `token_ids`, taken as they are, or `messages`.",
+    )
+    steering: Steering | None = Field(
+        default=None, description="Steer the model; the whole sequence is the prompt."
     )
     layers: list[Index] = Field(min_length=1, description="Layers to read, 0-based.")
     hook: HookName = Field(default="resid_post", description=HOOK)

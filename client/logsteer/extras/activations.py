@@ -1,0 +1,118 @@
+"""The answer of `/activations` as numpy arrays: what `Client.activations` gives, and files of it.
+
+The file is safetensors; `ActivationsAnswer` says what is in it. Axis letters: N rows of all items,
+T rows of one item, D width of an activation.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
+
+from pydantic import ValidationError
+
+from logsteer.errors import AnswerError
+from logsteer.schemas import Answer
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Floats: TypeAlias = npt.NDArray[np.float32]
+    Ids: TypeAlias = npt.NDArray[np.int32]
+
+_DTYPES = {"F32": "<f4", "I32": "<i4"}
+_SIDE = ("row_starts", "token_ids", "token_starts", "positions")
+"""Tensors that are no activations."""
+
+
+@dataclass(frozen=True)
+class ActivationsOfItem:
+    """The activations of one text: by layer, [T, D], of the tokens at `positions` of `token_ids`.
+
+    A mean has one row and no positions.
+    """
+
+    layers: "Mapping[int, Floats]"
+    token_ids: "Ids"
+    positions: "Ids | None"
+
+
+class Activations(Sequence[ActivationsOfItem]):
+    """The activations of some texts, in their order.
+
+    `layers` has, by layer, the rows of all of them one behind the other: float32 [N, D]; those of
+    text i are `row_starts[i]` to `row_starts[i + 1]`. Arrays share the memory of `file`, and are
+    read-only. `answer` is what else the server said: usage, provenance, receipts.
+    """
+
+    def __init__(self, file: "bytes | np.memmap[Any, Any]") -> None:
+        try:
+            tensors, metadata = _parse_file(file)
+            document = json.loads(metadata["answer"])
+            self.answer = Answer.model_validate(document)
+            self.row_starts: Ids = tensors["row_starts"]
+            self._token_starts: Ids = tensors["token_starts"]
+            self._token_ids: Ids = tensors["token_ids"]
+            self._positions: Ids | None = tensors.get("positions")
+            self.layers: dict[int, Floats] = {
+                int(name.rpartition(".")[2]): array
+                for name, array in tensors.items()
+                if name not in _SIDE
+            }
+        except (KeyError, ValueError, TypeError, ValidationError) as error:
+            raise AnswerError(f"no file of /activations: {error}") from error
+        self.file: Any = file
+
+    def __len__(self) -> int:
+        return len(self.row_starts) - 1
+
+    @overload
+    def __getitem__(self, place: int) -> ActivationsOfItem: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[ActivationsOfItem]: ...
+    def __getitem__(self, place: int | slice) -> ActivationsOfItem | list[ActivationsOfItem]:
+        if isinstance(place, slice):
+            return [self[index] for index in range(*place.indices(len(self)))]
+        index = range(len(self))[place]  # IndexError, and places from the end
+        rows = slice(*self.row_starts[index : index + 2].tolist())
+        read = slice(*self._token_starts[index : index + 2].tolist())
+        return ActivationsOfItem(
+            {layer: array[rows] for layer, array in self.layers.items()},
+            self._token_ids[read],
+            None if self._positions is None else self._positions[rows],
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the file, which `open_activations` and any reader of safetensors reads."""
+        Path(path).write_bytes(memoryview(self.file))
+
+
+def open_activations(path: str | Path) -> Activations:
+    """Open a file of activations; its arrays are read from the disk where they are looked at.
+
+    Errors: AnswerError for another file, OSError, ImportError that says what to install.
+    """
+    return Activations(_import_numpy().memmap(path, mode="r"))
+
+
+def _parse_file(file: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the tensors of a safetensors file and its metadata. Errors: ValueError, KeyError."""
+    array = _import_numpy().frombuffer(file, dtype="u1")
+    size = int.from_bytes(array[:8].tobytes(), "little")
+    header = json.loads(array[8 : 8 + size].tobytes())
+    metadata = header.pop("__metadata__", {})
+    tensors = {}
+    for name, entry in header.items():
+        begin, end = (8 + size + offset for offset in entry["data_offsets"])
+        tensors[name] = array[begin:end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return tensors, metadata
+
+
+def _import_numpy() -> Any:
+    try:
+        import numpy as np
+    except ImportError as error:
+        raise ImportError("activations are numpy arrays: pip install numpy") from error
+    return np
