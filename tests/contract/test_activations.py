@@ -1,0 +1,210 @@
+"""`/activations` on every engine, against hooks in transformers; and what is refused."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import msgpack
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load
+
+from logsteer import Client
+from logsteer.extras.activations import Activations
+from tests.conftest import DEMO_MODEL, VOCAB_SIZE
+from tests.contract.steering import LAYER, VECTOR, HookedReference, V
+from tests.contract.tlens_cases import draw_ids
+
+WITHIN = 1e-4
+LAYERS = [4, 0, 2]
+REAL = pytest.mark.parametrize("client", ["vllm", "tlens"], indirect=True)
+STEERING = {"vectors": [{"data": {str(LAYER): VECTOR.tolist()}, "scale": 1.5}]}
+
+
+@pytest.fixture(scope="module")
+def hooked() -> HookedReference:
+    return HookedReference(DEMO_MODEL)
+
+
+def read_streams(hooked: HookedReference, ids: np.ndarray, steered: bool = False) -> np.ndarray:
+    """The output of every block over a sequence: [L, T, D]; steered behind block LAYER."""
+    found: list[torch.Tensor] = []
+
+    def keep(_module: Any, _args: Any, output: Any) -> Any:
+        stream_1TD = output[0] if isinstance(output, tuple) else output
+        if steered and len(found) == LAYER:
+            stream_1TD = stream_1TD + 1.5 * V
+        found.append(stream_1TD[0])
+        return (stream_1TD, *output[1:]) if isinstance(output, tuple) else stream_1TD
+
+    handles = [layer.register_forward_hook(keep) for layer in hooked.layers]
+    try:
+        with torch.inference_mode():
+            hooked.model(torch.tensor([ids.tolist()]))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return torch.stack(found).numpy()
+
+
+def draw_items() -> list[np.ndarray]:
+    """Sequences of 1 to 300 tokens, two of which begin alike."""
+    draw = np.random.default_rng(7)
+    items = [draw_ids(draw, int(n)) for n in (1, 300, 2, 33, 64, 120, 7)]
+    return [*items, np.concatenate([items[1][:200], items[3]])]
+
+
+ITEMS = draw_items()
+
+
+def ask(client: Client, items: list[np.ndarray] = ITEMS, **options: Any) -> Activations:
+    return client.activations([{"token_ids": ids.tolist()} for ids in items], LAYERS, **options)
+
+
+@pytest.mark.engine
+@REAL
+@pytest.mark.parametrize("steered", [False, True], ids=["plain", "steered"])
+def test_each_token_the_last_and_the_mean(
+    client: Client, hooked: HookedReference, steered: bool
+) -> None:
+    """A batch of many lengths; what leaves the hook, steering there included."""
+    changes = {"steering": STEERING} if steered else {}
+    slices = {"slices": [[0, 1], [20, 40], [290, 400]]}
+    found = {
+        (read, where is None): ask(
+            client, read=read, **({} if where is None else {"positions": where}), **changes
+        )
+        for read in ("each", "last", "mean")
+        for where in (None, slices)
+    }
+    worst = 0.0
+    for (read, whole), answer in found.items():
+        assert list(answer.layers) == sorted(LAYERS)
+        for ids, item in zip(ITEMS, answer, strict=True):
+            assert item.token_ids.tolist() == ids.tolist()
+            places = np.array([
+                t for t in range(len(ids))
+                if whole or any(a <= t < b for a, b in slices["slices"])
+            ])  # fmt: skip
+            places = places[-1:] if read == "last" else places
+            streams_LTD = read_streams(hooked, ids, steered)
+            for layer in LAYERS:
+                wanted = streams_LTD[layer, places]
+                if read == "mean":
+                    assert item.positions is None
+                    wanted = wanted.mean(0, keepdims=True)
+                else:
+                    assert item.positions is not None
+                    assert item.positions.tolist() == places.tolist()
+                worst = max(worst, float(np.abs(item.layers[layer] - wanted).max()))
+    print(f"largest difference from transformers {worst:.2e}")
+    assert worst < WITHIN
+    if steered:
+        receipt = found["each", True].answer.steering  # type: ignore[attr-defined]
+        assert receipt["tokens_steered"] == sum(map(len, ITEMS))
+        assert receipt["layers"][str(LAYER)]["tokens"] == sum(map(len, ITEMS))
+
+
+@pytest.mark.engine
+@REAL
+def test_captures_beside_other_work_change_nothing(client: Client, prompt: np.ndarray) -> None:
+    """Captures, steered and plain scores and samples, in one batch: each as it is alone."""
+
+    def capture(**options: Any) -> list[float]:
+        layers = ask(client, ITEMS[:5], **options).layers
+        return [float(x) for array in layers.values() for x in array.ravel()]
+
+    def score(**options: Any) -> list[float]:
+        items = [{"context_ids": prompt.tolist(), "target_ids": [ITEMS[3].tolist()]}]
+        answer = client.logprob(items, **options)
+        return [float(x or 0) for x in answer.results[0].targets[0].logprobs or []]
+
+    def sample(**options: Any) -> list[float]:
+        answer = client.generate(prompt_ids=[prompt.tolist()], prompts=None, max_tokens=20,
+                                 seed=1, **options)  # fmt: skip
+        return [float(x or 0) for x in answer.results[0].completions[0].logprobs or []]
+
+    works: list[Any] = [
+        work
+        for kind in (capture, score, sample)
+        for work in (kind, lambda kind=kind: kind(steering=STEERING))
+    ]
+    alone = [work() for work in works]
+    with ThreadPoolExecutor(len(works)) as pool:
+        for _ in range(3):
+            together = [future.result() for future in [pool.submit(work) for work in works]]
+            for one, other in zip(alone, together, strict=True):
+                assert other == pytest.approx(one, abs=WITHIN)
+    assert np.abs(np.array(alone[0]) - np.array(alone[1])).max() > 0.1
+
+
+def test_texts_ids_and_messages(client: Client) -> None:
+    text = "Once upon a time"
+    encoded = client.tokenize([text], bos="auto").results[0].token_ids
+    answer = client.activations([text, {"token_ids": encoded}, text], [1, 3])
+    first, second, third = answer
+    assert first.token_ids.tolist() == second.token_ids.tolist() == encoded
+    for layer in (1, 3):
+        assert first.layers[layer].shape == (len(encoded), first.layers[layer].shape[1])
+        assert first.layers[layer] == pytest.approx(second.layers[layer], abs=WITHIN)
+        assert first.layers[layer] == pytest.approx(third.layers[layer], abs=WITHIN)
+    assert answer.answer.usage.prompt_tokens == 3 * len(encoded)
+    chat = client.activations([{"messages": [{"role": "user", "content": text}]}], [1])
+    assert len(chat[0].token_ids) > len(encoded)
+    assert len(client.activations(text, [0], read="last").layers[0]) == 1
+
+
+def test_every_encoding_says_the_same(client: Client) -> None:
+    body = {"items": ["Once upon a time", "The end"], "layers": [3, 1], "read": "each"}
+    model = client.models().models[0].id
+    answers = {}
+    with httpx.Client(base_url=client.base_url, timeout=60) as http:
+        for kind in ("application/json", "application/msgpack", "application/vnd.safetensors"):
+            found = http.post("/activations", json=body | {"model": model},
+                              headers={"accept": kind})  # fmt: skip
+            assert found.headers["content-type"] == kind, found.text
+            answers[kind] = found.content
+        plain = http.post("/activations", json=body | {"model": model}).json()
+    packed = msgpack.unpackb(answers["application/msgpack"])
+    tensors = load(answers["application/vnd.safetensors"])
+    starts = tensors["row_starts"].tolist()
+    assert starts[-1] == sum(len(result["positions"]) for result in plain["results"])
+    for index, (result, other) in enumerate(zip(plain["results"], packed["results"], strict=True)):
+        rows = slice(starts[index], starts[index + 1])
+        assert tensors["positions"][rows].tolist() == result["positions"]
+        for layer in ("1", "3"):
+            array = other["activations"][layer]
+            assert array["dtype"] == "<f4"
+            raw = np.frombuffer(array["data"], "<f4").reshape(array["shape"])
+            assert raw == pytest.approx(np.array(result["activations"][layer]), abs=WITHIN)
+            assert tensors[f"resid_post.{layer}"][rows] == pytest.approx(raw, abs=WITHIN)
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"layers": [1, 99]}, "invalid_request", "layers has 99"),
+    ({"layers": [1, 1]}, "invalid_request", "twice"),
+    ({"layers": []}, "invalid_request", "at least 1"),
+    ({"hook": "nothing"}, "unsupported_by_engine", "resid_post"),
+    ({"positions": {"slices": [[60, 70]]}}, "invalid_request", "select none of its"),
+    ({"positions": "completion"}, "invalid_request", "all"),
+    ({"read": "first"}, "invalid_request", "each"),
+    ({"items": [{"token_ids": [VOCAB_SIZE]}]}, "invalid_request", "vocabulary ends at"),
+    ({"items": [{"token_ids": []}]}, "invalid_request", "at least 1"),
+    ({"items": [{}]}, "invalid_request", "exactly one of token_ids and messages"),
+    ({"items": [""], "bos": "never"}, "invalid_request", "has no token"),
+    ({"items": ["cat " * 4000]}, "context_too_long", "shorten"),
+    ({"cache": False}, "invalid_request", "none are kept"),
+    ({"steering": {"vectors": [{"data": {"1": [1.0]}}]}}, "invalid_vector", "numbers a layer"),
+]
+
+
+@pytest.mark.parametrize(("change", "code", "detail"), REFUSED)
+def test_what_cannot_be_is_refused(
+    client: Client, change: dict[str, Any], code: str, detail: str
+) -> None:
+    model = client.models().models[0].id
+    body = {"items": ["Once upon a time"], "layers": [1], "model": model} | change
+    found = httpx.post(f"{client.base_url}/activations", json=body, timeout=60)
+    assert (found.status_code, found.json()["code"]) == (422, code), found.text
+    assert detail in found.json()["detail"]
