@@ -101,9 +101,10 @@ def test_each_token_the_last_and_the_mean(
     print(f"largest difference from transformers {worst:.2e}")
     assert worst < WITHIN
     if steered:
-        receipt = found["each", True].answer.steering  # type: ignore[attr-defined]
-        assert receipt["tokens_steered"] == sum(map(len, ITEMS))
-        assert receipt["layers"][str(LAYER)]["tokens"] == sum(map(len, ITEMS))
+        receipt = found["each", True].answer.steering
+        assert receipt is not None
+        assert receipt.tokens_steered == sum(map(len, ITEMS))
+        assert receipt.layers[str(LAYER)].tokens == sum(map(len, ITEMS))
 
 
 @pytest.mark.engine

@@ -49,6 +49,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/generate": {"prompts": ["Once upon"], **DRAW},
     "/sweep": {"items": ITEMS, "steering": ABLATE, "scales": [1.0]},
     "/gradient": {"items": ITEMS, "wrt": {"layers": [1]}},
+    "/activations": {"items": ["Once upon"], "layers": [1]},
     "/v1/completions": {"prompt": "Once upon", "max_tokens": 4},
     "/v1/chat/completions": {"messages": CHAT, "max_tokens": 4},
 }
@@ -87,6 +88,12 @@ REFUSALS: dict[str, dict[str, str]] = {
         "columns": "/logprob gives columns",
         "policy": "/logprob gives columns",
         "precision": "computed in the model's dtype",
+    },
+    "/activations": {
+        "columns": "/logprob gives columns",
+        "policy": "/logprob gives columns",
+        "precision": "given in float32",
+        "cache": "computed each time",
     },
     "/v1/completions": OPENAI,
     "/v1/chat/completions": OPENAI,
@@ -158,7 +165,9 @@ def with_text(path: str, text: str) -> dict[str, Any]:
         if name not in body:
             continue
         body[name] = {
-            "items": [{"context": text, "targets": [" a time"]}],
+            "items": [
+                text if path == "/activations" else {"context": text, "targets": [" a time"]}
+            ],
             "texts": [text],
             "text": text,
             "prompts": [text],
@@ -282,7 +291,7 @@ def check_on_overflow(http: httpx.Client, path: str) -> None:
     assert error_of(response)[0] == "context_too_long"
     answer = document_of(post(http, path, body | {"on_overflow": "truncate_left"}))
     result = (answer["points"][0]["items"] if path == "/sweep" else answer["results"])[0]
-    told = result if "completions" in result else result["targets"][0]
+    told = result["targets"][0] if "targets" in result else result
     fits = document_of(post(http, path, BODIES[path] | {"on_overflow": "truncate_left"}))
     assert told["truncated_tokens"] > 0
     assert '"truncated_tokens": 0' in json.dumps(fits)

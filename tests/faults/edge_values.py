@@ -35,6 +35,7 @@ ENDPOINTS: dict[str, type[BaseModel]] = {
     "/generate": schemas.GenerateRequest,
     "/sweep": schemas.SweepRequest,
     "/gradient": schemas.GradientRequest,
+    "/activations": schemas.ActivationsRequest,
     "/v1/completions": openai.CompletionRequest,
     "/v1/chat/completions": openai.ChatCompletionRequest,
     "/tokenize": schemas.TokenizeRequest,
@@ -146,6 +147,20 @@ OWN: dict[str, SearchStrategy[Any]] = {
     "prompt_ids": st.lists(st.lists(IDS, min_size=1, max_size=9), min_size=1, max_size=2),
 }
 """By the name of a field, values that come further than any others."""
+CAPTURED: dict[str, SearchStrategy[Any]] = {
+    "items": st.lists(
+        st.one_of(
+            TEXTS,
+            st.fixed_dictionaries({"token_ids": st.lists(IDS, min_size=1, max_size=40)}),
+            st.fixed_dictionaries({"messages": MESSAGES}),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    "layers": st.lists(LAYER, min_size=1, max_size=2, unique=True),
+    "hook": st.sampled_from(["resid_post"] * 5 + ["resid_pre", "mlp_out", "nothing"]),
+}
+"""Likewise, of requests for activations."""
 LEFT_OUT = {"model", "adapter", "override", "sha256", "reference", "name", "format"}
 """Fields that name what is not there: given now and then."""
 
@@ -155,6 +170,7 @@ class Edges:
 
     def __init__(self, model: type[BaseModel]) -> None:
         self._schema = model.model_json_schema()
+        self._own = OWN | (CAPTURED if model is schemas.ActivationsRequest else {})
         self._known: dict[str, SearchStrategy[Any]] = {}
 
     def make(self) -> SearchStrategy[Any]:
@@ -162,8 +178,8 @@ class Edges:
         return self._make(self._schema, "")
 
     def _make(self, schema: Mapping[str, Any], name: str) -> SearchStrategy[Any]:
-        if name in OWN:
-            return OWN[name]
+        if name in self._own:
+            return self._own[name]
         if "$ref" in schema:
             key = schema["$ref"].rpartition("/")[2]
             if key not in self._known:

@@ -11,6 +11,7 @@ import httpx
 import msgpack
 import numpy as np
 import pytest
+import safetensors.numpy
 from fastapi import FastAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,12 +25,14 @@ from logsteer_server.http.encoding import (
     DONE,
     JSON,
     MSGPACK,
+    SAFETENSORS,
     choose_encoding,
     encode,
     encode_data,
     encode_event,
     encode_json,
     encode_msgpack,
+    encode_tensors,
 )
 from logsteer_server.http.problems import add_handlers
 from logsteer_server.http.respond import run_within
@@ -120,7 +123,28 @@ def test_what_is_no_document_is_an_error(encoder: Callable[[Any], bytes]) -> Non
     ],
 )
 def test_the_caller_chooses(accept: str, chosen: str) -> None:
-    assert choose_encoding(accept) == chosen
+    assert choose_encoding(accept) == choose_encoding(accept, has_file=True) == chosen
+
+
+def test_a_file_is_given_where_there_is_one() -> None:
+    for accept in (SAFETENSORS, f"{SAFETENSORS}, {MSGPACK};q=0.5"):
+        assert choose_encoding(accept, has_file=True) == SAFETENSORS
+        assert choose_encoding(accept) == (MSGPACK if MSGPACK in accept else JSON)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=4), st.integers(1, 3), st.text())
+def test_tensors_are_read_by_the_library(rows: list[int], width: int, text: str) -> None:
+    draw = np.random.default_rng(0)
+    parts = [draw.normal(size=(count, width)).astype(np.float32) for count in rows]
+    ids = [np.arange(count) for count in rows]
+    file = bytes(encode_tensors({"a": parts, "ids": ids}, {"about": {"text": text, "x": np.nan}}))
+    found = safetensors.numpy.load(file)
+    assert np.array_equal(found["a"], np.concatenate(parts))
+    assert found["ids"].tolist() == np.concatenate(ids).tolist()
+    size = int.from_bytes(file[:8], "little")
+    metadata = json.loads(file[8 : 8 + size])["__metadata__"]
+    assert json.loads(metadata["about"]) == {"text": text, "x": None}
+    assert size % 8 == 0
 
 
 @given(st.text())

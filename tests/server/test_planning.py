@@ -12,6 +12,7 @@ from logsteer_server.models.admission import Admission
 from logsteer_server.settings import ModelSettings, Settings
 from logsteer_server.tasks.planning import (
     BYTES_PER_CHAR,
+    BYTES_PER_NUMBER,
     LONG_TEXT,
     SLICE_S,
     Capacity,
@@ -119,6 +120,19 @@ def test_plans_are_bounded_in_number() -> None:
 
 def make_planner(capacity: Capacity) -> Planner:
     return Planner(capacity, Admission(1000).enter(), capacity.memory.enter())
+
+
+@pytest.mark.parametrize(("packs", "most"), [(True, 2**18), (False, 2**20 // BYTES_PER_NUMBER)])
+def test_activations_are_bounded_by_what_they_take(packs: bool, most: int) -> None:
+    capacity = Capacity(make_settings(max_activation_bytes=2**20))
+    planner = Planner(capacity, Admission(1000).enter(), capacity.memory.enter(), packs)
+    with pytest.raises(PayloadTooLargeError, match="max_activation_bytes") as caught:
+        planner.expect_arrays(most + 1)
+    assert ("safetensors" in caught.value.detail) == (not packs)
+    assert capacity.memory.pending == 0
+    planner.expect_arrays(most)
+    assert capacity.memory.pending >= planner.expected_bytes > 2**20 - BYTES_PER_NUMBER
+    capacity.close()
 
 
 def test_answers_are_bounded_by_arithmetic() -> None:

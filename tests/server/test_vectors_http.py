@@ -190,7 +190,7 @@ def test_names_that_are_none(http: httpx.Client, path: str) -> None:
             "invalid_request",
             "the same text",
         ),
-        ({"name": "a", "pairs": PAIRS, "layers": [4]}, "invalid_vector", "0 to 3"),
+        ({"name": "a", "pairs": PAIRS, "layers": [4]}, "invalid_request", "0 to 3"),
         ({"name": "a", "pairs": PAIRS, "layers": [1, 1]}, "invalid_request", "twice"),
         ({"name": "a", "pairs": PAIRS, "layers": [-1]}, "invalid_request", "layers"),
         ({"name": "a", "pairs": PAIRS, "hook": "mlp_out"}, "unsupported_by_engine", "resid_post"),

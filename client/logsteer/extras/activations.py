@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 from pydantic import ValidationError
 
 from logsteer.errors import AnswerError
-from logsteer.schemas import Answer
+from logsteer.schemas import ActivationsHeader
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,12 +31,15 @@ _SIDE = ("row_starts", "token_ids", "token_starts", "positions")
 class ActivationsOfItem:
     """The activations of one text: by layer, [T, D], of the tokens at `positions` of `token_ids`.
 
-    A mean has one row and no positions.
+    A mean has one row and no positions. `truncated_tokens` were dropped in front of `token_ids`;
+    `flags` says where a number is not finite.
     """
 
     layers: "Mapping[int, Floats]"
     token_ids: "Ids"
     positions: "Ids | None"
+    truncated_tokens: int
+    flags: list[str]
 
 
 class Activations(Sequence[ActivationsOfItem]):
@@ -51,7 +54,8 @@ class Activations(Sequence[ActivationsOfItem]):
         try:
             tensors, metadata = _parse_file(file)
             document = json.loads(metadata["answer"])
-            self.answer = Answer.model_validate(document)
+            self.answer = ActivationsHeader.model_validate(document)
+            self._items: list[dict[str, Any]] = document["results"]
             self.row_starts: Ids = tensors["row_starts"]
             self._token_starts: Ids = tensors["token_starts"]
             self._token_ids: Ids = tensors["token_ids"]
@@ -82,6 +86,8 @@ class Activations(Sequence[ActivationsOfItem]):
             {layer: array[rows] for layer, array in self.layers.items()},
             self._token_ids[read],
             None if self._positions is None else self._positions[rows],
+            self._items[index]["truncated_tokens"],
+            self._items[index]["flags"],
         )
 
     def save(self, path: str | Path) -> None:

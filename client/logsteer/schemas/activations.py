@@ -88,7 +88,14 @@ class ItemActivations(Reply):
     flags: list[str] = Field(default_factory=list)
 
 
-class ActivationsAnswer(Answer, AppliedInterventions):
+class ActivationsHeader(Answer, AppliedInterventions):
+    """What an answer says beside its arrays."""
+
+    hook: str
+    read: ActivationRead
+
+
+class ActivationsAnswer(ActivationsHeader):
     """One result per item, in the order given.
 
     As a file (`Accept: application/vnd.safetensors`): a tensor `HOOK.LAYER` [rows, width] for each
@@ -97,6 +104,4 @@ class ActivationsAnswer(Answer, AppliedInterventions):
     they are, except for means. All else of the answer is JSON under `answer` in its metadata.
     """
 
-    hook: str
-    read: ActivationRead
     results: list[ItemActivations]
