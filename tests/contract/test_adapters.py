@@ -130,6 +130,22 @@ def test_steered_generation_scores_as_it_was_sampled(
         assert completion.logprobs == pytest.approx(wanted, abs=PER_TOKEN)
 
 
+def test_activations_are_those_of_merged_weights(client: Client, directories: list[Path]) -> None:
+    reference = HookedReference(DEMO_MODEL)
+    merge_adapter(reference.model, directories[1])
+    wanted = reference.activations(CONTEXT)
+    item = {"token_ids": CONTEXT}
+    found = client.activations([item, item], [LAYER, 4], adapter="a1")
+    assert found.answer.adapter is not None and found.answer.adapter.name == "a1"
+    steered = client.activations([item], [LAYER], adapter="a1", steering=STEERING)
+    for one in found:
+        assert one.layers[LAYER] == pytest.approx(wanted[LAYER], abs=PER_TOKEN)
+        assert one.layers[4] == pytest.approx(wanted[4], abs=PER_TOKEN)
+    assert steered.layers[LAYER] == pytest.approx(wanted[LAYER] + 1.5 * V.numpy(), abs=PER_TOKEN)
+    plain = client.activations([item], [4]).layers[4]
+    assert np.abs(plain - wanted[4]).max() > 0.1
+
+
 def test_every_endpoint_takes_an_adapter(client: Client) -> None:
     check_agreement(client, adapter="a2")
     check_agreement(client, adapter="a2", steering=STEERING)

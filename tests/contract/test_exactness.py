@@ -15,12 +15,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from logsteer import Client
 from logsteer.schemas import ScoredTarget
+from logsteer_server.contract.captures import CaptureJob
 from tests.conftest import (
     DEMO_MODEL,
     SHARED,
     STORIES_MODEL,
     needs_shared,
 )
+from tests.contract.engine_probe import make_jobs
+from tests.contract.steering import HookedReference
 from tests.contract.tlens_cases import BATCH
 
 pytestmark = pytest.mark.engine
@@ -207,6 +210,16 @@ def test_two_ranks_say_what_one_says(
             for site in receipt.layers.values():  # what the prefix cache had was changed before
                 assert site.tokens == receipt.tokens_steered - answer.usage.cached_tokens > 0
                 assert 0 < (site.relative_norm or 0) < 1
+        captures = [
+            found.activations(
+                [{"token_ids": item["context_ids"]} for item in items[:8]], [0, 2, 4],
+                steering={"vectors": vectors[:1]},
+            ).layers
+            for found in (vllm_client, client)
+        ]  # fmt: skip
+        for layer in (0, 2, 4):
+            assert captures[0][layer] == pytest.approx(captures[1][layer], abs=PER_TOKEN)
+            assert np.abs(captures[0][layer]).max(1).min() > 0.01, "a stage has not answered"
         pairs = [{"positive": "She was happy.", "negative": "She was sad."}] * 2
         cards = [
             found.vectors.train("mood", pairs, method="mean_difference").vector
@@ -235,3 +248,12 @@ def test_chunked_prefill_preemption_and_abort_change_nothing() -> None:
     assert not {int(i) for i in probe["kept"]} & set(probe["cancelled"])
     assert len(probe["kept"]) + len(probe["cancelled"]) == len(probe["alone"])
     assert max(differ(probe["alone"][i], probe["kept"][i]) for i in probe["kept"]) < BATCH
+    hooked = HookedReference(DEMO_MODEL)
+    jobs = make_jobs(hooked.model.config.vocab_size, hooked.model.config.hidden_size)
+    captures = {i: job for i, job in enumerate(jobs) if isinstance(job, CaptureJob)}
+    assert {job.read for job in captures.values() if job.plan is None} == {"each", "last", "mean"}
+    for index, job in captures.items():
+        if job.plan is None:
+            streams_LTD = hooked.activations(job.tokens.tolist())[list(job.layers)][:, job.places]
+            wanted = streams_LTD.mean(1) if job.read == "mean" else streams_LTD
+            assert differ(probe["alone"][str(index)], wanted.ravel().tolist()) < PER_TOKEN

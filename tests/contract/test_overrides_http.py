@@ -23,6 +23,7 @@ from tests.contract.directions import (
     moved_model,
     read_logprobs,
 )
+from tests.contract.steering import HookedReference
 from tests.contract.test_gradient import autograd_reference, relative, sum_products
 from tests.contract.tlens_cases import draw_ids, draw_vector
 
@@ -161,6 +162,23 @@ def test_cached_results_know_the_override(tlens_cached_server: Server, tensors: 
         assert len({values.tobytes() for values in first}) == 3  # eta 0 is the base
         client.overrides.put("v", save({"model.norm.weight": torch.ones(128)}))
         assert (score(client, override=used[2]) != first[2]).any()
+
+
+def test_activations_are_those_of_the_moved_model(
+    client: Client, tensors: dict[str, Tensor]
+) -> None:
+    moved = HookedReference(DEMO_MODEL)
+    with torch.no_grad():
+        for name, parameter in moved.model.named_parameters():
+            if name in tensors:
+                parameter += ETA * tensors[name]
+    wanted = moved.activations(CONTEXT)
+    found = client.activations([{"token_ids": CONTEXT}], [1, 4], override=OVERRIDE)
+    plain = client.activations([{"token_ids": CONTEXT}], [1, 4])
+    for layer in (1, 4):
+        assert found.layers[layer] == pytest.approx(wanted[layer], abs=PER_TOKEN)
+        assert np.abs(plain.layers[layer] - wanted[layer]).max() > 0.01
+    assert found.answer.override is not None
 
 
 def test_gradients_through_http(client: Client) -> None:

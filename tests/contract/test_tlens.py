@@ -161,6 +161,24 @@ def test_captures_are_transformerlenss_cache(engine: Any, bridge: Any) -> None:
             assert output.activations_LD[row] == pytest.approx(expected.numpy(), abs=PER_TOKEN)
 
 
+def test_each_token_at_hooks_of_any_width(engine: Any, bridge: Any) -> None:
+    rng = np.random.default_rng(9)
+    texts = [draw_ids(rng, n) for n in (9, 30, 4)]
+    where = Positions("slices", ((0, 2), (3, 20)))
+    hooks = ("mlp.hook_pre", "attn.hook_q", "resid_mid")
+    jobs = [CaptureJob(i, (4, 1), hook, "each", where) for hook in hooks for i in texts]
+    for job, output in zip(jobs, run(engine, *jobs), strict=True):
+        with torch.inference_mode():
+            _, cache = bridge.run_with_cache(torch.from_numpy(job.tokens.astype(np.int64))[None])
+        name = "hook_resid_mid" if job.hook == "resid_mid" else job.hook
+        assert isinstance(output, CaptureOutput)
+        for row, layer in enumerate((4, 1)):
+            expected = cache[f"blocks.{layer}.{name}"][0].flatten(1)[job.places]
+            width = engine.info.hook_widths.get(job.hook, engine.info.hidden_size)
+            assert output.activations_LTD[row].shape == (len(job.places), width)
+            assert output.activations_LTD[row] == pytest.approx(expected.numpy(), abs=PER_TOKEN)
+
+
 def test_small_bounds_only_make_more_batches(engine: Any) -> None:
     small = build(engine_args={"max_batch_tokens": 64, "max_batch_rows": 3})
     rng = np.random.default_rng(10)

@@ -6,11 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.text import Text
-
 from logsteer.cli.options import add_options
 from logsteer.cli.steering_options import add_steering_options, read_changes
-from logsteer.cli.terminal import decode_text, given, parse_layers, show, wants_json
+from logsteer.cli.terminal import decode_text, given, parse_layers, wants_json
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
 
@@ -56,14 +54,16 @@ def _capture(client: Client, arguments: argparse.Namespace) -> None:
         if wants_json(arguments):
             print(json.dumps(shards.contents, indent=2))
         else:
-            print(f"{path}: {shards.num_items} texts, {shards.num_rows} rows, {len(shards)} shards")
+            print(
+                f"{path}: {shards.num_items} texts, {shards.num_rows} rows; shards: {len(shards)}"
+            )
         return
     found = client.activations(texts, arguments.layers, **options)
     found.save(path)
     rows, width = next(iter(found.layers.values())).shape
     layers = ", ".join(map(str, found.layers))
     note = f"{path}: {len(found)} texts, {rows} rows of {width} numbers at layers {layers}"
-    show(arguments, found.answer, Text(note))
+    print(found.answer.model_dump_json(indent=2) if wants_json(arguments) else note)
 
 
 def _read_texts(name: str, field: str) -> list[str]:
