@@ -13,9 +13,11 @@ from logsteer.errors import APIError
 from logsteer_server.contract.captures import CaptureJob, CaptureOutput, CaptureRead
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.finite import find_failure
+from logsteer_server.contract.jobs import Job, ScoreJob
 from logsteer_server.contract.plan import Positions, Site, SteeringPlan
 from logsteer_server.engines.vllm.captures import RowPool
 from logsteer_server.engines.vllm.config import SteeringSize
+from logsteer_server.engines.vllm.engine import VllmEngine
 from logsteer_server.engines.vllm.extra_args import describe_capture
 from logsteer_server.engines.vllm.steering import StepSteering
 from logsteer_server.tasks.captures import CaptureSite, PlacedText, plan_captures
@@ -135,6 +137,25 @@ def test_a_capture_is_of_the_steered_stream() -> None:
     wanted = expect("a", job)
     wanted[1, 2:4] += offset
     assert np.array_equal(rank.end("a"), wanted)
+
+
+def test_a_capture_that_waits_for_room_keeps_back_captures_alone() -> None:
+    engine = VllmEngine.__new__(VllmEngine)
+    small, large = make_job("last", length=2), make_job("each", length=9)
+    score = ScoreJob(np.zeros(2, np.int32), np.zeros(1, np.int32))
+    engine._waiting = {1: score, 2: large, 3: small, 4: score}
+    started: list[int] = []
+
+    def start(job_id: int, job: Job) -> bool:
+        if job is large:
+            return False
+        started.append(job_id)
+        return True
+
+    engine._start = start  # type: ignore[method-assign]
+    engine._admit()
+    assert started == [1, 4]
+    assert list(engine._waiting) == [2, 3]
 
 
 @given(st.lists(st.integers(1, 12), max_size=60))

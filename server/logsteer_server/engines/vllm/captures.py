@@ -75,29 +75,29 @@ class CaptureBuffer:
         else:  # of numpy's zeros only those that are written to take memory
             self.sums_ND = torch.from_numpy(np.zeros(shape, dtype=np.float32))
         self.rows_LT = like.new_zeros((layers, tokens), dtype=torch.int32)
-        self._marks: dict[int, tuple[Tensor, Tensor]] = {}
+        self._captured: Captured = {}
 
     def mark(self, captured: Captured) -> None:
         """Say which tokens of the next step are captured. Call it between two steps."""
-        if not captured and not self._marks:
+        if not captured and not self._captured:
             return
-        device = self.sums_ND.device
-        self._marks = {
-            layer: (torch.from_numpy(index_t).to(device), torch.from_numpy(rows_t).to(device))
-            for layer, (index_t, rows_t) in captured.items()
-        }
+        self._captured = captured
         if self.rows_LT.is_cuda:
             self.fill_rows()
 
     def fill_rows(self) -> None:
-        """Write the marks where the kernel reads them."""
-        self.rows_LT.zero_()
-        for layer, (index_t, rows_t) in self._marks.items():
-            self.rows_LT[layer, index_t] = rows_t.int()
+        """Write the step's rows where the kernel reads them."""
+        host_LT = np.zeros(self.rows_LT.shape, dtype=np.int32)
+        for layer, (index_t, rows_t) in self._captured.items():
+            host_LT[layer, index_t] = rows_t
+        self.rows_LT.copy_(torch.from_numpy(host_LT))
 
     def find(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """Return the tokens of this step that are captured at a layer, and their rows."""
-        return self._marks.get(layer)
+        if (captured := self._captured.get(layer)) is None:
+            return None
+        index_t, rows_t = captured
+        return torch.from_numpy(index_t), torch.from_numpy(rows_t)
 
     def clear(self, rows: range) -> None:
         """Set rows to zero."""

@@ -120,11 +120,21 @@ class VllmEngine:
         return JobFailure("unsupported_by_engine", detail)
 
     def _admit(self) -> None:
-        """Submit the jobs that wait for slots, in order, as far as there are any free."""
+        """Submit the jobs that wait for slots, in order, as far as there are any free.
+
+        Captures that wait for room keep others back only of their own kind.
+        """
+        captures_wait = False
         for job_id, job in list(self._waiting.items()):
+            is_capture = isinstance(job, CaptureJob)
+            if is_capture and captures_wait:
+                continue
             try:
                 if not self._start(job_id, job):
-                    return
+                    if not is_capture:
+                        return
+                    captures_wait = True
+                    continue
             except UnfitAdapterError as error:
                 self._known.append((job_id, JobFailure(error.code, error.detail)))
             except Exception as error:  # whatever a worker raises over a plan
