@@ -46,6 +46,7 @@ from logsteer.schemas import (
     ParameterOverride,
     PerplexityAnswer,
     Precision,
+    ProbeRequest,
     Protocol,
     Readiness,
     SamplingPolicy,
@@ -157,6 +158,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -179,6 +181,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -206,6 +210,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -227,6 +232,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -250,6 +256,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -278,6 +286,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -300,6 +309,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -321,6 +331,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -347,6 +359,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -370,6 +383,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -393,6 +407,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -419,6 +435,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -498,6 +515,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -528,6 +546,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -569,6 +589,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -599,6 +620,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -631,6 +653,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -672,6 +696,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -701,6 +726,7 @@ class ClientMethods(Caller):
         *,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -730,6 +756,8 @@ class ClientMethods(Caller):
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -769,6 +797,7 @@ class ClientMethods(Caller):
             steering=steering,
             override=override,
             adapter=adapter,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -798,6 +827,7 @@ class ClientMethods(Caller):
         *,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -829,6 +859,8 @@ class ClientMethods(Caller):
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -868,6 +900,7 @@ class ClientMethods(Caller):
             steering=steering,
             override=override,
             adapter=adapter,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -1044,6 +1077,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -1064,6 +1098,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -1091,6 +1127,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -1112,6 +1149,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -1129,6 +1167,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -1150,6 +1190,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -1171,6 +1212,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -1207,6 +1249,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -1251,6 +1295,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,

@@ -54,8 +54,8 @@ def hold_all(
     """Return where each of C conditions holds of its probe's reading: bool [T, C]."""
     if not conditions:
         return np.zeros((len(readings_TGR), 0), dtype=bool)
-    numbers_CP = np.array([condition.numbers for condition in conditions], dtype=np.float32)
     own_TCR = readings_TGR[:, [condition.probe for condition in conditions]]
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
+        numbers_CP = np.array([condition.numbers for condition in conditions], dtype=np.float32)
         found_TC = hold(own_TCR[..., 0], own_TCR[..., 1], *numbers_CP[:, 1:4].T)
     return np.asarray(found_TC, dtype=bool)

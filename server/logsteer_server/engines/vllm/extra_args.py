@@ -3,7 +3,7 @@
 from typing import Any
 
 from logsteer_server.contract.jobs import CaptureJob, GenerateJob, Job, ScoreJob
-from logsteer_server.engines.vllm.readings import ReadRequest
+from logsteer_server.engines.readings import ReadRequest
 from logsteer_server.numerics.rows import RowSpec
 
 SCORE = "logsteer_score"
@@ -11,7 +11,7 @@ SCORE = "logsteer_score"
 STEER = "logsteer_steer"
 """How a request is steered: slot, kind of positions, slices, length of its prompt."""
 READ = "logsteer_read"
-"""What a request's probes read: a `ReadRequest`."""
+"""What a request's probes read: slot, `ReadRequest`."""
 CAPTURE = "logsteer_capture"
 """Where a request's activations are summed up: slot, whether those of every token, its length."""
 DRAW = "logsteer_draw"
@@ -49,8 +49,7 @@ def describe_steering(job: Job, slot: int) -> dict[str, Any]:
     if plan.sites:
         found[STEER] = (slot, where.kind, where.slices, job.prompt_len)
     if plan.probes:
-        first_kept, count = plan.first_kept(job.prompt_len), len(plan.probes)
-        found[READ] = ReadRequest(slot, job.prompt_len, count, first_kept, where, plan.conditions)
+        found[READ] = (slot, ReadRequest.of(plan, job.prompt_len))
     return found
 
 

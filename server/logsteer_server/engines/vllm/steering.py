@@ -47,7 +47,8 @@ class StepSteering:
             positions = Positions(kind, slices)
             self._recorder.begin(req_id, slot, positions, prompt_len, num_cached)
         if READ in extra_args:
-            self._readings.begin(req_id, extra_args[READ], num_cached)
+            read_slot, request = extra_args[READ]
+            self._readings.begin(req_id, read_slot, request, num_cached)
         if CAPTURE in extra_args:
             self._captures[req_id] = extra_args[CAPTURE]
 
