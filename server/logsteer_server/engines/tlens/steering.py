@@ -178,9 +178,8 @@ class _SiteGroup:
         self._directions_SKW = torch.stack([directions for directions, _ in packed])
         self._numbers_SKP = torch.stack([numbers for _, numbers in packed])
         self._has_conditions = bool((self._numbers_SKP[..., -1] >= 0).any())
-        # By slot: tokens of one pass, of all passes, and the sum of their relative changes.
-        self._in_pass_S = torch.zeros(len(sites), dtype=torch.int64)
-        self._counts_S = torch.zeros_like(self._in_pass_S)
+        # By slot: tokens that were changed, and the sum of their relative changes.
+        self._counts_S = torch.zeros(len(sites), dtype=torch.int64)
         self._ratios_S = torch.zeros(len(sites), dtype=torch.float64)
         self._tokens: _TokenIndex | None = None
         self._source: _TokenIndex | None = None
@@ -192,7 +191,6 @@ class _SiteGroup:
             slot_N = self._slot_B[tokens.row_N]
             own = slot_N >= 0
             self._tokens = _TokenIndex(tokens.place_N[own], slot_N[own])
-            self._in_pass_S = slot_N[own].bincount(minlength=len(self._names))
 
     def steer(self, activation: Tensor, hook: object) -> Tensor | None:  # noqa: ARG002
         """Return the activation with the selected tokens changed: a hook of TransformerLens."""
@@ -218,6 +216,7 @@ class _SiteGroup:
             self._tokens = self._tokens.to(activation.device)
         if self._ratios_S.device != activation.device:
             self._ratios_S = self._ratios_S.to(activation.device)
+            self._counts_S = self._counts_S.to(activation.device)
             self._directions_SKW = self._directions_SKW.to(activation.device)
             self._numbers_SKP = self._numbers_SKP.to(activation.device)
         if self._offsets_SW is not None:
@@ -245,7 +244,7 @@ class _SiteGroup:
         # Nothing is relative to an activation of 0.
         ratio_N = (change_N / norm_N).masked_fill(norm_N == 0, 0.0)
         self._ratios_S.index_add_(0, slot_N, ratio_N.double())
-        self._counts_S += self._in_pass_S
+        self._counts_S.index_add_(0, slot_N, (ratio_N != 0).long())
 
     def collect(self, rows: Sequence[SteeredRow | None]) -> None:
         """Add what was measured to the rows' own counts, and reset it."""
