@@ -372,3 +372,48 @@ def test_what_cannot_be_waited_for_is_refused(
     vector = {"data": {"2": PUSH.tolist()}, "when": when}
     with pytest.raises(APIError, match=reason):
         score(client, [5, 6], [7], steering={"vectors": [vector]})
+
+
+PAIRS = [
+    {"positive": f"{name} was happy and {verb}.", "negative": f"{name} was sad and {other}."}
+    for name, verb, other in (
+        ("Tom", "smiled", "cried"), ("Lily", "laughed", "wept"), ("Ben", "played", "hid"),
+        ("Mia", "danced", "sat alone"), ("Sam", "sang", "was hurt"),
+    )
+]  # fmt: skip
+
+
+def test_a_trained_vector_reads_probabilities(client: Client) -> None:
+    card = client.vectors.train("glad", PAIRS, method="logistic", layers=[2]).vector
+    assert card.readouts is not None
+    readout = card.readouts["2"]
+    texts = [text for pair in PAIRS for text in (pair["positive"], pair["negative"])]
+    asked = [{"name": "glad"}, {"name": "glad", "read": "probability"}]
+    items = [{"context": text, "targets": [" Then"]} for text in texts]
+    answer = client.logprob(items, probes=asked)
+    read = [result.targets[0].probes for result in answer.results]
+    projections, probabilities = (
+        np.array([found[k].before[0] for found in read if found]) for k in (0, 1)
+    )
+    wanted = 1 / (1 + np.exp(-(readout.slope * projections + readout.bias)))
+    assert np.abs(probabilities - wanted).max() < 1e-4
+    assert (probabilities > 0.5).tolist() == [True, False] * len(PAIRS)
+    ids = client.tokenize([" ".join(texts)]).results[0].token_ids
+    passed = []
+    for when in (
+        {"probe": {"name": "glad", "read": "probability"}, "above": 0.5},
+        {"probe": {"name": "glad"}, "above": -readout.bias / readout.slope},
+        {"probe": {"name": "glad"}, "above": -1e30},
+    ):
+        vector = {"data": {"3": PUSH.tolist()}, "when": when}
+        scored = client.logprob(
+            [{"context_ids": ids[:-1], "target_ids": [ids[-1:]]}],
+            steering={"vectors": [vector]}, cache=False,
+        )  # fmt: skip
+        assert scored.steering is not None
+        passed.append(scored.steering.vectors[0].passed)
+    assert passed[0] == passed[1]
+    assert 0 < (passed[0] or 0) < (passed[2] or 0) == len(ids) - 1
+    with pytest.raises(APIError, match="between 0 and 1"):
+        when = {"probe": {"name": "glad", "read": "probability"}, "above": 1.0}
+        score(client, [5], [6], steering={"vectors": [{"name": "glad", "when": when}]})
