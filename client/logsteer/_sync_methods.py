@@ -51,6 +51,7 @@ from logsteer.schemas import (
     ParameterOverride,
     PerplexityAnswer,
     Precision,
+    ProbeRequest,
     Protocol,
     Readiness,
     SamplingPolicy,
@@ -163,6 +164,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -185,6 +187,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -212,6 +216,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -233,6 +238,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -256,6 +262,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -284,6 +292,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -306,6 +315,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -327,6 +337,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -353,6 +365,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -376,6 +389,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -399,6 +413,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -425,6 +441,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -504,6 +521,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -534,6 +552,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -575,6 +595,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -605,6 +626,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -637,6 +659,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -678,6 +702,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -707,6 +732,7 @@ class ClientMethods(Caller):
         *,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -736,6 +762,8 @@ class ClientMethods(Caller):
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -775,6 +803,7 @@ class ClientMethods(Caller):
             steering=steering,
             override=override,
             adapter=adapter,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -804,6 +833,7 @@ class ClientMethods(Caller):
         *,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -835,6 +865,8 @@ class ClientMethods(Caller):
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -874,6 +906,7 @@ class ClientMethods(Caller):
             steering=steering,
             override=override,
             adapter=adapter,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -1050,6 +1083,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -1070,6 +1104,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -1097,6 +1133,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -1118,6 +1155,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -1135,6 +1173,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -1156,6 +1196,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -1177,6 +1218,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -1213,6 +1255,8 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -1257,6 +1301,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,

@@ -38,7 +38,7 @@ class Rank:
     """One rank that is told of requests and runs steps of them, as the model runner does."""
 
     def __init__(self) -> None:
-        size = SteeringSize(1, 0, 4 * WIDTH * ROWS)
+        size = SteeringSize(1, 0, 1, 4 * WIDTH * ROWS)
         self.steering = StepSteering(size, LAYERS, 64, WIDTH, torch.empty(0))
         self.pool = RowPool(ROWS)
         self.jobs: dict[str, tuple[CaptureJob, range]] = {}
@@ -126,7 +126,7 @@ def test_a_step_that_captures_nothing_marks_nothing() -> None:
 def test_a_capture_is_of_the_steered_stream() -> None:
     rank = Rank()
     offset = np.array([5.0, 0.0, 0.0], dtype=np.float32)
-    rank.steering.tables.load(1, [Site(1, "resid_post", offset)])
+    rank.steering.tables.load(1, SteeringPlan((Site(1, "resid_post", offset),)))
     job = make_job("each")
     rows = rank.pool.take(20)
     assert rows is not None
@@ -176,8 +176,8 @@ def test_no_row_is_given_out_twice(counts: list[int]) -> None:
 
 
 def test_a_buffer_holds_one_activation_of_each_layer_at_least() -> None:
-    assert SteeringSize(1, 0, 0).count_rows(32, 4096) == 32
-    assert SteeringSize(1, 0, 128 * 2**20).count_rows(32, 4096) == 8192
+    assert SteeringSize(1, 0, 1, 0).count_rows(32, 4096) == 32
+    assert SteeringSize(1, 0, 1, 128 * 2**20).count_rows(32, 4096) == 8192
 
 
 def info(**changes: object) -> EngineInfo:

@@ -24,6 +24,8 @@ from logsteer.schemas.common import (
     Message,
     OverflowPolicy,
     Precision,
+    ProbeRead,
+    ProbeReadings,
     Provenance,
     RequestOptions,
     RowOptions,
@@ -40,6 +42,7 @@ from logsteer.schemas.gradient import (
     TargetGradient,
 )
 from logsteer.schemas.interventions import (
+    ActivationFields,
     AppliedInterventions,
     AppliedParameters,
     InterventionFields,
@@ -109,12 +112,16 @@ from logsteer.schemas.steer import (
 from logsteer.schemas.steering import (
     ClampBounds,
     PositionName,
+    ProbedVector,
+    ProbeRequest,
     SlicePositions,
     SteeredSite,
     Steering,
+    SteeringCondition,
     SteeringReceipt,
     SteeringVector,
     UsedVector,
+    VectorReference,
 )
 from logsteer.schemas.tokens import (
     DetokenizeAnswer,
@@ -138,12 +145,14 @@ from logsteer.schemas.vectors import (
     VectorFormat,
     VectorList,
     VectorPart,
+    VectorReadout,
     WeightedVector,
 )
 
 __all__ = [
     "ALL_COLUMNS",
     "SCOPES",
+    "ActivationFields",
     "ActivationItem",
     "ActivationRead",
     "ActivationsAnswer",
@@ -203,6 +212,10 @@ __all__ = [
     "PerplexityStreamQuery",
     "PositionName",
     "Precision",
+    "ProbeRead",
+    "ProbeReadings",
+    "ProbeRequest",
+    "ProbedVector",
     "Problem",
     "ProblemCode",
     "PromiseName",
@@ -227,6 +240,7 @@ __all__ = [
     "SteerStart",
     "SteeredSite",
     "Steering",
+    "SteeringCondition",
     "SteeringReceipt",
     "SteeringVector",
     "StreamStart",
@@ -258,6 +272,8 @@ __all__ = [
     "VectorFormat",
     "VectorList",
     "VectorPart",
+    "VectorReadout",
+    "VectorReference",
     "Verdict",
     "WeightedVector",
     "WindowEvent",

@@ -19,12 +19,13 @@ from logsteer.schemas.common import (
     Index,
     Message,
     NamedRefusals,
+    ProbeReadings,
     Reply,
     Request,
     TokenId,
     name_refusal,
 )
-from logsteer.schemas.interventions import AppliedInterventions, InterventionFields
+from logsteer.schemas.interventions import ActivationFields, AppliedInterventions
 
 FinishReason = Literal["stop", "length"]
 
@@ -60,7 +61,7 @@ class StreamOptions(Request):
     include_obfuscation: Literal[False] | None = None
 
 
-class SamplingRequest(InterventionFields, NamedRefusals):
+class SamplingRequest(ActivationFields, NamedRefusals):
     """Fields that completions and chat completions share; interventions are logsteer's."""
 
     refused: ClassVar[dict[str, str]] = dict.fromkeys(
@@ -140,6 +141,9 @@ class CompletionRequest(SamplingRequest):
             raise name_refusal(
                 {"max_tokens": "0 without echo asks for nothing; set one of max_tokens and echo"}
             )
+        if self.echo and self.probes is not None:
+            reason = "they are read where tokens are generated; leave out echo, or send /logprob"
+            raise name_refusal({"probes": reason})
         return self
 
 
@@ -199,6 +203,7 @@ class CompletionChoice(Reply):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None
+    probes: list[ProbeReadings] | None = None
 
 
 class OpenAIUsage(Reply):
@@ -228,6 +233,7 @@ class ChatChoice(Reply):
     delta: dict[str, Any] | None = None
     logprobs: dict[str, Any] | None = None
     finish_reason: FinishReason | None
+    probes: list[ProbeReadings] | None = None
 
 
 class ChatCompletionAnswer(AppliedInterventions):

@@ -36,6 +36,7 @@ class EngineSpec:
     chunk_bytes: int = 64 * 2**20
     steering_slots: int = 64
     steering_depth: int = 2
+    steering_probes: int = 16
     capture_bytes: int = 128 * 2**20
     adapter_slots: int = 0
     adapter_rank: int = 16

@@ -121,12 +121,13 @@ def engine_args(spec: EngineSpec, path: Path | str, on_cpu: bool, limit: int) ->
 
 @dataclass(frozen=True, slots=True)
 class SteeringSize:
-    """Plans that a model holds at once, and operations a plan may have at a layer; room for
-    captured activations, in bytes.
+    """Plans that a model holds at once; operations that a plan may have at a layer, and its probes
+    at all of them; room for captured activations, in bytes.
     """
 
     slots: int
     depth: int
+    probes: int
     capture_bytes: int
 
     def count_rows(self, layers: int, width: int) -> int:
@@ -136,7 +137,9 @@ class SteeringSize:
 
 def steering_size(spec: EngineSpec) -> SteeringSize:
     """Return the room of the steering tables; without slots there are no tables."""
-    return SteeringSize(spec.steering_slots, spec.steering_depth, spec.capture_bytes)
+    return SteeringSize(
+        spec.steering_slots, spec.steering_depth, spec.steering_probes, spec.capture_bytes
+    )
 
 
 TUNED_BEYOND = 32_768

@@ -4,12 +4,15 @@ from typing import Any
 
 from logsteer_server.contract.captures import CaptureJob
 from logsteer_server.contract.jobs import GenerateJob, Job, ScoreJob
+from logsteer_server.engines.readings import ReadRequest
 from logsteer_server.numerics.rows import RowSpec
 
 SCORE = "logsteer_score"
 """Which rows a request wants, and what is read from them."""
 STEER = "logsteer_steer"
 """How a request is steered: slot, kind of positions, slices, length of its prompt."""
+READ = "logsteer_read"
+"""What a request's probes read: slot, `ReadRequest`."""
 CAPTURE = "logsteer_capture"
 """Which activations of a request are captured, and in which rows: a `CaptureWish`."""
 DRAW = "logsteer_draw"
@@ -38,10 +41,17 @@ def describe_draw(job: GenerateJob) -> dict[str, Any]:
 
 
 def describe_steering(job: Job, slot: int) -> dict[str, Any]:
-    """Return the extra arguments of a steered request. Errors: AssertionError without a plan."""
+    """Return the extra arguments of a request that is steered or read.
+
+    Errors: AssertionError without a plan.
+    """
     assert job.plan is not None
-    where = job.plan.positions
-    return {STEER: (slot, where.kind, where.slices, job.prompt_len)}
+    plan, where, found = job.plan, job.plan.positions, dict[str, Any]()
+    if plan.sites:
+        found[STEER] = (slot, where.kind, where.slices, job.prompt_len)
+    if plan.probes:
+        found[READ] = (slot, ReadRequest.of(plan, job.prompt_len))
+    return found
 
 
 def describe_capture(job: CaptureJob, rows: range) -> dict[str, Any]:
