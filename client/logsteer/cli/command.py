@@ -46,7 +46,9 @@ Exit status: 0 done, 1 refused or not reached, 2 wrong usage, 130 interrupted.
 """
 
 _SCORING = {"boundary": None, "space": None, "top": "N"}
-_WINDOWS = {"protocol": None, "context_length": "TOKENS", "stride": "TOKENS", "bos": None}
+_WINDOWS = {
+    "protocol": None, "context_length": "TOKENS", "stride": "TOKENS", "rows": "N", "bos": None,
+}  # fmt: skip
 """Options of a command that are parameters of its call -> what stands for a value in the help."""
 
 
