@@ -37,6 +37,7 @@ ENDPOINTS: dict[str, type[BaseModel]] = {
     "/gradient": schemas.GradientRequest,
     "/v1/completions": openai.CompletionRequest,
     "/v1/chat/completions": openai.ChatCompletionRequest,
+    "/v1/score": openai.ScoreRequest,
     "/tokenize": schemas.TokenizeRequest,
     "/detokenize": schemas.DetokenizeRequest,
 }
