@@ -113,17 +113,15 @@ def test_the_prefix_of_the_query_is_read_once(vllm_client: Client) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("engine", ["vllm", "tlens"])
-def test_steering_counts_as_in_logprob(request: pytest.FixtureRequest, engine: str) -> None:
-    client: Client = request.getfixturevalue(f"{engine}_client")
+@pytest.mark.parametrize("client", ["vllm", "tlens"], indirect=True)
+def test_steering_counts_as_in_logprob(client: Client, http: httpx.Client) -> None:
     steering = {"vectors": [DATA | {"scale": 3.0}]}
-    with httpx.Client(base_url=client.base_url, timeout=300) as http:
-        body = {"query": QUERY, "items": ITEMS, "model": "demo"}
-        answer = ask(http, **body, steering=steering)
-        wanted = look_up(client, [QUERY + item for item in ITEMS], steering=steering)
-        assert np.array(answer["scores"]) == pytest.approx(wanted, rel=1e-4)
-        assert answer["scores"] != ask(http, **body)["scores"]
-        assert answer["steering"]["tokens_steered"] > 0
+    body = {"query": QUERY, "items": ITEMS, "model": "demo"}
+    answer = ask(http, **body, steering=steering)
+    wanted = look_up(client, [QUERY + item for item in ITEMS], steering=steering)
+    assert np.array(answer["scores"]) == pytest.approx(wanted, rel=1e-4)
+    assert answer["scores"] != ask(http, **body)["scores"]
+    assert answer["steering"]["tokens_steered"] > 0
 
 
 def test_what_cannot_be_scored_is_refused_by_name(http: httpx.Client, model: str) -> None:
