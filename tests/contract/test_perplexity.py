@@ -4,6 +4,7 @@ import io
 import math
 from typing import Any
 
+import httpx
 import pytest
 
 from logsteer import Client
@@ -43,6 +44,29 @@ def test_windows_and_tokens_add_up_to_the_text(client: Client, protocol: Protoco
     assert (made.protocol, made.context_length) == (protocol, 64)
     assert made.stride == (32 if protocol == "sliding" else 64)
     assert made.rows == (100 if protocol == "exl3" else None)
+
+
+def test_a_stream_says_why_it_lists_no_tokens(client: Client) -> None:
+    for name, reason in (("tokens", "keeps no tokens"), ("windows", "events are the windows"),
+                         ("reference", "send the text to /perplexity")):  # fmt: skip
+        url = f"{client.base_url}/perplexity/stream"
+        answer = httpx.post(url, params={name: "true"}, content=TEXT.encode())
+        assert (answer.status_code, answer.json()["param"]) == (422, name)
+        assert reason in answer.json()["detail"]
+
+
+def test_tokens_stand_beside_a_comparison(client: Client) -> None:
+    """Columns in float64 and the divergence from another model, over one long text."""
+    model = client.models().models[0].id
+    options: Any = {"tokens": True, "columns": ["entropy", "rank"], "precision": "float64"}
+    answer = client.perplexity(
+        TEXT, model=model, reference=model, protocol="exl3", context_length=32, rows=5, **options
+    )
+    tokens = answer.results[0].tokens
+    assert tokens is not None and tokens.columns is not None and tokens.ranks is not None
+    assert tokens.columns.keys() == {"entropy"}
+    assert len(tokens.columns["entropy"]) == len(tokens.ranks) == 5 * 31
+    assert answer.divergence is not None and answer.divergence.num_tokens == 5 * 31
 
 
 ALL_BUT_LOGPROB = ["rank", "entropy", "log_q", "rb_entropy", "effective_support", "logit_std"]

@@ -38,7 +38,7 @@ def load_rows(name: str) -> Iterable[Mapping[str, Any]]:
             reason = str(error)
             continue
         except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-            told = str(error.__cause__ or error).partition("\nExample")[0]
+            told = str(error.__cause__ or error).partition("\nExample")[0].rstrip(".\n ")
             raise _refuse(f"{tried[-1]}: {told}; write NAME/CONFIG@SPLIT") from error
         return rows
     raise _refuse(f"no data set {' and none '.join(tried)} was found: {reason}")

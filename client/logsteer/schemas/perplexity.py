@@ -117,6 +117,9 @@ class PerplexityStreamQuery(WindowOptions, PrecisionOption, NamedRefusals):
     refused: ClassVar[dict[str, str]] = {
         "columns": "a stream of any length keeps no tokens; send the text to /perplexity",
         "policy": "a stream of any length keeps no columns; send the text to /perplexity",
+        "tokens": "a stream of any length keeps no tokens; send the text to /perplexity",
+        "windows": "the events are the windows; leave it out",
+        "reference": "a stream is scored while it arrives; send the text to /perplexity",
     }
 
     steering: Json[Steering] | None = Field(default=None, description="As JSON.")

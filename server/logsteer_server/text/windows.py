@@ -229,6 +229,9 @@ class Exl3Cutter(WindowCutter):
 
         .123
             .567      needs 9 tokens or more
+
+    The script moves by 2048 whatever its length is, and its softmax leaves out logits that no token
+    of the tokenizer has; here they count, as everywhere.
     """
 
     def __init__(self, context_length: int, stride: int, rows: int) -> None:
