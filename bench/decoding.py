@@ -14,12 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from logsteer.schemas import Steering
+from logsteer.schemas import ProbeRequest, Steering
 from logsteer_server.contract.engine import Engine, EngineInfo, EngineSpec
 from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, Policy
 from logsteer_server.contract.plan import SteeringPlan
 from logsteer_server.engines.vllm.config import context_length, engine_args, set_environment
 from logsteer_server.engines.vllm.engine import VllmEngine
+from logsteer_server.interventions.interventions import Interventions
+from logsteer_server.interventions.probes import ResolvedProbe, resolve_probes
 from logsteer_server.interventions.steering import resolve_steering
 from logsteer_server.stores.layer_vectors import LayerVectors
 from logsteer_server.stores.vectors import StoredVectors
@@ -36,7 +38,9 @@ class Work:
     """A batch of prompts of a seed, every `every`-th of them steered.
 
     They are steered in turn by `plans` different plans (0: none is), which do `op` with each of
-    `vectors` vectors at each of `layers` layers. With `fresh` nobody has seen the vectors before.
+    `vectors` vectors at each of `layers` layers; with `of`, where a condition of that kind on
+    another direction holds. `probes` directions are read, at a layer each in turn. With `fresh`
+    nobody has seen the vectors before.
     """
 
     seed: int
@@ -46,6 +50,8 @@ class Work:
     op: str = "add"
     every: int = 1
     fresh: bool = False
+    of: str | None = None
+    probes: int = 0
     logprobs: bool = True
 
     def encode(self) -> str:
@@ -98,9 +104,28 @@ def make_steering(work: Work, info: EngineInfo, vectors: InlineVectors) -> list[
             vectors.put(f"v{drawn}.{plan}.{number}", (drawn, plan, number))
             for number in range(work.vectors)
         ]
-        uses = [{"name": name, "op": work.op, "scale": scale, "layers": layers} for name in names]
+        uses = [
+            {"name": name, "op": work.op, "scale": scale, "layers": layers}
+            | ({"when": make_condition(work, name, vectors, layers[0])} if work.of else {})
+            for name in names
+        ]
         steering.append(Steering.model_validate({"vectors": uses}))
     return steering
+
+
+def make_condition(work: Work, name: str, vectors: InlineVectors, layer: int) -> dict[str, object]:
+    """A condition of its own for a vector, which holds of about half of all tokens."""
+    probe = vectors.put(f"condition of {name}", (7, *map(ord, name)))
+    return {"probe": {"name": probe, "layers": [layer]}, "above": 0.0, "of": work.of}
+
+
+def make_probes(work: Work, info: EngineInfo, vectors: InlineVectors) -> tuple[ResolvedProbe, ...]:
+    """The probes of a batch, at the model's layers in turn."""
+    asked = [
+        ProbeRequest(name=vectors.put(f"probe.{n}", (8, n)), layers=[n % info.num_layers])
+        for n in range(work.probes)
+    ]
+    return resolve_probes(asked, vectors, info)
 
 
 def make_prompts(seed: int, vocab: int) -> list[np.ndarray]:
@@ -134,13 +159,13 @@ class Ours:
         steering = make_steering(work, info, self._vectors)
         prompts = make_prompts(work.seed, info.vocab_size)
 
-        def plan_of(index: int, plans: list[SteeringPlan]) -> SteeringPlan | None:
-            if not plans or index % work.every:
-                return None
-            return plans[index // work.every % len(plans)]
+        def plan_of(index: int, plans: list[SteeringPlan | None]) -> SteeringPlan | None:
+            return None if index % work.every else plans[index // work.every % len(plans)]
 
         def run() -> list[list[int]]:
-            plans = [resolve_steering(given, self._vectors, info).plan for given in steering]
+            probes = make_probes(work, info, self._vectors)
+            resolved = [resolve_steering(given, self._vectors, info) for given in steering]
+            plans = [Interventions(one, probes=probes).plan for one in resolved or [None]]
             jobs = [
                 GenerateJob(
                     prompt,
@@ -180,6 +205,7 @@ class Stock:
     def prepare(self, work: Work) -> Callable[[], list[list[int]]]:
         """As `Ours.prepare`; always unsteered."""
         assert not work.plans
+        assert not work.probes
         prompts = make_prompts(work.seed, self._vocab)
 
         def run() -> list[list[int]]:
@@ -215,7 +241,7 @@ def main() -> None:
     kind, path, slots, mode = sys.argv[1:]
     spec = EngineSpec(
         "bench", "vllm", path, dtype="float32", compile=mode == "compiled", memory=MEMORY,
-        steering_slots=int(slots),
+        steering_slots=int(slots), steering_depth=8,
     )  # fmt: skip
     decoder = Ours(spec) if kind == "ours" else Stock(spec)
     print("ready", flush=True)

@@ -34,6 +34,13 @@ COSTS: dict[str, dict[str, Any]] = {
     "ablate": {"plans": 1, "op": "ablate"},
     "ablate, all layers": {"plans": 1, "op": "ablate", "layers": None},
     "rotate": {"plans": 1, "op": "rotate"},
+    "1 probe": {"probes": 1},
+    "8 probes": {"probes": 8},
+    "8 plans, 8 probes": {"plans": 8, "probes": 8},
+    "1 condition": {"plans": 1, "of": "token"},
+    "1 condition on the prompt": {"plans": 1, "of": "prompt"},
+    "8 conditions": {"plans": 1, "vectors": 8, "of": "token"},
+    "8 plans, 1 condition each": {"plans": 8, "of": "token"},
 }
 """What differs from the second way; `layers` None stands for every layer of the model."""
 

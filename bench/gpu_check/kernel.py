@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu_check.part import NO_CUDA, Cell, Findings, Options, Table, run_part
-from logsteer_server.contract.plan import ResidualOp, Site
+from logsteer_server.contract.plan import ResidualOp, Site, SteeringPlan
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.stream import StreamForm
 from logsteer_server.engines.vllm.tables import SteeringTables, Step
@@ -59,10 +59,10 @@ def make_sites(width: int) -> list[Site]:
 
 def make_tables(like: Tensor, width: int, form: StreamForm) -> SteeringTables:
     """Tables with the plans in their slots, where the step of nine tokens is written."""
-    tables = SteeringTables(SteeringSize(5, 2, 2), 2, max(BATCHES), width, like)
+    tables = SteeringTables(SteeringSize(5, 2, 2, 16), 2, max(BATCHES), width, like)
     tables.set_form(form)
     for slot, site in enumerate(make_sites(width), start=1):
-        tables.load(slot, [site])
+        tables.load(slot, SteeringPlan((site,)))
     tables.write(STEP)
     if not tables.slots_T.is_cuda:  # `write` fills the kernel's buffers on CUDA devices alone
         tables.slots_T[torch.from_numpy(STEP.steered_t)] = _as_int(STEP.steered_slots_t)

@@ -46,6 +46,7 @@ from logsteer.schemas import (
     ParameterOverride,
     PerplexityAnswer,
     Precision,
+    ProbeRequest,
     Protocol,
     Readiness,
     SamplingPolicy,
@@ -157,6 +158,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -179,6 +181,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -206,6 +210,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -227,6 +232,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -250,6 +256,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -278,6 +286,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -300,6 +309,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -322,6 +332,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -350,6 +362,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -374,6 +387,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -398,6 +412,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -426,6 +442,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -510,6 +527,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -540,6 +558,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -581,6 +601,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -611,6 +632,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -643,6 +665,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -684,6 +708,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -713,6 +738,7 @@ class AsyncClientMethods(AsyncCaller):
         *,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -742,6 +768,8 @@ class AsyncClientMethods(AsyncCaller):
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -781,6 +809,7 @@ class AsyncClientMethods(AsyncCaller):
             steering=steering,
             override=override,
             adapter=adapter,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -810,6 +839,7 @@ class AsyncClientMethods(AsyncCaller):
         *,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -841,6 +871,8 @@ class AsyncClientMethods(AsyncCaller):
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -880,6 +912,7 @@ class AsyncClientMethods(AsyncCaller):
             steering=steering,
             override=override,
             adapter=adapter,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -1056,6 +1089,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -1076,6 +1110,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -1103,6 +1139,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -1124,6 +1161,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -1141,6 +1179,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -1162,6 +1202,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -1183,6 +1224,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -1219,6 +1261,8 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            probes: Directions to read at every token that is scored or generated. Results with
+                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -1263,6 +1307,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            probes=probes,
             precision=precision,
             model=model,
             bos=bos,

@@ -56,6 +56,13 @@ class ModelSettings(BaseModel):
     steering_depth: int = Field(
         2, ge=1, le=64, description="Operations other than add that a plan may have at one layer."
     )
+    steering_probes: int = Field(
+        16,
+        ge=1,
+        le=128,
+        description="Of vllm: probes that a request may have, each layer of each counting, those "
+        "of conditions included.",
+    )
     adapter_slots: int = Field(
         0, ge=0, description="Different LoRA adapters that vLLM runs at once; 0: no adapters."
     )

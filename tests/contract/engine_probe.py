@@ -6,6 +6,7 @@ cut up, and running requests are thrown out of the cache in the middle of theirs
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,14 @@ from logsteer_server.contract.jobs import (
     ScoreJob,
     ScoreOutput,
 )
-from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
+from logsteer_server.contract.plan import (
+    Condition,
+    Positions,
+    Probe,
+    ResidualOp,
+    Site,
+    SteeringPlan,
+)
 from logsteer_server.engines.vllm.engine import VllmEngine
 
 GREEDY = Policy(temperature=0.0)
@@ -38,7 +46,7 @@ def make_plans(width: int) -> list[SteeringPlan]:
         vector = rng.normal(size=width)
         return (norm * vector / np.linalg.norm(vector)).astype(np.float32)
 
-    return [
+    plain = [
         SteeringPlan(
             (
                 Site(n % 5, "resid_post", draw(2.0)),
@@ -51,6 +59,22 @@ def make_plans(width: int) -> list[SteeringPlan]:
             Positions("predicting"), Positions("slices", ((3, 9), (40, 90))),
         ])
     ]  # fmt: skip
+    return [*plain, *make_read_plans(draw)]
+
+
+def make_read_plans(draw: Callable[[float], np.ndarray]) -> list[SteeringPlan]:
+    """Plans with probes: one that changes nothing, and two with a condition of each kind."""
+    probes = tuple(Probe(layer, "resid_post", draw(1.0)) for layer in (0, 1, 4))
+    plans = [SteeringPlan((), probes=probes, kept="scored")]
+    for of in ("token", "prompt"):
+        op = ResidualOp(draw(1.0), base=2.0, per_component=1.0, condition=0)
+        plans.append(
+            SteeringPlan(
+                (Site(2, "resid_post", None, (op,)), Site(3, "resid_post", draw(1.0))),
+                probes=probes, conditions=(Condition(1, above=0.0, of=of),), kept="all",
+            )
+        )  # fmt: skip
+    return plans
 
 
 def make_jobs(vocab: int, width: int) -> list[Job]:
@@ -62,7 +86,7 @@ def make_jobs(vocab: int, width: int) -> list[Job]:
     for index in range(48):
         own = rng.integers(10, vocab, rng.integers(40, 150))
         ids = np.concatenate([shared, own] if index % 2 else [own]).astype(np.int32)
-        plan = plans[index // 2 % len(plans)] if index % 4 < 2 else None
+        plan = plans[index // 4 % len(plans)] if index % 4 < 2 else None
         if index % 8 == 6:
             jobs.append(CaptureJob(ids, (0, 3), read="mean" if index % 16 == 6 else "last"))
         elif index % 6 == 5:
@@ -102,6 +126,8 @@ def read(result: JobResult) -> list[float]:
             raise AssertionError(failure)
     if result.trace is not None:
         numbers.append(float(result.trace.tokens))
+    if result.readings is not None:
+        numbers += [float(result.readings.first), *result.readings.values_TGR.flatten().tolist()]
     return numbers
 
 

@@ -18,9 +18,9 @@ from tests.conftest import ROOT, Server
 
 FIELDS = (
     "columns", "policy", "precision", "on_overflow", "cache", "bos", "model", "steering",
-    "override", "adapter",
+    "override", "adapter", "probes",
 )  # fmt: skip
-"""Those that API.md lists as common, `probes` apart: no endpoint has them yet."""
+"""Those that API.md lists as common."""
 
 NEITHER = {
     "/tokenize": "encodes",
@@ -66,6 +66,7 @@ VALUES: dict[str, Any] = {
     "steering": {"vectors": [{"name": "nothing"}]},
     "override": {"name": "nothing", "eta": 0.5},
     "adapter": "nothing",
+    "probes": [{"data": {"1": [1.0] + [0.0] * 15}, "layers": [1, 2]}],
 }
 
 OPENAI = dict.fromkeys(
@@ -79,19 +80,25 @@ REFUSALS: dict[str, dict[str, str]] = {
     "/perplexity/stream": {
         "columns": "keeps no tokens; send the text to /perplexity",
         "policy": "keeps no columns; send the text to /perplexity",
+        "probes": "keeps no tokens; send the text to /perplexity",
         "on_overflow": "cut into windows that fit",
     },
     "/steer": {"policy": "drawn by temperature, top_p, top_k and min_p"},
     "/generate": {"policy": "drawn by temperature, top_p, top_k and min_p"},
-    "/sweep": {"columns": "gives sums, no tokens", "policy": "gives sums, no columns"},
+    "/sweep": {
+        "columns": "gives sums, no tokens",
+        "policy": "gives sums, no columns",
+        "probes": "gives sums, no tokens",
+    },
     "/gradient": {
         "columns": "/logprob gives columns",
         "policy": "/logprob gives columns",
         "precision": "computed in the model's dtype",
+        "probes": "/logprob gives readings",
     },
     "/v1/completions": OPENAI,
     "/v1/chat/completions": OPENAI,
-    "/v1/score": OPENAI,
+    "/v1/score": OPENAI | {"probes": "/logprob gives readings"},
 }
 """What an endpoint does not take, and the reason that it gives."""
 
@@ -325,6 +332,27 @@ def check_steering(http: httpx.Client, path: str) -> None:
     assert (used["scale"], len(used["sha256"])) == (1.0, 64)
 
 
+def check_probes(http: httpx.Client, path: str) -> None:
+    unknown = post(http, path, BODIES[path] | {"probes": [{"name": "nothing"}]})
+    assert error_of(unknown)[0] == "unknown_vector"
+    body = BODIES[path] | {"probes": VALUES["probes"]}
+    if path.startswith("/v1/"):
+        rows = post(http, path, body).json()["choices"][0]
+        count = 4
+    else:
+        rows = score_rows(path, document_of(post(http, path, body)))
+        count = len(rows["token_ids"])
+    assert [(read["layer"], read["read"]) for read in rows["probes"]] == [
+        (1, "projection"), (2, "projection"),
+    ]  # fmt: skip
+    is_steered = path == "/steer"
+    for read in rows["probes"]:
+        assert len(read["before"]) == count
+        assert -5 <= min(read["before"]) <= max(read["before"]) <= 5
+        moved = [before + 1 for before in read["before"]] if is_steered else None
+        assert read.get("after") == moved
+
+
 def check_lacking(field: str) -> Callable[[httpx.Client, str], None]:
     def check(http: httpx.Client, path: str) -> None:
         check_unsupported(post(http, path, BODIES[path] | {field: VALUES[field]}), field)
@@ -343,6 +371,7 @@ EFFECTS: dict[str, Callable[[httpx.Client, str], None]] = {
     "steering": check_steering,
     "override": check_lacking("override"),
     "adapter": check_lacking("adapter"),
+    "probes": check_probes,
 }
 
 

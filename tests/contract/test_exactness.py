@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from logsteer import Client
+from logsteer import APIError, Client
 from logsteer.schemas import ScoredTarget
 from tests.conftest import (
     DEMO_MODEL,
@@ -173,6 +173,36 @@ def test_a_context_is_shared_wherever_it_ends(
         assert differ(target.logprobs, wanted) < PER_TOKEN
 
 
+def compare_readings(one: Client, two: Client, items: Any, split: str) -> None:
+    """Probes at all layers, and a condition that is read and met within one stage."""
+    when = {"probe": {"data": {"0": WAVE}}, "above": 0.0}
+    scale = 1.0 if split == "tensor_parallel" else 1.01  # so that no prefix is left of the other
+    first_near, second_near = (
+        {"data": {layer: WAVE}, "when": when, "scale": scale} for layer in ("1", "2")
+    )
+    near = {"vectors": [first_near, second_near]}
+    probes = [{"data": {"0": WAVE}, "layers": [0, 2, 3, 4]}]
+    answers = [
+        found.logprob(items, steering=near, probes=probes, cache=False) for found in (one, two)
+    ]
+    first, second = ([t for result in a.results for t in result.targets] for a in answers)
+    assert compare(first, second) < PER_TOKEN
+    for own, other in zip(first, second, strict=True):
+        for a, b in zip(own.probes or (), other.probes or (), strict=True):
+            assert differ(a.before, b.before) < PER_TOKEN
+            assert differ(a.after, b.after) < PER_TOKEN
+    passed = [[v.passed for v in a.steering.vectors] for a in answers if a.steering]
+    assert all(count for counts in passed for count in counts)
+    if answers[0].usage.cached_tokens == answers[1].usage.cached_tokens:
+        assert passed[0] == passed[1]
+    far = {"vectors": [{"data": {"4": WAVE}, "when": when}]}
+    if split == "pipeline_parallel":
+        with pytest.raises(APIError, match="another pipeline stage"):
+            two.logprob(items, steering=far)
+    else:
+        assert two.logprob(items, steering=far).steering is not None
+
+
 @pytest.mark.parametrize("split", ["tensor_parallel", "pipeline_parallel"])
 def test_two_ranks_say_what_one_says(
     vllm_client: Client, request: pytest.FixtureRequest, split: str
@@ -207,6 +237,7 @@ def test_two_ranks_say_what_one_says(
             for site in receipt.layers.values():  # what the prefix cache had was changed before
                 assert site.tokens == receipt.tokens_steered - answer.usage.cached_tokens > 0
                 assert 0 < (site.relative_norm or 0) < 1
+        compare_readings(vllm_client, client, items, split)
         pairs = [{"positive": "She was happy.", "negative": "She was sad."}] * 2
         cards = [
             found.vectors.train("mood", pairs, method="mean_difference").vector

@@ -11,9 +11,10 @@ SCRIPT = """
 import json
 import numpy as np
 import torch
-from logsteer_server.contract.plan import Site, ResidualOp
+from logsteer_server.contract.plan import Condition, Probe, ResidualOp, Site, SteeringPlan
 from logsteer_server.engines.vllm import kernel
 from logsteer_server.engines.vllm.config import SteeringSize
+from logsteer_server.engines.vllm.probe_tables import CLOSED, KNOWN, ReadTokens
 from logsteer_server.engines.vllm.tables import SteeringTables, Step
 
 torch.manual_seed(0)
@@ -34,36 +35,64 @@ PLANS = [
     (None, (ResidualOp(unit(), per_component=1, low=3, high=4),)),
     (None, (ResidualOp(unit(), per_component=1, degrees=-170),)),
 ]
+# Probe 0 is read in the layer in front, 1 and 2 in the layer that is steered. The first operation
+# acts where probe 0 reads more than 0, the second where the prompt's last token is not against
+# probe 2.
+PROBES = tuple(Probe(layer, "resid_post", unit()) for layer in (0, LAYER, LAYER))
+CONDITIONS = (Condition(0, above=0.0), Condition(2, above=-0.9, relative=True, of="prompt"))
+CONDITIONAL = (
+    ResidualOp(unit(), base=3, per_component=1, condition=0),
+    ResidualOp(unit(), base=5, per_component=1, condition=1),
+)
+READ = ReadTokens(
+    np.arange(8, 16), np.array([6, 6, 6, 6, 6, 6, 3, 7]),
+    np.array([CLOSED, 9, 9, 9, KNOWN, KNOWN, CLOSED, KNOWN]), np.array([0, 0, 0, 0, 2, 1, 0, 0]),
+)
 
 
 def make_tables(dtype):
-    tables = SteeringTables(SteeringSize(5, 2, 2), 2, 16, WIDTH, torch.empty(0, dtype=dtype))
+    tables = SteeringTables(SteeringSize(7, 2, 2, 3), 2, 16, WIDTH, torch.empty(0, dtype=dtype))
     for slot, (offset, ops) in enumerate(PLANS, start=1):
-        tables.load(slot, [Site(LAYER, "resid_post", offset, ops)])
+        tables.load(slot, SteeringPlan((Site(LAYER, "resid_post", offset, ops),)))
+    site = Site(LAYER, "resid_post", None, CONDITIONAL)
+    tables.load(6, SteeringPlan((site,), probes=PROBES, conditions=CONDITIONS))
+    tables.load(7, SteeringPlan((), probes=PROBES[1:]))
     step = Step(
-        np.arange(1, 8), np.array([1, 2, 3, 4, 5, 3, 5]), np.array([0, 2, 3]), np.array([1, 1, 2])
+        np.arange(1, 14), np.array([1, 2, 3, 4, 5, 3, 5, *[6] * 6]),
+        np.array([0, 2, 3]), np.array([1, 1, 2]), READ,
     )
     tables.write(step)
-    tables.slots_T[torch.from_numpy(step.steered_t)] = torch.from_numpy(step.steered_slots_t).int()
-    tables.captures_T[torch.from_numpy(step.captured_t)] = (
-        torch.from_numpy(step.capture_slots_t).int()
-    )
+    probes = tables.probes
+    for buffer, index, values in (
+        (tables.slots_T, step.steered_t, step.steered_slots_t),
+        (tables.captures_T, step.captured_t, step.capture_slots_t),
+        (probes.slots_T, READ.index_r, READ.slots_r),
+    ):
+        buffer[torch.from_numpy(index)] = torch.from_numpy(values).int()
     return tables
 
 
 found = []
 for dtype in (torch.float32, torch.bfloat16):
-    beside = torch.randn(9, WIDTH).to(dtype)
+    beside = torch.randn(16, WIDTH).to(dtype)
     for residual, form in ((None, "hidden"), (beside, "sum"), (beside, "hidden")):
-        given = torch.randn(9, WIDTH).to(dtype)
+        given = torch.randn(16, WIDTH).to(dtype)
         plain, fused = make_tables(dtype), make_tables(dtype)
         plain.set_form(form)
         fused.set_form(form)
         a, b = given.clone(), given.clone()
-        plain.apply(a, residual, LAYER)
-        kernel.launch(fused, b, residual, LAYER)
+        for layer in (0, LAYER):
+            plain.apply(a, residual, layer)
+            kernel.launch(fused, b, residual, layer)
+        read = plain.probes.readings_TGR
         found.append({
             "changed": (a != given).any(-1).tolist(),
+            "changed_by_kernel": (b != given).any(-1).tolist(),
+            "own": (read[8:14, 0, 0] > 0).tolist(),
+            "prompt": bool(read[9, 2, 0] > -0.9 * read[9, 2, 1]),
+            "moved_readings": (read[8:14, 1, 0] != read[8:14, 1, 2]).tolist(),
+            "readings": (read - fused.probes.readings_TGR).abs().max().item(),
+            "read": (read != 0).any(-1).sum(-1).tolist(),
             "hidden": (a.float() - b.float()).abs().max().item(),
             "ratios": (plain.ratios_LT - fused.ratios_LT).abs().max().item(),
             "sums": (plain.sums_LCD - fused.sums_LCD).abs().max().item(),
@@ -86,8 +115,16 @@ def test_the_kernel_does_what_the_plain_form_does() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     cases = json.loads(done.stdout.splitlines()[-1])
     assert len(cases) == 6
+    assert {holds for case in cases for holds in case["own"]} == {True, False}
     for case, tolerance in zip(cases, [2e-6] * 3 + [0.07] * 3, strict=True):
-        assert case["changed"] == [False, *[True] * 7, False]
+        own, prompt = case["own"], case["prompt"]
+        of_prompt = [False, prompt, prompt, prompt, True, False]
+        conditional = [a or b for a, b in zip(own, of_prompt, strict=True)]
+        assert case["changed"] == [False, *[True] * 7, *conditional, False, False]
+        assert case["changed_by_kernel"] == case["changed"]
+        assert case["moved_readings"] == conditional
+        assert case["read"] == [0] * 8 + [3] * 6 + [0, 2]
+        assert case["readings"] < max(4e-6, tolerance)
         assert case["hidden"] < tolerance
         assert case["ratios"] < max(2e-6, tolerance / 10)
         assert case["sums"] < max(2e-6, tolerance)

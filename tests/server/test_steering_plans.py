@@ -49,7 +49,7 @@ class TestSweeps:
         (_, setting) = self.settings_of([2.0], None)
         sites = setting.interventions.steering.plan.sites
         assert [(site.layer, float(site.offset[-1])) for site in sites] == [(1, 6.0), (2, 2.0)]
-        assert [used["scale"] for used in setting.interventions.steering.vectors] == [6.0, 2.0]
+        assert [used.scale for used in setting.interventions.steering.vectors] == [6.0, 2.0]
 
     def test_a_layer_that_the_model_lacks_is_refused(self) -> None:
         with pytest.raises(APIError, match="layers are 0 to 3"):

@@ -146,7 +146,7 @@ def test_three_parts_are_unknown() -> None:
 
 
 def test_tables_leave_a_residual_out_that_is_no_part_of_the_stream() -> None:
-    tables = SteeringTables(SteeringSize(1, 0, 1), 1, 4, WIDTH, torch.empty(0))
+    tables = SteeringTables(SteeringSize(1, 0, 1, 1), 1, 4, WIDTH, torch.empty(0))
     tables.write(Step(captured_t=np.array([1]), capture_slots_t=np.array([1])))
     hidden, residual = torch.randn(2, 4, WIDTH)
     tables.apply(hidden, residual, 0)

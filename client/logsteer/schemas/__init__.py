@@ -15,6 +15,8 @@ from logsteer.schemas.common import (
     Message,
     OverflowPolicy,
     Precision,
+    ProbeRead,
+    ProbeReadings,
     Provenance,
     RequestOptions,
     RowOptions,
@@ -31,6 +33,7 @@ from logsteer.schemas.gradient import (
     TargetGradient,
 )
 from logsteer.schemas.interventions import (
+    ActivationFields,
     AppliedInterventions,
     AppliedParameters,
     InterventionFields,
@@ -100,12 +103,16 @@ from logsteer.schemas.steer import (
 from logsteer.schemas.steering import (
     ClampBounds,
     PositionName,
+    ProbedVector,
+    ProbeRequest,
     SlicePositions,
     SteeredSite,
     Steering,
+    SteeringCondition,
     SteeringReceipt,
     SteeringVector,
     UsedVector,
+    VectorReference,
 )
 from logsteer.schemas.tokens import (
     DetokenizeAnswer,
@@ -129,12 +136,14 @@ from logsteer.schemas.vectors import (
     VectorFormat,
     VectorList,
     VectorPart,
+    VectorReadout,
     WeightedVector,
 )
 
 __all__ = [
     "ALL_COLUMNS",
     "SCOPES",
+    "ActivationFields",
     "AdapterCard",
     "AdapterList",
     "Aggregate",
@@ -187,6 +196,10 @@ __all__ = [
     "PerplexityStreamQuery",
     "PositionName",
     "Precision",
+    "ProbeRead",
+    "ProbeReadings",
+    "ProbeRequest",
+    "ProbedVector",
     "Problem",
     "ProblemCode",
     "PromiseName",
@@ -211,6 +224,7 @@ __all__ = [
     "SteerStart",
     "SteeredSite",
     "Steering",
+    "SteeringCondition",
     "SteeringReceipt",
     "SteeringVector",
     "StreamStart",
@@ -242,6 +256,8 @@ __all__ = [
     "VectorFormat",
     "VectorList",
     "VectorPart",
+    "VectorReadout",
+    "VectorReference",
     "Verdict",
     "WeightedVector",
     "WindowEvent",

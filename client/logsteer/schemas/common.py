@@ -21,6 +21,7 @@ Column = Literal[
     "effective_support", "eos_prob",
 ]  # fmt: skip
 Precision = Literal["float32", "float64"]
+ProbeRead = Literal["projection", "cosine", "probability", "activation"]
 EngineKind = Literal["vllm", "transformer_lens", "fake"]
 MAX_COUNT = 2**31 - 1
 """The largest number of tokens, layers or places that a request may name: what 32 bits hold."""
@@ -179,6 +180,27 @@ class RowOptions(RequestOptions, PrecisionOption):
     )
 
 
+class ProbeReadings(Reply):
+    """What one probe read at one layer, in entry i at the token that token i was predicted from.
+
+    So entry 0 is of the last token in front, and a token's own reading is the next entry.
+    """
+
+    name: str | None
+    sha256: str
+    layer: int
+    hook: str
+    read: ProbeRead
+    before: list[Float] = Field(description="Of the activation as it came to be steered.")
+    after: list[Float] | None = Field(
+        default=None, description="Of the steered one; null in a request that steers nothing."
+    )
+    context_before: list[Float] | None = Field(
+        default=None, description="Of all tokens in front of those, where asked for."
+    )
+    context_after: list[Float] | None = None
+
+
 class RowColumns(Reply):
     """What was read from the scored rows of a sequence of T tokens: an entry for each token."""
 
@@ -189,6 +211,9 @@ class RowColumns(Reply):
         default=None,
         description="An array for each column that was asked for, but for `logprob` and `rank`, "
         "which are `logprobs` and `ranks`.",
+    )
+    probes: list[ProbeReadings] | None = Field(
+        default=None, description="One entry for each layer of each probe, in their order."
     )
 
 

@@ -63,6 +63,7 @@ class GradientRequest(RequestOptions, InterventionFields, NamedRefusals):
         "columns": "a gradient comes with log-probabilities alone; /logprob gives columns",
         "policy": "a gradient comes with log-probabilities alone; /logprob gives columns",
         "precision": "gradients are computed in the model's dtype; serve it with dtype float64",
+        "probes": "a gradient comes with log-probabilities alone; /logprob gives readings",
     }
 
     items: list[LogprobItem] = Field(

@@ -5,7 +5,7 @@ from pydantic import Field
 from logsteer.schemas.adapters import UsedAdapter
 from logsteer.schemas.common import Reply, Request
 from logsteer.schemas.overrides import ParameterOverride, UsedOverride
-from logsteer.schemas.steering import Steering, SteeringReceipt, VectorName
+from logsteer.schemas.steering import ProbeRequest, Steering, SteeringReceipt, VectorName
 
 
 class ParameterFields(Request):
@@ -26,6 +26,18 @@ class InterventionFields(ParameterFields):
     steering: Steering | None = Field(
         default=None,
         description="Steer the model. Tokens in front of the first scored one are the prompt.",
+    )
+
+
+class ActivationFields(InterventionFields):
+    """Other parameters and activations, and what is read of the activations."""
+
+    probes: list[ProbeRequest] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=64,
+        description="Directions to read at every token that is scored or generated. Results with "
+        "readings are never taken from the result cache.",
     )
 
 

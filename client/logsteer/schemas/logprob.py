@@ -19,7 +19,7 @@ from logsteer.schemas.common import (
     TopAlternatives,
     Window,
 )
-from logsteer.schemas.interventions import AppliedInterventions, InterventionFields
+from logsteer.schemas.interventions import ActivationFields, AppliedInterventions
 
 Boundary = Literal["joint", "separate"]
 BoundaryFinding = Literal["exact", "merged"]
@@ -57,7 +57,7 @@ class LogprobItem(Request):
                 )
 
 
-class LogprobRequest(RowOptions, InterventionFields):
+class LogprobRequest(RowOptions, ActivationFields):
     """Targets to score, and how text is cut into tokens."""
 
     items: list[LogprobItem] = Field(
@@ -84,6 +84,12 @@ class LogprobRequest(RowOptions, InterventionFields):
     def _ids_have_no_spaces(self) -> "LogprobRequest":
         if self.space == "both" and any(item.target_ids is not None for item in self.items):
             raise ValueError("space: both needs text targets; use as_given with target_ids")
+        return self
+
+    @model_validator(mode="after")
+    def _readings_are_per_token(self) -> "LogprobRequest":
+        if self.probes is not None and not self.per_token:
+            raise ValueError("probes are read at every token; leave out per_token: false")
         return self
 
 

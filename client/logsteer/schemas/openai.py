@@ -19,12 +19,17 @@ from logsteer.schemas.common import (
     Index,
     Message,
     NamedRefusals,
+    ProbeReadings,
     Reply,
     Request,
     TokenId,
     name_refusal,
 )
-from logsteer.schemas.interventions import AppliedInterventions, InterventionFields
+from logsteer.schemas.interventions import (
+    ActivationFields,
+    AppliedInterventions,
+    InterventionFields,
+)
 
 FinishReason = Literal["stop", "length"]
 
@@ -91,7 +96,7 @@ class CompatibleRequest(InterventionFields, NamedRefusals):
         return kept
 
 
-class SamplingRequest(CompatibleRequest):
+class SamplingRequest(CompatibleRequest, ActivationFields):
     """Fields that completions and chat completions share."""
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = _SAMPLING
@@ -147,6 +152,9 @@ class CompletionRequest(SamplingRequest):
             raise name_refusal(
                 {"max_tokens": "0 without echo asks for nothing; set one of max_tokens and echo"}
             )
+        if self.echo and self.probes is not None:
+            reason = "they are read where tokens are generated; leave out echo, or send /logprob"
+            raise name_refusal({"probes": reason})
         return self
 
 
@@ -206,6 +214,7 @@ class CompletionChoice(Reply):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None
+    probes: list[ProbeReadings] | None = None
 
 
 class OpenAIUsage(Reply):
@@ -235,6 +244,7 @@ class ChatChoice(Reply):
     delta: dict[str, Any] | None = None
     logprobs: dict[str, Any] | None = None
     finish_reason: FinishReason | None
+    probes: list[ProbeReadings] | None = None
 
 
 class ChatCompletionAnswer(AppliedInterventions):
@@ -254,6 +264,9 @@ class ScoreRequest(CompatibleRequest):
     Query and items are both text, read as one text each, or both token ids, read as they are.
     """
 
+    refused: ClassVar[dict[str, str]] = CompatibleRequest.refused | {
+        "probes": "an answer has labels' probabilities alone; /logprob gives readings"
+    }
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
         "temperature": Unsupported("labels are weighed as they are; leave it out", (1,)),
         "return_token_logprobs": Unsupported("/logprob gives log-probabilities", (False,)),

@@ -20,7 +20,7 @@ from logsteer.schemas.common import (
     Usage,
     name_refusal,
 )
-from logsteer.schemas.interventions import AppliedInterventions, InterventionFields
+from logsteer.schemas.interventions import ActivationFields, AppliedInterventions
 from logsteer.schemas.overrides import ParameterOverride
 from logsteer.schemas.steering import Steering, VectorName
 
@@ -77,7 +77,7 @@ class WindowOptions(RequestOptions):
         return self
 
 
-class PerplexityRequest(WindowOptions, RowOptions, InterventionFields):
+class PerplexityRequest(WindowOptions, RowOptions, ActivationFields):
     """Texts to score."""
 
     texts: list[str] = Field(min_length=1, description="Texts to score.")
@@ -97,6 +97,10 @@ class PerplexityRequest(WindowOptions, RowOptions, InterventionFields):
     def _columns_are_listed(self) -> "PerplexityRequest":
         if "columns" in self.model_fields_set and not self.tokens:
             raise ValueError("columns are listed with each token; send tokens: true as well")
+        if self.probes is not None and not self.tokens:
+            raise ValueError("probes are listed with each token; send tokens: true as well")
+        if any(probe.context for probe in self.probes or ()):
+            raise ValueError("probes: a text has no context to read; leave out context")
         return self
 
     @model_validator(mode="after")
@@ -120,6 +124,7 @@ class PerplexityStreamQuery(WindowOptions, PrecisionOption, NamedRefusals):
         "tokens": "a stream of any length keeps no tokens; send the text to /perplexity",
         "windows": "the events are the windows; leave it out",
         "reference": "a stream is scored while it arrives; send the text to /perplexity",
+        "probes": "a stream of any length keeps no tokens; send the text to /perplexity",
     }
 
     steering: Json[Steering] | None = Field(default=None, description="As JSON.")

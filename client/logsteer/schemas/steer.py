@@ -17,6 +17,7 @@ from logsteer.schemas.common import (
     Message,
     NamedRefusals,
     PrecisionOption,
+    ProbeReadings,
     Provenance,
     Reply,
     RequestOptions,
@@ -25,9 +26,9 @@ from logsteer.schemas.common import (
     Window,
 )
 from logsteer.schemas.interventions import (
+    ActivationFields,
     AppliedInterventions,
     AppliedParameters,
-    InterventionFields,
     ParameterFields,
 )
 from logsteer.schemas.logprob import Boundary, LogprobItem
@@ -37,7 +38,7 @@ from logsteer.schemas.steering import Finite, Steering, SteeringReceipt
 MAX_SWEEP = 256
 
 
-class PromptRequest(RequestOptions, PrecisionOption, InterventionFields, NamedRefusals):
+class PromptRequest(RequestOptions, PrecisionOption, ActivationFields, NamedRefusals):
     """Prompts to continue, and how; one of `prompts`, `prompt_ids` and `messages`."""
 
     refused: ClassVar[dict[str, str]] = {
@@ -187,6 +188,7 @@ class SteerPiece(Reply):
     token_ids: list[int]
     logprobs: list[Float]
     finish_reason: FinishReason | None
+    probes: list[ProbeReadings] | None = None
 
 
 class SweepRequest(RequestOptions, PrecisionOption, ParameterFields, NamedRefusals):
@@ -195,6 +197,7 @@ class SweepRequest(RequestOptions, PrecisionOption, ParameterFields, NamedRefusa
     refused: ClassVar[dict[str, str]] = {
         "columns": "a sweep gives sums, no tokens; /logprob with steering gives columns",
         "policy": "a sweep gives sums, no columns; /logprob with steering gives them",
+        "probes": "a sweep gives sums, no tokens; /logprob with steering gives readings",
     }
 
     items: list[LogprobItem] = Field(

@@ -1,10 +1,10 @@
-"""The steering object: which vectors change which activations of a request, and how."""
+"""Steering objects and probes: which activations of a request are changed and read, and how."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from logsteer.schemas.common import Count, Float, Index, Reply, Request
+from logsteer.schemas.common import Count, Float, Index, ProbeRead, Reply, Request
 
 Operation = Literal["add", "ablate", "project", "clamp", "replace", "rotate"]
 Unit = Literal["raw", "unit", "residual_norm"]
@@ -42,7 +42,80 @@ class ClampBounds(Request):
 HOOK = "Which activation of the layer; resid_post is the residual stream that leaves block L."
 
 
-class SteeringVector(Request):
+class VectorReference(Request):
+    """A vector, stored or given, and which activations it is used at."""
+
+    name: VectorName | None = None
+    sha256: Sha256 | None = None
+    data: dict[LayerKey, list[Finite] | str] | None = Field(
+        default=None,
+        min_length=1,
+        description="The vector itself: layer -> numbers, or base64 of little-endian float32.",
+    )
+    layers: list[Index] | None = Field(
+        default=None,
+        min_length=1,
+        description="Layers to use it at; null: the vector's own. A vector of a single layer may "
+        "be used at any layer.",
+    )
+    hook: HookName | None = Field(
+        default=None,
+        description="Which activation of the layer; null: the vector's own, resid_post unless it "
+        "says otherwise. Layer L, resid_post is the residual stream that leaves block L, 0-based.",
+    )
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        given = [n for n in ("name", "sha256", "data") if getattr(self, n) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of name, sha256, data; got {given or 'none'}")
+        if self.layers is not None and len(set(self.layers)) != len(self.layers):
+            raise ValueError(f"layers has an entry twice: {self.layers}; name each layer once")
+        return self
+
+
+class ProbedVector(VectorReference):
+    """A direction that is read: with u = v / |v|, of an activation x as it comes to be steered.
+
+    `projection` x . u; `cosine` x . u / |x|; `probability` and `activation`, of vectors that say
+    what their projection means: those trained by logistic regression, and features of sparse
+    autoencoders.
+    """
+
+    read: ProbeRead = "projection"
+
+
+class SteeringCondition(Request):
+    """Where a vector acts: on tokens whose reading is above one number, below another, or both."""
+
+    probe: ProbedVector
+    above: Finite | None = None
+    below: Finite | None = None
+    of: Literal["token", "prompt"] = Field(
+        default="token",
+        description="`token`: each token's own reading. `prompt`: that of the prompt's last token, "
+        "for this one and all tokens behind it.",
+    )
+
+    @model_validator(mode="after")
+    def _has_a_threshold(self) -> Self:
+        if self.above is None and self.below is None:
+            raise ValueError("a condition needs above, below, or both")
+        if self.above is not None and self.below is not None and self.above >= self.below:
+            raise ValueError(f"nothing is above {self.above} and below {self.below}")
+        return self
+
+
+class ProbeRequest(ProbedVector):
+    """A direction that is read at the tokens that are scored or generated, and what is shown."""
+
+    context: bool = Field(
+        default=False,
+        description="Also at the tokens in front of those, which are all read anew for it.",
+    )
+
+
+class SteeringVector(VectorReference):
     """One vector and what is done with it to the activations x of each steered token.
 
     With v the vector, u = v / |v| and c = x . u:
@@ -54,34 +127,18 @@ class SteeringVector(Request):
     keeps |x|.
     """
 
-    name: VectorName | None = None
-    sha256: Sha256 | None = None
-    data: dict[LayerKey, list[Finite] | str] | None = Field(
-        default=None,
-        min_length=1,
-        description="The vector itself: layer -> numbers, or base64 of little-endian float32.",
-    )
     scale: Finite = 1.0
     unit: Unit = "raw"
     op: Operation = "add"
     params: ClampBounds | None = None
-    layers: list[Index] | None = Field(
+    when: SteeringCondition | None = Field(
         default=None,
-        min_length=1,
-        description="Layers to steer; null: the vector's own. A vector of a single layer may be "
-        "used at any layer.",
-    )
-    hook: HookName | None = Field(
-        default=None,
-        description="Which activation of the layer; null: the vector's own, resid_post unless it "
-        "says otherwise. Layer L, resid_post is the residual stream that leaves block L, 0-based.",
+        description="Act only where this holds. Its probe is read at a layer not behind the "
+        "vector's.",
     )
 
     @model_validator(mode="after")
-    def _is_whole(self) -> "SteeringVector":
-        given = [n for n in ("name", "sha256", "data") if getattr(self, n) is not None]
-        if len(given) != 1:
-            raise ValueError(f"give exactly one of name, sha256, data; got {given or 'none'}")
+    def _fits_operation(self) -> Self:
         if (self.op == "clamp") != (self.params is not None):
             raise ValueError("op clamp takes params with min and max, and no other op does")
         if self.op in ("ablate", "clamp", "rotate") and self.unit != "raw":
@@ -90,8 +147,6 @@ class SteeringVector(Request):
             raise ValueError("op clamp has no scale; give params.min and params.max")
         if self.op == "rotate" and abs(self.scale) > 180:
             raise ValueError(f"op rotate turns by at most 180 degrees, got scale {self.scale}")
-        if self.layers is not None and len(set(self.layers)) != len(self.layers):
-            raise ValueError(f"layers has an entry twice: {self.layers}; name each layer once")
         return self
 
 
@@ -138,6 +193,11 @@ class UsedVector(Reply):
     name: str | None
     sha256: str
     scale: float
+    passed: int | None = Field(
+        default=None,
+        description="Tokens at steered positions where its condition held, without those from the "
+        "prefix cache; null without a condition.",
+    )
 
 
 class SteeringReceipt(Reply):

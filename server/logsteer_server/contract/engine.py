@@ -35,6 +35,7 @@ class EngineSpec:
     chunk_bytes: int = 64 * 2**20
     steering_slots: int = 64
     steering_depth: int = 2
+    steering_probes: int = 16
     adapter_slots: int = 0
     adapter_rank: int = 16
     engine_args: dict[str, Any] = field(default_factory=dict)

@@ -37,16 +37,15 @@ def is_finite(output: Output) -> bool:
 
 def find_failure(job: Job, output: Output) -> JobFailure | None:
     """Return why a changed model's output is not to be given; None where it is finite."""
-    is_changed = job.plan is not None or job.override is not None or job.adapter is not None
     traced = output.trace is None or output.trace.is_finite
-    if not is_changed or (is_finite(output) and traced):
+    if not job.is_changed or (is_finite(output) and traced):
         return None
     return describe_non_finite(job, "the model's activations or logits are not finite")
 
 
 def describe_non_finite(job: Job, found: str) -> JobFailure:
     """Return the failure of a job of which that was found, with what to do about it."""
-    if job.plan is not None:
+    if job.plan is not None and job.plan.sites:
         hint = "steer with a smaller scale or narrower bounds"
     elif job.override is not None:
         hint = "use a smaller eta"

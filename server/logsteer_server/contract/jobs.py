@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from logsteer_server.contract.parameters import Adapter, Direction, Override, ParameterDelta
-from logsteer_server.contract.plan import Positions, SteeringPlan, SteeringTrace
+from logsteer_server.contract.plan import Positions, Readings, SteeringPlan, SteeringTrace
 
 Ids = npt.NDArray[np.int32]
 Scores = npt.NDArray[np.float32]
@@ -50,8 +50,8 @@ Feature = Literal["steering", "override", "gradient", "adapter"]
 class Job:
     """A piece of work for an engine. Its class says what is to be done with the T tokens.
 
-    With `plan` the activations are steered; with `override` or `adapter` the parameters are others.
-    What is kept of one job serves others of the same `salt` alone.
+    With `plan` the activations are steered and read; with `override` or `adapter` the parameters
+    are others. What is kept of one job serves others of the same `salt` alone.
     """
 
     tokens: Ids
@@ -92,9 +92,14 @@ class Job:
         return _find_features(self)
 
     @property
+    def is_changed(self) -> bool:
+        """Whether the model is another for this job than it is as it was loaded."""
+        return bool(self.delta or (self.plan and self.plan.sites))
+
+    @property
     def prefix_salt(self) -> str | None:
         """What keeps the job's keys and values apart from those of others; None: nothing does."""
-        plan = "" if self.plan is None else self.plan.digest(self.prompt_len).hex()
+        plan = self.plan.digest(self.prompt_len).hex() if self.plan and self.plan.sites else ""
         return f"{self.salt}:{plan}" if self.salt else plan or None
 
     @property
@@ -114,7 +119,8 @@ def _find_features(job: Job) -> tuple[Feature, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What comes of a job. `cached_tokens` came from the prefix cache; `trace` is of its plan.
+    """What comes of a job. `cached_tokens` came from the prefix cache; `trace` is of its plan, and
+    so are `readings`, where the plan keeps any.
 
     `was_split` says of a score job that its tokens were read in more than one step.
     """
@@ -124,6 +130,7 @@ class Output:
     cached_tokens: int = 0
     was_split: bool = False
     trace: SteeringTrace | None = None
+    readings: Readings | None = None
 
     @property
     def is_last(self) -> bool:
@@ -201,11 +208,13 @@ class ScoreJob(Job):
 
     @property
     def fingerprint(self) -> bytes | None:
-        """SHA-256 of the salt and all that the scores depend on; None for a job with a file.
+        """SHA-256 of the salt and all that the scores depend on; None for a job with a file, or
+        one whose readings are kept.
 
         Lengths stand before what they measure, so two different jobs never give the same bytes.
         """
-        if self.export is not None or self.reference is not None:
+        keeps = self.plan is not None and self.plan.kept != "none"
+        if keeps or self.export is not None or self.reference is not None:
             return None
         override = self.override and (self.override.direction.sha256, self.override.eta)
         adapter = self.adapter and self.adapter.sha256
@@ -272,7 +281,8 @@ class GenerateOutput(Output):
 
     `logprobs` [N] are of the model, at temperature 1 and without any cut; alternatives are
     [N, top]. `finish_reason` is None until the last piece: `stop` or `length`. That one has the
-    trace of a steered job.
+    trace of a steered job. Readings are of the rows that the tokens were drawn from; those of the
+    prompt's other tokens, where the plan keeps them, come with the first piece.
     """
 
     token_ids: Ids

@@ -1,17 +1,18 @@
-"""Steering plans: what an engine changes in the activations of one job, as plain arrays.
+"""Steering plans: what an engine changes and reads in the activations of one job, as plain arrays.
 
 A plan says nothing about names, files or units: `logsteer_server.interventions` has resolved
-those. The arithmetic is in `logsteer_server.numerics.residual_ops`.
+those. The arithmetic is in `logsteer_server.numerics.residual_ops` and `numerics.probes`.
 
-Axis letters: T tokens, D width of an activation.
+Axis letters: T tokens, D width of an activation, G probes.
 """
 
 import hashlib
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import isfinite
+from math import inf, isfinite
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -79,7 +80,8 @@ class ResidualOp:
         c' = clip(base + per_norm |x| + per_component c, low, high)
         x' = keep (x - c u) + c' u
 
-    or, where `degrees` is not 0, x turned toward u by that angle with its norm kept.
+    or, where `degrees` is not 0, x turned toward u by that angle with its norm kept. With
+    `condition`, the number of one of the plan's, x stays as it is where that does not hold.
     """
 
     direction: Vector
@@ -90,13 +92,14 @@ class ResidualOp:
     high: float = np.inf
     keep: float = 1.0
     degrees: float = 0.0
+    condition: int | None = None
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """All but the direction, in the order of `interventions.PARAMETERS`."""
+        """All but the direction, in the order of the fields; -1 stands for no condition."""
         return (
             self.base, self.per_norm, self.per_component, self.low, self.high, self.keep,
-            self.degrees,
+            self.degrees, -1 if self.condition is None else self.condition,
         )  # fmt: skip
 
 
@@ -115,15 +118,78 @@ class Site:
         return str(self.layer) if self.hook == "resid_post" else f"{self.layer}.{self.hook}"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Probe:
+    """What is read of an activation x: c = x . u, u = `direction` of norm 1, and |x|."""
+
+    layer: int
+    hook: str
+    direction: Vector
+
+    def feed(self, hasher: "hashlib._Hash") -> None:
+        """Hash all of it."""
+        name = self.hook.encode()
+        hasher.update(struct.pack("<III", self.layer, len(name), self.direction.nbytes))
+        hasher.update(name + self.direction.tobytes())
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """Where a token's activations are changed: where above < reading < below.
+
+    The reading is what probe number `probe` of the plan reads before its activation is changed: c,
+    or c / |x| where `relative`. Of `token`: the token's own. Of `prompt`: that of the prompt's last
+    token, for that one and all behind it; tokens before it are not changed.
+    """
+
+    probe: int
+    above: float = -inf
+    below: float = inf
+    relative: bool = False
+    of: Literal["token", "prompt"] = "token"
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """All of it, in the order of the fields; 1 for true, and for the prompt's reading."""
+        return (self.probe, self.above, self.below, self.relative, self.of == "prompt")
+
+
+Kept = Literal["none", "scored", "all"]
+"""Tokens whose readings a job gives: none; from the one on from which the first scored or generated
+token is predicted; all."""
+
+
 @dataclass(frozen=True, eq=False)
 class SteeringPlan:
-    """The changes of one steering object, each site another activation.
+    """What one job changes and reads: the changes of a steering object, each site another
+    activation; probes, those of the operations' conditions included.
 
-    Two plans with the same `digest` do the same.
+    Two plans with the same `digest` do the same to a sequence.
     """
 
     sites: tuple[Site, ...]
     positions: Positions = field(default_factory=Positions)
+    probes: tuple[Probe, ...] = ()
+    conditions: tuple[Condition, ...] = ()
+    kept: Kept = "none"
+
+    def first_kept(self, prompt_len: int) -> int | None:
+        """Return the position of the first token whose readings are kept; None where none is."""
+        return {"none": None, "scored": prompt_len - 1, "all": 0}[self.kept]
+
+    @cached_property
+    def without_readings(self) -> "SteeringPlan | None":
+        """The same changes, of which no reading is kept; None where there is none."""
+        return replace(self, kept="none") if self.sites else None
+
+    @cached_property
+    def content_digest(self) -> bytes:
+        """SHA-256 of what happens at the sites and what is read, wherever in a sequence that is."""
+        hasher = hashlib.sha256(self.sites_digest)
+        for probe in self.probes:
+            probe.feed(hasher)
+        hasher.update(bytes(condition.probe for condition in self.conditions))
+        return hasher.digest()
 
     @cached_property
     def sites_digest(self) -> bytes:
@@ -135,13 +201,17 @@ class SteeringPlan:
             hasher.update(struct.pack("<IIII", site.layer, len(name), len(offset), len(site.ops)))
             hasher.update(name + offset)
             for op in site.ops:
-                hasher.update(struct.pack("<7dI", *op.numbers, op.direction.nbytes))
+                hasher.update(struct.pack("<8dI", *op.numbers, op.direction.nbytes))
                 hasher.update(op.direction.tobytes())
+        for condition in self.conditions:
+            hasher.update(struct.pack("<4d", *condition.numbers[1:]))
+            self.probes[condition.probe].feed(hasher)
         return hasher.digest()
 
     def digest(self, prompt_len: int) -> bytes:
         """SHA-256 of all that makes a sequence with this prompt length different."""
-        prompt = prompt_len if self.positions.knows_prompt else 0
+        asks_prompt = any(condition.of == "prompt" for condition in self.conditions)
+        prompt = prompt_len if self.positions.knows_prompt or asks_prompt else 0
         where = repr((self.positions.kind, self.positions.slices, prompt)).encode()
         return hashlib.sha256(self.sites_digest + where).digest()
 
@@ -152,13 +222,26 @@ class SteeringTrace:
 
     `tokens`: input tokens read under steering, those of a steered prefix cache included.
     `sites`: by `Site.name`, the tokens whose activation changed there and the mean of |change| /
-    |activation| over them.
+    |activation| over them. `passed`: by condition, the tokens at the plan's positions where it
+    held, without those from the prefix cache.
     """
 
     tokens: int
     sites: Mapping[str, tuple[int, float]]
+    passed: tuple[int, ...] = ()
 
     @property
     def is_finite(self) -> bool:
         """Whether every activation and its change could be measured."""
         return all(isfinite(mean) for _, mean in self.sites.values())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Readings:
+    """What a plan's G probes read of the T tokens from position `first` on: float32 [T, G, 4].
+
+    Of each, c and |x|, of the activation as it came and as it was passed on.
+    """
+
+    first: int
+    values_TGR: npt.NDArray[np.float32]

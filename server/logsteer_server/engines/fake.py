@@ -21,6 +21,7 @@ from logsteer_server.contract.jobs import (
     ScoreJob,
     ScoreOutput,
 )
+from logsteer_server.contract.plan import Readings
 
 FAKE_COLUMNS = get_args(Column)
 HANG_S = 3600.0
@@ -53,14 +54,38 @@ def fake_activations(job: CaptureJob, width: int) -> np.ndarray:
     return activations_LD
 
 
+def fake_readings(job: Job, tokens: np.ndarray) -> Readings | None:
+    """Return what the probes of a job's plan read of these tokens, where it keeps any.
+
+    Components in [-5, 5] of activations of norm 10, fixed by token, layer and number of the probe;
+    steering adds 1 to them.
+    """
+    if job.plan is None or (first := job.plan.first_kept(job.prompt_len)) is None:
+        return None
+    layers_G = np.array([probe.layer for probe in job.plan.probes])
+    numbers_G = np.arange(len(layers_G))
+    found_TG = (7 * tokens[first:, None].astype(np.int64) + 3 * layers_G + numbers_G) % 11 - 5
+    after_TG = found_TG + bool(job.plan.sites)
+    norms_TG = np.full_like(found_TG, 10)
+    stacked = np.stack([found_TG, norms_TG, after_TG, norms_TG], axis=-1)
+    return Readings(first, stacked.astype(np.float32))
+
+
 def fake_generation(job: GenerateJob) -> list[JobResult]:
     """Repeat the prompt's tokens, each as a letter; in pieces of one token for a stream."""
     ids = np.resize(job.tokens, job.max_tokens)
     size = 1 if job.stream else job.max_tokens
+    read = fake_readings(job, np.concatenate([job.tokens, ids[:-1]]))
+    shown = 0
     pieces: list[JobResult] = []
     for start in range(0, job.max_tokens, size):
         part = ids[start : start + size]
         shape = (len(part), job.top)
+        own = None
+        if read is not None:
+            end = max(read.first, job.prompt_len - 1) - read.first + start + len(part)
+            own = Readings(read.first + shown, read.values_TGR[shown:end])
+            shown = end
         pieces.append(
             GenerateOutput(
                 part,
@@ -69,6 +94,7 @@ def fake_generation(job: GenerateJob) -> list[JobResult]:
                 np.zeros(shape, dtype=np.int32),
                 np.zeros(shape, dtype=np.float32),
                 "length" if start + size >= job.max_tokens else None,
+                readings=own,
             )
         )
     return pieces
@@ -85,11 +111,12 @@ def fake_scores(job: ScoreJob) -> list[JobResult]:
         "top1_agrees": np.ones_like(logprobs),
     }
     columns = {name: values[name] for name in job.columns}
+    readings = fake_readings(job, job.tokens)
     if not job.top:
-        return [ScoreOutput(columns)]
+        return [ScoreOutput(columns, readings=readings)]
     top_ids = np.arange(job.top, dtype=np.int32)[None].repeat(len(logprobs), 0)
     top = logprobs[:, None] - np.arange(job.top, dtype=np.float32)
-    return [ScoreOutput(columns, top_ids, top)]
+    return [ScoreOutput(columns, top_ids, top, readings=readings)]
 
 
 class FakeEngine:

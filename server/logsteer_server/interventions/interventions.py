@@ -1,19 +1,28 @@
-"""Interventions of a request: steering, an override, an adapter, as what its jobs carry."""
+"""Interventions of a request: steering, probes, an override, an adapter, as its jobs carry them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 from logsteer.errors import api_error
-from logsteer.schemas import AdapterCard, InterventionFields, OverrideCard, ParameterFields
+from logsteer.schemas import (
+    ActivationFields,
+    AdapterCard,
+    InterventionFields,
+    OverrideCard,
+    ParameterFields,
+)
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Job, Output
+from logsteer_server.contract.plan import Kept, Readings, SteeringPlan
 from logsteer_server.interventions.parameters import (
     ResolvedAdapter,
     ResolvedOverride,
     resolve_adapter,
     resolve_override,
 )
+from logsteer_server.interventions.probes import ResolvedProbe, resolve_probes, show_readings
 from logsteer_server.interventions.receipt import Receipt, check_reach
 from logsteer_server.interventions.steering import ResolvedSteering, resolve_steering
 from logsteer_server.stores.namespace import Namespace
@@ -35,19 +44,20 @@ class Stores:
         """Refuse interventions to callers without the scope. Errors: APIError `forbidden`."""
         if self.may_steer:
             return
-        for name in ("steering", "override", "adapter"):
+        for name in ("steering", "override", "adapter", "probes"):
             if getattr(asked, name, None) is not None:
                 detail = f"{name} takes a key with the scope steer, which this one lacks."
                 raise api_error("forbidden", detail, param=name)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Interventions:
-    """What a request changes of a model for itself; none of the three: the model as it is."""
+    """What a request changes and reads of a model for itself; none of it: the model as it is."""
 
     steering: ResolvedSteering | None = None
     override: ResolvedOverride | None = None
     adapter: ResolvedAdapter | None = None
+    probes: tuple[ResolvedProbe, ...] = ()
 
     @classmethod
     def resolve(cls, asked: ParameterFields, stores: Stores, info: EngineInfo) -> "Interventions":
@@ -58,11 +68,43 @@ class Interventions:
         """
         stores.check_use(asked)
         steering = asked.steering if isinstance(asked, InterventionFields) else None
+        probes = asked.probes if isinstance(asked, ActivationFields) else None
         return cls(
             None if steering is None else resolve_steering(steering, stores.vectors, info),
             resolve_override(asked.override, stores.overrides, info),
             resolve_adapter(asked.adapter, stores.adapters, info),
+            resolve_probes(probes, stores.vectors, info),
         )
+
+    @cached_property
+    def plan(self) -> SteeringPlan | None:
+        """What jobs change and read of activations: the request's probes, then its conditions'."""
+        plan = None if self.steering is None else self.steering.plan
+        if not self.probes:
+            return plan
+        own, shift = tuple(probe.probe for probe in self.probes), len(self.probes)
+        kept: Kept = "all" if any(probe.context for probe in self.probes) else "scored"
+        if plan is None:
+            return SteeringPlan((), probes=own, kept=kept)
+        shifted = tuple(replace(c, probe=c.probe + shift) for c in plan.conditions)
+        return replace(plan, probes=own + plan.probes, conditions=shifted, kept=kept)
+
+    def show_readings(
+        self, readings: Readings | None, first_row: int, *, is_steered: bool = True
+    ) -> dict[str, Any]:
+        """Return what an answer shows of readings: as `probes.show_readings`."""
+        is_steered = is_steered and self.steering is not None
+        return show_readings(self.probes, readings, first_row, is_steered)
+
+    @property
+    def numbers_per_token(self) -> int:
+        """Numbers that an answer shows of each token beside its columns."""
+        return len(self.probes) * (1 if self.steering is None else 2)
+
+    def measure_context(self, jobs: Sequence[Job]) -> tuple[int, int]:
+        """Count the tokens in front of scored ones that an answer shows, and numbers of each."""
+        shown = sum(probe.context for probe in self.probes)
+        return (sum(job.prompt_len for job in jobs), 2 * shown) if shown else (0, 0)
 
     @property
     def unsteered(self) -> "Interventions":
@@ -88,7 +130,7 @@ class Interventions:
             return job
         return replace(
             job,
-            plan=self.steering.plan if self.steering else None,
+            plan=self.plan,
             override=self.override.override if self.override else None,
             adapter=self.adapter.adapter if self.adapter else None,
         )

@@ -35,6 +35,7 @@ class Receipt:
         self._steered = 0
         # By site: tokens, and the sum of their relative changes.
         self._sites = {site.name: (0, 0.0) for site in steering.plan.sites}
+        self._passed = [0] * len(steering.plan.conditions)
         self._had_cached = False
 
     def add(self, output: Output) -> None:
@@ -43,6 +44,8 @@ class Receipt:
         if output.trace is None:
             return
         self._steered += output.trace.tokens
+        for number, passed in enumerate(output.trace.passed):
+            self._passed[number] += passed
         for name, (count, mean) in output.trace.sites.items():
             tokens, total = self._sites[name]
             self._sites[name] = (tokens + count, total + count * mean)
@@ -65,5 +68,13 @@ class Receipt:
             name: {"tokens": tokens, "relative_norm": total / tokens if tokens else None}
             for name, (tokens, total) in self._sites.items()
         }
-        vectors = self._steering.vectors
+        vectors = [
+            {
+                "name": used.name,
+                "sha256": used.sha256,
+                "scale": used.scale,
+                "passed": None if used.condition is None else self._passed[used.condition],
+            }
+            for used in self._steering.vectors
+        ]
         return {"tokens_steered": self._steered, "layers": layers, "vectors": vectors}

@@ -1,10 +1,6 @@
 """A steering object as the plan that engines carry out."""
 
-import base64
-import binascii
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -12,10 +8,19 @@ from logsteer.errors import api_error
 from logsteer.schemas import Steering, SteeringVector
 from logsteer.schemas.steering import FLOAT32_MAX, PositionName, SlicePositions
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan, Vector
+from logsteer_server.contract.plan import (
+    Condition,
+    Positions,
+    Probe,
+    ResidualOp,
+    Site,
+    SteeringPlan,
+    Vector,
+)
 from logsteer_server.interventions.parameters import check_feature
-from logsteer_server.stores.layer_vectors import RESID_POST, LayerVectors, invalid_vector
-from logsteer_server.stores.vectors import StoredVectors
+from logsteer_server.interventions.probes import resolve_condition
+from logsteer_server.interventions.references import VectorSource, fetch, place_vectors
+from logsteer_server.stores.layer_vectors import invalid_vector
 
 DTYPE_MAX = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38}
 """The largest number of each dtype that holds less than float32."""
@@ -29,24 +34,22 @@ MAX_NORM = FLOAT32_MAX**0.5
 """The largest norm, and factor: engines and models square activations in float32."""
 
 
-class VectorSource(Protocol):
-    """What finds vectors: a `VectorStore`. Errors: APIError `unknown_vector`."""
+@dataclass(frozen=True, slots=True)
+class UsedSteering:
+    """A vector as a receipt names it, and the number of its condition, if it has one."""
 
-    def find(self, name: str) -> StoredVectors:
-        """Return the vectors of a name."""
-        ...
-
-    def find_content(self, sha256: str) -> StoredVectors:
-        """Return the vectors with a SHA-256."""
-        ...
+    name: str | None
+    sha256: str
+    scale: float
+    condition: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSteering:
-    """A plan, and the vectors that it is made of as a receipt's `vectors`."""
+    """A plan, and the vectors that it is made of."""
 
     plan: SteeringPlan
-    vectors: list[dict[str, Any]]
+    vectors: list[UsedSteering]
 
 
 def resolve_steering(
@@ -54,22 +57,41 @@ def resolve_steering(
 ) -> ResolvedSteering:
     """Resolve what a steering object means for a model.
 
-    Errors: APIError `unknown_vector`, `invalid_vector`, `unsupported_by_engine`.
+    Errors: APIError `unknown_vector`, `invalid_vector`, `unsupported_by_engine`; `invalid_request`
+    for a condition that cannot be met.
     """
     check_feature("steering", info, "steering")
     sites: dict[tuple[int, str], _SiteDraft] = {}
-    used = []
+    used: list[UsedSteering] = []
+    probes: list[Probe] = []
+    conditions: list[Condition] = []
     for use in steering.vectors:
-        stored = _fetch(use, source)
-        used.append({"name": stored.name, "sha256": stored.sha256, "scale": use.scale})
-        hook = use.hook or stored.vectors.hook
-        for layer, vector_D in _choose_layers(use, stored.vectors).items():
-            place = _check_place(layer, hook, vector_D, info)
-            sites.setdefault(place, _SiteDraft()).take(use, vector_D, layer)
+        stored = fetch(use, source)
+        number = None
+        if use.when is not None:
+            number = len(conditions)
+            probe, condition = resolve_condition(use.when, number, source, info)
+            probes.append(probe)
+            conditions.append(condition)
+        used.append(UsedSteering(stored.name, stored.sha256, use.scale, number))
+        for _, place, vector_D in place_vectors(use, stored.vectors, info, "steering.vectors"):
+            if number is not None:
+                _check_order(probes[number], place[0])
+            sites.setdefault(place, _SiteDraft()).take(use, vector_D, place[0], number)
     finished = [draft.finish(*place, info.dtype) for place, draft in sorted(sites.items())]
-    return ResolvedSteering(
-        SteeringPlan(tuple(finished), place_positions(steering.positions)), used
-    )
+    positions = place_positions(steering.positions)
+    plan = SteeringPlan(tuple(finished), positions, tuple(probes), tuple(conditions))
+    return ResolvedSteering(plan, used)
+
+
+def _check_order(probe: Probe, layer: int) -> None:
+    """Make sure that what a condition reads is there when a layer is steered."""
+    if probe.layer > layer:
+        detail = (
+            f"A vector at layer {layer} cannot wait for a condition that is read at layer "
+            f"{probe.layer}, behind it: read it at layer {layer} or before."
+        )
+        raise api_error("invalid_request", detail, param="steering.vectors")
 
 
 def place_positions(given: PositionName | SlicePositions) -> Positions:
@@ -79,60 +101,6 @@ def place_positions(given: PositionName | SlicePositions) -> Positions:
     return Positions("slices", tuple(given.slices))
 
 
-def _fetch(use: SteeringVector, source: VectorSource) -> StoredVectors:
-    if use.name is not None:
-        return source.find(use.name)
-    if use.sha256 is not None:
-        return source.find_content(use.sha256)
-    numbers = {int(layer): _read_numbers(given) for layer, given in (use.data or {}).items()}
-    vectors = LayerVectors(numbers, use.hook or RESID_POST)
-    return StoredVectors(None, vectors.sha256, vectors)
-
-
-def _read_numbers(given: Sequence[float] | str) -> Vector:
-    if not isinstance(given, str):
-        with np.errstate(over="ignore"):  # `LayerVectors` refuses what is beyond float32
-            return np.array(given, dtype=np.float32)
-    try:
-        return np.frombuffer(base64.b64decode(given, validate=True), dtype="<f4").copy()
-    except (binascii.Error, ValueError) as error:
-        raise invalid_vector(
-            "data is a string, but no base64 of little-endian float32 numbers."
-        ) from error
-
-
-def _choose_layers(use: SteeringVector, vectors: LayerVectors) -> dict[int, Vector]:
-    own = dict(vectors.layers)
-    if use.layers is None:
-        return own
-    if len(own) == 1:
-        (vector_D,) = own.values()
-        return dict.fromkeys(use.layers, vector_D)
-    missing = sorted(set(use.layers) - own.keys())
-    if missing:
-        raise invalid_vector(f"it has layers {sorted(own)}, not {missing}; name some of its own.")
-    return {layer: own[layer] for layer in use.layers}
-
-
-def _check_place(layer: int, hook: str, vector_D: Vector, info: EngineInfo) -> tuple[int, str]:
-    """Return the layer and hook that are steered. Errors: APIError where the model lacks them."""
-    if layer >= info.num_layers:
-        raise invalid_vector(
-            f"it has layer {layer}, the model's layers are 0 to {info.num_layers - 1}."
-        )
-    if hook == "resid_pre" and hook not in info.hooks and layer > 0:
-        layer, hook = layer - 1, RESID_POST  # the same stream, by the name that the engine has
-    if hook not in info.hooks:
-        detail = f"This engine steers {', '.join(info.hooks)}, not {hook}"
-        hint = "; transformer_lens has more." if len(info.hooks) == 1 else "."
-        raise api_error("unsupported_by_engine", detail + hint, param="steering.vectors")
-    if hook.startswith("resid_") and len(vector_D) != info.hidden_size:
-        raise invalid_vector(
-            f"it has {len(vector_D)} numbers a layer, the model's activations {info.hidden_size}."
-        )
-    return layer, hook
-
-
 class _SiteDraft:
     """What the vectors of a steering object do at one place, in their order."""
 
@@ -140,13 +108,16 @@ class _SiteDraft:
         self._offset: np.ndarray | None = None
         self._ops: list[ResidualOp] = []
 
-    def take(self, use: SteeringVector, vector_D: Vector, layer: int) -> None:
+    def take(
+        self, use: SteeringVector, vector_D: Vector, layer: int, condition: int | None
+    ) -> None:
         """Put one vector behind the others. Plain additions in front cost nothing each."""
         norm = float(np.linalg.norm(vector_D.astype(np.float64)))
-        needs_direction = use.op not in ("add", "replace") or use.unit != "raw"
-        if not norm and needs_direction:
+        is_plain = use.op in ("add", "replace") and use.unit == "raw" and condition is None
+        if not norm and not is_plain:
             raise invalid_vector(f"it is 0 at layer {layer}, so it has no direction there.")
-        if use.op == "add" and use.unit != "residual_norm" and not self._ops:
+        joins = use.op == "add" and use.unit != "residual_norm" and condition is None
+        if joins and not self._ops:
             factor = use.scale / norm if use.unit == "unit" else use.scale
             added_D = factor * vector_D.astype(np.float64)  # which no request's numbers leave
             self._offset = added_D if self._offset is None else self._offset + added_D
@@ -154,7 +125,7 @@ class _SiteDraft:
         if use.op == "rotate" and abs(use.scale) > 180:
             raise invalid_vector(f"it turns by {use.scale} degrees, at most 180 are possible.")
         direction = (vector_D.astype(np.float64) / norm).astype(np.float32) if norm else vector_D
-        op = ResidualOp(direction, **_describe_op(use, norm))
+        op = ResidualOp(direction, **_describe_op(use, norm), condition=condition)
         sets = (op.base, op.per_norm, op.per_component, op.low, -op.high)
         if max(map(abs, sets[:3])) > MAX_NORM or max(sets[3:]) > MAX_NORM:
             raise invalid_vector(

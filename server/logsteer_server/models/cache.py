@@ -34,7 +34,7 @@ from logsteer_server.settings import ModelSettings, Settings
 
 log = logging.getLogger(__name__)
 
-VERSION = "logsteer-results-5"
+VERSION = "logsteer-results-6"
 """Part of every key: another number makes all older results unreachable."""
 
 ENTRY_BYTES = 360
@@ -76,7 +76,8 @@ def pack_output(output: ScoreOutput, columns: Iterable[str]) -> bytes:
         arrays += [output.top_ids, output.top_logprobs]
     trace = None
     if output.trace is not None:
-        trace = [output.trace.tokens, {name: list(v) for name, v in output.trace.sites.items()}]
+        sites = {name: list(measured) for name, measured in output.trace.sites.items()}
+        trace = [output.trace.tokens, sites, list(output.trace.passed)]
     fields: list[Any] = [trace]
     for array in arrays:
         fields += array.dtype.str, array.shape[1] if array.ndim > 1 else 0, array.tobytes()
@@ -99,8 +100,9 @@ def _unpack(value: bytes, columns: Sequence[str]) -> ScoreOutput:
     fields = iter(msgpack.unpackb(value))
     trace = next(fields)
     if trace is not None:
-        tokens, sites = trace
-        trace = SteeringTrace(tokens, {name: (n, mean) for name, (n, mean) in sites.items()})
+        tokens, sites, passed = trace
+        found = {name: (count, mean) for name, (count, mean) in sites.items()}
+        trace = SteeringTrace(tokens, found, tuple(passed))
     arrays = [
         array.reshape(-1, width) if width else array
         for dtype, width, data in zip(fields, fields, fields, strict=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from logsteer_server.contract.plan import ResidualOp
 
-UNCHANGED = (0.0, 0.0, 1.0, -inf, inf, 1.0, 0.0)
+UNCHANGED = (0.0, 0.0, 1.0, -inf, inf, 1.0, 0.0, -1.0)
 """The `numbers` of a `ResidualOp` that changes nothing, in their order."""
 
 
@@ -30,13 +30,19 @@ def pack_ops(ops: Sequence[ResidualOp], depth: int, width: int) -> tuple[Tensor,
     return directions_KD, numbers_KP
 
 
-def change_stream(stream_TD: Tensor, directions_TKD: Tensor, numbers_TKP: Tensor) -> Tensor:
+def change_stream(
+    stream_TD: Tensor,
+    directions_TKD: Tensor,
+    numbers_TKP: Tensor,
+    open_TK: Tensor | None = None,
+) -> Tensor:
     """Return what K operations in turn add to each token's activation: float32 [T, D].
 
     Args:
         stream_TD: activations, float32.
         directions_TKD: unit vectors, or zeros for a place without an operation.
         numbers_TKP: `ResidualOp.numbers` of each operation.
+        open_TK: whether each operation acts; None: all of them do.
 
     The formula is `logsteer_server.contract.plan.ResidualOp`'s. For x = (3, 4) and u = (1, 0):
 
@@ -47,12 +53,15 @@ def change_stream(stream_TD: Tensor, directions_TKD: Tensor, numbers_TKP: Tensor
     """
     changed_TD = stream_TD
     for k in range(directions_TKD.shape[1]):
-        changed_TD = changed_TD + _change_once(changed_TD, directions_TKD[:, k], numbers_TKP[:, k])
+        change_TD = _change_once(changed_TD, directions_TKD[:, k], numbers_TKP[:, k])
+        if open_TK is not None:
+            change_TD = torch.where(open_TK[:, k, None], change_TD, 0.0)
+        changed_TD = changed_TD + change_TD
     return changed_TD - stream_TD
 
 
 def _change_once(x_TD: Tensor, u_TD: Tensor, numbers_TP: Tensor) -> Tensor:
-    base_T1, per_norm_T1, per_component_T1, low_T1, high_T1, keep_T1, degrees_T1 = (
+    base_T1, per_norm_T1, per_component_T1, low_T1, high_T1, keep_T1, degrees_T1, _ = (
         numbers_TP.unsqueeze(-1).unbind(1)
     )
     component_T1 = (x_TD * u_TD).sum(-1, keepdim=True)

@@ -10,6 +10,8 @@ import numpy as np
 from logsteer.schemas import BosPolicy, Message, OverflowPolicy
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, ScoreJob, ScoreOutput
+from logsteer_server.contract.plan import Readings
+from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.tasks.columns import ColumnOptions, aggregate_columns, show_columns
 from logsteer_server.tasks.planning import Steps
 from logsteer_server.text.prompts import fit_prompt, read_prompts
@@ -75,6 +77,19 @@ class Continuation:
         """All its tokens so far."""
         return [token for piece in self.pieces for token in piece.token_ids.tolist()]
 
+    @property
+    def is_steered(self) -> bool:
+        """Whether it is no baseline."""
+        return self.job.plan is not None and bool(self.job.plan.sites)
+
+    @property
+    def readings(self) -> Readings | None:
+        """What probes have read in all its pieces."""
+        found = [piece.readings for piece in self.pieces if piece.readings is not None]
+        if not found:
+            return None
+        return Readings(found[0].first, np.concatenate([part.values_TGR for part in found]))
+
     def score_job(self, read: ColumnOptions) -> ScoreJob:
         """Return the job that reads the completion's rows, under the policy that drew it."""
         job, ids = self.job, np.array(self.token_ids, dtype=np.int32)
@@ -82,14 +97,14 @@ class Continuation:
             np.concatenate([job.tokens, ids[:-1]]),
             ids,
             read.columns,
-            plan=job.plan,
+            plan=job.plan and job.plan.without_readings,
             override=job.override,
             adapter=job.adapter,
             policy=job.policy,
             double=read.double,
         )
 
-    def write(self, codec: TextCodec) -> dict[str, Any]:
+    def write(self, codec: TextCodec, interventions: Interventions) -> dict[str, Any]:
         """Write the whole as a `Completion`."""
         ids = self.token_ids
         logprobs = np.concatenate([piece.logprobs for piece in self.pieces])
@@ -103,6 +118,9 @@ class Continuation:
             "num_tokens": len(ids),
             "finish_reason": self.pieces[-1].finish_reason,
             "seed": self.job.seed,
+            **interventions.show_readings(
+                self.readings, len(self.job.tokens) - 1, is_steered=self.is_steered
+            ),
         }
 
 
@@ -130,25 +148,35 @@ class Continuations:
         self._per_prompt = per_prompt
         self._num_own = len(jobs)
 
-    def add(self, index: int, piece: GenerateOutput) -> dict[str, Any]:
+    def add(
+        self, index: int, piece: GenerateOutput, interventions: Interventions
+    ) -> dict[str, Any]:
         """Take a piece of a job's output in; return it as a `SteerPiece`."""
-        self.entries[index].pieces.append(piece)
+        entry = self.entries[index]
+        entry.pieces.append(piece)
         place = index % self._num_own
         return {
             "prompt": place // self._per_prompt,
             "completion": place % self._per_prompt,
-            "steered": self.jobs[index].plan is not None,
+            "steered": entry.is_steered,
             "text": piece.text,
             "token_ids": piece.token_ids,
             "logprobs": piece.logprobs,
             "finish_reason": piece.finish_reason,
+            **interventions.show_readings(
+                piece.readings, len(entry.job.tokens) - 1, is_steered=entry.is_steered
+            ),
         }
 
     def write(
-        self, codec: TextCodec, truncated: Sequence[int], more: Sequence[dict[str, Any]]
+        self,
+        codec: TextCodec,
+        interventions: Interventions,
+        truncated: Sequence[int],
+        more: Sequence[dict[str, Any]],
     ) -> list[dict[str, Any]]:
         """Write all of them as `PromptCompletions`, each with its entry of `more`."""
-        written = [entry.write(codec) for entry in self.entries]
+        written = [entry.write(codec, interventions) for entry in self.entries]
         for completion, fields in zip(written, more, strict=False):
             completion |= fields
         size, own = self._per_prompt, self._num_own

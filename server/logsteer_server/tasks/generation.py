@@ -64,7 +64,9 @@ class GenerationTask(Task):
         planner.cover_text(find_longest_prompt(body.prompts or [], body.messages or []))
         self._continuations = await planner.advance(self._plan(codec, info))
         tokens = len(self._continuations.jobs) * body.max_tokens
-        planner.expect_rows(tokens, 1 + len(self.columns))
+        columns = len(self.columns) + self.interventions.numbers_per_token
+        planner.expect_rows(tokens, 1 + columns)
+        planner.expect_rows(*self.interventions.measure_context(self._continuations.jobs))
         yield Batch(self._continuations.jobs, self._take)
         if not self.columns:
             return
@@ -99,13 +101,15 @@ class GenerationTask(Task):
         return Continuations(interventions.apply(plain), baseline, body.n)
 
     def _take(self, index: int, piece: GenerateOutput) -> Event | None:
-        document = self._continuations.add(index, piece)
+        document = self._continuations.add(index, piece, self.interventions)
         return Event("piece", document) if self.streams else None
 
     def report(self) -> dict[str, Any]:
         """Return the completions of each prompt."""
         codec, _ = self.model.require()
-        results = self._continuations.write(codec, self._truncated, self._diagnostics)
+        results = self._continuations.write(
+            codec, self.interventions, self._truncated, self._diagnostics
+        )
         return {"results": results}
 
 

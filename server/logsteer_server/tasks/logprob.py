@@ -1,6 +1,7 @@
 """`/logprob` and `/diagnostics`: exact log-probabilities of targets given contexts."""
 
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 from logsteer.schemas import DiagnosticsRequest, LogprobRequest
@@ -48,11 +49,14 @@ class LogprobTask(Task):
         planner.cover_text(find_longest(body.items))
         plan, jobs = await planner.advance(self._plan(codec, info))
         rows = sum(job.num_scored for job in jobs)
-        planner.expect_rows(rows, len(body.columns), min(body.top, info.vocab_size))
+        columns = len(body.columns) + self.interventions.numbers_per_token
+        planner.expect_rows(rows, columns, min(body.top, info.vocab_size))
+        planner.expect_rows(*self.interventions.measure_context(jobs))
         collector = Collector(jobs)
         yield Batch(jobs, collector.take, cache=body.cache)
         found = collector.outputs
-        steps = assemble_targets(plan, found, codec, self._shown)
+        shown = replace(self._shown, interventions=self.interventions)
+        steps = assemble_targets(plan, found, codec, shown)
         self._results = await planner.advance(steps)
 
     def _plan(self, codec: TextCodec, info: EngineInfo) -> Steps[tuple[TargetPlan, list[ScoreJob]]]:

@@ -95,7 +95,9 @@ class OpenAITask(Task):
         drawn = [job for job in jobs if isinstance(job, GenerateJob)]
         rows = sum(job.num_scored for job in jobs) + sum(job.max_tokens for job in drawn)
         listed = [job for job in jobs if isinstance(job, GenerateJob | ScoreJob)]
-        planner.expect_rows(rows, 1, max((job.top for job in listed), default=0))
+        numbers = 1 + self.interventions.numbers_per_token
+        planner.expect_rows(rows, numbers, max((job.top for job in listed), default=0))
+        planner.expect_rows(*self.interventions.measure_context(jobs))
 
     @property
     @abstractmethod
@@ -118,7 +120,15 @@ class OpenAITask(Task):
         """Return a piece as a chunk."""
         assert isinstance(output, GenerateOutput)
         self._num_generated += len(output.token_ids)
-        return self._write_chunk(self._render(index, output), output if output.is_last else None)
+        choice = self._render(index, output) | self._show_readings(index, output)
+        return self._write_chunk(choice, output if output.is_last else None)
+
+    def _show_readings(self, index: int, output: GenerateOutput) -> dict[str, Any]:
+        """Return what probes have read of (a piece of) the completion of that number."""
+        if not self.interventions.probes:
+            return {}
+        prompt = self._prompts[index // self._sampling.n]
+        return self.interventions.show_readings(output.readings, len(prompt.ids) - 1)
 
     def _write_chunk(self, choice: dict[str, Any], last: Output | None) -> Event:
         """Return a choice's chunk; where its last output is given, with what was applied to it."""
@@ -241,7 +251,10 @@ class CompletionTask(OpenAITask):
             for output in self._complete(prompt, own):
                 self._num_generated += 0 if output is None else len(output.token_ids)
                 echo = own[0] if prompt.echo_job else None
-                choices.append(self._join(len(choices), prompt, echo, output))
+                choice = self._join(len(choices), prompt, echo, output)
+                if output is not None:
+                    choice |= self._show_readings(len(choices), output)
+                choices.append(choice)
         return {"choices": choices}
 
     def _complete(
@@ -313,6 +326,9 @@ class ChatCompletionTask(OpenAITask):
 
     def report(self) -> dict[str, Any]:
         """Return the choices."""
-        choices = [self._render(index, output) for index, output in enumerate(self._found)]
+        choices = [
+            self._render(index, output) | self._show_readings(index, output)
+            for index, output in enumerate(self._found)
+        ]
         self._num_generated = sum(len(output.token_ids) for output in self._found)
         return {"choices": choices}

@@ -112,7 +112,8 @@ class PerplexityTask(WindowTask):
         self._windows_total = len(windows)
         if body.tokens:
             rows = sum(window.num_scored for window in windows)
-            planner.expect_rows(rows, 1 + len(body.columns))
+            columns = len(body.columns) + self.interventions.numbers_per_token
+            planner.expect_rows(rows, 1 + columns)
         if body.windows:
             planner.expect_bytes(len(windows) * BYTES_PER_WINDOW)
         jobs = self.interventions.apply([window.job for window in windows])
@@ -163,7 +164,7 @@ class PerplexityTask(WindowTask):
             if self._body.windows:
                 result["windows"] = sorted(score.windows, key=lambda entry: entry["start"])
             if self._body.tokens:
-                result["tokens"] = score.list_tokens(self._body.columns)
+                result["tokens"] = score.list_tokens(self._body.columns, self.interventions)
         divergence = self._comparison.summarize() if self._comparison else None
         return {**document, "divergence": divergence}
 

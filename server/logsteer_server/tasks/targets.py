@@ -13,6 +13,7 @@ from logsteer.schemas import BosPolicy, LogprobItem, OverflowPolicy
 from logsteer.schemas.logprob import Boundary, BoundaryFinding, SpacePolicy
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Ids, ScoreJob, ScoreOutput
+from logsteer_server.interventions.interventions import UNCHANGED, Interventions
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.columns import ColumnOptions, aggregate_columns, show_columns
 from logsteer_server.tasks.planning import Steps
@@ -286,11 +287,14 @@ def fit_context(num_read: int, num_targets: int, limit: int, policy: OverflowPol
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What an answer shows of each target: its tokens, these columns, aggregates over `window`."""
+    """What an answer shows of each target: its tokens, these columns, what probes of the
+    interventions have read, aggregates over `window`.
+    """
 
     columns: Sequence[str]
     per_token: bool = True
     window: int | None = None
+    interventions: Interventions = UNCHANGED
 
 
 def assemble_targets(
@@ -299,7 +303,9 @@ def assemble_targets(
     """Return the `results` of an answer, as `ItemScore`, with numpy arrays for columns."""
     scores = []
     for target in plan.planned:
-        scores.append(_score(target, target.pick(outputs), shown, codec))
+        score = _score(target, target.pick(outputs), shown, codec)
+        readings, first_row = outputs[target.job].readings, plan.jobs[target.job].first_row
+        scores.append(score | shown.interventions.show_readings(readings, first_row))
         yield 0
     return [_score_item(item, scores) for item in plan.items]
 

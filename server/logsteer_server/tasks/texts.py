@@ -10,6 +10,8 @@ import numpy.typing as npt
 from logsteer.errors import api_error
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
+from logsteer_server.contract.plan import Readings
+from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.tasks.columns import ColumnOptions, show_columns
 from logsteer_server.tasks.planning import Steps
 from logsteer_server.text.incremental import EncodedPiece, IncrementalEncoder
@@ -182,6 +184,7 @@ class TextScores:
     positions: list[npt.NDArray[np.int32]] = field(default_factory=list)
     token_ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
     columns: list[dict[str, npt.NDArray[Any]]] = field(default_factory=list)
+    readings: list[npt.NDArray[np.float32]] = field(default_factory=list)
 
     def add(self, window: TextWindow, output: ScoreOutput, keep_tokens: bool) -> dict[str, Any]:
         """Count a scored window in; return its entry, as `WindowScore`."""
@@ -202,9 +205,11 @@ class TextScores:
             self.positions.append(np.arange(first, window.end, dtype=np.int32))
             self.token_ids.append(window.job.targets)
             self.columns.append(output.columns)
+            if output.readings is not None:
+                self.readings.append(output.readings.values_TGR)
         return entry
 
-    def list_tokens(self, asked: Sequence[str]) -> dict[str, Any]:
+    def list_tokens(self, asked: Sequence[str], interventions: Interventions) -> dict[str, Any]:
         """Return every scored token, as `TokenScores`, in the order of the text."""
         none = np.zeros(0, np.int32)
         positions = np.concatenate([none, *self.positions])
@@ -212,10 +217,14 @@ class TextScores:
         names = list(dict.fromkeys(["logprob", *asked]))
         parts = self.columns or [dict.fromkeys(names, np.zeros(0, np.float32))]
         read = {name: np.concatenate([part[name] for part in parts])[order] for name in names}
+        readings = None
+        if self.readings:
+            readings = Readings(0, np.concatenate(self.readings)[order])
         return {
             "positions": positions[order],
             "token_ids": np.concatenate([none, *self.token_ids])[order],
             **show_columns(read, names),
+            **interventions.show_readings(readings, 0),
         }
 
 

@@ -14,12 +14,7 @@ from torch import Tensor
 from logsteer_server.contract.jobs import Job
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.points import HookFunction, Point
-from logsteer_server.engines.tlens.steering import (
-    BatchSteering,
-    SteeredRow,
-    TokenRange,
-    place_sites,
-)
+from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow, TokenRange
 
 
 class SteerableEntry(Protocol):
@@ -44,7 +39,7 @@ def accept_row(model: BridgeModel, job: Job) -> SteeredRow | None:
     model.check_tokens(job.tokens)
     steered = None
     if job.plan is not None:
-        steered = SteeredRow(job.plan, place_sites(job.plan, model.points), job.prompt_len)
+        steered = SteeredRow.place(job.plan, job.prompt_len, model.points)
     if job.delta:
         model.check_delta(steered.points if steered else [])
     return steered
@@ -72,5 +67,6 @@ def read_batch(
     ranges = [TokenRange(0, 0, len(entry.job.tokens)) for entry in batch]
     with model.hooked([*steering.hooks(ranges, tokens_BT.shape[1]), *hooks]):
         hidden_BTD = model.read(tokens_BT)
+    steering.end_pass()
     steering.collect()
     return hidden_BTD

@@ -90,6 +90,7 @@ class GenerationRow:
             np.array(self.top_logprobs, dtype=np.float32).reshape(shape),
             finish_reason,
             trace=trace,
+            readings=self.steered.take_readings() if self.steered else None,
         )
         self.ids, self.logprobs, self.top_ids, self.top_logprobs = [], [], [], []
         return output
@@ -195,6 +196,7 @@ class RunningBatch:
         ]
         with self._model.hooked(self._steering.hooks(ranges, width)):
             hidden_BTD = self._model.read(self._next_BT, mask_BT, positions_BT, self._cache)
+        self._steering.end_pass()
         return self._model.project(hidden_BTD[:, -1])
 
     def _sample(self, logits_BV: Tensor, top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -45,12 +45,16 @@ class RefusedJobError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One activation, [B, T, *shape]; `key` is the same for all names of the activation."""
+    """One activation, [B, T, *shape]; `key` is the same for all names of the activation.
+
+    Activations with a smaller `order` come earlier in a forward pass.
+    """
 
     layer: int
     key: str
     hook: Any
     shape: tuple[int, ...]
+    order: int
 
     @property
     def width(self) -> int:
@@ -107,6 +111,7 @@ def find_points(
         and shape[:2] == (2, PROBE_LENGTHS[0])
         and len(shape) > 2
     }
+    order = {i: place for place, i in enumerate(short)}
     layers: list[dict[str, Point]] = []
     for layer in range(num_layers):
         prefix = f"blocks.{layer}."
@@ -114,7 +119,8 @@ def find_points(
         for name, hook in hooks.items():
             if name.startswith(prefix) and id(hook) in shapes:
                 key = str(hook.name or name)
-                points[name.removeprefix(prefix)] = Point(layer, key, hook, shapes[id(hook)])
+                point = Point(layer, key, hook, shapes[id(hook)], order[id(hook)])
+                points[name.removeprefix(prefix)] = point
         points |= {s: points[full] for s, full in SHORT_NAMES.items() if full in points}
         layers.append(points)
     return PointMap(layers)
@@ -123,7 +129,10 @@ def find_points(
 def _observe(
     hooks: Mapping[int, Any], probe: Callable[[int], Tensor], length: int
 ) -> dict[int, tuple[int, ...]]:
-    """Return the shapes of activations that the probe's number depends on, by id of the hook."""
+    """Return the shapes of activations that the probe's number depends on, by id of the hook.
+
+    They are in the order in which they come in the forward pass.
+    """
     added: dict[int, Tensor] = {}
 
     def add_zeros(activation: Tensor, hook: Any) -> Tensor | None:

@@ -100,7 +100,10 @@ class ScoreQueue(JobQueue[ScoreEntry]):
             start += len(job.targets)
             steered = batch[b].steered
             trace = steered.trace(len(job.tokens)) if steered else None
-            output = ScoreOutput(rows.columns, rows.top_ids, rows.top_logprobs, trace=trace)
+            readings = steered.take_readings() if steered else None
+            output = ScoreOutput(
+                rows.columns, rows.top_ids, rows.top_logprobs, trace=trace, readings=readings
+            )
             results.append((batch[b].job_id, find_failure(job, output) or output))
         return results
 

@@ -24,12 +24,19 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from logsteer_server.contract.plan import Site, SteeringPlan, SteeringTrace
+from logsteer_server.contract.plan import Readings, Site, SteeringPlan, SteeringTrace
+from logsteer_server.engines.readings import ReadRequest, SequenceReadings
 from logsteer_server.engines.tlens.points import (
     HookFunction,
     Point,
     PointMap,
     RefusedJobError,
+)
+from logsteer_server.engines.tlens.probes import (
+    BatchProbes,
+    ProbedRow,
+    list_ranges,
+    place_probes,
 )
 from logsteer_server.numerics.residual_ops import change_stream, pack_ops
 
@@ -88,17 +95,34 @@ def _invalid_plan(detail: str) -> RefusedJobError:
 
 @dataclass(slots=True)
 class SteeredRow:
-    """One job's steering: `counts` holds, by site, tokens changed and the sum of their changes."""
+    """One job's steering and probes; `counts` holds, by site, tokens changed and the sum of their
+    changes.
+    """
 
     plan: SteeringPlan
     sites: tuple[PlacedSite, ...]
+    probed: ProbedRow | None
     prompt_len: int
     counts: dict[str, tuple[int, float]] = field(default_factory=dict)
 
+    @classmethod
+    def place(cls, plan: SteeringPlan, prompt_len: int, points: PointMap) -> "SteeredRow":
+        """Place a plan in a model. Errors: RefusedJobError where it does not fit."""
+        probed = None
+        if plan.probes:
+            sequence = SequenceReadings(ReadRequest.of(plan, prompt_len))
+            probed = ProbedRow(plan, place_probes(plan, points), sequence)
+        return cls(plan, place_sites(plan, points), probed, prompt_len)
+
     @property
     def points(self) -> list[Point]:
-        """The activations that are steered."""
-        return [placed.point for placed in self.sites]
+        """The activations that are steered or read."""
+        read = self.probed.points if self.probed else ()
+        return [*(placed.point for placed in self.sites), *read]
+
+    def take_readings(self) -> Readings | None:
+        """Return what was read and not taken before; None where nothing is kept."""
+        return self.probed.sequence.take() if self.probed else None
 
     def trace(self, num_tokens: int) -> SteeringTrace:
         """Return what was measured, for a sequence of which so many tokens were read."""
@@ -107,7 +131,8 @@ class SteeredRow:
             for placed in self.sites
             for count, total in [self.counts.get(placed.site.name, (0, 0.0))]
         }
-        return SteeringTrace(self.plan.positions.count(num_tokens, self.prompt_len), sites)
+        tokens = self.plan.positions.count(num_tokens, self.prompt_len)
+        return SteeringTrace(tokens, sites, self.probed.sequence.passed if self.probed else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +158,9 @@ class _TokenIndex:
 class _SiteGroup:
     """One activation's vectors and operations, in a slot for each row that is steered there."""
 
-    def __init__(self, sites: dict[int, PlacedSite], num_rows: int) -> None:
+    def __init__(self, sites: dict[int, PlacedSite], num_rows: int, probes: BatchProbes) -> None:
         first = next(iter(sites.values()))
+        self._probes = probes
         self.point, self._width = first.point, first.width
         self._names = {row: placed.site.name for row, placed in sites.items()}
         self._rows = torch.tensor(list(sites))
@@ -151,9 +177,9 @@ class _SiteGroup:
         packed = [pack_ops(p.site.ops, self._depth, self._width) for p in sites.values()]
         self._directions_SKW = torch.stack([directions for directions, _ in packed])
         self._numbers_SKP = torch.stack([numbers for _, numbers in packed])
-        # By slot: tokens of one pass, of all passes, and the sum of their relative changes.
-        self._in_pass_S = torch.zeros(len(sites), dtype=torch.int64)
-        self._counts_S = torch.zeros_like(self._in_pass_S)
+        self._has_conditions = bool((self._numbers_SKP[..., -1] >= 0).any())
+        # By slot: tokens that were changed, and the sum of their relative changes.
+        self._counts_S = torch.zeros(len(sites), dtype=torch.int64)
         self._ratios_S = torch.zeros(len(sites), dtype=torch.float64)
         self._tokens: _TokenIndex | None = None
         self._source: _TokenIndex | None = None
@@ -165,7 +191,6 @@ class _SiteGroup:
             slot_N = self._slot_B[tokens.row_N]
             own = slot_N >= 0
             self._tokens = _TokenIndex(tokens.place_N[own], slot_N[own])
-            self._in_pass_S = slot_N[own].bincount(minlength=len(self._names))
 
     def steer(self, activation: Tensor, hook: object) -> Tensor | None:  # noqa: ARG002
         """Return the activation with the selected tokens changed: a hook of TransformerLens."""
@@ -191,6 +216,7 @@ class _SiteGroup:
             self._tokens = self._tokens.to(activation.device)
         if self._ratios_S.device != activation.device:
             self._ratios_S = self._ratios_S.to(activation.device)
+            self._counts_S = self._counts_S.to(activation.device)
             self._directions_SKW = self._directions_SKW.to(activation.device)
             self._numbers_SKP = self._numbers_SKP.to(activation.device)
         if self._offsets_SW is not None:
@@ -200,8 +226,15 @@ class _SiteGroup:
         groups = x_NGW.shape[1]
         stream_MW = x_NGW.float().flatten(0, 1)
         slot_M = slot_N.repeat_interleave(groups)
+        open_MK = None
+        if self._has_conditions:
+            assert self._tokens is not None
+            row_N = self._rows[slot_N.cpu()]
+            conditions_NK = self._numbers_SKP[slot_N][..., -1]
+            open_NK = self._probes.decide(self._tokens.place_N, row_N, conditions_NK)
+            open_MK = open_NK.to(x_NGW.device).repeat_interleave(groups, dim=0)
         change_MW = change_stream(
-            stream_MW, self._directions_SKW[slot_M], self._numbers_SKP[slot_M]
+            stream_MW, self._directions_SKW[slot_M], self._numbers_SKP[slot_M], open_MK
         )
         return (stream_MW + change_MW).to(x_NGW.dtype).view(x_NGW.shape)
 
@@ -211,7 +244,7 @@ class _SiteGroup:
         # Nothing is relative to an activation of 0.
         ratio_N = (change_N / norm_N).masked_fill(norm_N == 0, 0.0)
         self._ratios_S.index_add_(0, slot_N, ratio_N.double())
-        self._counts_S += self._in_pass_S
+        self._counts_S.index_add_(0, slot_N, (ratio_N != 0).long())
 
     def collect(self, rows: Sequence[SteeredRow | None]) -> None:
         """Add what was measured to the rows' own counts, and reset it."""
@@ -234,7 +267,9 @@ class BatchSteering:
         for index, row in enumerate(rows):
             for placed in row.sites if row else ():
                 sites.setdefault(placed.group, {})[index] = placed
-        self._groups = [_SiteGroup(found, len(rows)) for found in sites.values()]
+        self._probed = [row.probed if row else None for row in rows]
+        self._probes = BatchProbes(self._probed)
+        self._groups = [_SiteGroup(found, len(rows), self._probes) for found in sites.values()]
         self._last: tuple[list[int], list[int]] = ([], [])
         self._tokens = _TokenIndex(
             torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
@@ -243,7 +278,24 @@ class BatchSteering:
     def hooks(
         self, ranges: Sequence[TokenRange], num_columns: int
     ) -> list[tuple[Point, HookFunction]]:
-        """Return what steers a forward pass [B, num_columns] with these tokens of each row."""
+        """Return what steers and reads a forward pass [B, num_columns] with these tokens of each
+        row; at one activation, what reads it before, steers it, reads it after.
+        """
+        begins = [(tokens.first, tokens.begin, tokens.end) for tokens in ranges]
+        self._probes.begin(
+            list_ranges(self._probed, begins, num_columns), len(ranges) * num_columns
+        )
+        read = self._probes.points
+        before = [(point, self._probes.read_hook(point, after=False)) for point in read]
+        steering = self._steer_hooks(ranges, num_columns)
+        if not steering:
+            return before
+        after = [(point, self._probes.read_hook(point, after=True)) for point in read]
+        return [*before, *steering, *after]
+
+    def _steer_hooks(
+        self, ranges: Sequence[TokenRange], num_columns: int
+    ) -> list[tuple[Point, HookFunction]]:
         if not self._groups:
             return []
         tokens = self._find_tokens(ranges, num_columns)
@@ -252,6 +304,10 @@ class BatchSteering:
         for group in self._groups:
             group.select(tokens)
         return [(group.point, group.steer) for group in self._groups]
+
+    def end_pass(self) -> None:
+        """Give what was read in a forward pass to its rows."""
+        self._probes.end()
 
     def _find_tokens(self, ranges: Sequence[TokenRange], num_columns: int) -> _TokenIndex:
         places: list[int] = []

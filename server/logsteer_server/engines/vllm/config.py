@@ -125,17 +125,20 @@ CAPTURE_SLOTS = 16
 
 @dataclass(frozen=True, slots=True)
 class SteeringSize:
-    """Plans and captures that a model holds at once, and operations a plan may have at a layer."""
+    """Plans and captures that a model holds at once; operations that a plan may have at a layer,
+    and its probes at all of them.
+    """
 
     slots: int
     depth: int
     captures: int
+    probes: int
 
 
 def steering_size(spec: EngineSpec) -> SteeringSize:
     """Return the room of the steering tables; without slots there are no tables."""
     captures = CAPTURE_SLOTS if spec.steering_slots else 0
-    return SteeringSize(spec.steering_slots, spec.steering_depth, captures)
+    return SteeringSize(spec.steering_slots, spec.steering_depth, captures, spec.steering_probes)
 
 
 TUNED_BEYOND = 32_768

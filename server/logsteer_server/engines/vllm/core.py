@@ -93,6 +93,7 @@ class VllmCore:
         extra_args: dict[str, Any],
         adapter: LoRARequest | None,
         eos_ids: Sequence[int],
+        use_cache: bool,
     ) -> tuple[str, str]:
         """Hand a job that generates to vLLM; return the ids of its request and of its outputs.
 
@@ -108,6 +109,7 @@ class VllmCore:
             logprobs=job.top if job.logprobs else None,
             output_kind=RequestOutputKind.DELTA if job.stream else RequestOutputKind.FINAL_ONLY,
             extra_args=extra_args,
+            skip_reading_prefix_cache=not use_cache,
         )
         prompt: dict[str, Any] = {"prompt_token_ids": job.tokens.tolist()}
         if (salt := job.prefix_salt) is not None:

@@ -29,6 +29,7 @@ from logsteer_server.engines.vllm.config import (
 from logsteer_server.engines.vllm.generation import GenerationRequests
 from logsteer_server.engines.vllm.requests import (
     CaptureRequests,
+    Collected,
     JobRequests,
     RunningJob,
     ScoreRequests,
@@ -58,7 +59,6 @@ class VllmEngine:
             spec, path, self._vllm.config, self._vllm.context_length, self._find_unsteerable(spec)
         )
         self._info = replace(info, int8_products=self._vllm.call_workers("find_int8_products")[0])
-        self._depth = spec.steering_depth
         self._slots = SteeringSlots(self._vllm.call_workers, steering_size(spec))
         self._adapters = AdapterSlots(
             self._vllm, spec.adapter_slots, spec.adapter_rank, self._scratch.path
@@ -99,23 +99,16 @@ class VllmEngine:
     def add(self, jobs: Sequence[tuple[int, Job]]) -> None:
         """Hand jobs to vLLM; those that need a slot of steering or adapters in turn."""
         for job_id, job in jobs:
-            if failure := self._info.refuse(job) or self._check_depth(job):
+            failure = self._info.refuse(job)
+            if failure is None and job.plan is not None:
+                failure = self._slots.refuse(job.plan)
+            if failure is not None:
                 self._known.append((job_id, failure))
             elif job.features:
                 self._waiting[job_id] = job
             else:
                 self._submit(RunningJob(job_id, job, self._kinds[type(job)], SteeringSlot(), None))
         self._admit()
-
-    def _check_depth(self, job: Job) -> JobFailure | None:
-        deepest = max((len(site.ops) for site in job.plan.sites), default=0) if job.plan else 0
-        if deepest <= self._depth:
-            return None
-        detail = (
-            f"{deepest} operations at one layer, this model has room for {self._depth} beside "
-            "additions: use fewer, or raise steering_depth"
-        )
-        return JobFailure("unsupported_by_engine", detail)
 
     def _admit(self) -> None:
         """Submit the jobs that wait for slots, in order, as far as there are any free."""
@@ -191,7 +184,7 @@ class VllmEngine:
             return results
         ended: list[tuple[RunningJob, JobResult]] = []
         for kind, outputs in self._run_step().items():
-            for running, result in kind.collect(outputs):
+            for running, result in self._add_readings(kind.collect(outputs)):
                 if result is None:
                     self._remove(running)
                     running.use_cache = False
@@ -204,6 +197,21 @@ class VllmEngine:
         self._admit()
         return results
 
+    def _add_readings(self, collected: Sequence[Collected]) -> list[Collected]:
+        """Return the outputs with what probes have read of their tokens."""
+        asked = {
+            running.request_id: running.job.plan
+            for running, result in collected
+            if result is not None and not result.failed and running.keeps_readings
+        }
+        found = self._slots.read_readings(asked)
+        return [
+            (running, running.add_readings(result, found.get(running.request_id)))
+            if running.request_id in asked and isinstance(result, Output)
+            else (running, result)
+            for running, result in collected
+        ]
+
     def _run_step(self) -> dict[JobRequests, list[tuple[RunningJob, Any]]]:
         """Run one step of vLLM; return its outputs by the kind of their requests."""
         by_kind: dict[JobRequests, list[tuple[RunningJob, Any]]] = {}
@@ -215,7 +223,11 @@ class VllmEngine:
     def _end(self, ended: Sequence[tuple[RunningJob, JobResult]]) -> list[tuple[int, JobResult]]:
         """Return last results of jobs, with traces of those steered, and free their slots."""
         traces = self._slots.read_traces(
-            {running.request_id: running.slot.plan for running, _ in ended if running.slot.plan}
+            {
+                running.request_id: running.slot.plan
+                for running, _ in ended
+                if running.slot.plan and running.slot.plan.sites
+            }
         )
         results: list[tuple[int, JobResult]] = []
         for running, result in ended:

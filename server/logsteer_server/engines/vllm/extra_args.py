@@ -3,12 +3,15 @@
 from typing import Any
 
 from logsteer_server.contract.jobs import CaptureJob, GenerateJob, Job, ScoreJob
+from logsteer_server.engines.readings import ReadRequest
 from logsteer_server.numerics.rows import RowSpec
 
 SCORE = "logsteer_score"
 """Which rows a request wants, and what is read from them."""
 STEER = "logsteer_steer"
 """How a request is steered: slot, kind of positions, slices, length of its prompt."""
+READ = "logsteer_read"
+"""What a request's probes read: slot, `ReadRequest`."""
 CAPTURE = "logsteer_capture"
 """Where a request's activations are summed up: slot, whether those of every token, its length."""
 DRAW = "logsteer_draw"
@@ -37,10 +40,17 @@ def describe_draw(job: GenerateJob) -> dict[str, Any]:
 
 
 def describe_steering(job: Job, slot: int) -> dict[str, Any]:
-    """Return the extra arguments of a steered request. Errors: AssertionError without a plan."""
+    """Return the extra arguments of a request that is steered or read.
+
+    Errors: AssertionError without a plan.
+    """
     assert job.plan is not None
-    where = job.plan.positions
-    return {STEER: (slot, where.kind, where.slices, job.prompt_len)}
+    plan, where, found = job.plan, job.plan.positions, dict[str, Any]()
+    if plan.sites:
+        found[STEER] = (slot, where.kind, where.slices, job.prompt_len)
+    if plan.probes:
+        found[READ] = (slot, ReadRequest.of(plan, job.prompt_len))
+    return found
 
 
 def describe_capture(job: CaptureJob, slot: int) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class GenerationRequests:
         """Hand a job to vLLM and return its request's id."""
         extra_args = running.slot.extra_args | describe_draw(running.job)
         request_id, output_id = self._vllm.generate(
-            running.job, extra_args, running.lora_request, self._eos_ids
+            running.job, extra_args, running.lora_request, self._eos_ids, running.may_read_cache
         )
         sample = _Sample(running, output_id)
         self._samples[request_id] = self._by_output_id[output_id] = sample

@@ -1,8 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""The steering operation as one Triton kernel, for CUDA: a program for each token.
+"""The steering operation as two Triton kernels, for CUDA, each with a program for each token.
 
-It computes what `SteeringTables.apply` computes, touches persistent buffers only, and needs nothing
-from the host, so that full CUDA graphs capture it. A token with slot 0 costs two loads.
+They compute what `SteeringTables.apply` computes, touch persistent buffers only, and need nothing
+from the host, so that full CUDA graphs capture them. The first reads what probes ask for, so that
+the second finds the readings of all tokens, those that decide for others among them. A token with
+slot 0 costs two loads.
 """
 
 from typing import TYPE_CHECKING
@@ -19,10 +21,94 @@ WARPS_ABOVE = 2048
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _load_stream(
+    hidden_ptr, residual_ptr, residual_counts_ptr, hidden_stride, residual_stride, token, width,
+    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    d = tl.arange(0, BLOCK)
+    inside = d < width
+    own = tl.load(hidden_ptr + token * hidden_stride + d, mask=inside, other=0.0).to(tl.float32)
+    residual = tl.zeros([BLOCK], tl.float32)
+    if HAS_RESIDUAL:
+        counts = inside & (tl.load(residual_counts_ptr) != 0)
+        at = residual_ptr + token * residual_stride + d
+        residual = tl.load(at, mask=counts, other=0.0).to(tl.float32)
+    return own, residual
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _read_into(
+    readings_ptr, directions_ptr, layers_ptr, stream, token, slot, layer, width,
+    IS_AFTER: tl.constexpr, PROBES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    d = tl.arange(0, BLOCK)
+    norm = tl.sqrt(tl.sum(stream * stream))
+    for g in range(PROBES):
+        place = slot * PROBES + g
+        if tl.load(layers_ptr + place) == layer:
+            u = tl.load(directions_ptr + place * width + d, mask=d < width, other=0.0)
+            component = tl.sum(stream * u)
+            reading_ptr = readings_ptr + (token * PROBES + g) * 4
+            if not IS_AFTER:
+                tl.store(reading_ptr, component)
+                tl.store(reading_ptr + 1, norm)
+            tl.store(reading_ptr + 2, component)
+            tl.store(reading_ptr + 3, norm)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _read_token(
+    hidden_ptr, residual_ptr, residual_counts_ptr, read_slots_ptr, probe_layers_ptr,
+    probe_directions_ptr, readings_ptr, hidden_stride, residual_stride, layer, width,
+    HAS_RESIDUAL: tl.constexpr, PROBES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(read_slots_ptr + token).to(tl.int64)
+    if slot == 0:
+        return
+    is_read = False
+    for g in range(PROBES):
+        is_read = is_read | (tl.load(probe_layers_ptr + slot * PROBES + g) == layer)
+    if is_read:
+        own, residual = _load_stream(
+            hidden_ptr, residual_ptr, residual_counts_ptr, hidden_stride, residual_stride, token,
+            width, HAS_RESIDUAL, BLOCK,
+        )  # fmt: skip
+        _read_into(
+            readings_ptr, probe_directions_ptr, probe_layers_ptr, own + residual, token, slot,
+            layer, width, False, PROBES, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _is_open(
+    condition, slot, token, conditions_ptr, sources_ptr, known_ptr, readings_ptr,
+    PROBES: tl.constexpr,
+):  # fmt: skip
+    asked = tl.maximum(condition, 0)
+    numbers_ptr = conditions_ptr + (slot * PROBES + asked) * 5
+    probe = tl.load(numbers_ptr).to(tl.int32)
+    of_prompt = tl.load(numbers_ptr + 4) != 0.0
+    source = tl.load(sources_ptr + token)
+    place = tl.where(of_prompt, tl.maximum(source, 0).to(tl.int64), token)
+    reading_ptr = readings_ptr + (place * PROBES + probe) * 4
+    component = tl.load(reading_ptr)
+    relative = tl.load(numbers_ptr + 3)
+    scale = relative * tl.load(reading_ptr + 1) + (1.0 - relative)
+    above, below = tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
+    holds = (component > above * scale) & (component < below * scale)
+    is_known = ((tl.load(known_ptr + token) >> asked) & 1) != 0
+    holds = tl.where(of_prompt & (source == -2), is_known, holds)
+    return (condition < 0) | (holds & ~(of_prompt & (source == -1)))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _steer_token(
-    hidden_ptr, residual_ptr, slots_ptr, captures_ptr, offsets_ptr, directions_ptr, numbers_ptr,
-    ratios_ptr, sums_ptr, residual_counts_ptr, hidden_stride, residual_stride, width,
-    HAS_RESIDUAL: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+    hidden_ptr, residual_ptr, residual_counts_ptr, slots_ptr, captures_ptr, offsets_ptr,
+    directions_ptr, numbers_ptr, ratios_ptr, sums_ptr, read_slots_ptr, probe_layers_ptr,
+    probe_directions_ptr, conditions_ptr, sources_ptr, known_ptr, readings_ptr,
+    hidden_stride, residual_stride, layer, width,
+    HAS_RESIDUAL: tl.constexpr, DEPTH: tl.constexpr, PROBES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
@@ -31,13 +117,10 @@ def _steer_token(
         return
     d = tl.arange(0, BLOCK)
     inside = d < width
-    own_ptr = hidden_ptr + token * hidden_stride + d
-    own = tl.load(own_ptr, mask=inside, other=0.0).to(tl.float32)
-    residual = tl.zeros([BLOCK], tl.float32)
-    if HAS_RESIDUAL:
-        at = residual_ptr + token * residual_stride + d
-        counts = inside & (tl.load(residual_counts_ptr) != 0)
-        residual = tl.load(at, mask=counts, other=0.0).to(tl.float32)
+    own, residual = _load_stream(
+        hidden_ptr, residual_ptr, residual_counts_ptr, hidden_stride, residual_stride, token,
+        width, HAS_RESIDUAL, BLOCK,
+    )  # fmt: skip
     if slot != 0:
         before = own + residual
         offset = tl.load(offsets_ptr + slot * width + d, mask=inside, other=0.0).to(tl.float32)
@@ -47,7 +130,7 @@ def _steer_token(
         for k in tl.static_range(DEPTH):
             place = slot * DEPTH + k
             u = tl.load(directions_ptr + place * width + d, mask=inside, other=0.0)
-            number = numbers_ptr + place * 7
+            number = numbers_ptr + place * 8
             degrees = tl.load(number + 6)
             component = tl.sum(x * u)
             norm = tl.sqrt(tl.sum(x * x))
@@ -67,13 +150,25 @@ def _steer_token(
             rest = tl.where(along_u | against_u, 0.0, rest)
             wanted = tl.where(turns, turned, wanted)
             keep = tl.where(turns, rest / tl.maximum(across_norm, 1e-30), keep)
-            x += (keep - 1.0) * across + (wanted - component) * u
+            change = (keep - 1.0) * across + (wanted - component) * u
+            condition = tl.load(number + 7).to(tl.int32)
+            acts = _is_open(
+                condition, slot, token, conditions_ptr, sources_ptr, known_ptr, readings_ptr, PROBES
+            )
+            x += tl.where(acts, change, 0.0)
         own = (own + (x - start)).to(hidden_ptr.dtype.element_ty).to(tl.float32)
         change = tl.where(inside, x - before, 0.0)
         scale = tl.sqrt(tl.sum(before * before))
         length = tl.sqrt(tl.sum(change * change))
         tl.store(ratios_ptr + token, tl.where(scale == 0.0, 0.0, length / scale))
+        own_ptr = hidden_ptr + token * hidden_stride + d
         tl.store(own_ptr, own.to(hidden_ptr.dtype.element_ty), mask=inside)
+        read_slot = tl.load(read_slots_ptr + token).to(tl.int64)
+        if read_slot != 0:
+            _read_into(
+                readings_ptr, probe_directions_ptr, probe_layers_ptr, own + residual, token,
+                read_slot, layer, width, True, PROBES, BLOCK,
+            )  # fmt: skip
     if capture != 0:
         tl.atomic_add(sums_ptr + capture * width + d, own + residual, mask=inside)
 
@@ -81,14 +176,23 @@ def _steer_token(
 def launch(
     tables: "SteeringTables", hidden_TD: Tensor, residual_TD: Tensor | None, layer: int
 ) -> None:
-    """Steer a layer's output in place, measure, and sum up captures, in one launch."""
+    """Read, steer a layer's output in place, measure, and sum up captures, in two launches."""
     tokens, width = hidden_TD.shape
     second_TD = hidden_TD if residual_TD is None else residual_TD
+    probes = tables.probes
+    stream = (hidden_TD, second_TD, tables.residual_counts_1)
+    read = (probes.slots_T, probes.layers_SG, probes.directions_SGD)
+    sizes = (hidden_TD.stride(0), second_TD.stride(0), layer, width)
+    options = {
+        "HAS_RESIDUAL": residual_TD is not None,
+        "PROBES": probes.directions_SGD.shape[1],
+        "BLOCK": triton.next_power_of_2(width),
+        "num_warps": 8 if width > WARPS_ABOVE else 4,
+    }
+    _read_token[(tokens,)](*stream, *read, probes.readings_TGR, *sizes, **options)
     _steer_token[(tokens,)](
-        hidden_TD, second_TD, tables.slots_T, tables.captures_T,
-        tables.offsets_LSD[layer], tables.directions_LSKD[layer], tables.numbers_LSKP[layer],
-        tables.ratios_LT[layer], tables.sums_LCD[layer], tables.residual_counts_1,
-        hidden_TD.stride(0), second_TD.stride(0), width,
-        HAS_RESIDUAL=residual_TD is not None, DEPTH=tables.directions_LSKD.shape[2],
-        BLOCK=triton.next_power_of_2(width), num_warps=8 if width > WARPS_ABOVE else 4,
+        *stream, tables.slots_T, tables.captures_T, tables.offsets_LSD[layer],
+        tables.directions_LSKD[layer], tables.numbers_LSKP[layer], tables.ratios_LT[layer],
+        tables.sums_LCD[layer], *read, probes.conditions_SCP, probes.sources_T, probes.known_T,
+        probes.readings_TGR, *sizes, DEPTH=tables.directions_LSKD.shape[2], **options,
     )  # fmt: skip

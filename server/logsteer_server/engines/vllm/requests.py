@@ -1,18 +1,23 @@
 """How each kind of job runs as requests of vLLM's, and those that read a prompt alone."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from logsteer_server.contract.jobs import (
     CaptureJob,
     CaptureOutput,
+    GenerateOutput,
     Job,
     JobFailure,
     JobResult,
+    Output,
     ScoreJob,
     ScoreOutput,
 )
+from logsteer_server.contract.plan import Readings
 from logsteer_server.engines.vllm.adapters import AdapterSlot
 from logsteer_server.engines.vllm.extra_args import describe_rows
 from logsteer_server.engines.vllm.scoring import NO_FILE, NO_MEMORY
@@ -34,11 +39,42 @@ class RunningJob:
     adapter: AdapterSlot | None
     use_cache: bool = True
     request_id: str = ""
+    readings: Readings | None = None
+    """What was read of tokens that no output has had yet."""
 
     @property
     def lora_request(self) -> Any:
         """What tells vLLM which adapter to use, if any."""
         return self.adapter and self.adapter.lora_request
+
+    @property
+    def keeps_readings(self) -> bool:
+        """Whether outputs have what the plan's probes read."""
+        return self.job.plan is not None and self.job.plan.kept != "none"
+
+    @property
+    def may_read_cache(self) -> bool:
+        """Whether tokens may come from the prefix cache; not where all of them are to be read."""
+        return self.use_cache and (self.job.plan is None or self.job.plan.kept != "all")
+
+    def add_readings(self, output: Output, found: Readings | None) -> Output:
+        """Return an output with the readings of its tokens; others wait for the next one."""
+        held = self.readings
+        if held is None or found is None:
+            held = held or found
+        elif found.first + len(found.values_TGR) > held.first + len(held.values_TGR):
+            # A preempted request's tokens are read again.
+            new_TGR = found.values_TGR[max(0, held.first + len(held.values_TGR) - found.first) :]
+            held = Readings(held.first, np.concatenate([held.values_TGR, new_TGR]))
+        if held is None:
+            return output
+        count = len(held.values_TGR)
+        if isinstance(output, GenerateOutput):
+            first_row = max(held.first, self.job.prompt_len - 1)
+            count = first_row - held.first + output.num_generated
+        own = Readings(held.first, held.values_TGR[:count])
+        self.readings = Readings(held.first + count, held.values_TGR[count:])
+        return replace(output, readings=own)
 
 
 Collected = tuple[RunningJob, JobResult | None]
@@ -108,7 +144,7 @@ class ScoreRequests(PrefillRequests):
         job: ScoreJob = running.job
         rows = describe_rows(job, RowSpec.of(job, self._eos_ids))
         extra_args = running.slot.extra_args | rows
-        return self._schedule(running, extra_args, job.prefix_salt, running.use_cache)
+        return self._schedule(running, extra_args, job.prefix_salt, running.may_read_cache)
 
     def _read(self, running: RunningJob, output: Any) -> JobResult | None:
         spec = RowSpec.of(running.job, self._eos_ids)

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from logsteer_server.contract.jobs import CaptureJob, Job
-from logsteer_server.contract.plan import SteeringPlan, SteeringTrace
+from logsteer_server.contract.jobs import CaptureJob, Job, JobFailure
+from logsteer_server.contract.plan import Readings, SteeringPlan, SteeringTrace
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.extra_args import describe_capture, describe_steering
 from logsteer_server.engines.vllm.slots import SlotPool
+from logsteer_server.engines.vllm.steering import StageTrace
 
 CallWorkers = Callable[..., list[Any]]
 """Calls a method of every worker by name, with arguments; returns the results by rank."""
@@ -41,9 +42,47 @@ class SteeringSlots:
 
     def __init__(self, call_workers: CallWorkers, size: SteeringSize) -> None:
         self._call_workers = call_workers
+        self._size = size
+        self._layers_of_rank: list[frozenset[int]] = call_workers("find_stage")
         self._plans = SlotPool(size.slots)
         self._captures = SlotPool(size.captures)
         self._capture_serial = itertools.count()
+
+    def refuse(self, plan: SteeringPlan) -> JobFailure | None:
+        """Return why a plan has no room in the tables; None where it has."""
+        deepest = max((len(site.ops) for site in plan.sites), default=0)
+        detail = None
+        if deepest > self._size.depth:
+            detail = (
+                f"{deepest} operations at one layer, this model has room for {self._size.depth} "
+                "beside unconditional additions: use fewer, or raise steering_depth"
+            )
+        elif max(len(plan.probes), len(plan.conditions)) > self._size.probes:
+            detail = (
+                f"{len(plan.probes)} probes (each layer of each, those of conditions included) and "
+                f"{len(plan.conditions)} conditions, this model has room for {self._size.probes} "
+                "of either in a request: use fewer, or raise steering_probes"
+            )
+        elif (apart := self._find_apart(plan)) is not None:
+            detail = (
+                f"a condition at layer {apart[0]} cannot decide for layer {apart[1]}, which is in "
+                "another pipeline stage of this model: read and steer within one stage"
+            )
+        return JobFailure("unsupported_by_engine", detail) if detail else None
+
+    def _find_apart(self, plan: SteeringPlan) -> tuple[int, int] | None:
+        """Return the layers of a condition and of a site that are in different stages, if any."""
+        for site in plan.sites:
+            for op in site.ops:
+                if op.condition is not None:
+                    layer = plan.probes[plan.conditions[op.condition].probe].layer
+                    if self._find_rank(layer) != self._find_rank(site.layer):
+                        return layer, site.layer
+        return None
+
+    def _find_rank(self, layer: int) -> int:
+        """Return the first rank that has a layer, which answers for it."""
+        return next(i for i, layers in enumerate(self._layers_of_rank) if layer in layers)
 
     def take_plan(self, job: Job) -> SteeringSlot | None:
         """Return the slot of a job's plan, if it has one; None where the job has to wait for it.
@@ -52,13 +91,13 @@ class SteeringSlots:
         """
         if job.plan is None:
             return SteeringSlot()
-        found = self._plans.take(job.plan.sites_digest)
+        found = self._plans.take(job.plan.content_digest)
         if found is None:
             return None
         number, is_new = found
         if is_new:
             try:
-                self._call_workers("load_plan", number, job.plan.sites)
+                self._call_workers("load_plan", number, job.plan)
             except Exception:
                 self._plans.forget(number)
                 raise
@@ -81,11 +120,46 @@ class SteeringSlots:
         """Return what was measured of requests that have ended, of which these are the plans."""
         if not plans:
             return {}
-        by_rank = self._call_workers("take_traces", list(plans))
+        by_rank: list[dict[str, StageTrace]] = self._call_workers("take_traces", list(plans))
         return {
-            request_id: _join_stages(plan, [found[request_id] for found in by_rank if found])
+            request_id: self._join_traces(plan, [found.get(request_id) for found in by_rank])
             for request_id, plan in plans.items()
         }
+
+    def _join_traces(
+        self, plan: SteeringPlan, by_rank: Sequence[StageTrace | None]
+    ) -> SteeringTrace:
+        """Make one trace of those of all pipeline stages: each has measured its own layers."""
+
+        def measured(layer: int) -> StageTrace:
+            trace = by_rank[self._find_rank(layer)]
+            assert trace is not None, "the first rank of each stage answers"
+            return trace
+
+        sites = {}
+        for site in plan.sites:
+            tokens, ratios = measured(site.layer)[1].get(site.layer, (0, 0.0))
+            sites[site.name] = (tokens, ratios / tokens if tokens else 0.0)
+        passed = tuple(
+            measured(plan.probes[condition.probe].layer)[2][number]
+            for number, condition in enumerate(plan.conditions)
+        )
+        return SteeringTrace(measured(plan.sites[0].layer)[0], sites, passed)
+
+    def read_readings(self, plans: Mapping[str, SteeringPlan]) -> dict[str, Readings]:
+        """Return what was read of requests, of which these are the plans, and not taken before."""
+        if not plans:
+            return {}
+        by_rank: list[dict[str, Readings]] = self._call_workers("take_readings", list(plans))
+        joined = {}
+        for request_id, plan in plans.items():
+            found = [readings.get(request_id) for readings in by_rank]
+            parts = [found[self._find_rank(probe.layer)] for probe in plan.probes]
+            read = [(g, part) for g, part in enumerate(parts) if part is not None]
+            if read:
+                values = [part.values_TGR[:, g] for g, part in read]
+                joined[request_id] = Readings(read[0][1].first, np.stack(values, axis=1))
+        return joined
 
     def read_capture(self, slot: SteeringSlot, job: CaptureJob) -> np.ndarray:
         """Return the activations that a capture has summed up: float32 [L, D]."""
@@ -95,15 +169,3 @@ class SteeringSlots:
         ]
         sums_LD: np.ndarray = np.sum(found, axis=0)[list(job.layers)]
         return sums_LD / np.float32(len(job.tokens)) if job.read == "mean" else sums_LD
-
-
-def _join_stages(
-    plan: SteeringPlan, by_stage: Sequence[tuple[int, Mapping[int, tuple[int, float]]]]
-) -> SteeringTrace:
-    """Make one trace of those of all pipeline stages: each has measured its own layers."""
-    sites = {}
-    for site in plan.sites:
-        found = [layers.get(site.layer, (0, 0.0)) for _, layers in by_stage]
-        tokens, ratios = sum(n for n, _ in found), sum(r for _, r in found)
-        sites[site.name] = (tokens, ratios / tokens if tokens else 0.0)
-    return SteeringTrace(by_stage[0][0], sites)

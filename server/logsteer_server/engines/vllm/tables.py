@@ -2,21 +2,23 @@
 
 The operation `logsteer::steer` stands behind every decoder layer and always runs, so that compiled
 graphs and CUDA graphs contain it. What it does is data: each token of a step has a slot, and slot 0
-changes nothing. It also measures what it changed, and sums up activations that are wanted.
+changes nothing. It also measures what it changed, reads what probes ask for (`probe_tables`), and
+sums up activations that are wanted.
 
 Axis letters: L layers, S slots, T tokens of a step, D width, K operations, C capture slots.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from logsteer_server.contract.plan import Site
+from logsteer_server.contract.plan import SteeringPlan
 from logsteer_server.engines.vllm.config import SteeringSize
+from logsteer_server.engines.vllm.probe_tables import NONE_READ, ProbeTables, ReadTokens
 from logsteer_server.engines.vllm.stream import StreamForm
 from logsteer_server.numerics.residual_ops import UNCHANGED, change_stream, pack_ops
 
@@ -27,17 +29,19 @@ def _none() -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What the tokens of one step are for: places and slots of those steered and captured."""
+    """What the tokens of one step are for: places and slots of those steered, captured, read."""
 
     steered_t: npt.NDArray[np.int64] = field(default_factory=_none)
     steered_slots_t: npt.NDArray[np.int64] = field(default_factory=_none)
     captured_t: npt.NDArray[np.int64] = field(default_factory=_none)
     capture_slots_t: npt.NDArray[np.int64] = field(default_factory=_none)
+    read: ReadTokens = NONE_READ
 
     def is_same(self, other: "Step") -> bool:
-        """Return whether both steer the very same arrays of tokens, and capture none."""
+        """Return whether both steer and read the very same arrays of tokens, and capture none."""
         return (
             self.steered_t is other.steered_t
+            and self.read is other.read
             and not len(self.captured_t)
             and not len(other.captured_t)
         )
@@ -50,10 +54,10 @@ class SteeringTables:
     operations that follow. A plan in slot 2 that adds v at layer 5, and a step of four tokens of
     which the last two are steered by it:
 
-        load(2, [Site(5, "resid_post", v)])      offsets_LSD[5, 2] = v
-        write(Step([2, 3], [2, 2]))              a CUDA device's slots_T = [0, 0, 2, 2]
-        apply(hidden_TD, residual_TD, 5)         hidden_TD[2:4] += v
-        read_ratios()                            {5: [|v| / |x| of token 2, of token 3]}
+        load(2, a plan of Site(5, "resid_post", v))    offsets_LSD[5, 2] = v
+        write(Step([2, 3], [2, 2]))                    a CUDA device's slots_T = [0, 0, 2, 2]
+        apply(hidden_TD, residual_TD, 5)               hidden_TD[2:4] += v
+        read_ratios()                                  {5: [|v| / |x| of token 2, of token 3]}
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class SteeringTables:
         self.captures_T = new((tokens,), dtype=torch.int32)
         self.ratios_LT = new((layers, tokens), dtype=float32)
         self.sums_LCD = new((layers, captures, width), dtype=float32)
+        self.probes = ProbeTables(slots, size.probes, tokens, width, like)
         self.residual_counts_1 = torch.ones(1, dtype=torch.int32, device=like.device)
         self._residual_counts = True
         self._layers_of_slot: list[frozenset[int]] = [frozenset()] * slots
@@ -82,8 +87,10 @@ class SteeringTables:
         self._residual_counts = form == "sum"
         self.residual_counts_1.fill_(self._residual_counts)
 
-    def load(self, slot: int, sites: Sequence[Site]) -> None:
-        """Put a plan's sites into a slot, in place of what it held."""
+    def load(self, slot: int, plan: SteeringPlan) -> None:
+        """Put a plan's sites, probes and conditions into a slot, in place of what it held."""
+        sites = plan.sites
+        self.probes.load(slot, plan.probes, plan.conditions)
         for layer in self._layers_of_slot[slot]:
             self.offsets_LSD[layer, slot] = 0
             self.offset_norms_LS[layer, slot] = 0
@@ -109,6 +116,7 @@ class SteeringTables:
         """
         if step.is_same(self.step):
             return
+        self.probes.write(step.read)
         if self.slots_T.is_cuda:
             for buffer_T, index_t, slots_t in (
                 (self.slots_T, step.steered_t, step.steered_slots_t),
@@ -133,7 +141,8 @@ class SteeringTables:
     @property
     def is_idle(self) -> bool:
         """Whether no token of this step is marked."""
-        return not len(self.step.steered_t) and not len(self.step.captured_t)
+        marked = (self.step.steered_t, self.step.captured_t, self.step.read.index_r)
+        return not any(map(len, marked))
 
     def read_ratios(self) -> dict[int, npt.NDArray[np.float32]]:
         """Return |change| / |activation| of this step's steered tokens, by steered layer.
@@ -164,8 +173,14 @@ class SteeringTables:
         """
         if not self._residual_counts:
             residual_TD = None
-        if layer in self.steered_layers:
+        is_read, is_steered = layer in self.probes.layers, layer in self.steered_layers
+        read_stream = partial(_read_stream, hidden_TD, residual_TD)
+        if is_read:
+            self.probes.read(read_stream, layer, after=False)
+        if is_steered:
             self._steer(hidden_TD, residual_TD, layer)
+        if is_read and is_steered:
+            self.probes.read(read_stream, layer, after=True)
         if len(self._captured_t):
             stream_tD = _read_stream(hidden_TD, residual_TD, self._captured_t)
             self.sums_LCD[layer].index_add_(0, self._capture_slots_t, stream_tD)
@@ -184,7 +199,12 @@ class SteeringTables:
         size_t = change.offset_norms_t
         if change.directions_tKD is not None and change.numbers_tKP is not None:
             offset_tD = _read_stream(hidden_TD, residual_TD, index_t)
-            change_tD = change_stream(offset_tD, change.directions_tKD, change.numbers_tKP)
+            open_tK = None
+            if change.conditions_tK is not None:
+                places_t = torch.from_numpy(self.step.steered_t)
+                slots_t = torch.from_numpy(self.step.steered_slots_t)
+                open_tK = self.probes.decide(places_t, slots_t, change.conditions_tK)
+            change_tD = change_stream(offset_tD, change.directions_tKD, change.numbers_tKP, open_tK)
             if index_t is None:
                 hidden_TD.copy_(hidden_TD.float() + change_tD)
             else:
@@ -204,12 +224,15 @@ class SteeringTables:
         slots_t = torch.from_numpy(self.step.steered_slots_t)
         used = set(self.step.steered_slots_t.tolist())
         depth = max(self._depths[slot].get(layer, 0) for slot in used)
+        numbers_tKP = self.numbers_LSKP[layer, slots_t, :depth]
+        has_conditions = bool((numbers_tKP[..., -1] >= 0).any())
         return _Change(
             index_t,
             self.offsets_LSD[layer, slots_t],
             self.offset_norms_LS[layer, slots_t],
             self.directions_LSKD[layer, slots_t, :depth] if depth else None,
-            self.numbers_LSKP[layer, slots_t, :depth] if depth else None,
+            numbers_tKP if depth else None,
+            numbers_tKP[..., -1] if has_conditions else None,
         )
 
 
@@ -222,6 +245,7 @@ class _Change:
     offset_norms_t: Tensor
     directions_tKD: Tensor | None
     numbers_tKP: Tensor | None
+    conditions_tK: Tensor | None
 
 
 def _read_stream(hidden_TD: Tensor, residual_TD: Tensor | None, index_t: Tensor | None) -> Tensor:

@@ -10,12 +10,13 @@ from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.platforms import current_platform
 
 from logsteer_server.contract.engine import Int8Products
-from logsteer_server.contract.plan import Site
+from logsteer_server.contract.plan import Readings, SteeringPlan
 from logsteer_server.engines.lifetime import follow_parent
 from logsteer_server.engines.vllm.blocks import clear_new_blocks
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.corrections import correct_model
 from logsteer_server.engines.vllm.runner import LogsteerRunner
+from logsteer_server.engines.vllm.steering import StageTrace
 from logsteer_server.engines.vllm.stream import Change, StreamForm, StreamProbe
 
 if current_platform.is_cpu():
@@ -95,13 +96,16 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
         """Return how this rank's INT8 layers are computed, where it is a CPU and has any."""
         return find_int8_products(self.model_runner.model) if current_platform.is_cpu() else None
 
-    def load_plan(self, slot: int, sites: Sequence[Site]) -> None:
-        """Put a plan's sites into a slot of the tables."""
-        self.model_runner.steering.tables.load(slot, sites)
+    def load_plan(self, slot: int, plan: SteeringPlan) -> None:
+        """Put a plan into a slot of the tables."""
+        self.model_runner.steering.tables.load(slot, plan)
 
-    def take_traces(
-        self, req_ids: Sequence[str]
-    ) -> dict[str, tuple[int, dict[int, tuple[int, float]]]]:
+    def find_stage(self) -> frozenset[int]:
+        """Return which of the model's decoder layers this rank's pipeline stage has."""
+        layers = enumerate(self.model_runner.find_layers())
+        return frozenset(i for i, layer in layers if not isinstance(layer, PPMissingLayer))
+
+    def take_traces(self, req_ids: Sequence[str]) -> dict[str, StageTrace]:
         """Return what was measured at this stage's layers of requests that have ended.
 
         Empty on all tensor-parallel ranks but the first: they have measured the same.
@@ -109,6 +113,16 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
         if get_tensor_model_parallel_rank() != 0:
             return {}
         return {req_id: self.model_runner.steering.take_trace(req_id) for req_id in req_ids}
+
+    def take_readings(self, req_ids: Sequence[str]) -> dict[str, Readings]:
+        """Return what this stage's probes have read of requests since they were last asked for.
+
+        Empty on all tensor-parallel ranks but the first.
+        """
+        if get_tensor_model_parallel_rank() != 0:
+            return {}
+        found = {req_id: self.model_runner.steering.take_readings(req_id) for req_id in req_ids}
+        return {req_id: readings for req_id, readings in found.items() if readings is not None}
 
     def take_captures(self, slot: int) -> np.ndarray:
         """Return the activations summed up in a capture slot [L, D]; empty on later ranks."""

@@ -1,0 +1,92 @@
+"""What probes have read of one sequence, step by step, and what its conditions have decided.
+
+Axis letters: T tokens, G probes, C conditions, R numbers of a reading.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from logsteer_server.contract.plan import Condition, Positions, Readings, SteeringPlan
+from logsteer_server.numerics.probes import READINGS, hold_all
+
+Values = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """What is read of one sequence, as plain data that goes to workers.
+
+    `first_kept`: the position from which on readings are kept; None: none are. `positions` and
+    `conditions` are its plan's, for counting the tokens where they hold.
+    """
+
+    prompt_len: int
+    num_probes: int
+    first_kept: int | None
+    positions: Positions
+    conditions: tuple[Condition, ...]
+
+    @classmethod
+    def of(cls, plan: SteeringPlan, prompt_len: int) -> "ReadRequest":
+        """Return what a plan reads of a sequence with a prompt of this length."""
+        first_kept = plan.first_kept(prompt_len)
+        return cls(prompt_len, len(plan.probes), first_kept, plan.positions, plan.conditions)
+
+
+@dataclass(slots=True, eq=False)
+class SequenceReadings:
+    """The readings of one sequence, as far as it has been read.
+
+    Tokens in front of `counted` are counted, or came from the prefix cache. `known`: bit c says
+    whether condition c holds by the reading of the prompt's last token, once that was read.
+    """
+
+    request: ReadRequest
+    counted: int = 0
+    known: int | None = None
+    _passed_C: npt.NDArray[np.int64] = field(init=False)
+    _parts: list[tuple[int, Values]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._passed_C = np.zeros(len(self.request.conditions), np.int64)
+
+    @property
+    def passed(self) -> tuple[int, ...]:
+        """By condition, the tokens at the plan's positions where it held."""
+        return tuple(self._passed_C.tolist())
+
+    def add(self, begin: int, values_TGR: Values) -> None:
+        """Take in what was read of the tokens from position `begin` on."""
+        asked, end = self.request, begin + len(values_TGR)
+        own_TGR = values_TGR[:, : asked.num_probes]
+        holds_TC = hold_all(asked.conditions, own_TGR)
+        last = asked.prompt_len - 1
+        if begin <= last < end:
+            held_C = holds_TC[last - begin].tolist()
+            self.known = sum(1 << c for c, holds in enumerate(held_C) if holds)
+        if asked.conditions and end > self.counted:
+            behind_T = np.arange(begin, end) >= last
+            for c, condition in enumerate(asked.conditions):
+                if condition.of == "prompt":
+                    holds_TC[:, c] = behind_T & bool((self.known or 0) >> c & 1)
+            new = max(0, self.counted - begin)
+            steered_T = asked.positions.mask(begin + new, end, asked.prompt_len)
+            self._passed_C += (holds_TC[new:] & steered_T[:, None]).sum(0)
+            self.counted = end
+        if asked.first_kept is not None and end > asked.first_kept:
+            first = max(begin, asked.first_kept)
+            self._parts.append((first, own_TGR[first - begin :]))
+
+    def take(self) -> Readings | None:
+        """Return what is kept and was not taken before; a token that was read twice counts once."""
+        if not self._parts:
+            return None
+        parts, self._parts = self._parts, []
+        first = min(begin for begin, _ in parts)
+        end = max(begin + len(values) for begin, values in parts)
+        values_TGR = np.zeros((end - first, self.request.num_probes, READINGS), np.float32)
+        for begin, values in parts:
+            values_TGR[begin - first : begin - first + len(values)] = values
+        return Readings(first, values_TGR)

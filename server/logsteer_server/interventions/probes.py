@@ -1,0 +1,194 @@
+"""Probes of a request as what engines read, and readings as what an answer shows.
+
+Axis letters: T tokens, G probes, R numbers of a reading, D width of an activation.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from logsteer.errors import api_error
+from logsteer.schemas import ProbeRead, ProbeRequest
+from logsteer.schemas.steering import ProbedVector, SteeringCondition
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.plan import Condition, Probe, Readings, Vector
+from logsteer_server.interventions.parameters import check_feature
+from logsteer_server.interventions.references import VectorSource, fetch, place_vectors
+from logsteer_server.stores.layer_vectors import Readout, invalid_vector
+
+READ_BY = {"probability": "logistic", "activation": "relu"}
+"""Kinds of reading that take a vector with a readout, and the readout's kind."""
+
+Numbers = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResolvedProbe:
+    """A direction at one layer, how it is read, and what an answer says of it."""
+
+    probe: Probe
+    read: ProbeRead
+    readout: Readout | None
+    name: str | None
+    sha256: str
+    context: bool = False
+
+    def describe(self) -> dict[str, Any]:
+        """Return the fields of `ProbeReadings` that say what was read."""
+        return {
+            "name": self.name,
+            "sha256": self.sha256,
+            "layer": self.probe.layer,
+            "hook": self.probe.hook,
+            "read": self.read,
+        }
+
+    def convert(self, components_T: Numbers, norms_T: Numbers) -> Numbers:
+        """Return the readings asked for, of c = x . u and |x|; NaN where there is none."""
+        with np.errstate(all="ignore"):
+            if self.read == "projection":
+                return components_T
+            if self.read == "cosine":
+                return components_T / norms_T
+            assert self.readout is not None
+            z_T = (self.readout.slope * components_T + self.readout.bias).astype(np.float32)
+            if self.readout.kind == "logistic":
+                return np.asarray(1 / (1 + np.exp(-z_T)))
+            is_off_T = z_T <= self.readout.threshold
+            return np.where(is_off_T, np.float32(0), z_T)
+
+
+def resolve_probes(
+    asked: Sequence[ProbeRequest] | None, source: VectorSource, info: EngineInfo
+) -> tuple[ResolvedProbe, ...]:
+    """Return what a request's probes mean for a model, each of their layers in turn.
+
+    Errors: APIError `unknown_vector`, `invalid_vector`, `unsupported_by_engine`.
+    """
+    if not asked:
+        return ()
+    check_feature("steering", info, "probes")
+    return tuple(
+        probe
+        for request in asked
+        for probe in _resolve(request, source, info, "probes", request.context)
+    )
+
+
+def _resolve(
+    given: ProbedVector, source: VectorSource, info: EngineInfo, param: str, context: bool = False
+) -> list[ResolvedProbe]:
+    stored = fetch(given, source)
+    found = []
+    for own, (layer, hook), vector_D in place_vectors(given, stored.vectors, info, param):
+        readout = stored.vectors.readouts.get(own)
+        _check_readout(given.read, readout, own)
+        probe = Probe(layer, hook, _normalize(vector_D, own))
+        found.append(ResolvedProbe(probe, given.read, readout, stored.name, stored.sha256, context))
+    return found
+
+
+def _normalize(vector_D: Vector, layer: int) -> Vector:
+    norm = float(np.linalg.norm(vector_D.astype(np.float64)))
+    if not norm:
+        raise invalid_vector(f"it is 0 at layer {layer}, so there is nothing to read along it.")
+    return (vector_D.astype(np.float64) / norm).astype(np.float32)
+
+
+def _check_readout(read: ProbeRead, readout: Readout | None, layer: int) -> None:
+    if (kind := READ_BY.get(read)) is None or (readout is not None and readout.kind == kind):
+        return
+    known = f"a {readout.kind} readout" if readout else "no readout"
+    makers = {
+        "logistic": "vectors that POST /vectors/train makes by method logistic have one",
+        "relu": "features that `logsteer vectors import-sae` stores have one",
+    }
+    raise invalid_vector(
+        f"read: {read} takes a vector with a {kind} readout, and at layer {layer} it has {known}; "
+        f"{makers[kind]}. Read its projection or cosine."
+    )
+
+
+def resolve_condition(
+    given: SteeringCondition, number: int, source: VectorSource, info: EngineInfo
+) -> tuple[Probe, Condition]:
+    """Return a condition, and the probe that it reads, which will be the plan's `number`th.
+
+    Errors: as `resolve_probes`; `invalid_request` for a probe of several layers, and a threshold
+    that no reading is beyond.
+    """
+    found = _resolve(given.probe, source, info, "steering.vectors")
+    if len(found) != 1:
+        layers = [resolved.probe.layer for resolved in found]
+        detail = f"The probe of a condition is read at one layer, not at {layers}: name one."
+        raise api_error("invalid_request", detail, param="steering.vectors")
+    (resolved,) = found
+    above, below = _find_bounds(given, resolved)
+    relative = resolved.read == "cosine"
+    return resolved.probe, Condition(number, above, below, relative, given.of)
+
+
+def _find_bounds(given: SteeringCondition, resolved: ResolvedProbe) -> tuple[float, float]:
+    """Return the bounds of c, or of c / |x|, that a condition's thresholds come to."""
+    above = -math.inf if given.above is None else given.above
+    below = math.inf if given.below is None else given.below
+    readout = resolved.readout
+    if resolved.read == "cosine" and (above >= 1 or below <= -1):
+        raise _out_of_reach("a cosine lies between -1 and 1")
+    if resolved.read not in READ_BY:
+        return above, below
+    assert readout is not None
+    if resolved.read == "probability":
+        if above >= 1 or below <= 0:
+            raise _out_of_reach("a probability lies between 0 and 1")
+        above, below = _logit(above), _logit(below)
+    else:
+        if given.below is not None or above < 0:
+            raise _out_of_reach("an activation is 0 or more; give above, of 0 or more, alone")
+        above = max(above, readout.threshold)
+    if not readout.slope:
+        raise _out_of_reach("the vector's readout has slope 0, so it reads the same everywhere")
+    bounds = ((above - readout.bias) / readout.slope, (below - readout.bias) / readout.slope)
+    return min(bounds), max(bounds)
+
+
+def _logit(probability: float) -> float:
+    if probability <= 0:
+        return -math.inf
+    return math.inf if probability >= 1 else math.log(probability / (1 - probability))
+
+
+def _out_of_reach(reason: str) -> Exception:
+    detail = f"No token can pass, or all do: {reason}."
+    return api_error("invalid_request", detail, param="steering.vectors")
+
+
+def show_readings(
+    probes: Sequence[ResolvedProbe], readings: Readings | None, first_row: int, is_steered: bool
+) -> dict[str, Any]:
+    """Return what an answer shows of readings as the field `probes`; nothing without probes.
+
+    `first_row`: the position of the token that the first token shown was predicted from.
+    """
+    if not probes:
+        return {}
+    values_TGR = np.zeros((0, len(probes), 4), np.float32)
+    split = 0
+    if readings is not None:
+        values_TGR, split = readings.values_TGR, max(0, first_row - readings.first)
+    shown = []
+    for g, probe in enumerate(probes):
+        entry = probe.describe()
+        for name, part in (("", slice(split, None)), ("context_", slice(split))):
+            if name and not probe.context:
+                continue
+            own_TR = values_TGR[part, g]
+            entry[f"{name}before"] = probe.convert(own_TR[:, 0], own_TR[:, 1])
+            if is_steered:
+                entry[f"{name}after"] = probe.convert(own_TR[:, 2], own_TR[:, 3])
+        shown.append(entry)
+    return {"probes": shown}

@@ -1,0 +1,419 @@
+"""Probes and conditional steering on real engines: what transformers says with hooks that do it."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from logsteer import APIError, Client
+from logsteer.schemas import ProbeReadings, ScoredTarget, SteerPiece
+from tests.conftest import DEMO_MODEL
+from tests.contract.steering import WIDTH
+from tests.contract.test_steering import draw_ids
+
+pytestmark = pytest.mark.engine
+
+PER_TOKEN = 1e-4
+READING = 1e-4
+ENGINES = ["vllm", "compiled", "tlens"]
+_DRAW = np.random.default_rng(21)
+MOOD, TOPIC, PUSH = (_DRAW.normal(size=WIDTH).astype(np.float32) for _ in range(3))
+
+
+def unit(vector: np.ndarray) -> Tensor:
+    return torch.tensor(vector / np.linalg.norm(vector))
+
+
+@pytest.fixture(params=ENGINES)
+def client(request: pytest.FixtureRequest) -> Any:
+    """A client of each engine."""
+    if request.param != "compiled":
+        yield request.getfixturevalue(f"{request.param}_client")
+        return
+    server = request.getfixturevalue("compiled_server")
+    with Client(server.url, model="compiled", timeout=300) as found:
+        yield found
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The stream at every layer [L + 1, T, D] as it came and as it was passed on, and scores."""
+
+    before: Tensor
+    after: Tensor
+    logprobs: np.ndarray
+
+    def project(self, layer: int, vector: np.ndarray, *, after: bool = False) -> np.ndarray:
+        stream = self.after if after else self.before
+        return np.asarray(stream[layer] @ unit(vector))
+
+
+class ConditionalReference:
+    """The demo model in transformers, whose layers' outputs a function may change, given those of
+    the layers in front."""
+
+    def __init__(self) -> None:
+        options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+        self.model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, **options).eval()
+
+    def read(
+        self, ids: Sequence[int], change: Callable[[int, list[Tensor], Tensor], Tensor] | None
+    ) -> Reading:
+        before: list[Tensor] = []
+        after: list[Tensor] = []
+
+        def hook(_module: object, _args: object, output: Any) -> Any:
+            hidden = output[0] if isinstance(output, tuple) else output
+            before.append(hidden[0])
+            changed = hidden[0] if change is None else change(len(before) - 1, before, hidden[0])
+            after.append(changed)
+            return (changed[None], *output[1:]) if isinstance(output, tuple) else changed[None]
+
+        handles = [layer.register_forward_hook(hook) for layer in self.model.model.layers]
+        try:
+            with torch.no_grad():
+                logits = self.model(torch.tensor([list(ids)])).logits[0]
+        finally:
+            for handle in handles:
+                handle.remove()
+        rows = logits[:-1].log_softmax(-1)
+        logprobs = rows[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].numpy()
+        return Reading(torch.stack(before), torch.stack(after), logprobs)
+
+
+@pytest.fixture(scope="module")
+def reference() -> ConditionalReference:
+    return ConditionalReference()
+
+
+def probe(vector: np.ndarray, *layers: int, **more: Any) -> dict[str, Any]:
+    return {"data": {str(layers[0]): vector.tolist()}, "layers": list(layers), **more}
+
+
+def score(client: Client, context: list[int], target: list[int], **more: Any) -> ScoredTarget:
+    answer = client.logprob([{"context_ids": context, "target_ids": [target]}], **more)
+    return answer.results[0].targets[0]
+
+
+def near(found: Sequence[float | None] | None, wanted: Any, tolerance: float = READING) -> bool:
+    assert found is not None
+    values, wanted = np.array(found, dtype=np.float64), np.asarray(wanted)
+    return values.shape == np.shape(wanted) and bool(np.abs(values - wanted).max() < tolerance)
+
+
+def by_layer(target: Any) -> dict[int, ProbeReadings]:
+    return {found.layer: found for found in target.probes}
+
+
+def test_a_probe_reads_what_a_hook_sees(client: Client, reference: ConditionalReference) -> None:
+    context, target = draw_ids(40, 1), draw_ids(8, 2)
+    seen = reference.read([*context, *target], None)
+    rows = slice(39, 47)
+    probes = [
+        probe(MOOD, 1, 3),
+        probe(TOPIC, 2, read="cosine"),
+        probe(TOPIC, 0, context=True),
+    ]
+    for _ in range(2):  # the second time the prefix cache has the context
+        found = by_layer(score(client, context, target, probes=probes))
+        assert list(found) == [1, 3, 2, 0]
+        for layer in (1, 3):
+            assert near(found[layer].before, seen.project(layer, MOOD)[rows])
+            assert found[layer].after is None
+            assert found[layer].context_before is None
+        cosines = seen.project(2, TOPIC) / seen.before[2].norm(dim=-1).numpy()
+        assert near(found[2].before, cosines[rows])
+        everything = seen.project(0, TOPIC)
+        assert near(found[0].before, everything[rows])
+        assert near(found[0].context_before, everything[:39])
+    alone = score(client, context, target[:1], probes=[probe(MOOD, 1)])
+    assert near(by_layer(alone)[1].before, seen.project(1, MOOD)[39:40])
+
+
+def test_readings_stand_before_and_after_steering(
+    client: Client, reference: ConditionalReference
+) -> None:
+    context, target = draw_ids(20, 3), draw_ids(6, 4)
+
+    def push(layer: int, _before: list[Tensor], x: Tensor) -> Tensor:
+        return x + torch.tensor(0.3 * PUSH) if layer == 2 else x
+
+    seen = reference.read([*context, *target], push)
+    steering = {"vectors": [{"data": {"2": PUSH.tolist()}, "scale": 0.3}]}
+    target_score = score(
+        client, context, target, steering=steering, probes=[probe(MOOD, 1, 2, 3)], cache=False
+    )
+    assert near(target_score.logprobs, seen.logprobs[19:], PER_TOKEN)
+    for layer, found in by_layer(target_score).items():
+        assert near(found.before, seen.project(layer, MOOD)[19:25])
+        assert near(found.after, seen.project(layer, MOOD, after=True)[19:25])
+        moved = np.abs(np.array(found.after) - np.array(found.before)).max()
+        assert (moved > 0.05) == (layer == 2)
+
+
+def gate(layer: int, open_T: Callable[[list[Tensor]], Tensor], scale: float) -> Any:
+    """What adds PUSH at a layer where the layers in front say so."""
+
+    def change(at: int, before: list[Tensor], x: Tensor) -> Tensor:
+        if at != layer:
+            return x
+        return x + open_T(before)[:, None] * scale * torch.tensor(PUSH)
+
+    return change
+
+
+@pytest.mark.parametrize(("read_at", "steered_at"), [(1, 2), (2, 2), (0, 3)])
+@pytest.mark.parametrize("read", ["projection", "cosine"])
+def test_a_condition_acts_on_the_tokens_that_pass(
+    client: Client, reference: ConditionalReference, read_at: int, steered_at: int, read: str
+) -> None:
+    context, target = draw_ids(30, 5), draw_ids(10, 6)
+    ids = [*context, *target]
+    plain = reference.read(ids, None)
+    readings = torch.tensor(plain.project(read_at, MOOD))
+    if read == "cosine":
+        readings = readings / plain.before[read_at].norm(dim=-1)
+    ordered = readings.sort().values[12:28]
+    widest = int(ordered.diff().argmax())
+    middle = ordered[widest : widest + 2].mean().item()
+    assert (readings - middle).abs().min() > 1e-3 * readings.abs().max()
+    passes_T = readings > middle
+
+    seen = reference.read(ids, gate(steered_at, lambda _: passes_T, 0.4))
+    when = {"probe": probe(MOOD, read_at, read=read), "above": middle}
+    vector = {"data": {str(steered_at): PUSH.tolist()}, "scale": 0.4, "when": when}
+    items = [{"context_ids": context, "target_ids": [target]}]
+    answer = client.logprob(items, steering={"vectors": [vector]}, cache=False)
+    found = answer.results[0].targets[0]
+    assert near(found.logprobs, seen.logprobs[29:], PER_TOKEN)
+    assert np.abs((seen.logprobs - plain.logprobs)[29:]).max() > 0.01
+    assert answer.steering is not None
+    count = int(passes_T[:39].sum())
+    assert answer.steering.vectors[0].passed == count
+    assert answer.steering.layers[str(steered_at)].tokens == count
+    assert answer.steering.tokens_steered == 39
+    below = {"probe": probe(MOOD, read_at, read=read), "below": middle}
+    both = {"vectors": [vector, {**vector, "when": below}]}
+    all_of_them = reference.read(ids, gate(steered_at, lambda _: torch.ones(40), 0.4))
+    found = score(client, context, target, steering=both, cache=False)
+    assert near(found.logprobs, all_of_them.logprobs[29:], PER_TOKEN)
+
+
+def test_a_condition_may_ask_for_the_prompt(
+    client: Client, reference: ConditionalReference
+) -> None:
+    contexts, target = [draw_ids(24, seed) for seed in (7, 8)], draw_ids(9, 9)
+    plain = [reference.read([*context, *target], None) for context in contexts]
+    last = [float(read.project(1, MOOD)[23]) for read in plain]
+    high, low = (0, 1) if last[0] > last[1] else (1, 0)
+    when = {"probe": probe(MOOD, 1), "above": (last[0] + last[1]) / 2, "of": "prompt"}
+    vector = {"data": {"3": PUSH.tolist()}, "scale": 0.5, "when": when}
+    items = [{"context_ids": context, "target_ids": [target]} for context in contexts]
+    answer = client.logprob(items, steering={"vectors": [vector]}, cache=False)
+    behind_T = (torch.arange(33) >= 23).float()
+    pushed = reference.read([*contexts[high], *target], gate(3, lambda _: behind_T, 0.5))
+    found = [result.targets[0].logprobs for result in answer.results]
+    assert near(found[high], pushed.logprobs[23:], PER_TOKEN)
+    assert near(found[low], plain[low].logprobs[23:], PER_TOKEN)
+    assert np.abs((pushed.logprobs - plain[high].logprobs)[23:]).max() > 0.05
+    assert answer.steering is not None
+    assert answer.steering.vectors[0].passed == 9  # the prompt's last token, and 8 of the target
+    for positions, passed in (("prompt", 1), ("completion", 8), ("predicting", 9)):
+        steering = {"vectors": [vector], "positions": positions}
+        again = client.logprob(items, steering=steering, cache=False)
+        assert again.steering is not None
+        assert again.steering.vectors[0].passed == passed
+
+
+@pytest.mark.parametrize("of", ["token", "prompt"])
+def test_a_conditional_sample_is_scored_with_what_it_was_drawn_with(
+    client: Client, reference: ConditionalReference, of: str
+) -> None:
+    prompts = [draw_ids(12, seed) for seed in range(10, 14)]
+    last = [float(reference.read(ids, None).project(1, MOOD)[11]) for ids in prompts]
+    when = {"probe": probe(MOOD, 1), "above": float(np.mean(sorted(last)[1:3])), "of": of}
+    steering = {"vectors": [{"data": {"2": PUSH.tolist()}, "scale": 0.5, "when": when}]}
+    probes = [probe(MOOD, 1, 2), probe(TOPIC, 3, context=True)]
+    arguments: dict[str, Any] = {
+        "prompt_ids": prompts, "max_tokens": 20, "n": 2, "seed": 8, "ignore_eos": True,
+        "probes": probes, "baseline": True,
+    }  # fmt: skip
+    answer = client.steer(None, steering, **arguments)
+    passed = answer.steering.vectors[0].passed
+    assert passed
+    if of == "prompt":
+        assert passed == 2 * 2 * 20
+    for prompt, result in zip(prompts, answer.results, strict=True):
+        for completion in result.completions:
+            again = score(
+                client, prompt, completion.token_ids, steering=steering, probes=probes, cache=False
+            )
+            assert near(completion.logprobs, np.array(again.logprobs), PER_TOKEN)
+            drawn, scored = by_layer(completion), by_layer(again)
+            for layer in (1, 2, 3):
+                assert near(drawn[layer].before, np.array(scored[layer].before))
+                assert near(drawn[layer].after, np.array(scored[layer].after))
+            assert near(drawn[3].context_before, np.array(scored[3].context_before))
+            assert near(drawn[3].context_after, np.array(scored[3].context_after))
+        assert result.baseline is not None
+        plain = by_layer(result.baseline[0])
+        seen = reference.read([*prompt, *result.baseline[0].token_ids], None)
+        assert near(plain[1].before, seen.project(1, MOOD)[11:31])
+        assert plain[1].after is None
+    pieces: dict[tuple[int, int], list[float | None]] = {}
+    arguments |= {"baseline": False}
+    for event in client.steer_events(None, steering, **arguments):
+        if isinstance(event, SteerPiece):
+            found = by_layer(event)[2]
+            assert len(found.before) == len(event.token_ids)
+            pieces.setdefault((event.prompt, event.completion), []).extend(found.after or [])
+    for p, result in enumerate(answer.results):
+        for c, completion in enumerate(result.completions):
+            assert near(pieces[p, c], np.array(by_layer(completion)[2].after))
+
+
+def test_neighbours_with_other_probes_get_their_own(client: Client) -> None:
+    """Requests with different probes, conditions, neither, at the same time: each as alone."""
+    when = {"probe": probe(MOOD, 1), "above": 0.0}
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"probes": [probe(MOOD, 1)]},
+        {"probes": [probe(TOPIC, layer) for layer in range(4)]},
+        {"steering": {"vectors": [{"data": {"2": PUSH.tolist()}, "scale": 0.3}]}},
+        {"steering": {"vectors": [{"data": {"2": PUSH.tolist()}, "scale": 0.3, "when": when}]},
+         "probes": [probe(PUSH, 2)]},
+        {"steering": {"vectors": [{"data": {"3": PUSH.tolist()}, "op": "ablate",
+                                   "when": when | {"of": "prompt"}}]}},
+    ]  # fmt: skip
+    cases = [(draw_ids(10 + k, 30 + k), draw_ids(6, 60 + k), kinds[k % 6]) for k in range(18)]
+
+    def ask(case: tuple[list[int], list[int], dict[str, Any]]) -> ScoredTarget:
+        return score(client, case[0], case[1], cache=False, **case[2])
+
+    alone = [ask(case) for case in cases]
+    with ThreadPoolExecutor(18) as pool:
+        together = list(pool.map(ask, cases))
+    for case, one, other in zip(cases, alone, together, strict=True):
+        assert near(other.logprobs, np.array(one.logprobs), PER_TOKEN)
+        assert (one.probes is not None) == ("probes" in case[2])
+        for own, beside in zip(one.probes or [], other.probes or [], strict=True):
+            assert near(beside.before, np.array(own.before))
+
+
+def test_texts_and_openai_clients_have_readings(
+    client: Client, reference: ConditionalReference
+) -> None:
+    text = "Once upon a time there was a little girl who had a dog. She was happy. " * 3
+    ids = client.tokenize([text]).results[0].token_ids
+    seen = reference.read(ids, None)
+    asked = [probe(MOOD, 2)]
+    answer = client.perplexity(
+        [text], tokens=True, probes=asked, context_length=24, stride=8, protocol="sliding"
+    )
+    tokens = answer.results[0].tokens
+    assert tokens is not None
+    assert len(by_layer(tokens)[2].before) == len(tokens.positions)
+    whole = client.perplexity([text], tokens=True, probes=asked, cache=False).results[0].tokens
+    assert whole is not None
+    assert near(by_layer(whole)[2].before, seen.project(2, MOOD)[whole.positions])
+    plain = client.generate(
+        None, prompt_ids=[ids], max_tokens=5, temperature=0, probes=asked, ignore_eos=True
+    )
+    wanted = by_layer(plain.results[0].completions[0])[2].before
+    body = {
+        "model": plain.model, "prompt": ids, "max_tokens": 5, "temperature": 0, "probes": asked,
+        "ignore_eos": True,
+    }  # fmt: skip
+    url = f"{client.base_url}/v1/completions"
+    found = httpx.post(url, json=body, timeout=120).json()["choices"][0]
+    assert near(found["probes"][0]["before"], np.array(wanted))
+    chunks = httpx.post(url, json=body | {"stream": True}, timeout=120).text
+    assert chunks.count('"probes"') == 5
+
+
+REFUSALS = [
+    ({"probes": [probe(MOOD, 9)]}, "layers are 0 to"),
+    ({"probes": [probe(MOOD[:5], 1)]}, "activations 128"),
+    ({"probes": [{"name": "nobody"}]}, "nobody"),
+    ({"probes": [probe(MOOD, 1, read="probability")]}, "method logistic"),
+    ({"probes": [probe(MOOD, 1, read="activation")]}, "import-sae"),
+    ({"probes": [{"data": {"1": [0.0] * WIDTH, "2": MOOD.tolist()}}]}, "nothing to read"),
+    ({"probes": [probe(MOOD, 1)], "per_token": False}, "per_token"),
+]
+CONDITIONS = [
+    ({"probe": probe(MOOD, 3), "above": 0.0}, "behind it"),
+    ({"probe": probe(MOOD, 0, 1), "above": 0.0}, "name one"),
+    ({"probe": probe(MOOD, 1)}, "above, below"),
+    ({"probe": probe(MOOD, 1), "above": 2.0, "below": 1.0}, "nothing is above"),
+    ({"probe": probe(MOOD, 1, read="cosine"), "above": 1.5}, "between -1 and 1"),
+    ({"probe": {"name": "nobody"}, "above": 0.0}, "nobody"),
+]
+
+
+@pytest.mark.parametrize(("fields", "reason"), REFUSALS, ids=[reason for _, reason in REFUSALS])
+def test_what_cannot_be_read_is_refused(
+    client: Client, fields: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(APIError, match=reason):
+        score(client, [5, 6], [7], **fields)
+
+
+@pytest.mark.parametrize(("when", "reason"), CONDITIONS, ids=[reason for _, reason in CONDITIONS])
+def test_what_cannot_be_waited_for_is_refused(
+    client: Client, when: dict[str, Any], reason: str
+) -> None:
+    vector = {"data": {"2": PUSH.tolist()}, "when": when}
+    with pytest.raises(APIError, match=reason):
+        score(client, [5, 6], [7], steering={"vectors": [vector]})
+
+
+PAIRS = [
+    {"positive": f"{name} was happy and {verb}.", "negative": f"{name} was sad and {other}."}
+    for name, verb, other in (
+        ("Tom", "smiled", "cried"), ("Lily", "laughed", "wept"), ("Ben", "played", "hid"),
+        ("Mia", "danced", "sat alone"), ("Sam", "sang", "was hurt"),
+    )
+]  # fmt: skip
+
+
+def test_a_trained_vector_reads_probabilities(client: Client) -> None:
+    card = client.vectors.train("glad", PAIRS, method="logistic", layers=[2]).vector
+    assert card.readouts is not None
+    readout = card.readouts["2"]
+    texts = [text for pair in PAIRS for text in (pair["positive"], pair["negative"])]
+    asked = [{"name": "glad"}, {"name": "glad", "read": "probability"}]
+    items = [{"context": text, "targets": [" Then"]} for text in texts]
+    answer = client.logprob(items, probes=asked)
+    read = [result.targets[0].probes for result in answer.results]
+    projections, probabilities = (
+        np.array([found[k].before[0] for found in read if found]) for k in (0, 1)
+    )
+    wanted = 1 / (1 + np.exp(-(readout.slope * projections + readout.bias)))
+    assert np.abs(probabilities - wanted).max() < 1e-4
+    assert (probabilities > 0.5).tolist() == [True, False] * len(PAIRS)
+    ids = client.tokenize([" ".join(texts)]).results[0].token_ids
+    passed = []
+    for when in (
+        {"probe": {"name": "glad", "read": "probability"}, "above": 0.5},
+        {"probe": {"name": "glad"}, "above": -readout.bias / readout.slope},
+        {"probe": {"name": "glad"}, "above": -1e30},
+    ):
+        vector = {"data": {"3": PUSH.tolist()}, "when": when}
+        scored = client.logprob(
+            [{"context_ids": ids[:-1], "target_ids": [ids[-1:]]}],
+            steering={"vectors": [vector]}, cache=False,
+        )  # fmt: skip
+        assert scored.steering is not None
+        passed.append(scored.steering.vectors[0].passed)
+    assert passed[0] == passed[1]
+    assert 0 < (passed[0] or 0) < (passed[2] or 0) == len(ids) - 1
+    with pytest.raises(APIError, match="between 0 and 1"):
+        when = {"probe": {"name": "glad", "read": "probability"}, "above": 1.0}
+        score(client, [5], [6], steering={"vectors": [{"name": "glad", "when": when}]})
