@@ -326,6 +326,7 @@ class ClientMethods(Caller):
         protocol: Protocol | NotGiven = NOT_GIVEN,
         context_length: int | NotGiven | None = NOT_GIVEN,
         stride: int | NotGiven | None = NOT_GIVEN,
+        rows: int | NotGiven | None = NOT_GIVEN,
         windows: bool | NotGiven = NOT_GIVEN,
         tokens: bool | NotGiven = NOT_GIVEN,
         reference: str | NotGiven | None = NOT_GIVEN,
@@ -353,7 +354,9 @@ class ClientMethods(Caller):
             policy: What the policy columns refer to.
             protocol: The window protocol. Default sliding.
             context_length: Tokens in a window; None: the model's own context length.
-            stride: Tokens by which a sliding window moves; None: half of context_length.
+            stride: Tokens by which a window of sliding or exl3 moves; None: half of
+                context_length, and for exl3 all of it.
+            rows: Windows of exl3, at most; None: 100, as in ExLlamaV3's script.
             windows: List the score of every window. Default False.
             tokens: List the columns of every scored token. Default False.
             reference: A second resident model with the same vocabulary to compare with, as it
@@ -376,6 +379,7 @@ class ClientMethods(Caller):
             protocol=protocol,
             context_length=context_length,
             stride=stride,
+            rows=rows,
             windows=windows,
             tokens=tokens,
             reference=reference,
@@ -400,6 +404,7 @@ class ClientMethods(Caller):
         protocol: Protocol | NotGiven = NOT_GIVEN,
         context_length: int | NotGiven | None = NOT_GIVEN,
         stride: int | NotGiven | None = NOT_GIVEN,
+        rows: int | NotGiven | None = NOT_GIVEN,
         windows: bool | NotGiven = NOT_GIVEN,
         tokens: bool | NotGiven = NOT_GIVEN,
         reference: str | NotGiven | None = NOT_GIVEN,
@@ -429,7 +434,9 @@ class ClientMethods(Caller):
             policy: What the policy columns refer to.
             protocol: The window protocol. Default sliding.
             context_length: Tokens in a window; None: the model's own context length.
-            stride: Tokens by which a sliding window moves; None: half of context_length.
+            stride: Tokens by which a window of sliding or exl3 moves; None: half of
+                context_length, and for exl3 all of it.
+            rows: Windows of exl3, at most; None: 100, as in ExLlamaV3's script.
             windows: List the score of every window. Default False.
             tokens: List the columns of every scored token. Default False.
             reference: A second resident model with the same vocabulary to compare with, as it
@@ -452,6 +459,7 @@ class ClientMethods(Caller):
             protocol=protocol,
             context_length=context_length,
             stride=stride,
+            rows=rows,
             windows=windows,
             tokens=tokens,
             reference=reference,
@@ -469,6 +477,7 @@ class ClientMethods(Caller):
         protocol: Protocol | NotGiven = NOT_GIVEN,
         context_length: int | NotGiven | None = NOT_GIVEN,
         stride: int | NotGiven | None = NOT_GIVEN,
+        rows: int | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
@@ -493,7 +502,9 @@ class ClientMethods(Caller):
                 this request kept. They are the same numbers, bit for bit. Default True.
             protocol: The window protocol. Default sliding.
             context_length: Tokens in a window; None: the model's own context length.
-            stride: Tokens by which a sliding window moves; None: half of context_length.
+            stride: Tokens by which a window of sliding or exl3 moves; None: half of
+                context_length, and for exl3 all of it.
+            rows: Windows of exl3, at most; None: 100, as in ExLlamaV3's script.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
@@ -509,6 +520,7 @@ class ClientMethods(Caller):
             protocol=protocol,
             context_length=context_length,
             stride=stride,
+            rows=rows,
             steering=steering,
             override=override,
             adapter=adapter,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import httpx
 
@@ -25,6 +25,8 @@ from logsteer.cli.terminal import Command, decode_text, given, show
 from logsteer.cli.vectors import add_vector_commands
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
+from logsteer.extras.datasets import name_source
+from logsteer.extras.texts import JOIN, JoinedRows
 from logsteer.schemas import PerplexityAnswer
 
 EXAMPLES = """examples:
@@ -33,6 +35,8 @@ EXAMPLES = """examples:
   logsteer score "2 + 2 =" 4 --space both --top 3 --json
   logsteer perplexity book.txt --protocol rolling --context-length 512
   zcat corpus.gz | logsteer perplexity -
+  logsteer perplexity --dataset Salesforce/wikitext/wikitext-2-raw-v1 --split test \\
+      --protocol exl3 --context-length 2048
   logsteer tokenize "Hello world"
   logsteer selftest demo --against demo-tlens
   logsteer vectors train happy pairs.jsonl --method pca --layers 10,11,12
@@ -48,7 +52,9 @@ Exit status: 0 done, 1 refused or not reached, 2 wrong usage, 130 interrupted.
 """
 
 _SCORING = {"boundary": None, "space": None, "top": "N"}
-_WINDOWS = {"protocol": None, "context_length": "TOKENS", "stride": "TOKENS", "bos": None}
+_WINDOWS = {
+    "protocol": None, "context_length": "TOKENS", "stride": "TOKENS", "rows": "N", "bos": None,
+}  # fmt: skip
 """Options of a command that are parameters of its call -> what stands for a value in the help."""
 
 
@@ -94,7 +100,9 @@ def _build_parser() -> argparse.ArgumentParser:
     models = add("models", help="list the models and their state")
     models.set_defaults(command=_show_models)
     _add_score(add("score", help="log-probability of each target after a context"))
-    _add_perplexity(add("perplexity", help="log-likelihood of a text file of any length"))
+    _add_perplexity(
+        add("perplexity", help="log-likelihood of a text file or data set of any length")
+    )
     tokenize = add("tokenize", help="cut a text into tokens")
     tokenize.add_argument("text", metavar="TEXT")
     tokenize.set_defaults(command=_show_tokens)
@@ -128,7 +136,16 @@ def _add_score(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_perplexity(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="UTF-8 text; - is standard input")
+    text = parser.add_mutually_exclusive_group(required=True)
+    text.add_argument("file", metavar="FILE", nargs="?", help="UTF-8 text; - is standard input")
+    text.add_argument(
+        "--dataset", metavar="NAME[/CONFIG]",
+        help="of the Hugging Face hub, or a directory like one; or a file of JSON lines",
+    )  # fmt: skip
+    rows = parser.add_argument_group("data sets")
+    rows.add_argument("--split", metavar="SPLIT", help="default test")
+    rows.add_argument("--column", metavar="NAME", help="what is read of a row; default text")
+    rows.add_argument("--join", metavar="TEXT", help="stands between rows; default two newlines")
     add_options(parser, "perplexity_stream", _WINDOWS)
     add_steering_options(parser)
     parser.set_defaults(command=_show_perplexity)
@@ -166,7 +183,14 @@ def _show_tokens(client: Client, arguments: argparse.Namespace) -> None:
 def _show_perplexity(client: Client, arguments: argparse.Namespace) -> None:
     own = given(arguments, *_WINDOWS)
     options: Any = {**own, **read_changes(arguments)}
-    if arguments.file == "-":
+    rows = given(arguments, "split", "column", "join")
+    if arguments.dataset is not None:
+        source = name_source(arguments.dataset, rows.get("split"))
+        joined = JoinedRows(source, rows.get("column", "text"), rows.get("join", JOIN))
+        answer = _score_file(client, cast(BinaryIO, joined), options)
+    elif rows:
+        raise LogsteerError(f"--{next(iter(rows))} goes with --dataset; leave it out")
+    elif arguments.file == "-":
         answer = _score_file(client, sys.stdin.buffer, options)
     else:
         with Path(arguments.file).open("rb") as file:

@@ -21,6 +21,7 @@ from logsteer.schemas import (
     ModelList,
     PerplexityAnswer,
     PromptCompletions,
+    Provenance,
     SelftestCheck,
     SteeringReceipt,
     SweepAnswer,
@@ -77,7 +78,7 @@ def draw_perplexity(answer: PerplexityAnswer) -> Table:
         "sum of logprobs": _number(total.sum_logprob),
         "tokens scored": f"{total.num_scored} of {total.num_tokens}",
         "words, bytes": f"{total.num_words}, {total.num_bytes}",
-        "protocol": answer.provenance.protocol or "",
+        "protocol": _describe_windows(answer.provenance),
         "model": answer.model,
     }
     if total.flags:
@@ -85,6 +86,16 @@ def draw_perplexity(answer: PerplexityAnswer) -> Table:
     for name, value in rows.items():
         table.add_row(name, Text(value))
     return table
+
+
+def _describe_windows(made: Provenance) -> str:
+    """Write how a text was cut: `exl3, windows of 2048 tokens, stride 2048, at most 100`."""
+    if made.protocol is None:
+        return ""
+    rows = "" if made.rows is None else f", at most {made.rows}"
+    if made.context_length is None:  # a server that does not say it
+        return made.protocol
+    return f"{made.protocol}, windows of {made.context_length} tokens, stride {made.stride}{rows}"
 
 
 def draw_tokens(encoded: Encoded) -> Table:

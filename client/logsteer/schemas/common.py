@@ -293,6 +293,13 @@ class Provenance(Reply):
     vocab_size: int = Field(description="Number of logits that the softmax ran over.")
     tokenizer_digest: str
     protocol: str | None = Field(default=None, description="Window protocol, where one applies.")
+    context_length: int | None = Field(
+        default=None, description="Tokens in a window of it, at most."
+    )
+    stride: int | None = Field(default=None, description="Tokens from one window to the next.")
+    rows: int | None = Field(
+        default=None, description="Windows that were scored at most, with protocol exl3."
+    )
 
 
 class Answer(Reply):

@@ -20,6 +20,7 @@ from logsteer_server.models.cache import Computed, MissingJob, ResultCache, dige
 from logsteer_server.models.timer import WorkTimer
 from logsteer_server.settings import ModelSettings
 from logsteer_server.text.tokenizer import TextCodec
+from logsteer_server.text.windows import Windowing
 
 log = logging.getLogger(__name__)
 
@@ -224,9 +225,9 @@ class ResidentModel:
         return card
 
     def provenance(
-        self, protocol: str | None = None, precision: Precision = "float32"
+        self, windowing: Windowing | None = None, precision: Precision = "float32"
     ) -> Provenance:
-        """Say what computes this model's numbers."""
+        """Say what computes this model's numbers, and how a text was cut where one was."""
         codec, info = self._codec, self.handle.info
         assert codec is not None and info is not None
         return Provenance(
@@ -245,5 +246,8 @@ class ResidentModel:
             batch_invariant=info.batch_invariant,
             vocab_size=info.vocab_size,
             tokenizer_digest=codec.digest,
-            protocol=protocol,
+            protocol=windowing and windowing.protocol,
+            context_length=windowing and windowing.context_length,
+            stride=windowing and windowing.stride,
+            rows=windowing and windowing.rows,
         )
