@@ -23,7 +23,7 @@ from logsteer.errors import APIError
 from logsteer_server.stores.formats.gguf_file import parse_gguf, render_gguf
 from logsteer_server.stores.formats.pt_file import PickledVector
 from logsteer_server.stores.formats.vector_file import read_file, write_file
-from logsteer_server.stores.layer_vectors import LayerVectors
+from logsteer_server.stores.layer_vectors import LayerVectors, Readout
 from tests.server import forked_reader
 
 FILES = Path(__file__).parent / "vector_files"
@@ -76,6 +76,42 @@ def test_ours_comes_back() -> None:
         assert read_file(data, form).format == form  # type: ignore[arg-type]
     attention = LayerVectors({0: NUMBERS[1]}, "attn.hook_z")
     assert read_file(write_file(attention, "safetensors", None)).vectors == attention
+
+
+TOLD = LayerVectors(NUMBERS, readouts={2: Readout("relu", 1.5, -0.25, 0.5)})
+
+
+def test_readouts_come_back() -> None:
+    for form in ("safetensors", "gguf"):
+        read = read_file(write_file(TOLD, form, "llama"))  # type: ignore[arg-type]
+        assert read.vectors == TOLD
+        assert read.vectors.readouts == {2: Readout("relu", 1.5, -0.25, 0.5)}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("no JSON", "no readouts by layer"),
+        ("[]", "no readouts by layer"),
+        ("[" * 10_000, "no readouts by layer"),
+        ('{"2": 1}', "no readouts by layer"),
+        ('{"two": {"kind": "relu", "slope": 1, "bias": 0}}', "no readouts by layer"),
+        ('{"2": {"kind": "relu", "slope": 1}}', "no readouts by layer"),
+        ('{"2": {"kind": "relu", "slope": 1, "bias": 0, "more": 0}}', "no readouts by layer"),
+        ('{"2": {"kind": "relu", "slope": NaN, "bias": 0}}', "slope is nan"),
+        ('{"2": {"kind": ["relu"], "slope": 1, "bias": 0}}', "kind is"),
+        ('{"9": {"kind": "relu", "slope": 1, "bias": 0}}', "a readout for layer 9"),
+    ],
+)
+def test_files_with_readouts_that_cannot_be_used_are_refused(text: str, reason: str) -> None:
+    tensors = {str(layer): torch.tensor(numbers) for layer, numbers in NUMBERS.items()}
+    refuse(safetensors.torch.save(tensors, {"logsteer.readouts": text, "else": "x"}), reason)
+    refuse(render_gguf(NUMBERS, "llama", {"logsteer.readouts": text}), reason)
+
+
+def test_metadata_of_others_is_passed_over() -> None:
+    tensors = {str(layer): torch.tensor(numbers) for layer, numbers in NUMBERS.items()}
+    assert read_file(safetensors.torch.save(tensors, {"format": "pt"})).vectors == VECTORS
 
 
 def test_torch_reads_our_safetensors() -> None:

@@ -7,13 +7,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from logsteer.errors import APIError, NotFoundError, PayloadTooLargeError
 from logsteer_server.stores import vectors as vectors_module
-from logsteer_server.stores.layer_vectors import LayerVectors, parse_content
+from logsteer_server.stores.layer_vectors import LayerVectors, Readout, parse_content
 from logsteer_server.stores.store import VECTORS, Store, StoredContent, StoreListing
 from logsteer_server.stores.vectors import VectorStore
 from tests.server.store_cases import ABOUT
@@ -63,6 +64,51 @@ def test_the_address_depends_on_hook_and_numbers_alone() -> None:
     assert one.sha256 != LayerVectors({2: one.layers[2]}).sha256
     zero = LayerVectors({0: np.array([0.0, 1.0])})
     assert zero.sha256 == LayerVectors({0: np.array([-0.0, 1.0])}).sha256
+
+
+READOUTS = {10: Readout("relu", 1.5, -0.25, 0.5), 2: Readout("logistic", 2.0, -1.5)}
+
+
+def test_readouts_are_part_of_the_content(store: VectorStore, tmp_path: Path) -> None:
+    plain = make(1)
+    told = LayerVectors(plain.layers, readouts=READOUTS)
+    turned = LayerVectors(plain.layers, readouts=dict(reversed(READOUTS.items())))
+    assert told.sha256 == turned.sha256 != plain.sha256
+    assert told.sha256 == "abeda58ca20d547c7ca9b46a6d4285c85176d39537c3fa918c0e9386367dfe80"
+    assert told != LayerVectors(plain.layers, readouts={2: READOUTS[2]}) != plain
+    assert LayerVectors(plain.layers, readouts={}).sha256 == plain.sha256
+    store.put("a", told, ABOUT)
+    assert store.put("b", plain, ABOUT).readouts is None
+    fresh = open_store(tmp_path)
+    assert fresh.find("a").vectors.readouts == dict(READOUTS)
+    card = fresh.files.describe("a").model_dump()
+    assert card["readouts"] == {
+        "2": {"kind": "logistic", "slope": 2.0, "bias": -1.5, "threshold": 0.0},
+        "10": {"kind": "relu", "slope": 1.5, "bias": -0.25, "threshold": 0.5},
+    }
+
+
+@pytest.mark.parametrize(
+    ("layer", "fields", "reason"),
+    [
+        (3, ("logistic", 1.0, 0.0), "a readout for layer 3, and no direction"),
+        (7, ("logistic", 1.0, 0.0), "a readout for layer 7, and no direction"),
+        (1, ("sigmoid", 1.0, 0.0), "kind is 'sigmoid', not logistic or relu"),
+        (1, ("relu", np.nan, 0.0), "slope is nan"),
+        (1, ("relu", 1.0, -np.inf), "bias is -inf"),
+        (1, ("relu", 1.0, True), "bias is True"),
+        (1, ("relu", 1.0, "0"), "bias is 0;"),
+        (1, ("relu", 1.0, 10**400), "bias is 1000"),
+        (1, ("relu", 1.0, 0.0, -1.0), "threshold is below 0"),
+        (1, ("logistic", 1.0, 0.0, 1.0), "which only relu has"),
+    ],
+)
+def test_readouts_that_cannot_be_used_are_refused(
+    layer: int, fields: tuple[Any, ...], reason: str
+) -> None:
+    with pytest.raises(APIError, match=reason) as caught:
+        LayerVectors({1: np.ones(3), 7: np.zeros(3)}, readouts={layer: Readout(*fields)})
+    assert caught.value.code == "invalid_vector"
 
 
 def test_vectors_are_copies_that_nobody_changes() -> None:

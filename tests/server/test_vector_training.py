@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.decomposition import PCA
+from sklearn.linear_model import LogisticRegression
 
 from logsteer.errors import APIError
 from logsteer.schemas import TrainMethod, TrainRequest
 from logsteer_server.contract.jobs import CaptureJob, CaptureOutput
-from logsteer_server.stores.layer_vectors import LayerVectors
+from logsteer_server.stores.layer_vectors import LayerVectors, Readout
 from logsteer_server.tasks.training import (
     CaptureSite,
     TrainedVectors,
@@ -83,6 +84,28 @@ def test_logistic_is_as_long_as_the_means_are_apart_along_it() -> None:
         assert apart @ vector / length == pytest.approx(length, rel=1e-4)
 
 
+def test_a_logistic_readout_gives_the_regression_s_probability() -> None:
+    positive, negative = draw()
+    positive += 5  # away from 0, so that the centre counts
+    negative += 5
+    trained = train(positive, negative, "logistic").vectors
+    random = np.random.default_rng(1)
+    for place, layer in enumerate(LAYERS):
+        both = np.concatenate([positive[:, place], negative[:, place]]).astype(float)
+        centre, spread = both.mean(0), (both - both.mean(0)).std()
+        labels = np.repeat([1, 0], len(positive))
+        model = LogisticRegression(max_iter=1000).fit((both - centre) / spread, labels)
+        x = 5 + 3 * random.standard_normal((50, WIDTH))
+        vector = trained.layers[layer].astype(float)
+        readout = trained.readouts[layer]
+        z = readout.slope * (x @ vector) / np.linalg.norm(vector) + readout.bias
+        expected = model.predict_proba((x - centre) / spread)[:, 1]
+        assert readout.kind == "logistic"
+        assert np.ptp(expected) > 0.5
+        assert np.allclose(1 / (1 + np.exp(-z)), expected, atol=1e-6)
+    assert not train(positive, negative, "pca").vectors.readouts
+
+
 @pytest.mark.parametrize("method", ["mean_difference", "pca", "logistic"])
 def test_every_method_finds_the_axis_and_points_to_the_positives(method: TrainMethod) -> None:
     positive, negative = draw(num_pairs=200)
@@ -116,6 +139,7 @@ def test_a_layer_where_nothing_differs_is_zero_and_of_no_quality() -> None:
     for method in ("mean_difference", "pca", "logistic"):
         trained = train(positive, negative, method)  # type: ignore[arg-type]
         assert not trained.vectors.layers[5].any()
+        assert 5 not in trained.vectors.readouts
         assert trained.quality[5].auc == 0.5
         assert trained.quality[5].explained_variance == 0
 
@@ -199,6 +223,7 @@ def vectors(**layers: list[float]) -> LayerVectors:
 
 def test_a_sum_unites_layers() -> None:
     one, other = vectors(l1=[1, 2], l2=[3, 4]), vectors(l2=[10, 0], l7=[0, 1])
+    one = LayerVectors(one.layers, readouts={1: Readout("logistic", 1.0, 0.0)})
     summed = combine_vectors([(one, 2.0), (other, -1.0)])
     assert summed == vectors(l1=[2, 4], l2=[-4, 8], l7=[0, -1])
 

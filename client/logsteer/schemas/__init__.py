@@ -129,6 +129,7 @@ from logsteer.schemas.vectors import (
     VectorFormat,
     VectorList,
     VectorPart,
+    VectorReadout,
     WeightedVector,
 )
 
@@ -242,6 +243,7 @@ __all__ = [
     "VectorFormat",
     "VectorList",
     "VectorPart",
+    "VectorReadout",
     "Verdict",
     "WeightedVector",
     "WindowEvent",

@@ -61,18 +61,34 @@ class VectorAbout(Reply):
     orthogonal_to: list[VectorPart] | None = None
 
 
+class VectorReadout(Reply):
+    """What the projection c = x . v / |v| of an activation x on a layer's vector v means.
+
+    With z = slope c + bias, `logistic` is a probability, 1 / (1 + exp(-z)), and `relu` the
+    activation of a feature of a sparse autoencoder: z where it is above `threshold`, else 0.
+    """
+
+    kind: Literal["logistic", "relu"]
+    slope: float
+    bias: float
+    threshold: float = 0.0
+
+
 class VectorCard(Reply):
     """One stored vector."""
 
     name: str
     sha256: str = Field(
-        description="Content address: of its safetensors file, which depends on hook and numbers "
-        "alone."
+        description="Content address: of its safetensors file, which depends on hook, numbers and "
+        "readouts alone."
     )
     hook: str
     layers: list[int]
     width: int = Field(description="Numbers of each layer: the model's hidden size.")
     norms: dict[str, float] = Field(description="Euclidean norm, by layer.")
+    readouts: dict[str, VectorReadout] | None = Field(
+        default=None, description="What a projection on the vector means, by layer; null: unknown."
+    )
     bytes: int
     created: str = Field(description="When the name was given this content: RFC 3339, UTC.")
     about: VectorAbout

@@ -4,11 +4,13 @@ Axis letters: D width of an activation.
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from types import MappingProxyType
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from logsteer.errors import APIError, api_error
+from logsteer.schemas.steering import FLOAT32_MAX
 
 Vector = npt.NDArray[np.float32]
 
@@ -27,16 +30,56 @@ _HOOK = re.compile(r"[A-Za-z0-9_.]{1,128}")
 _NAME = re.compile(r"blocks\.(0|[1-9][0-9]{0,5})\.([A-Za-z0-9_.]+)")
 
 
+READOUTS = "logsteer.readouts"
+"""The entry of a file's metadata that has the readouts: JSON, by layer."""
+ReadoutKind = Literal["logistic", "relu"]
+
+
+@dataclass(frozen=True, slots=True)
+class Readout:
+    """What the projection c = x . v / |v| of an activation x on one layer's vector v means.
+
+    With z = slope c + bias, `logistic` is the probability 1 / (1 + exp(-z)), and `relu` the
+    activation of a feature: z where z > `threshold`, else 0 (JumpReLU of sparse autoencoders,
+    arXiv 2407.14435; 0 is ReLU). Errors: APIError `invalid_vector`.
+    """
+
+    kind: ReadoutKind
+    slope: float
+    bias: float
+    threshold: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(ReadoutKind):
+            raise invalid_vector(
+                f"a readout's kind is {str(self.kind)[:80]!r}, not logistic or relu."
+            )
+        for name in ("slope", "bias", "threshold"):
+            number = getattr(self, name)
+            is_number = isinstance(number, int | float) and not isinstance(number, bool)
+            if not is_number or not abs(number) <= FLOAT32_MAX:
+                raise invalid_vector(
+                    f"a readout's {name} is {str(number)[:80]}; give a number that float32 holds."
+                )
+            object.__setattr__(self, name, float(number))
+        if self.kind == "logistic" and self.threshold:
+            raise invalid_vector("a logistic readout has a threshold, which only relu has.")
+        if self.threshold < 0:
+            raise invalid_vector("a readout's threshold is below 0, where no activation is.")
+
+
 @dataclass(frozen=True, eq=False)
 class LayerVectors:
-    """Checked vectors by layer, ascending; equal where hook and numbers are equal.
+    """Checked vectors by layer, ascending; equal where hook, numbers and readouts are equal.
 
     Layer L with hook `resid_post` is the residual stream that leaves block L, 0-based. The arrays
-    are read-only copies of what was given. Errors: APIError `invalid_vector`.
+    are read-only copies of what was given. `readouts` says by layer what a projection means, where
+    that is known. Errors: APIError `invalid_vector`.
     """
 
     layers: Mapping[int, Vector]
     hook: str = RESID_POST
+    readouts: Mapping[int, Readout] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not _HOOK.fullmatch(self.hook):
@@ -59,6 +102,13 @@ class LayerVectors:
         if not any(vector_D.any() for vector_D in checked.values()):
             raise invalid_vector("every number is 0, so it would change nothing.")
         object.__setattr__(self, "layers", MappingProxyType(checked))
+        readouts = {layer: self.readouts[layer] for layer in sorted(self.readouts)}
+        for layer in readouts:
+            if layer not in checked or not checked[layer].any():
+                raise invalid_vector(
+                    f"it has a readout for layer {layer}, and no direction there to project on."
+                )
+        object.__setattr__(self, "readouts", MappingProxyType(readouts))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LayerVectors) and self.sha256 == other.sha256
@@ -85,12 +135,15 @@ class LayerVectors:
 
     @cached_property
     def content(self) -> bytes:
-        """The vectors as a safetensors file: one float32 tensor a layer, and no metadata.
+        """The vectors as a safetensors file: one float32 tensor a layer.
 
-        The file depends on hook and numbers alone. A test pins its bytes, because they are what
-        the content address is made of.
+        Its metadata has the readouts, and is not there without any. The file depends on hook,
+        numbers and readouts alone. A test pins its bytes, because they are what the content address
+        is made of.
         """
-        return save({name_tensor(layer, self.hook): v for layer, v in self.layers.items()})
+        metadata = {READOUTS: render_readouts(self.readouts)} if self.readouts else None
+        tensors = {name_tensor(layer, self.hook): v for layer, v in self.layers.items()}
+        return save(tensors, metadata)
 
     @cached_property
     def sha256(self) -> str:
@@ -122,6 +175,29 @@ def parse_tensor_name(name: str) -> tuple[int, str] | None:
     return int(found[1]), RESID_POST if hook == "out" else hook
 
 
+def render_readouts(readouts: Mapping[int, Readout]) -> str:
+    """Return readouts as the JSON that files have, in one form for equal readouts."""
+    return json.dumps({str(layer): asdict(one) for layer, one in readouts.items()}, sort_keys=True)
+
+
+def parse_readouts(text: str) -> dict[int, Readout]:
+    """Return what `render_readouts` wrote. Errors: APIError `invalid_vector`."""
+    try:
+        return {int(layer): Readout(**one) for layer, one in json.loads(text).items()}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise invalid_vector(
+            f"its {READOUTS} is no readouts by layer, such as "
+            '{"3": {"kind": "logistic", "slope": 2.0, "bias": -1.5}}.'
+        ) from error
+
+
+def read_metadata(content: bytes) -> dict[str, str]:
+    """Return the metadata of a safetensors file that its library has read."""
+    size = int.from_bytes(content[:8], "little")
+    metadata: dict[str, str] = json.loads(content[8 : 8 + size]).get("__metadata__") or {}
+    return metadata
+
+
 def parse_content(content: bytes) -> LayerVectors:
     """Return the vectors of `LayerVectors.content`. Errors: ValueError for anything else."""
     try:
@@ -139,7 +215,8 @@ def parse_content(content: bytes) -> LayerVectors:
     if len(hooks) != 1:
         raise ValueError(f"one hook is expected, got {sorted(hooks)}")
     try:
-        return LayerVectors(layers, hooks.pop())
+        readouts = parse_readouts(read_metadata(content).get(READOUTS, "{}"))
+        return LayerVectors(layers, hooks.pop(), readouts)
     except APIError as error:
         raise ValueError(error.detail) from error
 

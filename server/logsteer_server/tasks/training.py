@@ -25,7 +25,7 @@ from logsteer_server.contract.jobs import CaptureJob, CaptureOutput
 from logsteer_server.interventions.interventions import Stores
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
-from logsteer_server.stores.layer_vectors import LayerVectors, Vector, invalid_vector
+from logsteer_server.stores.layer_vectors import LayerVectors, Readout, Vector, invalid_vector
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import Batch, Collector, Task, check_count
 from logsteer_server.text.tokenizer import TextCodec
@@ -112,28 +112,33 @@ def train_vectors(
     if not np.isfinite(stacked_NLD).all():
         raise invalid_vector("the model's activations have numbers that are not finite.")
     layers: dict[int, Vector] = {}
+    readouts: dict[int, Readout] = {}
     quality: dict[int, LayerQuality] = {}
     for place, layer in enumerate(jobs[0].layers):
         both_ND = stacked_NLD[:, place].astype(np.float64)
         positive_ND, negative_ND = both_ND[0::2], both_ND[1::2]
-        vector_D = _make_vector(positive_ND, negative_ND, method)
+        vector_D, readout = _make_vector(positive_ND, negative_ND, method)
         layers[layer] = vector_D.astype(np.float32)
+        if readout is not None and layers[layer].any():
+            readouts[layer] = readout
         quality[layer] = judge_vector(vector_D, positive_ND, negative_ND)
     if not any(vector_D.any() for vector_D in layers.values()):
         raise invalid_vector(
             "the activations of positive and negative texts do not differ at any layer; read mean "
             "in place of last, or choose texts whose last token differs in what came before."
         )
-    return TrainedVectors(LayerVectors(layers, jobs[0].hook), quality)
+    return TrainedVectors(LayerVectors(layers, jobs[0].hook, readouts), quality)
 
 
-def _make_vector(positive_ND: Double, negative_ND: Double, method: TrainMethod) -> Double:
+def _make_vector(
+    positive_ND: Double, negative_ND: Double, method: TrainMethod
+) -> tuple[Double, Readout | None]:
     if method == "pca":
-        return find_principal_direction(positive_ND - negative_ND)
+        return find_principal_direction(positive_ND - negative_ND), None
     if method == "logistic":
         return find_boundary_normal(positive_ND, negative_ND)
     mean_D: Double = positive_ND.mean(0) - negative_ND.mean(0)
-    return mean_D
+    return mean_D, None
 
 
 def find_principal_direction(differences_ND: Double) -> Double:
@@ -163,30 +168,36 @@ def find_principal_direction(differences_ND: Double) -> Double:
     return direction
 
 
-def find_boundary_normal(positive_ND: Double, negative_ND: Double) -> Double:
+def find_boundary_normal(positive_ND: Double, negative_ND: Double) -> tuple[Double, Readout | None]:
     """Return the normal [D] of a logistic regression's boundary, as long as the means are apart.
 
-    The activations are centred and divided by one number, the root mean square of what is left, so
-    that the penalty (L2, C = 1) means the same for every model and no direction is favoured. With u
-    the unit normal and m the difference of the means, the result is (m . u) u.
+    The activations are centred and divided by one number, the root mean square s of what is left,
+    so that the penalty (L2, C = 1) means the same for every model and no direction is favoured.
+    With u the unit normal and m the difference of the means, the result is (m . u) u. The readout
+    gives the regression's probability of "positive" on activations x as they are: with weights w,
+    intercept b and centre k it is that of w . (x - k) / s + b = (|w| / s) (x . u) + b - w . k / s.
     """
     from sklearn.linear_model import LogisticRegression
 
     mean_difference_D = positive_ND.mean(0) - negative_ND.mean(0)
     both_ND = np.concatenate([positive_ND, negative_ND])
-    centred_ND = both_ND - both_ND.mean(0)
+    centre_D = both_ND.mean(0)
+    centred_ND = both_ND - centre_D
     spread = np.sqrt((centred_ND**2).mean())
     if spread == 0:
-        return np.zeros(both_ND.shape[1])
+        return np.zeros(both_ND.shape[1]), None
     labels_N = np.repeat([1, 0], len(positive_ND))
     model = LogisticRegression(max_iter=1000).fit(centred_ND / spread, labels_N)
-    normal_D = model.coef_[0]
-    length = np.linalg.norm(normal_D)
+    weights_D = model.coef_[0] / spread
+    length = np.linalg.norm(weights_D)
     if length == 0:
-        return np.zeros(both_ND.shape[1])
-    normal_D = normal_D / length
-    vector: Double = (mean_difference_D @ normal_D) * normal_D
-    return vector
+        return np.zeros(both_ND.shape[1]), None
+    normal_D = weights_D / length
+    apart = float(mean_difference_D @ normal_D)
+    # The vector may point against the normal; projections are on the vector.
+    slope = float(np.copysign(length, apart))
+    bias = float(model.intercept_[0] - weights_D @ centre_D)
+    return apart * normal_D, Readout("logistic", slope, bias)
 
 
 def judge_vector(vector_D: Double, positive_ND: Double, negative_ND: Double) -> LayerQuality:
@@ -216,7 +227,8 @@ def combine_vectors(
 ) -> LayerVectors:
     """Sum vectors by weight, layer by layer, less what the sum shares with `orthogonal_to`.
 
-    A layer that some of the vectors lack sums the others. Errors: APIError `invalid_vector` where
+    A layer that some of the vectors lack sums the others. Readouts are left behind: they are about
+    projections on the vectors as they were. Errors: APIError `invalid_vector` where
     they do not fit together, or nothing is left.
     """
     everything = [vectors for vectors, _ in parts] + list(orthogonal_to)

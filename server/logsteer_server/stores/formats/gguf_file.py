@@ -14,6 +14,7 @@ size is compared with the bytes that are there before it is believed.
 """
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,12 +159,20 @@ def _read_place(cursor: _Cursor) -> tuple[str, int, str, int]:
     return name, dims[0], _DTYPES[kind], cursor.number("<Q")
 
 
-def render_gguf(directions: dict[int, npt.NDArray[np.float32]], model_hint: str) -> bytes:
-    """Return a control vector file with `direction.N` for each layer N, as repeng writes it."""
+def render_gguf(
+    directions: Mapping[int, npt.NDArray[np.float32]],
+    model_hint: str,
+    further: Mapping[str, str] | None = None,
+) -> bytes:
+    """Return a control vector file with `direction.N` for each layer N, as repeng writes it.
+
+    `further` are strings that its metadata has besides.
+    """
     fields = [
         ("general.architecture", _STRING, _render_string(ARCHITECTURE)),
         (f"{ARCHITECTURE}.model_hint", _STRING, _render_string(model_hint)),
         (f"{ARCHITECTURE}.layer_count", _UINT32, struct.pack("<I", len(directions))),
+        *((name, _STRING, _render_string(text)) for name, text in (further or {}).items()),
     ]
     head = [MAGIC, struct.pack("<IQQ", 3, len(directions), len(fields))]
     for name, kind, value in fields:

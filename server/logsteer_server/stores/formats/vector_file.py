@@ -7,7 +7,9 @@
 | `gguf` | `direction.N` |
 
 N is the 0-based block whose output the vector is for, whatever the format; `gguf_file` has the
-evidence for control vectors. A tensor is [D], or has further axes of length 1 in front.
+evidence for control vectors. A tensor is [D], or has further axes of length 1 in front. Readouts
+are an entry `logsteer.readouts` of the metadata of safetensors and of GGUF, whose other readers
+pass over it.
 """
 
 import os
@@ -26,10 +28,15 @@ from logsteer_server.stores.formats.gguf_file import MAGIC, parse_gguf, render_g
 from logsteer_server.stores.formats.pt_file import REFUSED
 from logsteer_server.stores.layer_vectors import (
     MAX_LAYERS,
+    READOUTS,
     RESID_POST,
     LayerVectors,
+    Readout,
     invalid_vector,
+    parse_readouts,
     parse_tensor_name,
+    read_metadata,
+    render_readouts,
 )
 
 Array = npt.NDArray[np.floating]
@@ -71,18 +78,21 @@ def read_file(data: bytes, given: VectorFormat | None = None) -> ReadFile:
     It may start a process and wait for it. Errors: APIError `invalid_vector`.
     """
     name = given or sniff_format(data)
-    hint = None
+    hint, readouts = None, "{}"
     if name == "gguf":
         try:
             content = parse_gguf(data)
         except ValueError as error:
             raise invalid_vector(f"the GGUF file cannot be read: {error}.") from error
         tensors, hint = content.tensors, content.model_hint
+        readouts = content.fields.get(READOUTS, readouts)
     elif name == "pt":
         tensors = _read_safetensors(_convert_pt(data))
     else:
         tensors = _read_safetensors(data)
-    return ReadFile(_place_tensors(tensors), name, hint[:200] if hint else None)
+        readouts = read_metadata(data).get(READOUTS, readouts)
+    vectors = _place_tensors(tensors, parse_readouts(readouts))
+    return ReadFile(vectors, name, hint[:200] if hint else None)
 
 
 def write_file(vectors: LayerVectors, name: ContentFormat, model_hint: str | None) -> bytes:
@@ -103,7 +113,8 @@ def write_file(vectors: LayerVectors, name: ContentFormat, model_hint: str | Non
             "it has layer 0, which llama.cpp refuses in a control vector; ask for format "
             "safetensors, or combine it without that layer."
         )
-    return render_gguf(dict(vectors.layers), model_hint or "unknown")
+    further = {READOUTS: render_readouts(vectors.readouts)} if vectors.readouts else {}
+    return render_gguf(dict(vectors.layers), model_hint or "unknown", further)
 
 
 def sniff_format(data: bytes) -> VectorFormat:
@@ -149,8 +160,8 @@ def _read_safetensors(data: bytes) -> dict[str, Array]:
     return tensors
 
 
-def _place_tensors(tensors: Mapping[str, Array]) -> LayerVectors:
-    """Return named tensors as vectors by layer."""
+def _place_tensors(tensors: Mapping[str, Array], readouts: Mapping[int, Readout]) -> LayerVectors:
+    """Return named tensors as vectors by layer, with their readouts."""
     if len(tensors) > MAX_LAYERS:
         raise invalid_vector(f"it has {len(tensors)} tensors, at most {MAX_LAYERS} are read.")
     layers: dict[int, Array] = {}
@@ -175,7 +186,7 @@ def _place_tensors(tensors: Mapping[str, Array]) -> LayerVectors:
         raise invalid_vector(
             f"it has several hooks, {', '.join(sorted(hooks))}; store one vector for each."
         )
-    return LayerVectors(layers, hooks.pop() if hooks else RESID_POST)
+    return LayerVectors(layers, hooks.pop() if hooks else RESID_POST, readouts)
 
 
 def _convert_pt(data: bytes) -> bytes:
