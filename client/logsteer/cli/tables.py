@@ -155,6 +155,19 @@ def draw_layers(card: VectorCard) -> Table:
     return table
 
 
+def describe_readout(card: VectorCard) -> str:
+    """Return what a projection on the vector means, a line a layer; empty where that is unknown."""
+    lines = []
+    for layer, one in (card.readouts or {}).items():
+        z = f"z = {_number(one.slope)} c {'-' if one.bias < 0 else '+'} {_number(abs(one.bias))}"
+        if one.kind == "logistic":
+            means = f"probability 1 / (1 + exp(-z)), {z}"
+        else:
+            means = f"activation z where z > {_number(one.threshold)}, else 0; {z}"
+        lines.append(f"{card.name} at layer {layer}, projection c: {means}")
+    return "\n".join(lines)
+
+
 def draw_completions(result: PromptCompletions) -> Table:
     """Draw a row per completion, beside it the unsteered one with the same seed if asked for."""
     heads = ["steered"] if result.baseline is None else ["steered", "unsteered"]

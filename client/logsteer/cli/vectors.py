@@ -4,12 +4,15 @@ import argparse
 from pathlib import Path
 from typing import Any, get_args
 
+from rich.text import Text
+
 from logsteer.cli import tables
 from logsteer.cli.options import add_options
 from logsteer.cli.stored import add_stored_commands
 from logsteer.cli.terminal import given, parse_layers, read_json_lines, show
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
+from logsteer.extras.sae import import_feature
 from logsteer.schemas import ContentFormat
 
 _TRAINING = {"method": None, "read": None, "hook": "NAME", "bos": None}
@@ -27,6 +30,8 @@ def add_vector_commands(parser: argparse.ArgumentParser, common: argparse.Argume
     formats = get_args(ContentFormat)
     get.add_argument("--format", choices=formats, help="default: as FILE ends")
     _add_train(add("train", _train, "make a vector from contrasting texts"))
+    text = "store a feature of a sparse autoencoder, and its encoder as NAME.probe"
+    _add_import(add("import-sae", _import_feature, text, named=False))
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +40,23 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--layers", type=parse_layers, metavar="N,N-N,…", help="default: all")
     add_options(parser, "vectors.train", _TRAINING)
+
+
+def _add_import(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "path", metavar="PATH", help="the directory that SAELens saved: cfg.json and weights"
+    )
+    parser.add_argument("--feature", type=int, required=True, metavar="N", help="counted from 0")
+    parser.add_argument(
+        "--layer", type=int, metavar="N", help="in place of the one that cfg.json names"
+    )
+    parser.add_argument(
+        "--activation-scale",
+        type=float,
+        metavar="X",
+        help="what activations are multiplied by before the autoencoder, where cfg.json has not it",
+    )
+    parser.add_argument("--name", metavar="NAME", help="default sae-LAYER-FEATURE")
 
 
 def _show(client: Client, arguments: argparse.Namespace) -> None:
@@ -62,6 +84,16 @@ def _train(client: Client, arguments: argparse.Namespace) -> None:
     answer = client.vectors.train(arguments.name, pairs, **options)
     card = answer.vector
     show(arguments, answer, tables.draw_vectors([card]), tables.draw_layers(card))
+
+
+def _import_feature(client: Client, arguments: argparse.Namespace) -> None:
+    options: Any = given(arguments, "layer", "activation_scale", "name")
+    if "model" in arguments:
+        options = {**options, "model": arguments.model}
+    stored = import_feature(client, arguments.path, arguments.feature, **options)
+    table = tables.draw_vectors([stored.vector, stored.probe])
+    lines = [tables.describe_readout(stored.probe), *stored.remarks]
+    show(arguments, stored, table, *map(Text, filter(None, lines)))
 
 
 def _read_pairs(path: Path) -> list[dict[str, str]]:
