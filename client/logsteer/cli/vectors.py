@@ -10,12 +10,13 @@ from logsteer.cli import tables
 from logsteer.cli.options import add_options
 from logsteer.cli.stored import add_stored_commands
 from logsteer.cli.terminal import given, parse_layers, read_json_lines, show
+from logsteer.cli.vector_tables import describe_readouts, draw_card, draw_likeness
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
 from logsteer.extras.sae import import_feature
 from logsteer.schemas import ContentFormat
 
-_TRAINING = {"method": None, "read": None, "hook": "NAME", "bos": None}
+_TRAINING = {"method": None, "whiten": None, "read": None, "hook": "NAME", "bos": None}
 
 
 def add_vector_commands(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
@@ -61,7 +62,7 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
 
 def _show(client: Client, arguments: argparse.Namespace) -> None:
     card = client.vectors.get(arguments.name)
-    show(arguments, card, tables.draw_vectors([card]), tables.draw_layers(card))
+    show(arguments, card, tables.draw_vectors([card]), *draw_card(card))
 
 
 def _put(client: Client, arguments: argparse.Namespace) -> None:
@@ -83,7 +84,8 @@ def _train(client: Client, arguments: argparse.Namespace) -> None:
     options: Any = given(arguments, *_TRAINING, "layers")
     answer = client.vectors.train(arguments.name, pairs, **options)
     card = answer.vector
-    show(arguments, answer, tables.draw_vectors([card]), tables.draw_layers(card))
+    details = [*draw_card(card), *draw_likeness(answer)]
+    show(arguments, answer, tables.draw_vectors([card]), *details)
 
 
 def _import_feature(client: Client, arguments: argparse.Namespace) -> None:
@@ -92,8 +94,8 @@ def _import_feature(client: Client, arguments: argparse.Namespace) -> None:
         options = {**options, "model": arguments.model}
     stored = import_feature(client, arguments.path, arguments.feature, **options)
     table = tables.draw_vectors([stored.vector, stored.probe])
-    lines = [tables.describe_readout(stored.probe), *stored.remarks]
-    show(arguments, stored, table, *map(Text, filter(None, lines)))
+    lines = [*describe_readouts(stored.probe), *stored.remarks]
+    show(arguments, stored, table, *map(Text, lines))
 
 
 def _read_pairs(path: Path) -> list[dict[str, str]]:
