@@ -266,7 +266,8 @@ def test_train(capsys: Output, run: Any, tmp_path: Path) -> None:
     for text, hint in (
         ('{"positive": "a"}', "line 1"),
         (json.dumps(PAIR) + "\nno json", "line 2"),
-        ("[]", "line 1"),
+        ("1", "line 1"),
+        ("[]", "no pairs"),
         ("\n", "no pairs"),
     ):
         path.write_text(text)

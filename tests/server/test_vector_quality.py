@@ -214,6 +214,9 @@ def test_the_layer_and_the_scales_to_try() -> None:
     found = recommend(vectors, {1: quality(0.9, 1, 9), 2: quality(0.8, 5, 1)})
     assert found is not None  # 9 would change activations by 1.8 of their length
     assert (found.layer, found.scales, found.relative_norms) == (1, [1.25, 2.5], [0.25, 0.5])
+    found = recommend(vectors, {1: quality(0.9, 1, -0.01)})
+    assert found is not None  # 0.01 would change nothing that shows
+    assert (found.scales, found.relative_norms) == ([0.5, 2.5], [0.1, 0.5])
     found = recommend(vectors, {1: quality(0.55, 0.1, 1)})
     assert found is not None and "may be chance" in (found.caution or "")
 

@@ -6,6 +6,8 @@ from rich.table import Table
 from rich.text import Text
 
 from logsteer.cli.tables import draw_rows
+from logsteer.extras.dose_response import DoseResponse
+from logsteer.extras.labels import label_layers
 from logsteer.schemas import LayerQuality, TrainAnswer, VectorCard
 
 _MAX_COMPARED = 16
@@ -75,6 +77,30 @@ def draw_likeness(answer: TrainAnswer) -> Iterator[Table | Text]:
         yield draw_rows([">layer", "nearest"], rows)
     if similar.left_out:
         yield Text(f"{similar.left_out} stored vectors were not compared", "dim")
+
+
+def draw_doses(response: DoseResponse) -> Iterator[Table | Text]:
+    """Draw a row per scale of a vector's dose-response."""
+    heads = [">scale", ">|change| /\n|activation|", ">preference\nnats", ">\nchange"]
+    heads += [">positive\nchange", ">negative\nchange", ">positive\npreferred", ">\nKL"]
+    rows = [
+        [
+            f"{point.scale:.4g}" if point.scale else "unsteered",
+            "" if point.relative_norm is None else f"{point.relative_norm:.1%}",
+            _fix(point.preference),
+            *map(_fix, [point.preference_change, point.positive_change, point.negative_change]),
+            f"{point.preferred:.0%}",
+            _show(point.kl),
+        ]
+        for point in response.points
+    ]
+    places = "its own layers" if response.layers is None else label_layers(response.layers)
+    yield Text(f"{response.name} at {places}, means over {response.num_pairs} pairs", "bold")
+    yield draw_rows(heads, rows)
+
+
+def _fix(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:+.3f}"
 
 
 def describe_readouts(card: VectorCard) -> list[str]:

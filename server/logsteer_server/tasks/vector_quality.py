@@ -16,8 +16,9 @@ MAX_LEFT_OUT = 10
 """Up to this many pairs, each is held out alone."""
 NUM_FOLDS = 5
 """Of more pairs than that."""
-LARGEST_CHANGE = 0.5
-"""Of an activation's length: what a scale to try changes at most."""
+LEAST_CHANGE, LARGEST_CHANGE = 0.1, 0.5
+"""Of an activation's length: what scales to try change. Less shows in no text, more in every one;
+`bench/vectors.py` measures it."""
 CHANCE = 0.6
 """An AUC up to this may well be chance."""
 
@@ -118,8 +119,8 @@ def recommend(vectors: LayerVectors, quality: Mapping[int, LayerQuality]) -> Rec
     """Return the layer that tells held-out texts apart best, and scales to try there.
 
     The scales begin where the mean of the negative texts comes to that of the positive ones, and
-    end where the change is half as long as an activation; they begin earlier where that is more
-    than half of the end. None where nothing was held out.
+    end where the change is half as long as an activation; they begin no lower than at a tenth of
+    that length, and no higher than at half of the end. None where nothing was held out.
     """
     norms = vectors.norms()
     judged = {
@@ -132,7 +133,7 @@ def recommend(vectors: LayerVectors, quality: Mapping[int, LayerQuality]) -> Rec
     unit = norms[layer] / (best.activation_norm or 1.0)
     end = LARGEST_CHANGE / unit
     matching = abs(best.matching_scale or 0.0)
-    begin = min(matching or end, end / 2)
+    begin = min(max(matching, LEAST_CHANGE / unit), end / 2)
     reason = (
         f"layer {layer} tells texts apart best that were held out: AUC {best.auc:.3g}"
         f"{'' if best.effect_size is None else f', effect size {best.effect_size:.3g}'}; scale "
