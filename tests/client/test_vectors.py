@@ -243,11 +243,13 @@ def test_train(capsys: Output, run: Any, tmp_path: Path) -> None:
     path.write_text(json.dumps(PAIR) + "\n\n" + json.dumps(PAIR | {"note": 1}) + "\n")
     server = answer(TRAINED)
     argv = ["--method", "pca", "--read", "mean", "--layers", "1,2", "--bos", "never"]
+    argv += ["--whiten"]
     assert run(server, "vectors", "train", "happy", str(path), *argv, "--model", "m") == 0
     assert json.loads(server.bodies[0]) == {
         "name": "happy",
         "pairs": [PAIR, PAIR],
         "method": "pca",
+        "whiten": True,
         "read": "mean",
         "layers": [1, 2],
         "bos": "never",

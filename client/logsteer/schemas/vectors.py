@@ -51,7 +51,9 @@ class LayerQuality(Reply):
         "of the positive ones, along it.",
     )
     activation_norm: Float = Field(
-        default=None, description="Mean norm of the texts' activations: what |scale v| compares to."
+        default=None,
+        description="Mean norm of the texts' activations: what |scale v| compares to; with read "
+        "mean that of their means over tokens, which are shorter than a token's own.",
     )
 
 
