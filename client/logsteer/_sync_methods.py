@@ -1478,6 +1478,7 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
         *,
         model: str | NotGiven | None = NOT_GIVEN,
         method: TrainMethod | NotGiven = NOT_GIVEN,
+        whiten: bool | NotGiven = NOT_GIVEN,
         read: TrainRead | NotGiven = NOT_GIVEN,
         layers: Sequence[int] | NotGiven | None = NOT_GIVEN,
         hook: str | NotGiven = NOT_GIVEN,
@@ -1490,7 +1491,10 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
             pairs: Texts that differ in what the vector is to stand for.
             model: Id of a resident model; may be left out where there is only one.
             method: The mean of the differences of each pair, their first principal component,
-                or the normal of a logistic regression. Default mean_difference.
+                the normal of a logistic regression, or Fisher's linear discriminant. Default
+                mean_difference.
+            whiten: Whether pca and logistic count less what varies among texts of one side,
+                too: activations are measured by the covariance of these. Default False.
             read: Activation after a text's last token, or their mean. Default last.
             layers: None: every layer.
             hook: Which activation of the layer; resid_post is the residual stream that leaves
@@ -1504,6 +1508,7 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
             pairs=pairs,
             model=model,
             method=method,
+            whiten=whiten,
             read=read,
             layers=layers,
             hook=hook,

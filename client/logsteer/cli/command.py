@@ -41,6 +41,7 @@ EXAMPLES = """examples:
   logsteer selftest demo --against demo-tlens
   logsteer vectors train happy pairs.jsonl --method pca --layers 10,11,12
   logsteer vectors get happy happy.gguf
+  logsteer vectors import-sae blocks.8.hook_resid_pre --feature 123 --name golden
   logsteer steer "Once upon a time" --vector happy:4@2 --baseline --seed 1
   logsteer score "I feel" " happy" " sad" --vector happy:4@2
   logsteer sweep --vector happy@2 --scales=-4,-2,0,2,4 --item "I feel" " happy" " sad" \\

@@ -14,7 +14,15 @@ from logsteer._endpoints import SteerEvent
 from logsteer.cli import tables
 from logsteer.cli.options import add_options
 from logsteer.cli.steering_options import add_steering_options, read_steering
-from logsteer.cli.terminal import given, parse_layers, read_json_lines, read_text, show, wants_json
+from logsteer.cli.terminal import (
+    given,
+    parse_layers,
+    parse_scales,
+    read_json_lines,
+    read_text,
+    show,
+    wants_json,
+)
 from logsteer.client import Client
 from logsteer.errors import AnswerError, LogsteerError
 from logsteer.extras.labels import label_sweep
@@ -46,7 +54,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is scored, and where")
     group.add_argument(
         "--scales",
-        type=_parse_scales,
+        type=parse_scales,
         required=True,
         metavar="X,X,…",
         help="factors of the vectors' own scales; write --scales=-4,0,4 with a minus in front",
@@ -196,13 +204,6 @@ def _name_steering(steering: Mapping[str, Any]) -> str:
     named = vectors if isinstance(vectors, Sequence) else []
     names = [str(vector.get("name") or vector.get("sha256", "vector")[:12]) for vector in named]
     return " + ".join(names)
-
-
-def _parse_scales(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list such as -4,-2,0,2,4") from error
 
 
 def _parse_layer_sets(text: str) -> list[list[int]]:

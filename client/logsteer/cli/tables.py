@@ -1,7 +1,7 @@
 """Answers drawn as tables for a terminal."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -109,6 +109,14 @@ def draw_tokens(encoded: Encoded) -> Table:
     return table
 
 
+def draw_rows(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Draw rows of cells; a column whose head begins with > stands on the right."""
+    table = _table(*heads)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
 def draw_vectors(cards: Sequence[VectorCard]) -> Table:
     """Draw a row per vector."""
     table = _table("name", "hook", "layers", ">width", "created", "from", "sha256")
@@ -149,20 +157,6 @@ def draw_checks(checks: Sequence[SelftestCheck]) -> Table:
             f"{check.tolerance:.1e}",
             Text(verdict, _VERDICT_STYLES[check.verdict]),
         )
-    return table
-
-
-def draw_layers(card: VectorCard) -> Table:
-    """Draw a row per layer of a vector, with its quality where it was trained."""
-    quality = card.about.quality or {}
-    heads = [">accuracy", ">auc", ">pairs right", ">variance"] if quality else []
-    table = _table(">layer", ">norm", *heads)
-    for layer, norm in card.norms.items():
-        cells = [layer, _number(norm)]
-        if found := quality.get(layer):
-            numbers = [found.accuracy, found.auc, found.pair_accuracy, found.explained_variance]
-            cells += map(_number, numbers)
-        table.add_row(*map(Text, cells))
     return table
 
 

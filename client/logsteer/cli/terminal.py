@@ -48,6 +48,14 @@ def parse_layers(text: str) -> list[int]:
     return layers
 
 
+def parse_scales(text: str) -> list[float]:
+    """Return the numbers of a list such as -4,-2,0,2,4; else raise ArgumentTypeError."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list such as -4,-2,0,2,4") from error
+
+
 def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield the number, from 1, and the value of each line that is not blank.
 

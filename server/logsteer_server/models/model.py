@@ -219,6 +219,8 @@ class ResidentModel:
         if info is not None and codec is not None:
             card.context_length = info.context_length
             card.vocab_size = info.vocab_size
+            card.num_layers = info.num_layers
+            card.hidden_size = info.hidden_size
             card.has_chat_template = codec.has_chat_template
             card.columns = list(info.columns)
             card.provenance = self.provenance()
