@@ -207,7 +207,7 @@ class ScoreJob(Job):
         """
         if self.export is not None or self.reference is not None:
             return None
-        override = self.override and (self.override.direction.sha256, self.override.eta)
+        override = self.override and self.override.identity
         adapter = self.adapter and self.adapter.sha256
         salted = (self.salt,) if self.salt else ()
         changes = (override, adapter, *salted)

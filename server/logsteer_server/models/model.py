@@ -13,6 +13,7 @@ from logsteer.schemas import ModelCard, ModelState, Precision, Provenance
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Job, Output
 from logsteer_server.contract.lane import Lane
+from logsteer_server.contract.parameters import Cast
 from logsteer_server.engines.supervisor import EngineHandle
 from logsteer_server.metrics import ModelCounters, ModelReading
 from logsteer_server.models.admission import Admission
@@ -224,9 +225,12 @@ class ResidentModel:
         return card
 
     def provenance(
-        self, protocol: str | None = None, precision: Precision = "float32"
+        self,
+        protocol: str | None = None,
+        precision: Precision = "float32",
+        cast: Cast | None = None,
     ) -> Provenance:
-        """Say what computes this model's numbers."""
+        """Say what computes this model's numbers, for an answer under a `cast` of an override."""
         codec, info = self._codec, self.handle.info
         assert codec is not None and info is not None
         return Provenance(
@@ -237,6 +241,7 @@ class ResidentModel:
             dtype=info.dtype,
             logits_dtype=info.logits_dtype,
             precision=precision,
+            cast=cast,
             tf32=info.tf32,
             quantization=info.quantization,
             int8_products=info.int8_products,

@@ -46,7 +46,7 @@ def accept_row(model: BridgeModel, job: Job) -> SteeredRow | None:
     if job.plan is not None:
         steered = SteeredRow(job.plan, place_sites(job.plan, model.points), job.prompt_len)
     if job.delta:
-        model.check_delta(steered.points if steered else [])
+        model.check_delta(steered.points if steered else [], job.delta.cast)
     return steered
 
 

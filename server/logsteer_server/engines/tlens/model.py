@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging as transformers_logging
 
 from logsteer_server.contract.engine import EngineSpec
+from logsteer_server.contract.parameters import Cast
 from logsteer_server.engines.tlens.parameters import Parameters
 from logsteer_server.engines.tlens.placement import follow_devices, place_model
 from logsteer_server.engines.tlens.plain_forward import PlainForward, agree, unwrap
@@ -108,7 +109,8 @@ class BridgeModel:
         self._plain_forward: PlainForward | None = None
         self._fuses_attention = False
         self._refuse_recurrence(path)
-        self.device = self._causal.get_input_embeddings().weight.device
+        self._embedding = self._causal.get_input_embeddings()
+        self.device = self._embedding.weight.device
         self.dtype = self._causal.dtype
         text = self._causal.config.get_text_config()
         self.context_length = limit_context(path, text, spec.max_model_len)
@@ -166,6 +168,12 @@ class BridgeModel:
             fused = fused and torch.is_inference_mode_enabled()
             self._choose_attention("sdpa" if fused else "eager")
         hidden_BTD: Tensor = body(input_ids=tokens_BT.to(self.device), **options).last_hidden_state
+        if hidden_BTD.dtype.itemsize < self._embedding.weight.dtype.itemsize:
+            raise RefusedJobError(
+                "unsupported_by_engine",
+                f"this model's own code computes in {hidden_BTD.dtype} even where its parameters "
+                "are float32, and would round what an override's cast is for; leave cast out",
+            )
         return hidden_BTD
 
     def _choose_attention(self, name: str) -> None:
@@ -194,12 +202,18 @@ class BridgeModel:
             detail = f"token ids must lie from 0 to {self.vocab_size - 1}, the vocabulary"
             raise RefusedJobError("invalid_request", detail)
 
-    def check_delta(self, points: Sequence[Point]) -> None:
+    def check_delta(self, points: Sequence[Point], cast: Cast | None = None) -> None:
         """Check that a parameter delta acts everywhere while these points are hooked.
 
-        It does not where that needs bridged blocks that have copies of parameters.
-        Errors: RefusedJobError.
+        It does not where that needs bridged blocks that have copies of parameters; and quantised
+        models compute in no `cast`. Errors: RefusedJobError.
         """
+        if cast and self.quantization:
+            raise RefusedJobError(
+                "unsupported_by_engine",
+                f"the model is quantised ({self.quantization}), and what multiplies by such "
+                f"parameters computes in a precision of its own, not in {cast}; leave cast out",
+            )
         plain_forward = self._plain_forward
         if self.parameters.are_shared or (plain_forward and plain_forward.stays_plain(points)):
             return
