@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from logsteer_server.contract.jobs import CheckOverrideOutput
 from logsteer_server.contract.parameters import Adapter, Direction, ParameterDelta
 from logsteer_server.engines.tlens.adapters import read_updates
-from logsteer_server.engines.tlens.plain_forward import unwrap
 from logsteer_server.engines.tlens.points import RefusedJobError
 from logsteer_server.numerics.lora import AdapterLayoutError
 
@@ -44,15 +43,14 @@ class _CallingModel(nn.Module):
 
 
 class Parameters:
-    """The parameters of a bridged causal model, by the names that transformers gives them.
+    """The parameters of a causal model, by the names that transformers gives them.
 
     Buffers that its state_dict has are among them. The modules of transformers and the bridge's
     hold their tensors in the same dictionaries, and so does every `unwrap`ped copy: what is put
-    into one is seen in all.
+    into one is seen in all. `computed_with` are those that a call may compute with.
     """
 
-    def __init__(self, causal: nn.Module) -> None:
-        plain = unwrap(causal)
+    def __init__(self, plain: nn.Module, computed_with: Iterable[Tensor] = ()) -> None:
         self._calling = _CallingModel(plain)
         parameters = dict(plain.named_parameters(remove_duplicate=False))
         buffers = dict(plain.named_buffers(remove_duplicate=False))
@@ -63,7 +61,7 @@ class Parameters:
         self._first = {id(tensor): name for name, tensor in reversed(self._all.items())}
         known = {id(tensor) for tensor in parameters.values()}
         # The bridge's blocks may hold parts of a parameter as parameters of their own.
-        self.are_shared = all(id(tensor) in known for tensor in causal.parameters())
+        self.are_shared = all(id(tensor) in known for tensor in computed_with)
 
     def call_with(self, tensors: Mapping[str, Tensor], call: Callable[[], T]) -> T:
         """Return what `call` returns while these tensors replace the parameters of their names."""
