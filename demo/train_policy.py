@@ -133,11 +133,11 @@ def compute_loss(
     advantages = all_returns - expected
     baseline.fit(all_features, all_returns)
     logprobs = torch.cat([row["logprob"] for row in rows])
-    away = [float((r["logprob"] - o["logprob"]).sum()) for r, o in zip(rows, before, strict=True)]
+    ratios = logprobs.detach() - torch.cat([row["logprob"] for row in before])
     report.reward.append(float(np.mean(rewards)))
     report.error.append(float(np.std(rewards) / len(rewards) ** 0.5))
-    report.divergence.append(float(np.mean(away)))
-    report.entropy.append(float(torch.cat([row["entropy"] for row in rows]).mean()))
+    report.divergence.append(float(ratios.sum()) / len(stories))
+    report.entropy.append(float(torch.cat([row["entropy"].detach() for row in rows]).mean()))
     report.explained.append(float(1 - advantages.var() / all_returns.var()))
     return -(advantages * logprobs).sum() / len(stories)
 

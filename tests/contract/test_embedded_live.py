@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoTokenizer
 
+import train_policy
 from logsteer.schemas import VectorAbout
 from logsteer_server.contract.jobs import Policy
 from logsteer_server.embedded import FEATURES, DifferentiableRows, LocalModel
@@ -358,6 +359,23 @@ def test_a_module_in_pefts_wrapper_keeps_its_adapters(policy: Any, tokenizer: An
     )
     with pytest.raises(ValueError, match="do not give what it gives as a whole"):
         LocalModel(tuned, tokenizer)
+
+
+def test_the_demo_trains_a_policy_and_draws_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(train_policy, "STORIES", 12)
+    policy, report = train_policy.train(2)
+    before = dict(load_model(DEMO_MODEL).named_parameters())
+    assert any((t != before[name]).any() for name, t in policy.parameters.items())
+    assert report.divergence[0] == pytest.approx(0, abs=1e-3)
+    assert report.divergence[1] != pytest.approx(0, abs=1e-3)
+    assert np.isfinite([report.reward, report.entropy, report.explained]).all()
+    train_policy.plot(report, tmp_path / "policy.png")
+    assert (tmp_path / "policy.png").stat().st_size > 10_000
+    assert [train_policy.judge(text) for text in ("A happy dog.", "sad, happy", "Tears!", "")] == [
+        1, 0, -1, 0,
+    ]  # fmt: skip
 
 
 def test_what_does_not_fit_is_refused(model: LocalModel, policy: Any, tokenizer: Any) -> None:

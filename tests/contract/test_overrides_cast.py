@@ -143,6 +143,25 @@ def test_what_moves_nothing_is_refused_wherever_it_is_asked(
     assert (plain == same).all()
 
 
+def test_a_model_that_cannot_be_computed_in_float32_is_refused(
+    coarse: Any, direction: Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = whole(IDS, override=at(direction, 0.1, "float32"))
+    body = coarse._model._plain_forward.body
+    handle = body.norm.register_forward_hook(lambda module, inputs, output: output.bfloat16())
+    failure = run(coarse, job)[0]
+    handle.remove()
+    assert isinstance(failure, JobFailure)
+    assert failure.code == "unsupported_by_engine"
+    assert "computes in torch.bfloat16 even where" in failure.detail
+    monkeypatch.setattr(coarse._model, "quantization", "bitsandbytes")
+    failure, plain = run(coarse, job, whole(IDS, override=at(direction, 0.1)))
+    assert isinstance(failure, JobFailure)
+    assert failure.code == "unsupported_by_engine"
+    assert "quantised (bitsandbytes)" in failure.detail
+    assert np.isfinite(plain.columns["logprob"]).all()
+
+
 def store_adapter(directory: Path, factor: float) -> Adapter:
     """The adapter of a directory with its second factors scaled, as the server stores it."""
     tensors = load_file(directory / "adapter_model.safetensors")
