@@ -152,21 +152,20 @@ def plot(report: Report, path: Path) -> None:
     error = np.array(report.error)
     panels[0].plot(steps, reward, color="#1f6fb4", marker="o", markersize=4)
     panels[0].fill_between(steps, reward - error, reward + error, color="#1f6fb4", alpha=0.2)
-    panels[0].set_ylim(-1.05, 1.05)
+    panels[0].set_ylim(top=1.05)
     panels[1].plot(steps, report.divergence, color="#d9541e", marker="s", markersize=4)
     panels[1].set_ylim(bottom=min(0, *report.divergence))
     panels[2].plot(steps[1:], report.explained[1:], color="#2f9e5b", marker="^", markersize=4)
-    panels[2].set_ylim(top=1)
     titles = (
         ("Reward of a story", "mean, standard error shaded"),
         ("Distance from the model at the start", "mean log-ratio, nats a story"),
-        ("Variance that the baseline explains", "share, of stories it was not fitted to"),
+        ("Variance that the baseline explains", "share, on new stories"),
     )
     for axes, (title, unit) in zip(panels, titles, strict=True):
         axes.set_title(title, fontsize=10.5, loc="left", pad=8)
         axes.set_ylabel(unit)
         axes.set_xlabel("step")
-        axes.set_xticks(steps[:: max(1, len(steps) // 5)])
+        axes.set_xticks(sorted({1, *steps[4::5].tolist(), len(steps)}))
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.axhline(0, color="#8a8a8a", linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)

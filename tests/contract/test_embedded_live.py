@@ -141,6 +141,16 @@ def test_parts_keep_little_for_the_backward_pass(model: LocalModel) -> None:
     assert sizes[1] < sizes[0] / 100
 
 
+def test_a_step_between_reading_and_the_backward_pass_is_an_error(
+    model: LocalModel, policy: Any
+) -> None:
+    loss = mix(pick(model.columns(CONTEXTS, TARGETS, batch_tokens=PARTS)))
+    with torch.no_grad():
+        policy.model.norm.weight += 1
+    with pytest.raises(RuntimeError, match="written to between"):
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
 def test_parameters_of_ones_own_work_in_parts_too(loaded: LocalModel) -> None:
     found = []
     for batch_tokens in (None, PARTS):

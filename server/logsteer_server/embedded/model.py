@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypedDict, Unpack
@@ -15,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from logsteer.errors import APIError
 from logsteer.schemas import Steering
-from logsteer_server.contract.engine import EngineInfo, EngineSpec
+from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import (
     GenerateJob,
     GenerateOutput,
@@ -30,6 +29,7 @@ from logsteer_server.embedded.rows import (
     DifferentiableRows,
     baseline_features,
 )
+from logsteer_server.embedded.steering import SteeringResolver
 from logsteer_server.engines.tlens.batch import accept_row, read_batch
 from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.generation import GenerationRow, RunningBatch
@@ -40,11 +40,8 @@ from logsteer_server.engines.tlens.scoring import ScoreEntry
 from logsteer_server.engines.tlens.steering import SteeredRow
 from logsteer_server.engines.weights import locate_model
 from logsteer_server.interventions.receipt import check_reach
-from logsteer_server.interventions.steering import ResolvedSteering, resolve_steering
-from logsteer_server.numerics.rows import NEUTRAL, PUBLIC_COLUMNS
-from logsteer_server.stores.namespace import Namespace
-from logsteer_server.stores.store import VECTORS, Store
-from logsteer_server.stores.vectors import StoredVectors, VectorStore
+from logsteer_server.interventions.steering import ResolvedSteering
+from logsteer_server.numerics.rows import NEUTRAL
 
 Ids = Sequence[int] | np.ndarray
 Parameters = Mapping[str, Tensor]
@@ -65,16 +62,6 @@ class Changes(TypedDict, total=False):
     parameters: Parameters | None
     steering: Steering | Mapping[str, Any] | None
     hooks: Sequence[Hook]
-
-
-class _NoVectors:
-    """The source of vectors of a model that was given no store."""
-
-    def find(self, name: str) -> StoredVectors:
-        """Refuse a name."""
-        raise ValueError(f"vector {name!r}: give the model vectors=DIRECTORY, or data inline")
-
-    find_content = find
 
 
 class LocalModel:
@@ -113,10 +100,7 @@ class LocalModel:
             wanted, place = dtype or "float32", device or "auto"
             spec = EngineSpec("local", "transformer_lens", str(model), dtype=wanted, devices=place)
             self._model = BridgeModel(spec, locate_model(str(model)))
-        self._info = _describe(self._model)
-        self._vectors: VectorStore | _NoVectors = _NoVectors()
-        if vectors is not None:
-            self._vectors = _open_store(Path(vectors))
+        self._steering = SteeringResolver(self._model, vectors)
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
@@ -129,7 +113,7 @@ class LocalModel:
     @property
     def hooks(self) -> tuple[str, ...]:
         """The names of activations that steering and hooks can change."""
-        return self._info.hooks
+        return self._model.points.names
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, with what the tokenizer adds."""
@@ -165,14 +149,15 @@ class LocalModel:
         With `batch_tokens` sequences are read in parts of at most so many tokens with their
         padding, or of one sequence, and each part is read again when gradients are computed
         (hooks, too, then run again). A loss of all of them has the gradients that it has without,
-        up to rounding. Errors: as `read`.
+        up to rounding. Errors: as `read`; and RuntimeError of the backward pass where a parameter
+        was written to since.
         """
         with _refusals():
             entries = self._accept(contexts, targets, changes)
-            parts = _split(entries, batch_tokens)
+            parts, writes = _split(entries, batch_tokens), self._count_writes(changes)
             found: dict[int, dict[str, Tensor]] = {}
             for part in parts:
-                call = partial(self._read_columns, part, names, policy, changes)
+                call = partial(self._read_columns, part, names, policy, changes, writes)
                 again = len(parts) > 1 and torch.is_grad_enabled()
                 values = checkpoint(call, use_reentrant=False) if again else call()
                 for entry, own in zip(part, values, strict=True):
@@ -213,7 +198,7 @@ class LocalModel:
         """
         start = draw_seed() if seed is None else seed
         with _refusals(), self._model.evaluating():
-            steering = self._resolve(changes)
+            steering = self._steering.resolve(changes.get("steering"))
             jobs = []
             for index, prompt in enumerate(prompts):
                 ids = np.array(prompt, np.int32)
@@ -243,7 +228,7 @@ class LocalModel:
         """Return a job for each pair, with how it is steered."""
         if len(contexts) != len(targets) or not contexts:
             raise ValueError(f"{len(contexts)} contexts and {len(targets)} targets; give pairs")
-        steering = self._resolve(changes)
+        steering = self._steering.resolve(changes.get("steering"))
         jobs = []
         for context, target in zip(contexts, targets, strict=True):
             before, scored = np.array(context, np.int32), np.array(target, np.int32)
@@ -279,16 +264,20 @@ class LocalModel:
         names: Sequence[str],
         policy: Policy,
         changes: Changes,
+        writes: int,
     ) -> list[list[Tensor]]:
+        if self._count_writes(changes) != writes:
+            raise RuntimeError(
+                "a parameter was written to between `columns` and the backward pass, which would "
+                "compute the gradients of another model: take the optimizer's step behind it"
+            )
         rows = self._read(entries, changes)
         return [list(row.columns(names, policy).values()) for row in rows]
 
-    def _resolve(self, changes: Changes) -> ResolvedSteering | None:
-        given = changes.get("steering")
-        if given is None:
-            return None
-        steering = given if isinstance(given, Steering) else Steering.model_validate(given)
-        return resolve_steering(steering, self._vectors, self._info)
+    def _count_writes(self, changes: Changes) -> int:
+        """Return a number that grows with each change in place of a parameter."""
+        tensors = [*self._model.parameters.by_name.values(), *self._fit(changes).values()]
+        return sum(tensor._version for tensor in tensors)
 
     def _find_hooks(self, changes: Changes) -> list[tuple[Point, Function]]:
         hooks = changes.get("hooks", ())
@@ -323,37 +312,6 @@ class LocalModel:
         if given:
             steered = [point for row in rows if row for point in row.points]
             self._model.check_delta([*steered, *(point for point, _ in hooks)])
-
-
-def _open_store(directory: Path) -> VectorStore:
-    if not (directory / VECTORS.plural).is_dir():
-        raise ValueError(f"vectors: {directory} is no store_directory of a server; it has none")
-    return VectorStore(Namespace(Store(VECTORS, directory, max_bytes=0)))  # it only reads
-
-
-def _describe(model: CausalModel) -> EngineInfo:
-    """Return the model as one that steering is resolved for."""
-    dtype = str(model.dtype).removeprefix("torch.")
-    return EngineInfo(
-        engine="transformer_lens",
-        engine_version=version("transformer-lens"),
-        model_path="local",
-        tokenizer_path="local",
-        weights_digest="",
-        dtype=dtype,
-        logits_dtype=dtype,
-        quantization=None,
-        tensor_parallel=1,
-        pipeline_parallel=1,
-        batch_invariant=False,
-        context_length=model.context_length,
-        vocab_size=model.vocab_size,
-        columns=PUBLIC_COLUMNS,
-        eos_ids=model.eos_ids,
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        hooks=model.points.names,
-    )
 
 
 @contextmanager
