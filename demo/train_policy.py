@@ -33,8 +33,8 @@ STORIES = 64
 MAX_TOKENS = 24
 BATCH_TOKENS = 1024
 """Tokens whose activations are kept at a time; the gradient is that of all stories."""
-RATE = 1e-3
-BETA = 0.02
+RATE = 4e-4
+BETA = 0.05
 RIDGE = 1.0
 
 
