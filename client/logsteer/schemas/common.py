@@ -277,6 +277,10 @@ class Provenance(Reply):
     precision: Precision = Field(
         default="float32", description="What softmax and columns were computed in."
     )
+    cast: Literal["float32"] | None = Field(
+        default=None,
+        description="What an override had the whole model computed in; null: in `dtype`.",
+    )
     tf32: bool = Field(
         default=False, description="Whether float32 products may have been computed in TF32."
     )

@@ -13,6 +13,7 @@ from logsteer.schemas import ModelCard, ModelState, Precision, Provenance
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Job, Output
 from logsteer_server.contract.lane import Lane
+from logsteer_server.contract.parameters import Cast
 from logsteer_server.engines.supervisor import EngineHandle
 from logsteer_server.metrics import ModelCounters, ModelReading
 from logsteer_server.models.admission import Admission
@@ -227,9 +228,14 @@ class ResidentModel:
         return card
 
     def provenance(
-        self, windowing: Windowing | None = None, precision: Precision = "float32"
+        self,
+        windowing: Windowing | None = None,
+        precision: Precision = "float32",
+        cast: Cast | None = None,
     ) -> Provenance:
-        """Say what computes this model's numbers, and how a text was cut where one was."""
+        """Say what computes this model's numbers, how a text was cut where one was, and what an
+        override had the model computed in.
+        """
         codec, info = self._codec, self.handle.info
         assert codec is not None and info is not None
         return Provenance(
@@ -240,6 +246,7 @@ class ResidentModel:
             dtype=info.dtype,
             logits_dtype=info.logits_dtype,
             precision=precision,
+            cast=cast,
             tf32=info.tf32,
             quantization=info.quantization,
             int8_products=info.int8_products,

@@ -277,7 +277,9 @@ class Run:
         return Event("start", document | {"provenance": self._describe().model_dump()})
 
     def _describe(self) -> Provenance:
-        return self.task.model.provenance(self.task.windowing, self.task.precision)
+        task, override = self.task, self.task.interventions.override
+        cast = override.override.cast if override else None
+        return task.model.provenance(task.windowing, task.precision, cast)
 
     def _write(self) -> dict[str, Any]:
         facts = Facts(
