@@ -1118,9 +1118,13 @@ class AsyncClientMethods(AsyncCaller):
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
+        space: SpacePolicy | NotGiven = NOT_GIVEN,
     ) -> list[LogProb]:
         """Return one record per prompt and target, prompt by prompt, in the order given.
 
+        A record is a dictionary with attributes: prompt, target, sequence (the text that was
+        scored), log_prob, prob, num_tokens, perplexity (exp of minus the summed log_prob) and
+        token_perplexity. With space `both` a target has two: with one leading space, then without.
         One request scores them all; each prompt is computed once.
 
         Args:
@@ -1143,6 +1147,8 @@ class AsyncClientMethods(AsyncCaller):
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps
                 what its template ends in. Default joint.
+            space: `both` scores text targets with and without one leading space. Default
+                as_given.
         """
         return await self._get_log_prob(
             prompts,
@@ -1156,6 +1162,7 @@ class AsyncClientMethods(AsyncCaller):
             on_overflow=on_overflow,
             cache=cache,
             boundary=boundary,
+            space=space,
         )
 
     async def sample(

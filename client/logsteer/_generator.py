@@ -85,10 +85,13 @@ CONVENIENCES = (
             Argument("prompts", "str | Sequence[str]", "Contexts; one string is one prompt."),
             _TARGETS,
         ),
-        frozenset({"items", "columns", "policy", "space", "top", "per_token"}),
+        frozenset({"items", "columns", "policy", "top", "per_token"}),
         "list[LogProb]",
         "Return one record per prompt and target, prompt by prompt, in the order given.",
-        "One request scores them all; each prompt is computed once.",
+        "A record is a dictionary with attributes: prompt, target, sequence (the text that was "
+        "scored), log_prob, prob, num_tokens, perplexity (exp of minus the summed log_prob) and "
+        "token_perplexity. With space `both` a target has two: with one leading space, then "
+        "without. One request scores them all; each prompt is computed once.",
     ),
     Convenience(
         "sample",
