@@ -15,8 +15,10 @@ from logsteer._call import ApiCall
 from logsteer._calls import as_list, build_call
 from logsteer._exchange import Terms, exchange
 from logsteer._pairs import LogProb, pair_items, pair_records, pair_scores
+from logsteer._sampling import sample_in_tasks, sample_in_threads
 from logsteer._wire import AsyncWire, Wire
-from logsteer.extras.samples import Samples, draw_samples
+from logsteer.extras.samples import Samples
+from logsteer.extras.sampling import SamplingRun
 from logsteer.schemas import ItemScore
 
 A = TypeVar("A", bound=BaseModel)
@@ -63,14 +65,7 @@ class Caller:
         return pair_records(prompts, targets, answer)
 
     def _sample(self, *arguments: Any, **options: Any) -> Samples:
-        with closing(draw_samples(options, *arguments)) as steps:
-            try:
-                values = next(steps)
-                while True:
-                    values = steps.send(self._ask("generate", **values))
-            except StopIteration as end:
-                samples: Samples = end.value
-                return samples
+        return sample_in_threads(SamplingRun(options, *arguments), self._ask)
 
 
 class AsyncCaller:
@@ -111,14 +106,7 @@ class AsyncCaller:
         return pair_records(prompts, targets, answer)
 
     async def _sample(self, *arguments: Any, **options: Any) -> Samples:
-        with closing(draw_samples(options, *arguments)) as steps:
-            try:
-                values = next(steps)
-                while True:
-                    values = steps.send(await self._ask("generate", **values))
-            except StopIteration as end:
-                samples: Samples = end.value
-                return samples
+        return await sample_in_tasks(SamplingRun(options, *arguments), self._ask)
 
 
 class StoreMethods(Generic[L, C, D]):

@@ -109,16 +109,48 @@ CONVENIENCES = (
                 "with_replacement", "bool", "Whether a prompt may be drawn again.", True, "False"
             ),
             Argument(
-                "reward", "Reward | None", "A number for a prompt and its text.", True, "None"
+                "max_prompts_pool",
+                "int | None",
+                "Rows of the source that are drawn from, its first ones; None: all.",
+                True,
+                "None",
+            ),
+            Argument(
+                "reward",
+                "Reward | None",
+                "Called with a row of the source, its prompt and the "
+                "text of a continuation; returns a number, or what is awaited for it. One that "
+                "fails is told by that sample's `reward_error`.",
+                True,
+                "None",
             ),
             Argument("batch_size", "int", "Prompts of one request.", True, "32"),
+            Argument("concurrency", "int", "Requests under way at once.", True, "4"),
+            Argument(
+                "max_failures",
+                "int",
+                "Failed requests in a row after which no further one is sent.",
+                True,
+                "8",
+            ),
+            Argument(
+                "file",
+                "str | PathLike[str] | None",
+                "JSON lines that results are appended to as "
+                "they come, and read from when they are asked for. A call with the same arguments "
+                "goes on where an earlier one ended. None: they are kept in memory.",
+                True,
+                "None",
+            ),
             Argument("progress", "bool", "Whether a terminal shows a bar.", True, "True"),
         ),
         frozenset({"prompts", "prompt_ids", "messages"}),
         "Samples",
         "Continue prompts drawn from a source, and give each continuation its reward.",
         "Each prompt is continued `n` times, every time with a seed of its own that follows from "
-        "`seed`.",
+        "`seed`, whatever is sent with it. A request that fails costs its own prompts alone: they "
+        "are told by a warning, and by `failures` of what is returned. Raises the first one's "
+        "error where none succeeds.",
     ),
 )
 
@@ -141,7 +173,8 @@ from logsteer._parameters import NOT_GIVEN, NotGiven
 from logsteer._upload import {source}
 from logsteer.extras.datasets import PROMPT
 from logsteer.extras.datasets import Source as PromptSource
-from logsteer.extras.samples import Reward, Samples
+from logsteer.extras.rewards import Reward
+from logsteer.extras.samples import Samples
 from logsteer.schemas import (
 {schemas}
 )

@@ -1,0 +1,57 @@
+"""Rewards of samples: numbers that a caller's function gives to texts."""
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, NamedTuple, TypeAlias
+
+from logsteer.extras.datasets import Row
+
+Reward: TypeAlias = Callable[[Row, str, str], float | Awaitable[float]]
+"""A number for a row of the source, its prompt, and the text of one continuation; or what is
+awaited for it."""
+
+
+class Rating(NamedTuple):
+    """A reward, or None and why there is none."""
+
+    value: float | None
+    error: str | None = None
+
+
+def call_reward(reward: Reward, row: Row, prompt: str, text: str) -> Rating | Awaitable[Any]:
+    """Return the rating of one text, or what is awaited for its reward.
+
+    An exception of the function, and a value that is no finite number, are that text's alone.
+    """
+    try:
+        value = reward(row, prompt, text)
+        return value if inspect.isawaitable(value) else _judge(value)
+    except Exception as error:
+        return _blame(error)
+
+
+async def settle_ratings(ratings: Iterable[Rating | Awaitable[Any]]) -> list[Rating]:
+    """Return the ratings, all that is awaited for them at once."""
+    return await asyncio.gather(*map(_settle, ratings))
+
+
+async def _settle(rating: Rating | Awaitable[Any]) -> Rating:
+    if isinstance(rating, Rating):
+        return rating
+    try:
+        return _judge(await rating)
+    except Exception as error:
+        return _blame(error)
+
+
+def _judge(value: Any) -> Rating:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"the reward is {number}")
+    return Rating(number)
+
+
+def _blame(error: Exception) -> Rating:
+    return Rating(None, f"{type(error).__name__}: {error}")

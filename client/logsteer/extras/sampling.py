@@ -1,0 +1,205 @@
+"""One run of `Client.sample`: which batches are sent, and what becomes of their answers.
+
+It does no input or output but to its file: `logsteer._sampling` sends the batches, in threads or
+in tasks.
+"""
+
+import hashlib
+import warnings
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from os import PathLike
+from types import TracebackType
+from typing import Any, Self
+
+from logsteer._calls import checked
+from logsteer._parameters import NOT_GIVEN
+from logsteer._progress import SamplingProgress
+from logsteer.errors import AnswerError, InvalidRequestError, LogsteerError
+from logsteer.extras.datasets import Source, draw_prompts, read_prompts
+from logsteer.extras.rewards import Rating, Reward, call_reward
+from logsteer.extras.sample_file import SampleFile
+from logsteer.extras.samples import DrawnPrompt, SampleFailure, Samples
+from logsteer.schemas import GenerateAnswer, GenerateRequest
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How a run draws and sends, as `Client.sample` describes it."""
+
+    field: str
+    count: int | None
+    with_replacement: bool
+    max_prompts_pool: int | None
+    reward: Reward | None
+    batch_size: int
+    concurrency: int
+    max_failures: int
+    file: str | PathLike[str] | None
+    progress: bool
+
+    def __post_init__(self) -> None:
+        for name in ("count", "max_prompts_pool", "batch_size", "concurrency", "max_failures"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                detail = f"{name} is {value}; give at least 1"
+                raise InvalidRequestError("invalid_request", detail, param=name)
+
+
+class SamplingRun:
+    """The state of one run: what is to be asked for, what came, and what failed.
+
+    A draw is a prompt by its place among those drawn. The continuations of draw i have the seeds
+    from seed + i n on, whatever batch it is sent in: so a run that goes on with another's file
+    gives what one run would have given. After `max_failures` failed batches in a row no further
+    one is begun.
+    """
+
+    def __init__(self, values: Mapping[str, Any], source: Source, *options: Any) -> None:
+        self.options = SamplingOptions(*options)
+        given = {name: value for name, value in values.items() if value is not NOT_GIVEN}
+        self._seed: int = 0 if given.get("seed") is None else given["seed"]
+        self._values = {**given, "seed": self._seed}
+        pool = read_prompts(source, self.options.field, self.options.max_prompts_pool)
+        self._prompts = draw_prompts(
+            pool, self.options.count, self.options.with_replacement, self._seed
+        )
+        request = checked(GenerateRequest, {**self._values, "prompts": [pool[0].prompt]})
+        self._n = request.n
+        self._header = self._describe(request)
+        self._kept: list[DrawnPrompt] = []
+        self._file = None if self.options.file is None else SampleFile(self.options.file)
+        if self._file is not None and self._file.header is not None:
+            self._file.begin(self._header)
+        self._batches = self._cut_batches()
+        self._failures: list[SampleFailure] = []
+        self._failed_in_a_row = 0
+        self._reward_errors: list[str] = []
+        self._bar = SamplingProgress(len(self._prompts), self.options.progress)
+        self._bar.advance(len(self._file or ()))
+        self._succeeded = False
+
+    def __enter__(self) -> Self:
+        self._bar.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.__exit__(kind, error, trace)
+
+    def next_batch(self) -> range | None:
+        """Return the draws to ask for next; None where there are none, or too many failed."""
+        if self._failed_in_a_row >= self.options.max_failures:
+            return None
+        return next(self._batches, None)
+
+    def arguments(self, batch: range) -> dict[str, Any]:
+        """Return the arguments of the call of `generate` for these draws."""
+        texts = [self._prompts[index].prompt for index in batch]
+        return {**self._values, "prompts": texts, "seed": self._seed + batch.start * self._n}
+
+    def rate(self, batch: range, answer: GenerateAnswer) -> list[Rating | Awaitable[Any]]:
+        """Return the rating of each continuation, or what is awaited for it; none if not asked for.
+
+        Raises AnswerError where there are not `n` continuations for each draw.
+        """
+        sizes = [len(result.completions) for result in answer.results]
+        if sizes != [self._n] * len(batch):
+            raise AnswerError(
+                f"asked for {self._n} continuations of {len(batch)} prompts, got {sizes}: a fault "
+                "of the server",
+                request_id=answer.id,
+            )
+        if self.options.reward is None:
+            return []
+        return [
+            call_reward(self.options.reward, drawn.row, drawn.prompt, completion.text)
+            for drawn, result in zip(
+                self._prompts[batch.start : batch.stop], answer.results, strict=True
+            )
+            for completion in result.completions
+        ]
+
+    def keep(self, batch: range, answer: GenerateAnswer, ratings: Sequence[Rating]) -> None:
+        """Keep the answer for these draws. Raises InvalidRequestError: a file of another model."""
+        draws = []
+        for place, (index, result) in enumerate(zip(batch, answer.results, strict=True)):
+            rated = ratings[place * self._n : (place + 1) * self._n]
+            fields = {name: getattr(result, name) for name in result.model_fields_set}
+            fields |= {"index": index, "prompt": self._prompts[index].prompt}
+            if rated:
+                fields["rewards"] = [rating.value for rating in rated]
+            if any(rating.error for rating in rated):
+                fields["reward_errors"] = [rating.error for rating in rated]
+                self._reward_errors += filter(None, fields["reward_errors"])
+            draws.append(DrawnPrompt.model_construct(**fields))
+        if self._file is None:
+            self._kept += draws
+        else:
+            weights = answer.provenance.weights_digest
+            self._file.begin({**self._header, "model": answer.model, "weights": weights})
+            self._file.add(draws)
+        self._succeeded = True
+        self._failed_in_a_row = 0
+        self._bar.advance(len(batch))
+
+    def fail(self, batch: range, error: LogsteerError) -> None:
+        """Note why these draws have no continuation."""
+        self._failures.append(SampleFailure(batch, error))
+        self._failed_in_a_row += 1
+
+    def finish(self) -> Samples:
+        """Return what came, and warn of what did not.
+
+        Raises the first batch's error where none succeeded.
+        """
+        if self._failures and not self._succeeded:
+            raise self._failures[0].error
+        left = LogsteerError(f"not asked for: {self._failed_in_a_row} batches in a row had failed")
+        self._failures += [SampleFailure(batch, left) for batch in self._batches]
+        self._failures.sort(key=lambda failure: failure.draws.start)
+        self._kept.sort(key=lambda draw: draw.index)
+        draws = self._kept if self._file is None else self._file
+        if self._failures:
+            lost = sum(len(failure.draws) for failure in self._failures)
+            warnings.warn(
+                f"{lost} of {len(self._prompts)} draws have no samples (see `failures`): "
+                f"{self._failures[0]}",
+                stacklevel=5,
+            )
+        if self._reward_errors:
+            warnings.warn(
+                f"{len(self._reward_errors)} rewards failed (see `reward_error`): "
+                f"{self._reward_errors[0]}",
+                stacklevel=5,
+            )
+        return Samples(draws, self._prompts, self._n, self._failures)
+
+    def _describe(self, request: GenerateRequest) -> dict[str, Any]:
+        """Return what the run's file says first: all that its samples follow from but the model."""
+        digest = hashlib.sha256()
+        for row in self._prompts:
+            digest.update(f"{len(row.prompt)}:{row.prompt}".encode(errors="surrogatepass"))
+        fields = request.model_dump(mode="json", exclude_unset=True, exclude={"prompts"})
+        return {
+            "draws": len(self._prompts),
+            "prompts": f"sha256:{digest.hexdigest()}",
+            "rewarded": self.options.reward is not None,
+            "request": fields,
+        }
+
+    def _cut_batches(self) -> Iterator[range]:
+        """Yield neighbouring draws that are not there yet, `batch_size` at most."""
+        known = self._file or ()
+        indices = range(len(self._prompts))
+        for wanted, run in groupby(indices, lambda index: index not in known):
+            if wanted:
+                places = list(run)
+                end = places[-1] + 1
+                for start in range(places[0], end, self.options.batch_size):
+                    yield range(start, min(start + self.options.batch_size, end))
