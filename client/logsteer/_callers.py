@@ -6,6 +6,7 @@ do what takes more than one call or reads the answer.
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing, closing
+from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import httpx
@@ -18,7 +19,7 @@ from logsteer._pairs import LogProb, pair_items, pair_records, pair_scores
 from logsteer._sampling import sample_in_tasks, sample_in_threads
 from logsteer._wire import AsyncWire, Wire
 from logsteer.extras.samples import Samples
-from logsteer.extras.sampling import SamplingRun
+from logsteer.extras.sampling import SampledBatch, SamplingRun
 from logsteer.schemas import ItemScore
 
 A = TypeVar("A", bound=BaseModel)
@@ -65,7 +66,12 @@ class Caller:
         return pair_records(prompts, targets, answer)
 
     def _sample(self, *arguments: Any, **options: Any) -> Samples:
-        return sample_in_threads(SamplingRun(options, *arguments), self._ask)
+        def draw(**values: Any) -> SampledBatch:
+            call = build_call("generate", values, self._model)
+            answer: SampledBatch = self._answer(replace(call, answer=SampledBatch))
+            return answer
+
+        return sample_in_threads(SamplingRun(options, *arguments), draw)
 
 
 class AsyncCaller:
@@ -106,7 +112,12 @@ class AsyncCaller:
         return pair_records(prompts, targets, answer)
 
     async def _sample(self, *arguments: Any, **options: Any) -> Samples:
-        return await sample_in_tasks(SamplingRun(options, *arguments), self._ask)
+        async def draw(**values: Any) -> SampledBatch:
+            call = build_call("generate", values, self._model)
+            answer: SampledBatch = await self._answer(replace(call, answer=SampledBatch))
+            return answer
+
+        return await sample_in_tasks(SamplingRun(options, *arguments), draw)
 
 
 class StoreMethods(Generic[L, C, D]):

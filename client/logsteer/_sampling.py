@@ -10,20 +10,19 @@ from typing import Any, TypeAlias
 from logsteer.errors import InvalidRequestError, LogsteerError
 from logsteer.extras.rewards import Rating, settle_ratings
 from logsteer.extras.samples import Samples
-from logsteer.extras.sampling import SamplingRun
-from logsteer.schemas import GenerateAnswer
+from logsteer.extras.sampling import SampledBatch, SamplingRun
 
-_Rated: TypeAlias = tuple[GenerateAnswer, list[Rating]]
+_Rated: TypeAlias = tuple[SampledBatch, list[Rating]]
 
 
-def sample_in_threads(run: SamplingRun, ask: Callable[..., GenerateAnswer]) -> Samples:
+def sample_in_threads(run: SamplingRun, ask: Callable[..., SampledBatch]) -> Samples:
     """Send the batches of a run, some at once; rewards are called in the caller's own thread."""
-    flying: dict[Future[GenerateAnswer], range] = {}
+    flying: dict[Future[SampledBatch], range] = {}
     pool = ThreadPoolExecutor(run.options.concurrency, "logsteer-sample")
 
     def begin() -> None:
         while len(flying) < run.options.concurrency and (batch := run.next_batch()):
-            flying[pool.submit(ask, "generate", **run.arguments(batch))] = batch
+            flying[pool.submit(ask, **run.arguments(batch))] = batch
 
     # One loop for all rewards that are awaited: what they share may be bound to it.
     with run, closing(asyncio.Runner()) as runner:
@@ -67,14 +66,12 @@ def _settle_here(ratings: list[Rating | Awaitable[Any]], runner: asyncio.Runner)
     raise InvalidRequestError("invalid_request", detail, param="reward")
 
 
-async def sample_in_tasks(
-    run: SamplingRun, ask: Callable[..., Awaitable[GenerateAnswer]]
-) -> Samples:
+async def sample_in_tasks(run: SamplingRun, ask: Callable[..., Awaitable[SampledBatch]]) -> Samples:
     """Send the batches of a run, some at once, and await the rewards of each behind its answer."""
     flying: dict[asyncio.Task[_Rated], range] = {}
 
     async def work(batch: range) -> _Rated:
-        answer = await ask("generate", **run.arguments(batch))
+        answer = await ask(**run.arguments(batch))
         return answer, await settle_ratings(run.rate(batch, answer))
 
     def begin() -> None:

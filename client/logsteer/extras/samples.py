@@ -7,23 +7,11 @@ from typing import TYPE_CHECKING, Any, overload
 
 from logsteer.errors import LogsteerError
 from logsteer.extras.datasets import PromptRow
-from logsteer.schemas import Completion, PromptCompletions
+from logsteer.extras.draws import DrawnPrompt
+from logsteer.schemas import Completion
 
 if TYPE_CHECKING:
     import pandas as pd
-
-
-class DrawnPrompt(PromptCompletions):
-    """One drawn prompt with its continuations: a line of the file that samples are kept in.
-
-    `rewards` and `reward_errors` have an entry for each continuation; they are None where no
-    reward was asked for, and where none has failed.
-    """
-
-    index: int
-    prompt: str
-    rewards: list[float | None] | None = None
-    reward_errors: list[str | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +71,7 @@ class Samples(Sequence[Sample]):
     def __iter__(self) -> Iterator[Sample]:
         last, draw = -1, None
         for place in self._places:
-            # Draws may have to be read from a file: each is read once for all its samples.
+            # Each is read once for all its samples.
             if draw is None or place // self._n != last:
                 last = place // self._n
                 draw = self._draws[last]
