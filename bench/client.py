@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from logsteer import AsyncClient, Client
+from servers import run_logsteer
 
 DEMO = Path(__file__).resolve().parents[1] / "demo" / "model"
 POOL, DRAWS = 1_000, 32_768
@@ -29,8 +30,6 @@ COLUMNS = ["log_q", "rb_entropy"]
 
 def measure_sampling(directory: Path, runs: int) -> dict[str, Any]:
     """32,768 draws with replacement from 1,000 prompts, by what is done with them."""
-    from servers import run_logsteer
-
     engine = {"vocab_size": 512, "context_length": 512}
     ways: dict[str, list[str]] = {
         "Client, in memory": [],
