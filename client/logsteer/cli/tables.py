@@ -1,7 +1,7 @@
 """Answers drawn as tables for a terminal."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +19,7 @@ from logsteer.schemas import (
     Completion,
     ItemScore,
     ModelList,
+    OverrideCard,
     PerplexityAnswer,
     PromptCompletions,
     SelftestCheck,
@@ -98,6 +99,14 @@ def draw_tokens(encoded: Encoded) -> Table:
     return table
 
 
+def draw_rows(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Draw rows of cells; a column whose head begins with > stands on the right."""
+    table = _table(*heads)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
 def draw_vectors(cards: Sequence[VectorCard]) -> Table:
     """Draw a row per vector."""
     table = _table("name", "hook", "layers", ">width", "created", "from", "sha256")
@@ -116,6 +125,16 @@ def draw_adapters(cards: Sequence[AdapterCard]) -> Table:
         sizes = [str(card.rank), _number(card.alpha)]
         cells = [card.name, card.model, *sizes, ", ".join(card.modules), card.created, card.sha256]
         table.add_row(*map(Text, cells))
+    return table
+
+
+def draw_overrides(cards: Sequence[OverrideCard]) -> Table:
+    """Draw a row per direction of the parameters."""
+    table = _table("name", "model", ">tensors", ">moved", ">norm", "created", "sha256")
+    for card in cards:
+        moved = f"{card.moved} of {card.total}"
+        cells = [card.name, card.model, str(card.tensors), moved, _number(card.norm)]
+        table.add_row(*map(Text, [*cells, card.created, card.sha256]))
     return table
 
 
@@ -155,9 +174,9 @@ def draw_layers(card: VectorCard) -> Table:
     return table
 
 
-def draw_completions(result: PromptCompletions) -> Table:
+def draw_completions(result: PromptCompletions, head: str = "steered") -> Table:
     """Draw a row per completion, beside it the unsteered one with the same seed if asked for."""
-    heads = ["steered"] if result.baseline is None else ["steered", "unsteered"]
+    heads = [head] if result.baseline is None else [head, "unsteered"]
     columns = [result.completions, *([] if result.baseline is None else [result.baseline])]
     cells = [[(one.text, sum_up_completion(one)) for one in column] for column in columns]
     return draw_side_by_side(heads, list(zip(*cells, strict=True)))
@@ -188,6 +207,9 @@ def draw_changes(answer: AppliedParameters) -> Iterator[Table | Text]:
     """Draw what an answer was computed under, where that is not the model as it is."""
     if answer.adapter is not None:
         yield Text(f"under adapter {answer.adapter.name} ({answer.adapter.sha256[:12]})")
+    if answer.override is not None:
+        used = answer.override
+        yield Text(f"under override {used.name} x {used.eta:g} ({used.sha256[:12]})")
     if isinstance(answer, AppliedInterventions) and answer.steering is not None:
         yield from _draw_receipt(answer.steering)
 
