@@ -65,7 +65,7 @@ def _read_type(kind: Any) -> dict[str, Any]:
 
 def _describe(parameter: Parameter) -> str:
     text = parameter.description.split(". ")[0].removesuffix(".").replace("null:", "else")
-    if list in map(get_origin, (parameter.type, *get_args(parameter.type))):
+    if any(get_origin(kind) is list for kind in (parameter.type, *get_args(parameter.type))):
         text += "; repeatable"
     elif parameter.default not in (None, False):
         text += f"; default {parameter.default}"
