@@ -179,6 +179,36 @@ def test_a_batch_that_fails_costs_its_own_draws(sample: Use) -> None:
     assert [one.completion.seed for one in samples][5:8] == [5, 12, 13]
 
 
+def test_a_prompt_that_is_refused_costs_itself_alone(sample: Use) -> None:
+    asked: list[list[str]] = []
+
+    def refuse(request: httpx.Request) -> httpx.Response:
+        prompts = json.loads(request.content)["prompts"]
+        asked.append(prompts)
+        if "p4" in prompts:
+            return problem("context_too_long", 422)
+        return continue_prompts(request)
+
+    with pytest.warns(UserWarning, match="1 of 12 draws have no samples .*draw 4: context_too"):
+        samples = sample(refuse, PROMPTS, batch_size=6, concurrency=1)
+    assert [one.index for one in samples] == [n for n in range(12) if n != 4]
+    assert [one.completion.seed for one in samples] == [one.index for one in samples]
+    assert [failure.draws for failure in samples.failures] == [range(4, 5)]
+    assert [len(prompts) for prompts in asked] == [6, 3, 3, 1, 2, 1, 1, 6]
+
+
+def test_a_run_that_is_refused_throughout_raises(sample: Use) -> None:
+    asked: list[int] = []
+
+    def refuse(request: httpx.Request) -> httpx.Response:
+        asked.append(len(json.loads(request.content)["prompts"]))
+        return problem("invalid_vector", 422)
+
+    with pytest.raises(InvalidRequestError, match="invalid_vector"):
+        sample(refuse, PROMPTS * 10, batch_size=8, concurrency=1, max_failures=2)
+    assert asked == [8, 4, 2, 1, 1]
+
+
 def test_a_run_that_only_fails_ends(sample: Use) -> None:
     server = Flaky(*PROMPTS)
     with pytest.raises(OverloadedError):

@@ -20,12 +20,15 @@ from typing_extensions import TypedDict
 from logsteer._calls import checked
 from logsteer._parameters import NOT_GIVEN
 from logsteer._progress import SamplingProgress
-from logsteer.errors import AnswerError, InvalidRequestError, LogsteerError
+from logsteer.errors import AnswerError, InvalidRequestError, LogsteerError, PayloadTooLargeError
 from logsteer.extras.datasets import Source, draw_prompts, read_prompts
 from logsteer.extras.draws import FileDraws, MemoryDraws
 from logsteer.extras.rewards import Rating, Reward, call_reward
 from logsteer.extras.samples import SampleFailure, Samples
 from logsteer.schemas import GenerateRequest
+
+_DIVISIBLE = (InvalidRequestError, PayloadTooLargeError)
+"""Refusals that may be for one prompt, such as one that is too long, or for too many of them."""
 
 _keep_all = with_config(ConfigDict(extra="allow"))
 
@@ -105,6 +108,7 @@ class SamplingRun:
         if self._draws.header is not None:
             self._draws.begin(self._header)
         self._batches = self._cut_batches()
+        self._halves: list[range] = []
         self._failures: list[SampleFailure] = []
         self._failed_in_a_row = 0
         self._reward_errors: list[str] = []
@@ -128,7 +132,7 @@ class SamplingRun:
         """Return the draws to ask for next; None where there are none, or too many failed."""
         if self._failed_in_a_row >= self.options.max_failures:
             return None
-        return next(self._batches, None)
+        return self._halves.pop() if self._halves else next(self._batches, None)
 
     def arguments(self, batch: range) -> dict[str, Any]:
         """Return the arguments of the call of `generate` for these draws."""
@@ -177,7 +181,11 @@ class SamplingRun:
         self._bar.advance(len(batch))
 
     def fail(self, batch: range, error: LogsteerError) -> None:
-        """Note why these draws have no continuation."""
+        """Note why these draws failed; halve them where a part may have been refused."""
+        if isinstance(error, _DIVISIBLE) and len(batch) > 1:
+            middle = batch.start + len(batch) // 2
+            self._halves += [range(middle, batch.stop), range(batch.start, middle)]
+            return
         self._failures.append(SampleFailure(batch, error))
         self._failed_in_a_row += 1
 
@@ -189,7 +197,7 @@ class SamplingRun:
         if self._failures and not self._succeeded:
             raise self._failures[0].error
         left = LogsteerError(f"not asked for: {self._failed_in_a_row} batches in a row had failed")
-        self._failures += [SampleFailure(batch, left) for batch in self._batches]
+        self._failures += [SampleFailure(b, left) for b in (*self._halves, *self._batches)]
         self._failures.sort(key=lambda failure: failure.draws.start)
         if self._failures:
             lost = sum(len(failure.draws) for failure in self._failures)
