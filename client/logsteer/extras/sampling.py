@@ -165,7 +165,7 @@ class SamplingRun:
         """Keep the answer for these draws. Raises InvalidRequestError: a file of another model."""
         lines: dict[int, bytes] = {}
         for place, (index, result) in enumerate(zip(batch, answer.results, strict=True)):
-            draw: dict[str, Any] = {**result, "index": index, "prompt": self._prompts[index].prompt}
+            draw: dict[str, Any] = {"index": index, "prompt": self._prompts[index].prompt, **result}
             rated = ratings[place * self._n : (place + 1) * self._n]
             if rated:
                 draw["rewards"] = [rating.value for rating in rated]
