@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import Any, TypeAlias
 
 from logsteer.errors import InvalidRequestError, LogsteerError
-from logsteer.extras.rewards import Rating, settle_ratings
+from logsteer.extras.rewards import Rating, known_ratings, settle_ratings
 from logsteer.extras.samples import Samples
 from logsteer.extras.sampling import SampledBatch, SamplingRun
 
@@ -52,8 +52,8 @@ def sample_in_threads(run: SamplingRun, ask: Callable[..., SampledBatch]) -> Sam
 
 
 def _settle_here(ratings: list[Rating | Awaitable[Any]], runner: asyncio.Runner) -> list[Rating]:
-    known = [rating for rating in ratings if isinstance(rating, Rating)]
-    if len(known) == len(ratings):
+    known = known_ratings(ratings)
+    if known is not None:
         return known
     try:
         asyncio.get_running_loop()

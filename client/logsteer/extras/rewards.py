@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from logsteer.extras.datasets import Row
@@ -27,14 +27,24 @@ def call_reward(reward: Reward, row: Row, prompt: str, text: str) -> Rating | Aw
     """
     try:
         value = reward(row, prompt, text)
-        return value if inspect.isawaitable(value) else _judge(value)
+        # Most are numbers, and asking whether one can be awaited takes longer than all else here.
+        if not isinstance(value, float | int) and inspect.isawaitable(value):
+            return value
+        return _judge(value)
     except Exception as error:
         return _blame(error)
 
 
-async def settle_ratings(ratings: Iterable[Rating | Awaitable[Any]]) -> list[Rating]:
+def known_ratings(ratings: Sequence[Rating | Awaitable[Any]]) -> list[Rating] | None:
+    """Return the ratings where none is awaited, else None."""
+    known = [rating for rating in ratings if isinstance(rating, Rating)]
+    return known if len(known) == len(ratings) else None
+
+
+async def settle_ratings(ratings: Sequence[Rating | Awaitable[Any]]) -> list[Rating]:
     """Return the ratings, all that is awaited for them at once."""
-    return await asyncio.gather(*map(_settle, ratings))
+    known = known_ratings(ratings)
+    return await asyncio.gather(*map(_settle, ratings)) if known is None else known
 
 
 async def _settle(rating: Rating | Awaitable[Any]) -> Rating:

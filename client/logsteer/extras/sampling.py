@@ -169,9 +169,10 @@ class SamplingRun:
             rated = ratings[place * self._n : (place + 1) * self._n]
             if rated:
                 draw["rewards"] = [rating.value for rating in rated]
-            if any(rating.error for rating in rated):
-                draw["reward_errors"] = [rating.error for rating in rated]
-                self._reward_errors += filter(None, draw["reward_errors"])
+                errors = [rating.error for rating in rated]
+                if any(errors):
+                    draw["reward_errors"] = errors
+                    self._reward_errors += filter(None, errors)
             lines[index] = to_json(draw)
         weights = answer.provenance.weights_digest
         self._draws.begin({**self._header, "model": answer.model, "weights": weights})
