@@ -1205,10 +1205,10 @@ class AsyncClientMethods(AsyncCaller):
         """Continue prompts drawn from a source, and give each continuation its reward.
 
         Each prompt is continued `n` times, every time with a seed of its own that follows from
-        `seed`, whatever is sent with it. A request that fails costs its own prompts alone, and one
-        that is refused is halved, so that it costs the prompt that it is refused for: they are told
-        by a warning, and by `failures` of what is returned. Raises the first one's error where none
-        succeeds.
+        `seed`, here 0 unless given, whatever is sent with it. A request that fails costs its own
+        prompts alone, and one that is refused is halved, so that it costs the prompt that it is
+        refused for: they are told by a warning, and by `failures` of what is returned. Raises the
+        first one's error where none succeeds.
 
         Args:
             source: A list of prompts or of rows, a path of JSON lines, or `KIND:NAME` of

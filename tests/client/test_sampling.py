@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgpack
 import pytest
 
 from logsteer import AsyncClient, Client
@@ -82,6 +84,20 @@ def test_every_sample_has_a_seed_of_its_own(sample: Use) -> None:
     assert [one.completion.seed for one in samples[9:3:-2]] == [109, 107, 105]
     assert (samples[-1].prompt_ids, samples[-1].prompt_length) == ([1, 9, 9], 3)
     assert samples.failures == []
+
+
+def test_messagepack_answers_are_the_same_samples(call: Caller) -> None:
+    def pack(request: httpx.Request) -> httpx.Response:
+        answer = json.loads(continue_prompts(request).content)
+        for result in answer["results"]:
+            data = struct.pack("<2f", -0.5, float("nan"))
+            buffer = {"dtype": "<f4", "shape": [2], "data": data}
+            result["completions"][0]["logprobs"] = buffer
+        kind = {"Content-Type": "application/msgpack"}
+        return httpx.Response(200, content=msgpack.packb(answer), headers=kind)
+
+    packed = call(pack, lambda c: c.sample(PROMPTS, seed=3), encoding="msgpack")
+    assert list(packed) == list(call(continue_prompts, lambda c: c.sample(PROMPTS, seed=3)))
 
 
 def test_batches_are_under_way_at_once_and_results_in_order() -> None:
