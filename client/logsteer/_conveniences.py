@@ -83,9 +83,9 @@ CONVENIENCES = (
             Argument(
                 "reward",
                 "Reward | None",
-                "Called with a row of the source, its prompt and the "
-                "text of a continuation; returns a number, or what is awaited for it. One that "
-                "fails is told by that sample's `reward_error`.",
+                "Called with a row of the source, its prompt and the text of a continuation; "
+                "returns a number, or what is awaited for it. One that fails is told by that "
+                "sample's `reward_error`.",
                 True,
                 "None",
             ),
@@ -101,9 +101,9 @@ CONVENIENCES = (
             Argument(
                 "file",
                 "str | PathLike[str] | None",
-                "JSON lines that results are appended to as "
-                "they come, and read from when they are asked for. A call with the same arguments "
-                "goes on where an earlier one ended. None: they are kept in memory.",
+                "JSON lines that results are appended to as they come, and read from when they "
+                "are asked for. A call with the same arguments goes on where an earlier one ended. "
+                "None: they are kept in memory.",
                 True,
                 "None",
             ),
@@ -114,8 +114,8 @@ CONVENIENCES = (
         "Continue prompts drawn from a source, and give each continuation its reward.",
         "Each prompt is continued `n` times, every time with a seed of its own that follows from "
         "`seed`, here 0 unless given, whatever is sent with it. A request that fails costs its own "
-        "prompts alone, and one that is refused is halved, so that it costs the prompt that it is refused for: they "
-        "are told by a warning, and by `failures` of what is returned. Raises the first one's "
-        "error where none succeeds.",
+        "prompts alone, and one that is refused is halved, so that it costs the prompt that it is "
+        "refused for: they are told by a warning, and by `failures` of what is returned. Raises "
+        "the first one's error where none succeeds.",
     ),
 )

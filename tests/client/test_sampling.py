@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import msgpack
+import numpy as np
 import pytest
 
 from logsteer import AsyncClient, Client
@@ -84,6 +85,23 @@ def test_every_sample_has_a_seed_of_its_own(sample: Use) -> None:
     assert [one.completion.seed for one in samples[9:3:-2]] == [109, 107, 105]
     assert (samples[-1].prompt_ids, samples[-1].prompt_length) == ([1, 9, 9], 3)
     assert samples.failures == []
+
+
+def test_options_are_those_of_generate(sample: Use) -> None:
+    asked: list[Any] = []
+
+    def look(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content))
+        return continue_prompts(request)
+
+    steering = {"vectors": [{"name": "mood", "scale": 2.0}]}
+    sample(look, ["a"], columns=("log_q",), n=np.int64(2), stop=["x"], steering=steering, seed=None)
+    assert asked == [
+        {
+            "prompts": ["a"], "columns": ["log_q"], "n": 2, "stop": ["x"], "seed": 0,
+            "steering": {"vectors": [{"name": "mood", "scale": 2.0}]},
+        }
+    ]  # fmt: skip
 
 
 def test_messagepack_answers_are_the_same_samples(call: Caller) -> None:

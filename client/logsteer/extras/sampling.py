@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, with_config
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
-from logsteer._calls import checked
+from logsteer._calls import read_request
 from logsteer._parameters import NOT_GIVEN
 from logsteer._progress import SamplingProgress
 from logsteer.errors import AnswerError, InvalidRequestError, LogsteerError, PayloadTooLargeError
@@ -100,7 +100,8 @@ class SamplingRun:
         self._prompts = draw_prompts(
             pool, self.options.count, self.options.with_replacement, self._seed
         )
-        request = checked(GenerateRequest, {**self._values, "prompts": [pool[0].prompt]})
+        request = read_request("generate", {**self._values, "prompts": [pool[0].prompt]})
+        assert isinstance(request, GenerateRequest), "what the endpoint takes"
         self._n = request.n
         self._header = self._describe(request)
         file = self.options.file
