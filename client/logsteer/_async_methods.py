@@ -18,7 +18,8 @@ from logsteer._upload import AsyncSource
 from logsteer.extras.activations import Activations
 from logsteer.extras.datasets import PROMPT
 from logsteer.extras.datasets import Source as PromptSource
-from logsteer.extras.samples import Reward, Samples
+from logsteer.extras.rewards import Reward
+from logsteer.extras.samples import Samples
 from logsteer.extras.shards import ActivationShards
 from logsteer.schemas import (
     ActivationItem,
@@ -1174,9 +1175,13 @@ class AsyncClientMethods(AsyncCaller):
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
+        space: SpacePolicy | NotGiven = NOT_GIVEN,
     ) -> list[LogProb]:
         """Return one record per prompt and target, prompt by prompt, in the order given.
 
+        A record is a dictionary with attributes: prompt, target, sequence (the text that was
+        scored), log_prob, prob, num_tokens, perplexity (exp of minus the summed log_prob) and
+        token_perplexity. With space `both` a target has two: with one leading space, then without.
         One request scores them all; each prompt is computed once.
 
         Args:
@@ -1201,6 +1206,8 @@ class AsyncClientMethods(AsyncCaller):
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps
                 what its template ends in. Default joint.
+            space: `both` scores text targets with and without one leading space. Default
+                as_given.
         """
         return await self._get_log_prob(
             prompts,
@@ -1215,6 +1222,7 @@ class AsyncClientMethods(AsyncCaller):
             on_overflow=on_overflow,
             cache=cache,
             boundary=boundary,
+            space=space,
         )
 
     async def sample(
@@ -1224,8 +1232,12 @@ class AsyncClientMethods(AsyncCaller):
         field: str = PROMPT,
         count: int | None = None,
         with_replacement: bool = False,
+        max_prompts_pool: int | None = None,
         reward: Reward | None = None,
         batch_size: int = 32,
+        concurrency: int = 4,
+        max_failures: int = 8,
+        file: str | PathLike[str] | None = None,
         progress: bool = True,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
@@ -1253,7 +1265,10 @@ class AsyncClientMethods(AsyncCaller):
         """Continue prompts drawn from a source, and give each continuation its reward.
 
         Each prompt is continued `n` times, every time with a seed of its own that follows from
-        `seed`.
+        `seed`, here 0 unless given, whatever is sent with it. A request that fails costs its own
+        prompts alone, and one that is refused is halved, so that it costs the prompt that it is
+        refused for: they are told by a warning, and by `failures` of what is returned. Raises the
+        first one's error where none succeeds.
 
         Args:
             source: A list of prompts or of rows, a path of JSON lines, or `KIND:NAME` of
@@ -1261,8 +1276,16 @@ class AsyncClientMethods(AsyncCaller):
             field: The field that holds a row's prompt.
             count: Prompts to draw; None: all in order.
             with_replacement: Whether a prompt may be drawn again.
-            reward: A number for a prompt and its text.
+            max_prompts_pool: Rows of the source that are drawn from, its first ones; None: all.
+            reward: Called with a row of the source, its prompt and the text of a continuation;
+                returns a number, or what is awaited for it. One that fails is told by that
+                sample's `reward_error`.
             batch_size: Prompts of one request.
+            concurrency: Requests under way at once.
+            max_failures: Failed requests in a row after which no further one is sent.
+            file: JSON lines that results are appended to as they come, and read from when they
+                are asked for. A call with the same arguments goes on where an earlier one
+                ended. None: they are kept in memory.
             progress: Whether a terminal shows a bar.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
@@ -1307,8 +1330,12 @@ class AsyncClientMethods(AsyncCaller):
             field,
             count,
             with_replacement,
+            max_prompts_pool,
             reward,
             batch_size,
+            concurrency,
+            max_failures,
+            file,
             progress,
             override=override,
             adapter=adapter,

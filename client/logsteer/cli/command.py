@@ -1,6 +1,7 @@
 """The `logsteer` command: ask a server from a terminal."""
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -17,7 +18,10 @@ from logsteer._progress import ScoringProgress
 from logsteer.cli import tables
 from logsteer.cli.adapters import add_adapter_commands
 from logsteer.cli.capture import add_capture
+from logsteer.cli.generation import add_generate
+from logsteer.cli.items import add_diagnostics, add_gradient
 from logsteer.cli.options import add_options
+from logsteer.cli.overrides import add_override_commands
 from logsteer.cli.selftest import add_selftest
 from logsteer.cli.steering import add_steer, add_sweep
 from logsteer.cli.steering_options import add_steering_options, read_changes
@@ -38,6 +42,9 @@ EXAMPLES = """examples:
   logsteer perplexity --dataset Salesforce/wikitext/wikitext-2-raw-v1 --split test \\
       --protocol exl3 --context-length 2048
   logsteer tokenize "Hello world"
+  logsteer generate "Once upon a time" --max-tokens 40
+  logsteer generate - -n 4 < prompts.jsonl | logsteer diagnostics - > looked-at.jsonl
+  logsteer gradient "I feel" " happy" " sad" --layers 1,2
   logsteer selftest demo --against demo-tlens
   logsteer vectors train happy pairs.jsonl --method pca --layers 10,11,12
   logsteer vectors get happy happy.gguf
@@ -49,7 +56,8 @@ EXAMPLES = """examples:
   logsteer capture corpus.jsonl --layers 2,3 --read mean --output means.safetensors
 
 LOGSTEER_BASE_URL and LOGSTEER_API_KEY stand in for --base-url and --api-key.
-Exit status: 0 done, 1 refused or not reached, 2 wrong usage, 130 interrupted.
+Each command's --help has more. Exit status: 0 done, 1 refused or not reached, 2 wrong usage,
+130 interrupted, 141 nobody reads the output any more.
 """
 
 _SCORING = {"boundary": None, "space": None, "top": "N"}
@@ -74,6 +82,10 @@ def main(argv: Sequence[str] | None = None, *, transport: httpx.BaseTransport | 
             command(client, arguments)
     except LogsteerError as error:
         return _fail(str(error))
+    except BrokenPipeError:
+        # Python would write what is left at its end, and fail there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except OSError as error:
         return _fail(f"{error.strerror or error}: {error.filename}" if error.filename else error)
     except KeyboardInterrupt:
@@ -107,12 +119,16 @@ def _build_parser() -> argparse.ArgumentParser:
     tokenize = add("tokenize", help="cut a text into tokens")
     tokenize.add_argument("text", metavar="TEXT")
     tokenize.set_defaults(command=_show_tokens)
+    add_generate(add("generate", help="continue prompts, from arguments or JSON lines"))
+    add_diagnostics(add("diagnostics", help="what a sampling policy saw at each token of targets"))
+    add_gradient(add("gradient", help="derivatives of targets' log-probabilities"))
     add_steer(add("steer", help="continue a prompt under steering, as it is generated"))
     add_sweep(add("sweep", help="what steering does to targets and texts, scale by scale"))
     add_capture(add("capture", help="activations of texts, as files"))
     add_selftest(add("selftest", help="measure on a model what the service promises"))
     add_vector_commands(add("vectors", help="store, make and fetch steering vectors"), common)
     add_adapter_commands(add("adapters", help="store LoRA adapters"), common)
+    add_override_commands(add("overrides", help="store directions of the parameters"), common)
     return parser
 
 

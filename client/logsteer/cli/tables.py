@@ -19,6 +19,7 @@ from logsteer.schemas import (
     Completion,
     ItemScore,
     ModelList,
+    OverrideCard,
     PerplexityAnswer,
     PromptCompletions,
     Provenance,
@@ -138,6 +139,16 @@ def draw_adapters(cards: Sequence[AdapterCard]) -> Table:
     return table
 
 
+def draw_overrides(cards: Sequence[OverrideCard]) -> Table:
+    """Draw a row per direction of the parameters."""
+    table = _table("name", "model", ">tensors", ">moved", ">norm", "created", "sha256")
+    for card in cards:
+        moved = f"{card.moved} of {card.total}"
+        cells = [card.name, card.model, str(card.tensors), moved, _number(card.norm)]
+        table.add_row(*map(Text, [*cells, card.created, card.sha256]))
+    return table
+
+
 _VERDICT_STYLES = {"passed": "green", "failed": "bold red", "not_run": "yellow"}
 
 
@@ -160,9 +171,9 @@ def draw_checks(checks: Sequence[SelftestCheck]) -> Table:
     return table
 
 
-def draw_completions(result: PromptCompletions) -> Table:
+def draw_completions(result: PromptCompletions, head: str = "steered") -> Table:
     """Draw a row per completion, beside it the unsteered one with the same seed if asked for."""
-    heads = ["steered"] if result.baseline is None else ["steered", "unsteered"]
+    heads = [head] if result.baseline is None else [head, "unsteered"]
     columns = [result.completions, *([] if result.baseline is None else [result.baseline])]
     cells = [[(one.text, sum_up_completion(one)) for one in column] for column in columns]
     return draw_side_by_side(heads, list(zip(*cells, strict=True)))
@@ -193,6 +204,9 @@ def draw_changes(answer: AppliedParameters) -> Iterator[Table | Text]:
     """Draw what an answer was computed under, where that is not the model as it is."""
     if answer.adapter is not None:
         yield Text(f"under adapter {answer.adapter.name} ({answer.adapter.sha256[:12]})")
+    if answer.override is not None:
+        used = answer.override
+        yield Text(f"under override {used.name} x {used.eta:g} ({used.sha256[:12]})")
     if isinstance(answer, AppliedInterventions) and answer.steering is not None:
         yield from _draw_receipt(answer.steering)
 

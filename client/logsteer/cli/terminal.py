@@ -16,6 +16,12 @@ from logsteer.errors import LogsteerError
 Command = Callable[[Client, argparse.Namespace], None]
 
 
+def add_examples(parser: argparse.ArgumentParser, examples: str) -> None:
+    """Have the parser's help end in these examples, as they are written."""
+    parser.epilog = f"examples:{examples}"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+
+
 def given(arguments: argparse.Namespace, *names: str) -> Mapping[str, Any]:
     """Return those of the arguments that were given."""
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}

@@ -8,6 +8,7 @@ import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -50,13 +51,13 @@ def register_dataset(kind: str, reader: Reader) -> None:
     _READERS[kind] = reader
 
 
-def read_prompts(source: Source, field: str = PROMPT) -> list[PromptRow]:
-    """Return the prompts of a source; `field` is the one of its rows that holds them.
+def read_prompts(source: Source, field: str = PROMPT, limit: int | None = None) -> list[PromptRow]:
+    """Return the prompts of a source, or its first `limit`; a row holds its prompt in `field`.
 
     Errors: InvalidRequestError for a row without that text; OSError.
     """
     prompts = []
-    for number, row in enumerate(read_rows(source)):
+    for number, row in enumerate(islice(read_rows(source), limit)):
         if isinstance(row, str):
             row = {field: row}
         prompt = row.get(field) if isinstance(row, Mapping) else None

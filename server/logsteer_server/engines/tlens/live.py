@@ -94,10 +94,10 @@ class LiveModel(CausalModel):
         layers = []
         for layer, block in enumerate(find_blocks(self._causal)[1]):
             points = {}
-            for name, end in (("resid_pre", "in"), ("resid_post", "out")):
+            for place, (name, end) in enumerate((("resid_pre", "in"), ("resid_post", "out"))):
                 key = f"blocks.{layer}.hook_{end}"
                 edge = BlockEdge(key, block, enters=end == "in")
-                points[name] = Point(layer, key, edge, (self.hidden_size,))
+                points[name] = Point(layer, key, edge, (self.hidden_size,), 2 * layer + place)
             layers.append(points)
         return PointMap(layers)
 
