@@ -15,8 +15,15 @@ from logsteer.errors import APIError
 from logsteer.schemas import BosPolicy, Message, Protocol, SamplingPolicy
 from logsteer.schemas.openai import ChatCompletionRequest, CompletionRequest
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, Policy, ScoreJob
+from logsteer_server.contract.jobs import (
+    GenerateJob,
+    GenerateOutput,
+    Policy,
+    ScoreJob,
+    ScoreOutput,
+)
 from logsteer_server.engines.fake import fake_generation, fake_scores
+from logsteer_server.interventions.interventions import UNCHANGED
 from logsteer_server.tasks.columns import ColumnOptions, aggregate_columns, show_columns
 from logsteer_server.tasks.comparison import COMPARED, Comparison, compare_jobs, export_jobs
 from logsteer_server.tasks.completions import plan_chat, plan_completions
@@ -175,6 +182,21 @@ class TestTexts:
         own = [BOS] * front + ids
         read = [[*w.job.tokens.tolist(), int(w.job.targets[-1])] for w in windows]
         assert read == [own[:16], own[24:40]]
+
+    def test_tokens_of_overlapping_rows_have_one_order(self) -> None:
+        windows, _ = cut(TEXT, protocol="exl3", context_length=16, stride=5, rows=4)
+        outputs = [
+            ScoreOutput(columns={"logprob": np.full(w.num_scored, -n, np.float32)})
+            for n, w in enumerate(windows)
+        ]
+        found = []
+        for came in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 3, 0, 1]):
+            scores = TextScores()
+            for n in came:
+                scores.add(windows[n], outputs[n], keep_tokens=True)
+            found.append(scores.list_tokens(["logprob"], UNCHANGED))
+        assert found[0]["positions"].tolist().count(7) == 2
+        assert len({tuple(each["logprobs"].tolist()) for each in found}) == 1
 
     @given(
         st.lists(st.integers(0, len(TEXT)), max_size=6),

@@ -182,6 +182,8 @@ class TextScores:
     tally: Tally = field(default_factory=Tally)
     windows: list[dict[str, Any]] = field(default_factory=list)
     positions: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    starts: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    """Of each scored token's window, so that the order is not that in which windows come."""
     token_ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
     columns: list[dict[str, npt.NDArray[Any]]] = field(default_factory=list)
     readings: list[npt.NDArray[np.float32]] = field(default_factory=list)
@@ -203,6 +205,7 @@ class TextScores:
         if keep_tokens:
             first = window.end - window.num_scored
             self.positions.append(np.arange(first, window.end, dtype=np.int32))
+            self.starts.append(np.full(window.num_scored, window.start, dtype=np.int32))
             self.token_ids.append(window.job.targets)
             self.columns.append(output.columns)
             if output.readings is not None:
@@ -210,10 +213,10 @@ class TextScores:
         return entry
 
     def list_tokens(self, asked: Sequence[str], interventions: Interventions) -> dict[str, Any]:
-        """Return every scored token, as `TokenScores`, in the order of the text."""
+        """Return every scored token, as `TokenScores`, in the order of the text and its windows."""
         none = np.zeros(0, np.int32)
         positions = np.concatenate([none, *self.positions])
-        order = np.argsort(positions, kind="stable")
+        order = np.lexsort((np.concatenate([none, *self.starts]), positions))
         names = list(dict.fromkeys(["logprob", *asked]))
         parts = self.columns or [dict.fromkeys(names, np.zeros(0, np.float32))]
         read = {name: np.concatenate([part[name] for part in parts])[order] for name in names}
