@@ -21,6 +21,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
+import client
 import harness
 import sampling
 import scoring
@@ -40,6 +41,7 @@ BENCHMARKS: dict[str, Callable[[Path, int], dict[str, Any]]] = {
     "steering_tlens": steering.compare_tlens,
     "diagnostics": sampling.compare_diagnostics,
     "adapters": sampling.compare_adapters,
+    "client_sampling": client.measure_sampling,
 }
 
 

@@ -18,7 +18,8 @@ from logsteer._upload import AsyncSource
 from logsteer.extras.activations import Activations
 from logsteer.extras.datasets import PROMPT
 from logsteer.extras.datasets import Source as PromptSource
-from logsteer.extras.samples import Reward, Samples
+from logsteer.extras.rewards import Reward
+from logsteer.extras.samples import Samples
 from logsteer.extras.shards import ActivationShards
 from logsteer.schemas import (
     ActivationItem,
@@ -326,6 +327,7 @@ class AsyncClientMethods(AsyncCaller):
         protocol: Protocol | NotGiven = NOT_GIVEN,
         context_length: int | NotGiven | None = NOT_GIVEN,
         stride: int | NotGiven | None = NOT_GIVEN,
+        rows: int | NotGiven | None = NOT_GIVEN,
         windows: bool | NotGiven = NOT_GIVEN,
         tokens: bool | NotGiven = NOT_GIVEN,
         reference: str | NotGiven | None = NOT_GIVEN,
@@ -353,7 +355,9 @@ class AsyncClientMethods(AsyncCaller):
             policy: What the policy columns refer to.
             protocol: The window protocol. Default sliding.
             context_length: Tokens in a window; None: the model's own context length.
-            stride: Tokens by which a sliding window moves; None: half of context_length.
+            stride: Tokens by which a window of sliding or exl3 moves; None: half of
+                context_length, and for exl3 all of it.
+            rows: Windows of exl3, at most; None: 100, as in ExLlamaV3's script.
             windows: List the score of every window. Default False.
             tokens: List the columns of every scored token. Default False.
             reference: A second resident model with the same vocabulary to compare with, as it
@@ -376,6 +380,7 @@ class AsyncClientMethods(AsyncCaller):
             protocol=protocol,
             context_length=context_length,
             stride=stride,
+            rows=rows,
             windows=windows,
             tokens=tokens,
             reference=reference,
@@ -400,6 +405,7 @@ class AsyncClientMethods(AsyncCaller):
         protocol: Protocol | NotGiven = NOT_GIVEN,
         context_length: int | NotGiven | None = NOT_GIVEN,
         stride: int | NotGiven | None = NOT_GIVEN,
+        rows: int | NotGiven | None = NOT_GIVEN,
         windows: bool | NotGiven = NOT_GIVEN,
         tokens: bool | NotGiven = NOT_GIVEN,
         reference: str | NotGiven | None = NOT_GIVEN,
@@ -429,7 +435,9 @@ class AsyncClientMethods(AsyncCaller):
             policy: What the policy columns refer to.
             protocol: The window protocol. Default sliding.
             context_length: Tokens in a window; None: the model's own context length.
-            stride: Tokens by which a sliding window moves; None: half of context_length.
+            stride: Tokens by which a window of sliding or exl3 moves; None: half of
+                context_length, and for exl3 all of it.
+            rows: Windows of exl3, at most; None: 100, as in ExLlamaV3's script.
             windows: List the score of every window. Default False.
             tokens: List the columns of every scored token. Default False.
             reference: A second resident model with the same vocabulary to compare with, as it
@@ -452,6 +460,7 @@ class AsyncClientMethods(AsyncCaller):
             protocol=protocol,
             context_length=context_length,
             stride=stride,
+            rows=rows,
             windows=windows,
             tokens=tokens,
             reference=reference,
@@ -469,6 +478,7 @@ class AsyncClientMethods(AsyncCaller):
         protocol: Protocol | NotGiven = NOT_GIVEN,
         context_length: int | NotGiven | None = NOT_GIVEN,
         stride: int | NotGiven | None = NOT_GIVEN,
+        rows: int | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
@@ -493,7 +503,9 @@ class AsyncClientMethods(AsyncCaller):
                 this request kept. They are the same numbers, bit for bit. Default True.
             protocol: The window protocol. Default sliding.
             context_length: Tokens in a window; None: the model's own context length.
-            stride: Tokens by which a sliding window moves; None: half of context_length.
+            stride: Tokens by which a window of sliding or exl3 moves; None: half of
+                context_length, and for exl3 all of it.
+            rows: Windows of exl3, at most; None: 100, as in ExLlamaV3's script.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
@@ -509,6 +521,7 @@ class AsyncClientMethods(AsyncCaller):
             protocol=protocol,
             context_length=context_length,
             stride=stride,
+            rows=rows,
             steering=steering,
             override=override,
             adapter=adapter,
@@ -1162,9 +1175,13 @@ class AsyncClientMethods(AsyncCaller):
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
+        space: SpacePolicy | NotGiven = NOT_GIVEN,
     ) -> list[LogProb]:
         """Return one record per prompt and target, prompt by prompt, in the order given.
 
+        A record is a dictionary with attributes: prompt, target, sequence (the text that was
+        scored), log_prob, prob, num_tokens, perplexity (exp of minus the summed log_prob) and
+        token_perplexity. With space `both` a target has two: with one leading space, then without.
         One request scores them all; each prompt is computed once.
 
         Args:
@@ -1189,6 +1206,8 @@ class AsyncClientMethods(AsyncCaller):
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps
                 what its template ends in. Default joint.
+            space: `both` scores text targets with and without one leading space. Default
+                as_given.
         """
         return await self._get_log_prob(
             prompts,
@@ -1203,6 +1222,7 @@ class AsyncClientMethods(AsyncCaller):
             on_overflow=on_overflow,
             cache=cache,
             boundary=boundary,
+            space=space,
         )
 
     async def sample(
@@ -1212,8 +1232,12 @@ class AsyncClientMethods(AsyncCaller):
         field: str = PROMPT,
         count: int | None = None,
         with_replacement: bool = False,
+        max_prompts_pool: int | None = None,
         reward: Reward | None = None,
         batch_size: int = 32,
+        concurrency: int = 4,
+        max_failures: int = 8,
+        file: str | PathLike[str] | None = None,
         progress: bool = True,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
@@ -1241,7 +1265,10 @@ class AsyncClientMethods(AsyncCaller):
         """Continue prompts drawn from a source, and give each continuation its reward.
 
         Each prompt is continued `n` times, every time with a seed of its own that follows from
-        `seed`.
+        `seed`, here 0 unless given, whatever is sent with it. A request that fails costs its own
+        prompts alone, and one that is refused is halved, so that it costs the prompt that it is
+        refused for: they are told by a warning, and by `failures` of what is returned. Raises the
+        first one's error where none succeeds.
 
         Args:
             source: A list of prompts or of rows, a path of JSON lines, or `KIND:NAME` of
@@ -1249,8 +1276,16 @@ class AsyncClientMethods(AsyncCaller):
             field: The field that holds a row's prompt.
             count: Prompts to draw; None: all in order.
             with_replacement: Whether a prompt may be drawn again.
-            reward: A number for a prompt and its text.
+            max_prompts_pool: Rows of the source that are drawn from, its first ones; None: all.
+            reward: Called with a row of the source, its prompt and the text of a continuation;
+                returns a number, or what is awaited for it. One that fails is told by that
+                sample's `reward_error`.
             batch_size: Prompts of one request.
+            concurrency: Requests under way at once.
+            max_failures: Failed requests in a row after which no further one is sent.
+            file: JSON lines that results are appended to as they come, and read from when they
+                are asked for. A call with the same arguments goes on where an earlier one
+                ended. None: they are kept in memory.
             progress: Whether a terminal shows a bar.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
@@ -1295,8 +1330,12 @@ class AsyncClientMethods(AsyncCaller):
             field,
             count,
             with_replacement,
+            max_prompts_pool,
             reward,
             batch_size,
+            concurrency,
+            max_failures,
+            file,
             progress,
             override=override,
             adapter=adapter,
@@ -1466,6 +1505,7 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
         *,
         model: str | NotGiven | None = NOT_GIVEN,
         method: TrainMethod | NotGiven = NOT_GIVEN,
+        whiten: bool | NotGiven = NOT_GIVEN,
         read: TrainRead | NotGiven = NOT_GIVEN,
         layers: Sequence[int] | NotGiven | None = NOT_GIVEN,
         hook: str | NotGiven = NOT_GIVEN,
@@ -1478,7 +1518,10 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
             pairs: Texts that differ in what the vector is to stand for.
             model: Id of a resident model; may be left out where there is only one.
             method: The mean of the differences of each pair, their first principal component,
-                or the normal of a logistic regression. Default mean_difference.
+                the normal of a logistic regression, or Fisher's linear discriminant. Default
+                mean_difference.
+            whiten: Whether pca and logistic count less what varies among texts of one side,
+                too: activations are measured by the covariance of these. Default False.
             read: Activation after a text's last token, or their mean. Default last.
             layers: None: every layer.
             hook: Which activation of the layer; resid_post is the residual stream that leaves
@@ -1492,6 +1535,7 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
             pairs=pairs,
             model=model,
             method=method,
+            whiten=whiten,
             read=read,
             layers=layers,
             hook=hook,

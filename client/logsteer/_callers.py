@@ -6,6 +6,7 @@ do what takes more than one call or reads the answer.
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing, closing
+from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import httpx
@@ -15,10 +16,12 @@ from logsteer._call import ApiCall
 from logsteer._calls import as_list, build_call, build_file_call
 from logsteer._exchange import Terms, exchange
 from logsteer._pairs import LogProb, pair_items, pair_records, pair_scores
+from logsteer._sampling import sample_in_tasks, sample_in_threads
 from logsteer._wire import AsyncWire, Wire
 from logsteer.errors import PayloadTooLargeError
 from logsteer.extras.activations import Activations
-from logsteer.extras.samples import Samples, draw_samples
+from logsteer.extras.samples import Samples
+from logsteer.extras.sampling import SampledBatch, SamplingRun
 from logsteer.extras.shards import ActivationShards, capture_shards
 from logsteer.schemas import ItemScore
 
@@ -66,14 +69,12 @@ class Caller:
         return pair_records(prompts, targets, answer)
 
     def _sample(self, *arguments: Any, **options: Any) -> Samples:
-        with closing(draw_samples(options, *arguments)) as steps:
-            try:
-                values = next(steps)
-                while True:
-                    values = steps.send(self._ask("generate", **values))
-            except StopIteration as end:
-                samples: Samples = end.value
-                return samples
+        def draw(**values: Any) -> SampledBatch:
+            call = build_call("generate", values, self._model)
+            answer: SampledBatch = self._answer(replace(call, answer=SampledBatch))
+            return answer
+
+        return sample_in_threads(SamplingRun(options, *arguments), draw)
 
     def _activations(
         self, items: str | Sequence[Any], layers: Sequence[int], **options: Any
@@ -135,14 +136,12 @@ class AsyncCaller:
         return pair_records(prompts, targets, answer)
 
     async def _sample(self, *arguments: Any, **options: Any) -> Samples:
-        with closing(draw_samples(options, *arguments)) as steps:
-            try:
-                values = next(steps)
-                while True:
-                    values = steps.send(await self._ask("generate", **values))
-            except StopIteration as end:
-                samples: Samples = end.value
-                return samples
+        async def draw(**values: Any) -> SampledBatch:
+            call = build_call("generate", values, self._model)
+            answer: SampledBatch = await self._answer(replace(call, answer=SampledBatch))
+            return answer
+
+        return await sample_in_tasks(SamplingRun(options, *arguments), draw)
 
     async def _activations(
         self, items: str | Sequence[Any], layers: Sequence[int], **options: Any

@@ -82,6 +82,14 @@ def build_file_call(
     return replace(call, answer=Download, file_type=TENSOR_FILE)
 
 
+def read_request(name: str, values: Mapping[str, Any]) -> BaseModel:
+    """Return the message that these arguments make, as `build_call` does: checked, not sent."""
+    endpoint = ENDPOINTS[name]
+    assert endpoint.request is not None, "asked of endpoints with a request"
+    given = {n: value for n, value in values.items() if value is not NOT_GIVEN}
+    return checked(endpoint.request, _complete(endpoint, given, None))
+
+
 def fits_query(name: str, values: Mapping[str, Any]) -> bool:
     """Return whether the endpoint's query has room for these objects; not for long vectors."""
     query = ENDPOINTS[name].query

@@ -313,6 +313,7 @@ _OPENAI = [
         "v1.chat.completions", "POST", "/v1/chat/completions", "openai",
         openai.ChatCompletionAnswer, openai.ChatCompletionRequest,
     ),
+    Endpoint("v1.score", "POST", "/v1/score", "openai", openai.ScoreAnswer, openai.ScoreRequest),
 ]  # fmt: skip
 
 ENDPOINTS: Mapping[str, Endpoint] = {

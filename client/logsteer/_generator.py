@@ -8,7 +8,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -16,6 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 
 from logsteer import _endpoints, schemas
+from logsteer._conveniences import CONVENIENCES, Argument, Convenience
 from logsteer._endpoints import ENDPOINTS, Content, Endpoint
 from logsteer._parameters import Parameter, list_parameters, takes_texts
 
@@ -38,121 +39,8 @@ _ALIASES = {
 """The names that the schemas have for sets of values."""
 
 
-@dataclass(frozen=True)
-class Argument:
-    """One parameter as it is written: its type, and its default, None where it is required."""
-
-    name: str
-    type: str
-    description: str
-    named: bool = False
-    default: str | None = None
-
-
-@dataclass(frozen=True)
-class Convenience:
-    """A method that is written by hand as `_NAME`, with options of an endpoint: all `without` some.
-
-    `own` are its own parameters.
-    """
-
-    name: str
-    endpoint: str
-    own: tuple[Argument, ...]
-    without: frozenset[str]
-    answer: str
-    summary: str
-    notes: str = ""
-
-
 EVENTS_NOTE = (
     "The request is sent when the first event is asked for. Close the generator to stop early."
-)
-_TARGETS = Argument("targets", "str | Sequence[str]", "Texts to score; one string is one target.")
-_ITEMS = Argument(
-    "items",
-    "str | Sequence[str | ActivationItem | Mapping[str, Any]]",
-    "Texts, one string being one text; or objects with `token_ids` or `messages`.",
-)
-_LAYERS = Argument("layers", "Sequence[int]", "Layers to read, 0-based.")
-CONVENIENCES = (
-    Convenience(
-        "score",
-        "logprob",
-        (Argument("context", "str", "What stands before the targets."), _TARGETS),
-        frozenset({"items"}),
-        "ItemScore",
-        "Score targets after one context: `logprob` for a single item.",
-    ),
-    Convenience(
-        "get_log_prob",
-        "logprob",
-        (
-            Argument("prompts", "str | Sequence[str]", "Contexts; one string is one prompt."),
-            _TARGETS,
-        ),
-        frozenset({"items", "columns", "policy", "space", "top", "per_token"}),
-        "list[LogProb]",
-        "Return one record per prompt and target, prompt by prompt, in the order given.",
-        "One request scores them all; each prompt is computed once.",
-    ),
-    Convenience(
-        "sample",
-        "generate",
-        (
-            Argument(
-                "source",
-                "PromptSource",
-                "A list of prompts or of rows, a path of JSON lines, or `KIND:NAME` of "
-                "`logsteer.extras.datasets`.",
-            ),
-            Argument("field", "str", "The field that holds a row's prompt.", True, "PROMPT"),
-            Argument("count", "int | None", "Prompts to draw; None: all in order.", True, "None"),
-            Argument(
-                "with_replacement", "bool", "Whether a prompt may be drawn again.", True, "False"
-            ),
-            Argument(
-                "reward", "Reward | None", "A number for a prompt and its text.", True, "None"
-            ),
-            Argument("batch_size", "int", "Prompts of one request.", True, "32"),
-            Argument("progress", "bool", "Whether a terminal shows a bar.", True, "True"),
-        ),
-        frozenset({"prompts", "prompt_ids", "messages"}),
-        "Samples",
-        "Continue prompts drawn from a source, and give each continuation its reward.",
-        "Each prompt is continued `n` times, every time with a seed of its own that follows from "
-        "`seed`.",
-    ),
-    Convenience(
-        "activations",
-        "activations",
-        (_ITEMS, _LAYERS),
-        frozenset({"items", "layers"}),
-        "Activations",
-        "Return the activations of texts as numpy arrays: of each token, the last, or their mean.",
-    ),
-    Convenience(
-        "capture",
-        "activations",
-        (
-            Argument(
-                "source",
-                "PromptSource",
-                "A list of texts or of rows, a path of JSON lines, or `KIND:NAME` of "
-                "`logsteer.extras.datasets`.",
-            ),
-            Argument("directory", "str | PathLike[str]", "Where the shards and their index go."),
-            _LAYERS,
-            Argument("field", "str", "The field that holds a row's text.", True, '"text"'),
-            Argument("batch_size", "int", "Texts of one request and shard, at most.", True, "64"),
-            Argument("progress", "bool", "Whether a terminal shows a bar.", True, "True"),
-        ),
-        frozenset({"items", "layers"}),
-        "ActivationShards",
-        "Write the activations of a source's texts to files in a directory, and return them.",
-        "Each request's answer is a safetensors file; `index.json` lists those that are whole, and "
-        "a capture that was interrupted goes on behind them.",
-    ),
 )
 
 _HEAD = '''"""{summary}
@@ -175,7 +63,8 @@ from logsteer._upload import {source}
 from logsteer.extras.activations import Activations
 from logsteer.extras.datasets import PROMPT
 from logsteer.extras.datasets import Source as PromptSource
-from logsteer.extras.samples import Reward, Samples
+from logsteer.extras.rewards import Reward
+from logsteer.extras.samples import Samples
 from logsteer.extras.shards import ActivationShards
 from logsteer.schemas import (
 {schemas}

@@ -1,27 +1,69 @@
 """Every prompt with every target: items that ask for it, records that tell the answer."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from logsteer.errors import AnswerError
 from logsteer.schemas import ItemScore, LogprobAnswer
+from logsteer.schemas.logprob import ScoredTarget, TargetScore
 
 
-@dataclass(frozen=True, slots=True)
-class LogProb:
-    """The score of one target after one prompt.
+class LogProb(dict[str, Any]):
+    """The score of one target after one prompt: a dictionary whose keys are attributes, too.
 
-    `log_prob` is in nats, summed over the target's tokens; `perplexity` is
-    exp(-log_prob / num_tokens). Each of the three numbers is None where it is not finite.
+    `r["log_prob"]` and `r.log_prob` are the same; json and pandas take it as the dictionary that it
+    is, and a script may add keys. Log-probabilities are in nats, summed over the target's tokens.
     """
 
-    prompt: str
-    target: str
-    sequence: str
-    log_prob: float | None
-    prob: float | None
-    perplexity: float | None
-    num_tokens: int
+    @property
+    def prompt(self) -> str:
+        """The prompt as given."""
+        return self._text("prompt")
+
+    @property
+    def target(self) -> str:
+        """The target as given."""
+        return self._text("target")
+
+    @property
+    def sequence(self) -> str:
+        """The text that was scored: `target`, or with `space="both"` one of its variants."""
+        return self._text("sequence")
+
+    @property
+    def log_prob(self) -> float | None:
+        """log p(sequence | prompt); None where it is not finite."""
+        return self._number("log_prob")
+
+    @property
+    def prob(self) -> float | None:
+        """exp(log_prob)."""
+        return self._number("prob")
+
+    @property
+    def perplexity(self) -> float | None:
+        """exp(-log_prob): of the whole sequence, infinite where float64 cannot hold it."""
+        return self._number("perplexity")
+
+    @property
+    def token_perplexity(self) -> float | None:
+        """exp(-log_prob / num_tokens), which `perplexity` is everywhere else."""
+        return self._number("token_perplexity")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequence."""
+        value: int = self["num_tokens"]
+        return value
+
+    def _text(self, key: str) -> str:
+        value: str = self[key]
+        return value
+
+    def _number(self, key: str) -> float | None:
+        value: float | None = self[key]
+        return value
 
 
 def pair_items(prompts: Sequence[str], targets: Sequence[str]) -> list[dict[str, object]]:
@@ -44,21 +86,46 @@ def pair_scores(answer: LogprobAnswer, num_prompts: int, num_targets: int) -> li
 def pair_records(
     prompts: Sequence[str], targets: Sequence[str], answer: LogprobAnswer
 ) -> list[LogProb]:
-    """Return one record per pair, prompt by prompt: all targets of the first, then of the second.
+    """Return a record of each pair, prompt by prompt: all targets of the first, then of the second.
 
+    A target with variants has two: with one leading space, then without.
     Raises AnswerError where the answer has not one score per pair.
     """
     results = pair_scores(answer, len(prompts), len(targets))
     return [
-        LogProb(
-            prompt=prompt,
-            target=target,
-            sequence=prompt + target,
-            log_prob=score.logprob,
-            prob=score.prob,
-            perplexity=score.perplexity,
-            num_tokens=score.num_tokens,
-        )
+        _record(prompt, target, sequence, score)
         for prompt, result in zip(prompts, results, strict=True)
-        for target, score in zip(targets, result.targets, strict=True)
+        for target, found in zip(targets, result.targets, strict=True)
+        for sequence, score in _variants(target, found)
     ]
+
+
+def _variants(target: str, score: ScoredTarget) -> list[tuple[str, TargetScore]]:
+    """Return the texts that were scored for a target, each with its score."""
+    if score.variants is None:
+        return [(target, score)]
+    both = (score.variants.with_space, score.variants.without_space)
+    return [(variant.target, variant) for variant in both]
+
+
+def _record(prompt: str, target: str, sequence: str, score: TargetScore) -> LogProb:
+    return LogProb(
+        prompt=prompt,
+        target=target,
+        sequence=sequence,
+        log_prob=score.logprob,
+        prob=score.prob,
+        num_tokens=score.num_tokens,
+        perplexity=_exponential(score.logprob),
+        token_perplexity=score.perplexity,
+    )
+
+
+def _exponential(log_prob: float | None) -> float | None:
+    """Return exp(-log_prob), infinite where it overflows; None for None."""
+    if log_prob is None:
+        return None
+    try:
+        return math.exp(-log_prob)
+    except OverflowError:
+        return math.inf

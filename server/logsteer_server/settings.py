@@ -230,6 +230,9 @@ class Settings(BaseSettings):
     max_training_bytes: int = Field(
         2**30, ge=2**10, description="Bytes of activations held while a vector is trained."
     )
+    max_compared_vectors: int = Field(
+        256, ge=0, description="Stored vectors that a trained one is compared with, the latest."
+    )
     selftest: bool = Field(
         False, description="Test each model at its start; one that fails does not answer."
     )

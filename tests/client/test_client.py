@@ -14,7 +14,6 @@ from logsteer import (
     AsyncClient,
     Client,
     InvalidRequestError,
-    LogProb,
     UnavailableError,
 )
 from logsteer.schemas import LogprobItem
@@ -116,33 +115,7 @@ def test_score_is_one_item(call: Caller) -> None:
     assert sent(server) == {"items": [{"context": "c", "targets": [" a", " b"]}], "space": "both"}
 
 
-def test_get_log_prob_goes_prompt_by_prompt(call: Caller) -> None:
-    server = answering(
-        logprob_answer(
-            [target("x", -1.0), target("yy", -2.0)], [target("x", -3.0), target("yy", None)]
-        )
-    )
-    records = call(server, lambda client: client.get_log_prob(["p", "q"], ["x", "yy"]))
-    assert records == [
-        LogProb("p", "x", "px", -1.0, 0.25, 2.0, 1),
-        LogProb("p", "yy", "pyy", -2.0, 0.25, 2.0, 2),
-        LogProb("q", "x", "qx", -3.0, 0.25, 2.0, 1),
-        LogProb("q", "yy", "qyy", None, 0.25, 2.0, 2),
-    ]
-    assert sent(server) == {
-        "items": [
-            {"context": "p", "targets": ["x", "yy"]},
-            {"context": "q", "targets": ["x", "yy"]},
-        ],
-        "per_token": False,
-        "columns": ["logprob"],
-    }
-
-
 def test_one_string_is_one_text(call: Caller) -> None:
-    server = answering(logprob_answer([target("yes", -1.0)]))
-    (record,) = call(server, lambda client: client.get_log_prob("Is it?", "yes"))
-    assert record.sequence == "Is it?yes"
     server = answering(PERPLEXITY)
     call(server, lambda client: client.perplexity("long text"))
     assert sent(server) == {"texts": ["long text"]}

@@ -23,7 +23,9 @@ OPERATIONS = {
 }
 SPELLED = {("vectors.combine", "vectors"): "weights"}
 """Request fields that a method takes under another name."""
-UNASKED = {"metrics", "tokenizer_info", "v1.models", "v1.completions", "v1.chat.completions"}
+UNASKED = {
+    "metrics", "tokenizer_info", "v1.models", "v1.completions", "v1.chat.completions", "v1.score",
+}  # fmt: skip
 """Endpoints for other programs, which have no method."""
 KINDS = {"text": "text/plain", "file": "application/octet-stream", "form": "multipart/form-data"}
 ASKED = [endpoint for endpoint in ENDPOINTS.values() if endpoint.name not in UNASKED]
@@ -116,7 +118,7 @@ def test_convenience_takes_the_options_of_its_endpoint() -> None:
 
     assert named("score") == named("logprob")
     assert named("logprob") - named("get_log_prob") == {
-        "columns", "policy", "space", "top", "per_token",
+        "columns", "policy", "top", "per_token",
     }  # fmt: skip
     assert named("generate") - named("sample") == {"prompt_ids", "messages"}
 

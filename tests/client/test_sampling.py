@@ -1,16 +1,26 @@
 """`Client.sample`: which prompts are drawn, how they are batched, and what becomes of them."""
 
+import asyncio
 import json
+import struct
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgpack
+import numpy as np
 import pytest
 
-from logsteer import Client
-from logsteer.errors import InvalidRequestError
+from logsteer import AsyncClient, Client
+from logsteer.errors import InvalidRequestError, OverloadedError
 from logsteer.extras.datasets import draw_prompts, read_prompts, register_dataset
-from tests.client.documents import ANSWER
+from logsteer.extras.draws import FileDraws
+from logsteer.extras.samples import Samples
+from tests.client.documents import ANSWER, PROVENANCE
+
+from .scripted import Caller, problem
 
 
 def continue_prompts(request: httpx.Request) -> httpx.Response:
@@ -22,42 +32,369 @@ def continue_prompts(request: httpx.Request) -> httpx.Response:
         for _ in range(body.get("n", 1)):
             completions.append({
                 "text": f"{prompt} {seed}", "token_ids": [1, 2], "tokens": ["a", "b"],
-                "logprobs": [-0.5, -0.25], "logprob": -0.75, "num_tokens": 2,
+                "logprobs": [-0.5, None], "logprob": -0.75, "num_tokens": 2,
                 "finish_reason": "stop", "seed": seed,
                 "columns": {"entropy": [0.1, 0.2]},
                 "aggregates": {"entropy": dict.fromkeys(
-                    ("sum", "mean", "min", "max", "early", "late"), 0.15)},
+                    ("sum", "mean", "min", "max", "early"), 0.15) | {"late": None}},
             })  # fmt: skip
             seed += 1
-        results.append({"completions": completions, "prompt_ids": [1, 9]})
+        results.append({"completions": completions, "prompt_ids": [1, 9, 9], "baseline": None})
     return httpx.Response(200, json=ANSWER | {"results": results})
 
 
+class Flaky:
+    """Continues prompts; refuses requests that have one of `broken`, which it counts."""
+
+    def __init__(self, *broken: str) -> None:
+        self.broken = set(broken)
+        self.asked: list[list[str]] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        prompts = json.loads(request.content)["prompts"]
+        self.asked.append(prompts)
+        if self.broken & set(prompts):
+            return problem("overloaded", 429)
+        return continue_prompts(request)
+
+
+PROMPTS = [f"p{n}" for n in range(12)]
+Use = Callable[..., Samples]
+
+
 @pytest.fixture
-def client() -> Any:
-    with Client("http://test", transport=httpx.MockTransport(continue_prompts)) as found:
-        yield found
+def sample(call: Caller) -> Use:
+    """`client.sample` of either client: of its server first, then its own arguments."""
+
+    def use(server: Any, *arguments: Any, **options: Any) -> Samples:
+        found: Samples = call(server, lambda c: c.sample(*arguments, **options), max_retries=0)
+        return found
+
+    return use
 
 
-def test_every_sample_has_a_seed_of_its_own(client: Client) -> None:
-    prompts = [f"p{n}" for n in range(7)]
-    samples = client.sample(prompts, n=2, seed=100, batch_size=3)
-    assert [sample.completion.seed for sample in samples] == list(range(100, 114))
-    assert [sample.index for sample in samples] == [n // 2 for n in range(14)]
+def texts(samples: Samples) -> list[str]:
+    return [one.completion.text for one in samples]
+
+
+def test_every_sample_has_a_seed_of_its_own(sample: Use) -> None:
+    samples = sample(continue_prompts, PROMPTS[:7], n=2, seed=100, batch_size=3)
+    assert [one.completion.seed for one in samples] == list(range(100, 114))
+    assert [one.index for one in samples] == [n // 2 for n in range(14)]
     assert samples[4:6][0].source.prompt == "p2"
+    assert [one.completion.seed for one in samples[9:3:-2]] == [109, 107, 105]
+    assert (samples[-1].prompt_ids, samples[-1].prompt_length) == ([1, 9, 9], 3)
+    assert samples.failures == []
 
 
-def test_rewards_stand_beside_the_results(client: Client) -> None:
-    samples = client.sample(["a", "bb"], reward=lambda prompt, text: len(prompt) + len(text))
-    assert [sample.reward for sample in samples] == [4, 6]
+def test_options_are_those_of_generate(sample: Use) -> None:
+    asked: list[Any] = []
+
+    def look(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content))
+        return continue_prompts(request)
+
+    steering = {"vectors": [{"name": "mood", "scale": 2.0}]}
+    sample(look, ["a"], columns=("log_q",), n=np.int64(2), stop=["x"], steering=steering, seed=None)
+    assert asked == [
+        {
+            "prompts": ["a"], "columns": ["log_q"], "n": 2, "stop": ["x"], "seed": 0,
+            "steering": {"vectors": [{"name": "mood", "scale": 2.0}]},
+        }
+    ]  # fmt: skip
 
 
-def test_the_table_has_rows_columns_and_aggregates(client: Client, tmp_path: Path) -> None:
+def test_messagepack_answers_are_the_same_samples(call: Caller) -> None:
+    def pack(request: httpx.Request) -> httpx.Response:
+        answer = json.loads(continue_prompts(request).content)
+        for result in answer["results"]:
+            data = struct.pack("<2f", -0.5, float("nan"))
+            buffer = {"dtype": "<f4", "shape": [2], "data": data}
+            result["completions"][0]["logprobs"] = buffer
+        kind = {"Content-Type": "application/msgpack"}
+        return httpx.Response(200, content=msgpack.packb(answer), headers=kind)
+
+    packed = call(pack, lambda c: c.sample(PROMPTS, seed=3), encoding="msgpack")
+    assert list(packed) == list(call(continue_prompts, lambda c: c.sample(PROMPTS, seed=3)))
+
+
+def test_batches_are_under_way_at_once_and_results_in_order() -> None:
+    together = threading.Barrier(3, timeout=20)
+
+    def wait_for_others(request: httpx.Request) -> httpx.Response:
+        together.wait()
+        return continue_prompts(request)
+
+    with Client("http://test", transport=httpx.MockTransport(wait_for_others)) as client:
+        samples = client.sample(PROMPTS[:6], batch_size=1, concurrency=3, seed=0)
+    assert texts(samples) == [f"p{n} {n}" for n in range(6)]
+
+
+def test_tasks_are_under_way_at_once_and_no_more_than_asked_for() -> None:
+    here = most = 0
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal here, most
+        here += 1
+        most = max(most, here)
+        # Later batches answer first.
+        await asyncio.sleep(0.02 / (1 + json.loads(request.content)["seed"]))
+        here -= 1
+        return continue_prompts(request)
+
+    async def run() -> Samples:
+        async with AsyncClient("http://test", transport=httpx.MockTransport(answer)) as client:
+            return await client.sample(PROMPTS, batch_size=1, concurrency=3)
+
+    assert texts(asyncio.run(run())) == [f"p{n} {n}" for n in range(12)]
+    assert most == 3
+
+
+def test_a_reward_sees_the_row(sample: Use) -> None:
+    rows = [{"question": "a", "answer": "a 0"}, {"question": "b", "answer": "?"}]
+
+    def is_right(row: Any, prompt: str, completion: str) -> float:
+        assert prompt == row["question"]
+        return completion == row["answer"]
+
+    samples = sample(continue_prompts, rows, field="question", reward=is_right)
+    assert [one.reward for one in samples] == [1.0, 0.0]
+
+
+def test_a_reward_that_fails_costs_one_result(sample: Use) -> None:
+    def rate(row: Any, prompt: str, completion: str) -> Any:
+        return {"p0": 1, "p1": float("nan"), "p2": "many", "p3": None}[prompt]
+
+    with pytest.warns(UserWarning, match="4 rewards failed .*ValueError: the reward is nan"):
+        samples = sample(continue_prompts, PROMPTS[:5], reward=rate, batch_size=2, concurrency=1)
+    assert [one.reward for one in samples] == [1.0, None, None, None, None]
+    assert [str(one.reward_error).partition(":")[0] for one in samples] == [
+        "None", "ValueError", "ValueError", "TypeError", "KeyError",
+    ]  # fmt: skip
+    assert samples.records()[4]["reward_error"] == "KeyError: 'p4'"
+
+
+def test_rewards_may_be_awaited(sample: Use) -> None:
+    loops = set()
+
+    async def rate(row: Any, prompt: str, completion: str) -> float:
+        loops.add(asyncio.get_running_loop())
+        await asyncio.sleep(0)
+        if prompt == "p1":
+            raise RuntimeError("no judge")
+        return len(completion)
+
+    with pytest.warns(UserWarning, match="1 rewards failed .*RuntimeError: no judge"):
+        samples = sample(continue_prompts, PROMPTS[:4], reward=rate, batch_size=2)
+    assert [one.reward for one in samples] == [4.0, None, 4.0, 4.0]
+    assert len(loops) == 1
+
+
+def test_an_awaited_reward_in_a_notebook_is_told_of() -> None:
+    async def rate(row: Any, prompt: str, completion: str) -> float:
+        return 0.0
+
+    async def notebook() -> None:
+        with Client("http://test", transport=httpx.MockTransport(continue_prompts)) as client:
+            client.sample(["a"], reward=rate)
+
+    with pytest.raises(InvalidRequestError, match="AsyncClient"):
+        asyncio.run(notebook())
+
+
+def test_a_batch_that_fails_costs_its_own_draws(sample: Use) -> None:
+    server = Flaky("p4")
+    with pytest.warns(UserWarning, match="3 of 12 draws have no samples .*draw 3 to 5: overloaded"):
+        samples = sample(server, PROMPTS, batch_size=3, n=2)
+    assert [one.index for one in samples] == sorted([0, 1, 2, 6, 7, 8, 9, 10, 11] * 2)
+    (failure,) = samples.failures
+    assert failure.draws == range(3, 6)
+    assert isinstance(failure.error, OverloadedError)
+    assert [one.completion.seed for one in samples][5:8] == [5, 12, 13]
+
+
+def test_a_prompt_that_is_refused_costs_itself_alone(sample: Use) -> None:
+    asked: list[list[str]] = []
+
+    def refuse(request: httpx.Request) -> httpx.Response:
+        prompts = json.loads(request.content)["prompts"]
+        asked.append(prompts)
+        if "p4" in prompts:
+            return problem("context_too_long", 422)
+        return continue_prompts(request)
+
+    with pytest.warns(UserWarning, match="1 of 12 draws have no samples .*draw 4: context_too"):
+        samples = sample(refuse, PROMPTS, batch_size=6, concurrency=1)
+    assert [one.index for one in samples] == [n for n in range(12) if n != 4]
+    assert [one.completion.seed for one in samples] == [one.index for one in samples]
+    assert [failure.draws for failure in samples.failures] == [range(4, 5)]
+    assert [len(prompts) for prompts in asked] == [6, 3, 3, 1, 2, 1, 1, 6]
+
+
+def test_a_run_that_is_refused_throughout_raises(sample: Use) -> None:
+    asked: list[int] = []
+
+    def refuse(request: httpx.Request) -> httpx.Response:
+        asked.append(len(json.loads(request.content)["prompts"]))
+        return problem("invalid_vector", 422)
+
+    with pytest.raises(InvalidRequestError, match="invalid_vector"):
+        sample(refuse, PROMPTS * 10, batch_size=8, concurrency=1, max_failures=2)
+    assert asked == [8, 4, 2, 1, 1]
+
+
+def test_a_run_that_only_fails_ends(sample: Use) -> None:
+    server = Flaky(*PROMPTS)
+    with pytest.raises(OverloadedError):
+        sample(server, PROMPTS, batch_size=1, concurrency=1, max_failures=3)
+    assert len(server.asked) == 3
+    server = Flaky(*PROMPTS[2:])
+    with pytest.warns(UserWarning, match="10 of 12 draws"):
+        samples = sample(server, PROMPTS, batch_size=1, concurrency=1, max_failures=3)
+    assert len(server.asked) == 5
+    assert texts(samples) == ["p0 0", "p1 1"]
+    assert [failure.draws for failure in samples.failures][3:5] == [range(5, 6), range(6, 7)]
+    assert "3 batches in a row had failed" in str(samples.failures[-1])
+
+
+def test_too_few_continuations_are_a_failure(sample: Use) -> None:
+    def forget(request: httpx.Request) -> httpx.Response:
+        answer = json.loads(continue_prompts(request).content)
+        if json.loads(request.content)["prompts"] == ["p1"]:
+            answer["results"][0]["completions"].pop()
+        return httpx.Response(200, json=answer)
+
+    with pytest.warns(UserWarning, match="asked for 2 continuations of 1 prompts, got"):
+        samples = sample(forget, PROMPTS[:3], n=2, batch_size=1)
+    assert [one.index for one in samples] == [0, 0, 2, 2]
+
+
+def test_a_file_keeps_what_came_and_a_second_call_goes_on(sample: Use, tmp_path: Path) -> None:
+    def rate(row: Any, prompt: str, completion: str) -> float:
+        return float(prompt[1:])
+
+    path = tmp_path / "samples.jsonl"
+    options: dict[str, Any] = {"batch_size": 2, "n": 2, "reward": rate, "seed": 7}
+    with pytest.warns(UserWarning, match="4 of 12 draws"):
+        sample(Flaky("p3", "p9"), PROMPTS, file=path, **options)
+    lines = path.read_text().splitlines(keepends=True)
+    assert len(lines) == 1 + 8
+    # It was stopped in the midst of a line.
+    path.write_text("".join(lines)[:-20])
+    left = len(lines) - 2
+    server = Flaky()
+    samples = sample(server, PROMPTS, file=path, **options)
+    assert sum(map(len, server.asked)) == 12 - left
+    whole = sample(continue_prompts, PROMPTS, **options)
+    assert list(samples) == list(whole)
+    assert [one.reward for one in samples] == [n // 2 for n in range(24)]
+    assert list(samples[3:20:5]) == list(whole)[3:20:5]
+    assert samples[-1] == whole[-1]
+    server = Flaky()
+    assert list(sample(server, PROMPTS, file=str(path), **options)) == list(whole)
+    assert server.asked == []
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_lines_are_written_as_batches_come(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    seen = []
+
+    def look(request: httpx.Request) -> httpx.Response:
+        seen.append(len(path.read_bytes().splitlines()) if path.exists() else 0)
+        return continue_prompts(request)
+
+    with Client("http://test", transport=httpx.MockTransport(look)) as client:
+        client.sample(PROMPTS[:4], batch_size=1, concurrency=1, file=path)
+    # The next request leaves before the last answer is written, but no later one.
+    assert seen[0] == 0 and seen[2] >= 2 and seen[3] >= 3
+
+
+def test_a_file_of_another_run_is_refused(call: Caller, tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+
+    def run(prompts: Any = PROMPTS, server: Any = continue_prompts, **options: Any) -> Samples:
+        found: Samples = call(server, lambda c: c.sample(prompts, file=path, **options))
+        return found
+
+    run(PROMPTS[:2], Flaky(), count=2, seed=1, max_tokens=5)
+    for options, what in (
+        ({"count": 3, "seed": 1, "max_tokens": 5}, "draws was 2 and is 3"),
+        ({"count": 2, "seed": 1, "max_tokens": 6}, "max_tokens was 5 and is 6"),
+        ({"count": 2, "seed": 1}, "max_tokens was 5 and is null"),
+        ({"prompts": ["p", "q"], "count": 2, "seed": 1, "max_tokens": 5}, "prompts was"),
+        ({"count": 2, "seed": 1, "max_tokens": 5, "reward": lambda *_: 0}, "rewarded was false"),
+    ):
+        with pytest.raises(InvalidRequestError, match=what):
+            run(**{"prompts": PROMPTS[: options["count"]], **options})
+
+    def other_weights(request: httpx.Request) -> httpx.Response:
+        answer = json.loads(continue_prompts(request).content)
+        answer["provenance"] = PROVENANCE | {"weights_digest": "other"}
+        return httpx.Response(200, json=answer)
+
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:2]))
+    with pytest.raises(InvalidRequestError, match='weights was "w" and is "other"'):
+        run(PROMPTS[:2], other_weights, count=2, seed=1, max_tokens=5)
+
+
+@pytest.mark.parametrize("content", ['{"prompt": "mine"}', '{"prompt": "mine"}\n{"a', "text"])
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(content)
+    with pytest.raises(InvalidRequestError, match="line 1, is no line that sampling has written"):
+        FileDraws(path)
+    assert path.read_text() == content
+
+
+def test_a_torn_first_line_is_begun_again(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"logsteer_samp')
+    with Client("http://test", transport=httpx.MockTransport(continue_prompts)) as client:
+        assert texts(client.sample(["a", "b"], file=path)) == ["a 0", "b 1"]
+    assert len(path.read_text().splitlines()) == 3
+    path.write_text(path.read_text().replace('"index":1', '"index":"x"'))
+    with pytest.raises(InvalidRequestError, match=r"line 3, is no line .*index"):
+        FileDraws(path)
+
+
+def test_wrong_options_are_told_before_anything_is_sent(sample: Use) -> None:
+    server = Flaky()
+    for options, what in (
+        ({"batch_size": 0}, "batch_size is 0; give at least 1"),
+        ({"concurrency": -1}, "concurrency is -1"),
+        ({"count": 0}, "count is 0"),
+        ({"max_prompts_pool": 0}, "max_prompts_pool is 0"),
+        ({"temperature": 9}, "temperature"),
+    ):
+        with pytest.raises(InvalidRequestError, match=what):
+            sample(server, PROMPTS, **options)
+    assert server.asked == []
+
+
+def test_a_pool_is_the_first_rows(sample: Use) -> None:
+    def endless() -> Any:
+        number = 0
+        while True:
+            yield f"p{number}"
+            number += 1
+
+    samples = sample(
+        continue_prompts, endless(), max_prompts_pool=3, count=50, with_replacement=True, seed=1
+    )
+    assert {one.source.prompt for one in samples} == {"p0", "p1", "p2"}
+    assert len(samples) == 50
+
+
+def test_the_table_has_rows_columns_and_aggregates(tmp_path: Path) -> None:
     rows = [{"question": "a", "answer": 3}, {"question": "b", "answer": 4}]
-    samples = client.sample(rows, field="question", reward=lambda _prompt, _text: 1.5)
+    with Client("http://test", transport=httpx.MockTransport(continue_prompts)) as client:
+        samples = client.sample(rows, field="question", reward=lambda *_: 1.5)
     table = samples.to_pandas()
     assert table["row_answer"].tolist() == [3, 4]
     assert table["reward"].tolist() == [1.5, 1.5]
+    assert table["prompt_length"].tolist() == [3, 3]
     assert table["entropy"].tolist() == [[0.1, 0.2]] * 2
     assert table["entropy_mean"].tolist() == [0.15] * 2
     samples.to_parquet(tmp_path / "samples.parquet")

@@ -17,7 +17,14 @@ from logsteer.schemas import TrainRequest
 from .documents import ANSWER
 from .scripted import Caller, Script, problem
 
-QUALITY = {"accuracy": 0.75, "auc": 0.875, "pair_accuracy": 1.0, "explained_variance": 0.5}
+QUALITY = {
+    "accuracy": 0.75, "auc": 0.875, "pair_accuracy": 1.0, "explained_variance": 0.5,
+    "effect_size": 3.0, "matching_scale": 2.0, "activation_norm": 10.0,
+}  # fmt: skip
+ADVICE = {
+    "layer": 2, "scales": [2.0, 2.5], "relative_norms": [0.4, 0.5],
+    "reason": "layer 2 tells texts apart best", "caution": "may be chance",
+}  # fmt: skip
 CARD: dict[str, Any] = {
     "name": "happy",
     "sha256": "ab" * 32,
@@ -27,10 +34,23 @@ CARD: dict[str, Any] = {
     "norms": {"1": 1.0, "2": 2.25, "3": 3.0, "7": 7.0},
     "bytes": 400,
     "created": "2026-01-02T03:04:05.678Z",
-    "about": {"source": "training", "method": "pca", "quality": {"2": QUALITY}},
+    "readouts": {"2": {"kind": "logistic", "slope": 2.0, "bias": -1.5, "threshold": 0.0}},
+    "about": {
+        "source": "training",
+        "method": "pca",
+        "quality": {"2": QUALITY},
+        "validation": {"folds": 5, "reason": None},
+        "recommendation": ADVICE,
+    },
 }
 LIST = {"vectors": [CARD], "bytes": 400, "max_bytes": 1000}
-TRAINED = {**ANSWER, "vector": CARD}
+COSINES = [[1.0, 0.5, 0.25, None], [0.5, 1.0, 0.125, None], [0.25, 0.125, 1.0, None], [None] * 4]
+SIMILAR = {
+    "layers": {"1": [], "2": [{"name": "sad", "sha256": "cd" * 32, "cosine": -0.75}]},
+    "compared": 6,
+    "left_out": 2,
+}
+TRAINED = {**ANSWER, "vector": CARD, "layer_cosines": COSINES, "similar": SIMILAR}
 GONE = {"name": "happy", "sha256": "ab" * 32}
 PAIR = {"positive": "good", "negative": "bad"}
 
@@ -186,7 +206,8 @@ def test_list_and_show(capsys: Output, run: Any) -> None:
     assert "1-3, 7" in row and "training pca" in row and "ab" * 32 in row
     assert run(answer(CARD), "vectors", "show", "happy") == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["2", "2.25", "0.75", "0.875", "1", "0.5"] in lines
+    # |2 x vector| is 4.5, of activations of 10
+    assert ["2", "2.25", "0.875", "3", "0.75", "1", "0.5", "2", "45.0%"] in lines
     assert ["7", "7"] in lines
     assert run(answer(LIST), "vectors", "list", "--json") == 0
     assert json.loads(capsys.readouterr().out)["vectors"][0]["name"] == "happy"
@@ -222,21 +243,33 @@ def test_train(capsys: Output, run: Any, tmp_path: Path) -> None:
     path.write_text(json.dumps(PAIR) + "\n\n" + json.dumps(PAIR | {"note": 1}) + "\n")
     server = answer(TRAINED)
     argv = ["--method", "pca", "--read", "mean", "--layers", "1,2", "--bos", "never"]
+    argv += ["--whiten"]
     assert run(server, "vectors", "train", "happy", str(path), *argv, "--model", "m") == 0
     assert json.loads(server.bodies[0]) == {
         "name": "happy",
         "pairs": [PAIR, PAIR],
         "method": "pca",
+        "whiten": True,
         "read": "mean",
         "layers": [1, 2],
         "bos": "never",
         "model": "m",
     }
-    assert "0.875" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    rows = [line.split() for line in shown.splitlines()]
+    assert ["1", "1.00", "0.50", "0.25", "n/a"] in rows
+    assert ["2", "sad", "-0.75"] in rows
+    for text in (
+        "try happy:2@2 to happy:2.5", "layer 2 tells", "caution: may be chance", "5 folds",
+        "nearest of 6 stored", "2 stored vectors were not compared",
+        "happy at layer 2, projection c: probability 1 / (1 + exp(-z)), z = 2 c - 1.5",
+    ):  # fmt: skip
+        assert text in shown
     for text, hint in (
         ('{"positive": "a"}', "line 1"),
         (json.dumps(PAIR) + "\nno json", "line 2"),
-        ("[]", "line 1"),
+        ("1", "line 1"),
+        ("[]", "no pairs"),
         ("\n", "no pairs"),
     ):
         path.write_text(text)

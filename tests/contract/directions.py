@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from logsteer_server.contract.parameters import Direction, Override
+from logsteer_server.contract.parameters import Cast, Direction, Override
 from tests.conftest import DEMO_MODEL
 
 Tensors = Mapping[str, Tensor]
@@ -92,6 +92,6 @@ def read_logprobs(model: Any, ids: np.ndarray) -> np.ndarray:
     return found
 
 
-def at(direction: Direction, eta: float) -> Override:
+def at(direction: Direction, eta: float, cast: Cast | None = None) -> Override:
     """The override by eta along a direction."""
-    return Override(direction, eta)
+    return Override(direction, eta, cast)

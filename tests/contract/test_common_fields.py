@@ -52,6 +52,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/activations": {"items": ["Once upon"], "layers": [1]},
     "/v1/completions": {"prompt": "Once upon", "max_tokens": 4},
     "/v1/chat/completions": {"messages": CHAT, "max_tokens": 4},
+    "/v1/score": {"query": "Once", "items": [" upon"], "label_token_ids": [5, 6]},
 }
 """A request of each endpoint that works without any common field (but one it must have)."""
 
@@ -105,6 +106,7 @@ REFUSALS: dict[str, dict[str, str]] = {
     },
     "/v1/completions": OPENAI,
     "/v1/chat/completions": OPENAI,
+    "/v1/score": OPENAI | {"probes": "/logprob gives readings"},
 }
 """What an endpoint does not take, and the reason that it gives."""
 

@@ -1,6 +1,7 @@
 """`/generate` and `/diagnostics`: what a sampling policy saw, on every real engine."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,23 @@ def test_every_column_is_its_definition(
                 same = np.isfinite(found) == np.isfinite(values)
                 close = np.isclose(found, values, atol=2e-3, rtol=1e-3)
                 assert (same & (close | ~np.isfinite(values))).mean() > 0.9, name
+
+
+def test_samples_are_those_of_one_request_whatever_their_batches(
+    client: Client, tmp_path: Path
+) -> None:
+    prompts = [*PROMPTS, "The king", "Once upon a time"]
+    whole = client.generate(prompts, columns=["log_q"], **SAMPLING)
+    samples = client.sample(
+        prompts, columns=["log_q"], batch_size=1, concurrency=3, file=tmp_path / "f", **SAMPLING
+    )
+    expected = [one for result in whole.results for one in result.completions]
+    assert [one.completion.token_ids for one in samples] == [one.token_ids for one in expected]
+    assert [one.completion.seed for one in samples] == [one.seed for one in expected]
+    assert [one.prompt_ids for one in samples[::2]] == [one.prompt_ids for one in whole.results]
+    for found, wanted in zip(samples, expected, strict=True):
+        assert found.completion.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
+        assert (found.completion.columns or {}).keys() == {"log_q"}
 
 
 def test_diagnostics_of_a_sample_are_those_it_was_generated_with(client: Client) -> None:

@@ -1,7 +1,7 @@
 """The model in Python, without HTTP: numbers that carry their graph."""
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def leaves(model: LocalModel) -> dict[str, Tensor]:
 def test_log_probabilities_and_their_gradient_are_transformers(model: LocalModel) -> None:
     contexts, targets = draw_pairs()
     theta = leaves(model)
-    found = model.token_logprobs(contexts, targets, theta)
+    found = [row["logprob"] for row in model.columns(contexts, targets, parameters=theta)]
     sum(values.sum() for values in found).backward()  # type: ignore[union-attr]
     reference = load_model(DEMO_MODEL).requires_grad_(True)
     for context, target, values in zip(contexts, targets, found, strict=True):
@@ -57,7 +57,7 @@ def test_log_probabilities_and_their_gradient_are_transformers(model: LocalModel
         assert tensor.grad is not None
         wanted = wanted_gradients[name].grad
         assert (tensor.grad - wanted).abs().max() <= 1e-4 * wanted.abs().max(), name
-    plain = model.token_logprobs(contexts, targets)
+    plain = [row["logprob"] for row in model.columns(contexts, targets)]
     for values, other in zip(plain, found, strict=True):
         assert values.numpy() == pytest.approx(other.detach().numpy(), abs=1e-5)
     assert not any(values.requires_grad for values in plain)
@@ -69,7 +69,7 @@ def test_entropies_and_their_derivatives_are_finite_differences(
 ) -> None:
     contexts, targets = draw_pairs()
     theta = leaves(fine)
-    found = fine.entropies(contexts, targets, theta, policy)
+    found = read_entropies(fine, policy, parameters=theta)
     total = torch.cat(found).sum()
     total.backward()  # type: ignore[no-untyped-call]
     torch.manual_seed(2)
@@ -78,11 +78,16 @@ def test_entropies_and_their_derivatives_are_finite_differences(
     sums = []
     for sign in (1, -1):
         moved = {n: t.detach() + sign * 1e-6 * v[n] for n, t in theta.items()}
-        sums.append(float(torch.cat(fine.entropies(contexts, targets, moved, policy)).sum()))
+        sums.append(float(torch.cat(read_entropies(fine, policy, parameters=moved)).sum()))
     assert slope == pytest.approx((sums[0] - sums[1]) / 2e-6, rel=1e-5)
     for rows, entropies in zip(fine.read(contexts, targets), found, strict=True):
         for logits_V, entropy in zip(rows.logits_RV, entropies, strict=True):
             assert float(entropy.detach()) == pytest.approx(define_entropy(logits_V, policy))
+
+
+def read_entropies(model: LocalModel, policy: Policy, **changes: Any) -> list[Tensor]:
+    rows = model.columns(*draw_pairs(), ["rb_entropy"], policy=policy, **changes)
+    return [row["rb_entropy"] for row in rows]
 
 
 def define_entropy(logits_V: Tensor, policy: Policy) -> float:
@@ -104,13 +109,13 @@ def test_a_policy_scores_what_it_draws(model: LocalModel) -> None:
         s.tolist() for s in samples
     ]
     for rows in model.read([prompt] * 4, samples):
-        assert rows.policy_logprobs_R(POLICY).isfinite().all()
+        assert rows.columns(["log_q"], POLICY)["log_q"].isfinite().all()
         q_RV = rows.log_q_RV(POLICY).exp()
         assert q_RV.sum(-1).numpy() == pytest.approx(1.0, abs=1e-5)
         unlikely_R = rows.logits_RV.argmin(-1)
         assert (rows.log_q_RV(POLICY)[torch.arange(len(q_RV)), unlikely_R] == -torch.inf).all()
         with pytest.raises(ValueError, match="temperature 0"):
-            rows.policy_entropies_R(Policy(temperature=0.0))
+            rows.columns(["rb_entropy"], Policy(temperature=0.0))
 
 
 def test_one_step_of_reinforce_lowers_the_loss(model: LocalModel) -> None:
@@ -126,15 +131,15 @@ def test_one_step_of_reinforce_lowers_the_loss(model: LocalModel) -> None:
     wanted = ids[np.argmax(spread)]
     rewards = torch.tensor([float((sample == wanted).mean()) for sample in samples])
     weights = rewards - rewards.mean()
-    rows = model.read(prompts, samples, parameters=theta)
-    logp = torch.stack([row.logprobs_R.sum() for row in rows])
-    entropy = torch.cat([row.entropies_R for row in rows]).mean()
+    rows = model.columns(prompts, samples, ["logprob", "entropy"], parameters=theta)
+    logp = torch.stack([row["logprob"].sum() for row in rows])
+    entropy = torch.cat([row["entropy"] for row in rows]).mean()
     loss = -(weights * logp).mean() - 1e-3 * entropy
     loss.backward()  # type: ignore[no-untyped-call]
     torch.optim.SGD(theta.values(), lr=3e-2).step()  # type: ignore[no-untyped-call]
     with torch.no_grad():
-        after = model.token_logprobs(prompts, samples, theta)
-    ratio = (torch.stack([values.sum() for values in after]) - logp.detach()).exp()
+        after = model.columns(prompts, samples, parameters=theta)
+    ratio = (torch.stack([row["logprob"].sum() for row in after]) - logp.detach()).exp()
     expected = float((ratio * rewards).sum() / ratio.sum())
     fresh = mean_reward(model.sample(prompts, 8, seed=1000, parameters=theta), int(wanted))
     plain = mean_reward(model.sample(prompts, 8, seed=1000), int(wanted))
@@ -160,10 +165,10 @@ def test_what_does_not_fit_is_refused(model: LocalModel) -> None:
         ([[1]], [[1]], {name: torch.ones(128, dtype=torch.float64)}, "float64"),
     ):
         with pytest.raises(ValueError, match=reason):
-            model.read(contexts, targets, parameters)  # type: ignore[arg-type]
+            model.read(contexts, targets, parameters=parameters)  # type: ignore[arg-type]
 
 
-def test_the_example_of_the_module_runs(model: LocalModel, tmp_path: Path) -> None:
+def test_the_example_of_the_module_runs() -> None:
     import logsteer_server.embedded as embedded
 
     assert embedded.__doc__ is not None

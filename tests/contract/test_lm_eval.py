@@ -287,12 +287,19 @@ def test_steering_comes_through_the_harness_own_arguments(
         assert (vector["data"], vector["op"]) == ({"1": [0.5] * 16}, "ablate")
 
 
-def evaluate(model: Any, tasks: list[str], scratch: Path) -> tuple[dict[str, Any], float]:
-    """The harness's results, and the seconds that they took."""
+def evaluate(
+    model: Any, tasks: list[str], scratch: Path, arguments: Any = None
+) -> tuple[dict[str, Any], float]:
+    """The harness's results, and the seconds that they took; a model may be a name of its own."""
     manager = TaskManager(include_path=str(scratch), include_defaults=False)
     start = time.perf_counter()
     results = lm_eval.simple_evaluate(
-        model=model, tasks=tasks, task_manager=manager, limit=ROWS, bootstrap_iters=0
+        model=model,
+        model_args=arguments,
+        tasks=tasks,
+        task_manager=manager,
+        limit=ROWS,
+        bootstrap_iters=0,
     )
     assert results is not None
     return results, time.perf_counter() - start
@@ -324,6 +331,34 @@ def compare(
         assert worst < tolerance
     print(f"seconds: hf in-process {hf_time:.1f}, logsteer over HTTP {own_time:.1f}")
     return ours["results"], theirs["results"]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("client", ["vllm", "tlens"], indirect=True)
+def test_local_completions_says_what_the_adapter_says(client: Client, scratch: Path) -> None:
+    """The harness as it comes, with the arguments of its own documentation."""
+    url = client.base_url
+    pages = [corpus.story(random.Random(seed), "sad") for seed in range(3)]
+    rows = "".join(json.dumps({"page": page}) + "\n" for page in pages)
+    (scratch / "wikitext.jsonl").write_text(rows)
+    tasks = ["local_endings", "local_wikitext"]
+    arguments = {
+        "model": "demo", "base_url": f"{url}/v1/completions", "num_concurrent": 4,
+        "max_length": 66,  # room for what it generates, and for a token in front of a window
+    }  # fmt: skip
+    if len(client.models().models) > 1:  # it asks for a tokenizer without naming the model
+        arguments |= {"tokenizer": str(DEMO_MODEL), "tokenizer_backend": "huggingface"}
+    found, _ = evaluate("local-completions", tasks, scratch, arguments)
+    adapter = LogsteerLM(url, "demo", max_length=64, add_bos_token=False)
+    wanted, _ = evaluate(adapter, tasks, scratch)
+    for task, documents in zip(tasks, (8, 3), strict=True):
+        own, reference = list_logprobs(found, task), list_logprobs(wanted, task)
+        assert len(own) == len(reference) >= documents
+        assert own == pytest.approx(reference, abs=1e-3)
+        assert len(set(own)) > 1
+        for name, figure in wanted["results"][task].items():
+            if isinstance(figure, float):
+                assert found["results"][task][name] == pytest.approx(figure, rel=1e-4)
 
 
 @needs_shared

@@ -85,7 +85,7 @@ def test_scores_under_an_override_are_those_of_the_changed_model(
     answer = client.logprob([ITEM, ITEM], override=OVERRIDE, columns=["logprob", "entropy"])
     sha256 = client.overrides.get("drawn").sha256
     assert answer.override is not None
-    assert answer.override.model_dump() == OVERRIDE | {"sha256": sha256}
+    assert answer.override.model_dump() == OVERRIDE | {"sha256": sha256, "cast": None}
     moved = moved_model(DEMO_MODEL, tensors, ETA)
     wanted = read_logprobs(moved, IDS)[len(CONTEXT) - 1 :]
     for result in answer.results:
@@ -100,6 +100,26 @@ def test_scores_under_an_override_are_those_of_the_changed_model(
     ids = np.array(client.tokenize(text).results[0].token_ids, np.int32)
     assert under.total.sum_logprob == pytest.approx(read_logprobs(moved, ids).sum(), abs=1e-3)
     assert client.logprob([ITEM]).override is None
+
+
+def test_a_cast_is_told_and_what_moves_nothing_is_refused(client: Client) -> None:
+    sha256 = client.overrides.get("drawn").sha256
+    used = OVERRIDE | {"cast": "float32"}
+    plain, cast = (client.logprob([ITEM], override=each) for each in (OVERRIDE, used))
+    assert cast.override is not None
+    assert cast.override.model_dump() == used | {"sha256": sha256}
+    assert (plain.provenance.cast, cast.provenance.cast) == (None, "float32")
+    found, wanted = (answer.results[0].targets[0].logprobs for answer in (cast, plain))
+    assert found == pytest.approx(wanted, abs=1e-6)  # the model is in float32 already
+    generated = client.generate(None, prompt_ids=[CONTEXT], max_tokens=3, override=used)
+    assert generated.provenance.cast == "float32"
+    for given, reason in (
+        ({"name": "drawn", "eta": 1e-30}, "no parameter differs after rounding to float32"),
+        ({"name": "drawn", "eta": 1.0, "cast": "float64"}, "override.cast"),
+    ):
+        body = {"items": [ITEM], "override": given}
+        found = httpx.post(client.base_url + "/logprob", json=body, timeout=60)
+        refused(found, 422, "invalid_request", reason)
 
 
 def test_every_endpoint_takes_an_override(client: Client) -> None:

@@ -2,7 +2,9 @@
 
 import io
 import math
+from typing import Any
 
+import httpx
 import pytest
 
 from logsteer import Client
@@ -12,13 +14,17 @@ from logsteer.schemas import PerplexityAnswer, Protocol, WindowEvent
 TEXT = " ".join(
     f"Once upon a time there was a cat named Tom {i}. The cat was happy." for i in range(40)
 )
-PROTOCOLS: list[Protocol] = ["sliding", "rolling", "disjoint", "llamacpp"]
+PROTOCOLS: list[Protocol] = ["sliding", "rolling", "disjoint", "llamacpp", "exl3"]
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_windows_and_tokens_add_up_to_the_text(client: Client, protocol: Protocol) -> None:
     answer = client.perplexity(
-        [TEXT, TEXT[:900]], protocol=protocol, context_length=64, windows=True, tokens=True
+        [TEXT] if protocol == "exl3" else [TEXT, TEXT[:900]],
+        protocol=protocol,
+        context_length=64,
+        windows=True,
+        tokens=True,
     )
     for result in answer.results:
         assert result.windows is not None
@@ -34,7 +40,89 @@ def test_windows_and_tokens_add_up_to_the_text(client: Client, protocol: Protoco
     total = answer.total
     assert total.num_scored == sum(r.num_scored for r in answer.results)
     assert total.sum_logprob == pytest.approx(sum(r.sum_logprob or 0 for r in answer.results))
-    assert answer.provenance.protocol == protocol
+    made = answer.provenance
+    assert (made.protocol, made.context_length) == (protocol, 64)
+    assert made.stride == (32 if protocol == "sliding" else 64)
+    assert made.rows == (100 if protocol == "exl3" else None)
+
+
+def test_a_stream_says_why_it_lists_no_tokens(client: Client) -> None:
+    for name, reason in (("tokens", "keeps no tokens"), ("windows", "events are the windows"),
+                         ("reference", "send the text to /perplexity")):  # fmt: skip
+        url = f"{client.base_url}/perplexity/stream"
+        answer = httpx.post(url, params={name: "true"}, content=TEXT.encode())
+        assert (answer.status_code, answer.json()["param"]) == (422, name)
+        assert reason in answer.json()["detail"]
+
+
+def test_tokens_stand_beside_a_comparison(client: Client) -> None:
+    """Columns in float64 and the divergence from another model, over one long text."""
+    model = client.models().models[0].id
+    options: Any = {"tokens": True, "columns": ["entropy", "rank"], "precision": "float64"}
+    answer = client.perplexity(
+        TEXT, model=model, reference=model, protocol="exl3", context_length=32, rows=5, **options
+    )
+    tokens = answer.results[0].tokens
+    assert tokens is not None and tokens.columns is not None and tokens.ranks is not None
+    assert tokens.columns.keys() == {"entropy"}
+    assert len(tokens.columns["entropy"]) == len(tokens.ranks) == 5 * 31
+    assert answer.divergence is not None and answer.divergence.num_tokens == 5 * 31
+
+
+ALL_BUT_LOGPROB = ["rank", "entropy", "log_q", "rb_entropy", "effective_support", "logit_std"]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_long_text_has_every_column_in_float64(client: Client, protocol: Protocol) -> None:
+    """Windowed, whole and as a stream; in float64 what float32 gives but for its rounding."""
+    options: Any = {
+        "protocol": protocol, "context_length": 48, "tokens": True, "policy": {"top_k": 20},
+        "columns": ["logprob", *ALL_BUT_LOGPROB],
+    }  # fmt: skip
+    single = client.perplexity(TEXT, **options)
+    double = client.perplexity(TEXT, precision="float64", **options)
+    *_, streamed = client.perplexity_events(TEXT, precision="float64", **options)
+    assert isinstance(streamed, PerplexityAnswer)
+    assert double.provenance.precision == "float64"
+    count = double.total.num_scored
+    assert count > 4 * 48
+    rows = [answer.results[0].tokens for answer in (single, double, streamed)]
+    for tokens in rows:
+        assert tokens is not None and tokens.columns is not None and tokens.ranks is not None
+        assert tokens.columns.keys() == set(ALL_BUT_LOGPROB) - {"rank"}
+        assert {len(tokens.ranks), *map(len, tokens.columns.values())} == {count}
+        assert min(tokens.ranks) >= 1
+    one, two, three = (tokens.model_dump() for tokens in rows if tokens)
+    assert one["positions"] == two["positions"] == three["positions"]
+    for name in ("logprobs", "columns"):
+        flat = [x[name] if name == "logprobs" else x[name]["entropy"] for x in (one, two, three)]
+        assert flat[1] == pytest.approx(flat[2], abs=1e-4)
+        assert flat[1] == pytest.approx(flat[0], abs=1e-4)
+    # Each digit of float64 is there: sums that the client adds up are those of the server.
+    rel = 1e-7 if double.provenance.engine == "fake" else 1e-12
+    assert sum(two["logprobs"]) == pytest.approx(double.total.sum_logprob, rel=rel)
+
+
+def test_exl3_scores_overlapping_rows_each_time(client: Client) -> None:
+    """The sum of rows that are sent by themselves, as ids; the limit counts rows, not tokens."""
+    ids = client.tokenize(TEXT, bos="never").results[0].token_ids
+    answer = client.perplexity(
+        TEXT, protocol="exl3", context_length=40, stride=15, rows=3, tokens=True, windows=True
+    )
+    rows = [ids[start : start + 40] for start in (0, 15, 30)]
+    items: Any = [{"context_ids": row[:1], "target_ids": [row[1:]]} for row in rows]
+    wanted = [item.targets[0].logprob for item in client.logprob(items).results]
+    result = answer.results[0]
+    assert result.windows is not None and result.tokens is not None
+    assert [window.sum_logprob for window in result.windows] == pytest.approx(wanted, abs=1e-3)
+    assert result.num_scored == 3 * 39 == len(result.tokens.positions)
+    assert result.tokens.positions.count(20) == 2
+    assert result.sum_logprob == pytest.approx(sum(v or 0 for v in wanted), abs=1e-3)
+    for options in ({"protocol": "disjoint", "rows": 3}, {"protocol": "rolling", "stride": 8}):
+        with pytest.raises(APIError, match="it belongs to protocol"):
+            client.perplexity(TEXT, **options)  # type: ignore[arg-type]
+    with pytest.raises(APIError, match="cuts one text into rows"):
+        client.perplexity([TEXT, TEXT], protocol="exl3")
 
 
 @pytest.mark.parametrize("protocol", ["sliding", "rolling"])

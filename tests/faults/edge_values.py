@@ -38,6 +38,7 @@ ENDPOINTS: dict[str, type[BaseModel]] = {
     "/activations": schemas.ActivationsRequest,
     "/v1/completions": openai.CompletionRequest,
     "/v1/chat/completions": openai.ChatCompletionRequest,
+    "/v1/score": openai.ScoreRequest,
     "/tokenize": schemas.TokenizeRequest,
     "/detokenize": schemas.DetokenizeRequest,
 }
@@ -144,6 +145,7 @@ OWN: dict[str, SearchStrategy[Any]] = {
     "max_completion_tokens": st.sampled_from([1, 3, 2**31 - 1]),
     "prompt": st.one_of(TEXTS, TEXTS, st.lists(TEXTS, max_size=2), st.lists(IDS, max_size=9)),
     "token_ids": st.lists(st.lists(IDS, max_size=5), min_size=1, max_size=2),
+    "label_token_ids": st.lists(IDS, min_size=1, max_size=4, unique=True),
     "prompt_ids": st.lists(st.lists(IDS, min_size=1, max_size=9), min_size=1, max_size=2),
 }
 """By the name of a field, values that come further than any others."""
@@ -178,7 +180,7 @@ class Edges:
         return self._make(self._schema, "")
 
     def _make(self, schema: Mapping[str, Any], name: str) -> SearchStrategy[Any]:
-        if name in self._own:
+        if name in self._own and not (name == "items" and "anyOf" in schema):  # of /v1/score
             return self._own[name]
         if "$ref" in schema:
             key = schema["$ref"].rpartition("/")[2]

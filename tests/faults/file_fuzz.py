@@ -41,7 +41,13 @@ from logsteer_server.stores.formats import vector_file
 from logsteer_server.stores.formats.adapter_file import join_files, read_adapter
 from logsteer_server.stores.formats.gguf_file import render_gguf
 from logsteer_server.stores.formats.tensor_file import read_direction
-from logsteer_server.stores.layer_vectors import LayerVectors, parse_content
+from logsteer_server.stores.layer_vectors import (
+    READOUTS,
+    LayerVectors,
+    Readout,
+    parse_content,
+    render_readouts,
+)
 from logsteer_server.stores.layout import StoreDirectory
 from logsteer_server.stores.vectors import StoredVectors
 from tests.server.cached_jobs import JOB, output_of
@@ -169,6 +175,7 @@ def make_tensors() -> list[bytes]:
     numbers = rng.normal(size=(2, 8)).astype(np.float32)
     return [
         LayerVectors({1: numbers[0], 3: numbers[1]}).content,
+        LayerVectors({1: numbers[0]}, readouts={1: Readout("relu", 2.0, -0.5, 0.25)}).content,
         save({"layer.1": numbers[0], "layer.2": numbers[1].astype(np.float16)}),
         save({"0": numbers[:1].astype(np.float64)}, {"format": "pt"}),
         save({"a": numbers, "b": np.zeros((0, 3), np.float32), "c": numbers[0]}),
@@ -177,7 +184,13 @@ def make_tensors() -> list[bytes]:
 
 def make_gguf() -> list[bytes]:
     numbers = np.arange(1, 9, dtype=np.float32)
-    return [render_gguf({1: numbers, 2: -numbers}, "llama"), (FILES / "repeng.gguf").read_bytes()]
+    told = {READOUTS: render_readouts({1: Readout("logistic", 2.0, -0.5)})}
+    whole = render_gguf({1: numbers, 2: -numbers}, "llama", told)
+    return [
+        render_gguf({1: numbers, 2: -numbers}, "llama"),
+        whole,
+        (FILES / "repeng.gguf").read_bytes(),
+    ]
 
 
 def make_pt() -> list[bytes]:
@@ -231,7 +244,7 @@ def read_pt(data: bytes, _place: Path) -> None:
     """Read torch's file as the process does that is started for it, and what it gives."""
     from logsteer_server.stores.formats.pt_file import convert
 
-    vector_file._place_tensors(vector_file._read_safetensors(convert(data)))
+    vector_file._place_tensors(vector_file._read_safetensors(convert(data)), {})
 
 
 def read_override(data: bytes, place: Path) -> None:

@@ -203,6 +203,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
         "/v1/completions",
         {"prompt": IDS, "max_tokens": 40, "echo": True, **STREAM},
     ),
+    "score": ("/v1/score", {"items": [IDS], "label_token_ids": [3, 4]}),
     "chat": ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 40}),
     "chat, events": ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 40, **STREAM}),
 }

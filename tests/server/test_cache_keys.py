@@ -70,6 +70,8 @@ def test_another_override_has_another_key_wherever_its_file_lies() -> None:
         return make_key(SCOPE, replace(JOB, override=Override(Direction(path, sha256), eta)))
 
     first = key("here", "a" * 64, 1e-3)
+    cast = Override(Direction("here", "a" * 64), 1e-3, "float32")
+    assert make_key(SCOPE, replace(JOB, override=cast)) != first
     assert first == key("there", "a" * 64, 1e-3)
     assert len({first, key("here", "b" * 64, 1e-3), key("here", "a" * 64, 1e-3 + 1e-18)}) == 3
 

@@ -19,7 +19,7 @@ import yaml
 
 from logsteer_server.app import create_app
 from logsteer_server.engines.engine_process import CLOSE_TIMEOUT_S, END_TIMEOUT_S
-from logsteer_server.serving import END_S, check_exposure, parse_arguments
+from logsteer_server.serving import END_S, check_exposure, main, parse_arguments
 from logsteer_server.settings import ConfigurationError, Settings, load_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -350,6 +350,21 @@ def test_the_gpu_example_has_models_that_do_not_share_a_gpu(outside: None) -> No
     devices = [gpu for model in models if isinstance(model.devices, list) for gpu in model.devices]
     assert len(models) >= 2
     assert len(set(devices)) == len(devices)
+    (reach,) = (model for model in models if model.engine == "transformer_lens")
+    assert isinstance(reach.devices, list) and len(reach.devices) == 2
+    assert reach.path in [model.path for model in models if model.engine == "vllm"]
+
+
+def test_the_demo_is_served_on_both_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    path = ROOT / "demo/both.yaml"
+    assert main(["--config", str(path), "--check"]) == 0
+    models = load_settings(path).models
+    assert {model.id: model.engine for model in models} == {
+        "demo": "vllm", "demo-tlens": "transformer_lens",
+    }  # fmt: skip
+    assert {(path.parent / model.path).resolve() for model in models} == {ROOT / "demo/model"}
+    assert {model.dtype for model in models} == {"float32"}
+    assert "demo/both.yaml" in (ROOT / "demo/README.md").read_text()
 
 
 def test_the_demo_model_lies_where_the_image_puts_it(outside: None) -> None:

@@ -43,8 +43,8 @@ ONLY_IN = {
     "transformer_lens": {"engines.tlens"},
     "transformers": {"text", "engines.tlens", "engines.weights"},
     "yaml": {"settings"},
-    "scipy": {"tasks.training"},
-    "sklearn": {"tasks.training"},
+    "scipy": {"tasks.vector_methods"},
+    "sklearn": {"tasks.vector_methods", "tasks.vector_quality"},
 }
 """Packages with a narrow home."""
 

@@ -19,6 +19,7 @@ from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.models.timer import WorkTimer
 from logsteer_server.settings import ModelSettings, Settings
+from logsteer_server.text.windows import Windowing
 from tests.server.scripted_model import INFO, ScriptedHandle, answer_as_fake, load_codec, make_model
 
 
@@ -78,10 +79,13 @@ class TestReadiness:
         card = make_model().describe()
         assert (card.id, card.state, card.context_length) == ("any", "ready", INFO.context_length)
         assert (card.vocab_size, card.has_chat_template) == (INFO.vocab_size, True)
+        assert (card.num_layers, card.hidden_size) == (INFO.num_layers, INFO.hidden_size)
         assert card.provenance is not None
         assert card.provenance.tokenizer_digest == load_codec().digest
-        told = make_model().provenance("rolling", "float64")
-        assert (told.protocol, told.precision) == ("rolling", "float64")
+        assert (card.provenance.protocol, card.provenance.context_length) == (None, None)
+        told = make_model().provenance(Windowing("exl3", 64, 32, 5), "float64")
+        assert (told.protocol, told.precision) == ("exl3", "float64")
+        assert (told.context_length, told.stride, told.rows) == (64, 32, 5)
 
 
 def score(*numbers: int) -> list[ScoreJob]:

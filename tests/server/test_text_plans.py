@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from logsteer.errors import APIError
-from logsteer.schemas import BosPolicy, Message, SamplingPolicy
+from logsteer.schemas import BosPolicy, Message, Protocol, SamplingPolicy
 from logsteer.schemas.openai import ChatCompletionRequest, CompletionRequest
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, Policy, ScoreJob
@@ -30,8 +30,9 @@ from logsteer_server.tasks.continuations import (
 from logsteer_server.tasks.openai import CompletionTask
 from logsteer_server.tasks.planning import Capacity
 from logsteer_server.tasks.run import Event, Run
-from logsteer_server.tasks.texts import StreamedText, TextScores, Windowing, cut_texts
+from logsteer_server.tasks.texts import StreamedText, TextScores, cut_texts
 from logsteer_server.text.prompts import fit_prompt, read_prompts
+from logsteer_server.text.windows import Windowing
 from tests.server.plan_steps import finish
 from tests.server.scripted_model import (
     INFO,
@@ -167,12 +168,25 @@ class TestTexts:
         with pytest.raises(APIError, match="vocabulary is smaller"):
             cut(TEXT, info=replace(INFO, vocab_size=10))
 
-    @given(st.lists(st.integers(0, len(TEXT)), max_size=6), st.integers(4, 40))
-    @settings(max_examples=40)
+    @pytest.mark.parametrize(("bos", "front"), [("auto", 0), ("never", 0), ("always", 1)])
+    def test_exl3_adds_a_bos_only_where_it_is_asked_for(self, bos: BosPolicy, front: int) -> None:
+        (ids,) = encode(TEXT, bos=False)
+        windows, _ = cut(TEXT, protocol="exl3", context_length=16, stride=24, rows=2, bos=bos)
+        own = [BOS] * front + ids
+        read = [[*w.job.tokens.tolist(), int(w.job.targets[-1])] for w in windows]
+        assert read == [own[:16], own[24:40]]
+
+    @given(
+        st.lists(st.integers(0, len(TEXT)), max_size=6),
+        st.integers(4, 40),
+        st.sampled_from([("sliding", None), ("exl3", 3), ("exl3", None), ("exl3", 50)]),
+        st.sampled_from([None, 2]),
+    )
+    @settings(max_examples=80)
     def test_a_text_in_pieces_gives_the_windows_of_the_whole(
-        self, seams: list[int], length: int
+        self, seams: list[int], length: int, moves: tuple[Protocol, int | None], rows: int | None
     ) -> None:
-        options = Windowing(context_length=length)
+        options = Windowing(moves[0], length, moves[1], rows)
         text = StreamedText(options, READ, CODEC, INFO)
         edges = [0, *sorted(seams), len(TEXT)]
         windows = [window for a, b in pairwise(edges) for window in text.feed(TEXT[a:b])]
@@ -183,6 +197,7 @@ class TestTexts:
         for own, same in zip(windows, whole, strict=True):
             assert own.job.fingerprint == same.job.fingerprint
             assert np.array_equal(own.counts_R3, same.counts_R3)
+            assert len(own.counts_R3) == own.num_scored
         assert text.flags == []
 
 

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import yaml
 
-from logsteer import Client
+from logsteer import Client, InvalidRequestError
 from logsteer.errors import APIError, NotFoundError
 from logsteer.schemas import TrainAnswer, VectorCard
 from logsteer_server.app import create_app
 from logsteer_server.contract.captures import CaptureJob
 from logsteer_server.engines.fake import fake_activations
 from logsteer_server.settings import ModelSettings, Settings
-from logsteer_server.stores.layer_vectors import LayerVectors, parse_content
+from logsteer_server.stores.layer_vectors import LayerVectors, Readout, parse_content
 from logsteer_server.text.tokenizer import TextCodec
 from tests.conftest import DEMO_MODEL, Server, ServerFactory, fake_model
 
@@ -53,6 +53,28 @@ def refused(response: httpx.Response, status: int, code: str, reason: str) -> di
     assert (response.status_code, problem["code"]) == (status, code)
     assert reason in problem["detail"]
     return problem
+
+
+def test_readouts_go_up_and_come_down(client: Client) -> None:
+    told = LayerVectors(VECTORS.layers, readouts={3: Readout("relu", 2.0, -0.5, 0.25)})
+    card = client.vectors.put("watched", told.content)
+    assert card.sha256 == told.sha256 != VECTORS.sha256
+    assert card.readouts is not None
+    assert card.readouts["3"].model_dump() == {
+        "kind": "relu", "slope": 2.0, "bias": -0.5, "threshold": 0.25,
+    }  # fmt: skip
+    assert parse_content(client.vectors.download("watched")) == told
+    summed = client.vectors.combine("sum", {"watched": 1.0})
+    assert summed.readouts is None
+    with pytest.raises(InvalidRequestError, match="no readouts by layer"):
+        client.vectors.put("bad", told.content.replace(b"slope", b"slant"))
+
+
+def test_one_pair_is_trained_on_but_not_judged(client: Client) -> None:
+    about = client.vectors.train("one", PAIRS[:1]).vector.about
+    assert about.validation is not None and about.validation.folds is None
+    assert about.recommendation is None
+    assert about.quality is not None and about.quality["1"].auc is None
 
 
 def test_a_file_goes_up_and_comes_down(client: Client, http: httpx.Client) -> None:
@@ -107,13 +129,15 @@ def test_training_makes_what_the_activations_say(client: Client) -> None:
     assert (about.source, about.method, about.read) == ("training", "mean_difference", "mean")
     assert (about.model, about.weights_digest, about.pairs) == ("fake", "none", 4)
     assert about.quality is not None and about.quality.keys() == {"0", "2"}
+    assert about.validation is not None and about.validation.folds == 4
+    assert about.recommendation is not None and about.recommendation.layer in (0, 2)
     texts = [text for pair in PAIRS for text in pair.values()]
     assert answer.usage.prompt_tokens == sum(map(len, codec.encode_ids(texts)))
     assert answer.provenance.engine == "fake"
     assert client.vectors.get("happy") == answer.vector
 
 
-@pytest.mark.parametrize("method", ["mean_difference", "pca", "logistic"])
+@pytest.mark.parametrize("method", ["mean_difference", "pca", "logistic", "lda"])
 def test_every_method_answers_in_json_and_msgpack(
     client: Client, fake_server: Server, method: Any
 ) -> None:
@@ -124,6 +148,11 @@ def test_every_method_answers_in_json_and_msgpack(
         again = packed.vectors.train("b", PAIRS, method=method)
         assert packed.vectors.get("b").sha256 == answer.vector.sha256
     assert again.vector.norms == answer.vector.norms
+    assert again.layer_cosines == answer.layer_cosines
+    assert [row[n] for n, row in enumerate(again.layer_cosines)] == pytest.approx([1] * 4)
+    assert [near[0].name for near in again.similar.layers.values()] == ["a"] * 4
+    assert all(near[0].cosine == pytest.approx(1) for near in again.similar.layers.values())
+    assert (again.vector.readouts is not None) == (method in ("logistic", "lda"))
 
 
 def test_combining(client: Client) -> None:
@@ -195,6 +224,11 @@ def test_names_that_are_none(http: httpx.Client, path: str) -> None:
         ({"name": "a", "pairs": PAIRS, "layers": [-1]}, "invalid_request", "layers"),
         ({"name": "a", "pairs": PAIRS, "hook": "mlp_out"}, "unsupported_by_engine", "resid_post"),
         ({"name": "a", "pairs": PAIRS, "method": "sae"}, "invalid_request", "method"),
+        (
+            {"name": "a", "pairs": PAIRS, "method": "lda", "whiten": True},
+            "invalid_request",
+            "whiten is for pca and logistic",
+        ),
         (
             {"name": "a", "pairs": [{"positive": "so the end", "negative": "not the end"}]},
             "invalid_vector",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from logsteer.errors import APIError
 from logsteer.schemas import Protocol
-from logsteer_server.text.windows import Window, make_cutter
+from logsteer_server.text.windows import Window, Windowing, make_cutter
 
 BOS = 1
 
@@ -24,9 +24,14 @@ def logprob(read: Sequence[int], target: int) -> float:
 
 
 def cut(
-    protocol: Protocol, ids: Sequence[int], length: int, stride: int | None, step: int
+    protocol: Protocol,
+    ids: Sequence[int],
+    length: int,
+    stride: int | None,
+    step: int,
+    rows: int | None = None,
 ) -> list[Window]:
-    cutter = make_cutter(protocol, length, stride, BOS)
+    cutter = make_cutter(Windowing(protocol, length, stride, rows).fit(length), BOS)
     windows = [w for i in range(0, len(ids), step) for w in cutter.feed(ids[i : i + step])]
     return windows + cutter.finish()
 
@@ -84,6 +89,14 @@ def score_as_llamacpp(ids: Sequence[int], length: int) -> tuple[float, int]:
     return total, count
 
 
+def score_as_exllama(ids: Sequence[int], length: int, stride: int, rows: int) -> tuple[float, int]:
+    """Summed log-probability and count as in ExLlamaV3's script: rows first, then their scores."""
+    starts = range(0, len(ids) - length, stride)
+    read = [ids[start : start + length] for start in starts][:rows]
+    scores = [logprob(row[:place], row[place]) for row in read for place in range(1, length)]
+    return sum(scores), len(scores)
+
+
 sequences = st.lists(st.integers(3, 99), min_size=1, max_size=70)
 lengths = st.integers(2, 16)
 steps = st.integers(1, 80)
@@ -131,15 +144,36 @@ def test_llamacpp_refuses_a_text_of_less_than_two_windows() -> None:
     assert caught.value.code == "invalid_request"
 
 
+@given(sequences, lengths, st.integers(1, 40), st.integers(1, 9), steps)
+def test_exl3_is_the_sum_of_exllamas_script(
+    ids: list[int], length: int, stride: int, rows: int, step: int
+) -> None:
+    windows = cut("exl3", ids, length, stride, step, rows)
+    ours = [value for window in windows for value in score([window]).values()]
+    total, count = score_as_exllama(ids, length, stride, rows)
+    assert (len(ours), sum(ours)) == (count, pytest.approx(total, rel=1e-12))
+
+
+def test_exl3_has_the_numbers_of_the_script_unless_told() -> None:
+    assert Windowing("exl3", 8).fit(64) == Windowing("exl3", 8, 8, 100)
+    assert Windowing("exl3").fit(64) == Windowing("exl3", 64, 64, 100)
+    # Its last token is read by no row: 8 tokens are one row of 4, not two.
+    assert [(w.start, w.end) for w in cut("exl3", range(8), 4, None, 8)] == [(0, 4)]
+    assert [(w.start, w.end) for w in cut("exl3", range(9), 4, None, 8)] == [(0, 4), (4, 8)]
+
+
 @given(
-    st.sampled_from(["sliding", "rolling", "disjoint"]),
+    st.sampled_from(
+        [("sliding", 1), ("rolling", None), ("disjoint", None), ("exl3", 1), ("exl3", 40)]
+    ),
     st.lists(st.integers(3, 99), min_size=1, max_size=500),
     lengths,
 )
 def test_a_cutter_keeps_no_more_than_two_windows(
-    protocol: Protocol, ids: list[int], length: int
+    moves: tuple[Protocol, int | None], ids: list[int], length: int
 ) -> None:
-    cutter = make_cutter(protocol, length, None, BOS)
+    protocol, stride = moves
+    cutter = make_cutter(Windowing(protocol, length, stride, rows=3).fit(length), BOS)
     for token in ids:
         cutter.feed([token])
         assert len(cutter._kept) <= 2 * length + 1

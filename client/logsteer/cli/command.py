@@ -1,12 +1,13 @@
 """The `logsteer` command: ask a server from a terminal."""
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import httpx
 
@@ -17,7 +18,10 @@ from logsteer._progress import ScoringProgress
 from logsteer.cli import tables
 from logsteer.cli.adapters import add_adapter_commands
 from logsteer.cli.capture import add_capture
+from logsteer.cli.generation import add_generate
+from logsteer.cli.items import add_diagnostics, add_gradient
 from logsteer.cli.options import add_options
+from logsteer.cli.overrides import add_override_commands
 from logsteer.cli.selftest import add_selftest
 from logsteer.cli.steering import add_steer, add_sweep
 from logsteer.cli.steering_options import add_steering_options, read_changes
@@ -25,6 +29,8 @@ from logsteer.cli.terminal import Command, decode_text, given, show
 from logsteer.cli.vectors import add_vector_commands
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
+from logsteer.extras.datasets import name_source
+from logsteer.extras.texts import JOIN, JoinedRows
 from logsteer.schemas import PerplexityAnswer
 
 EXAMPLES = """examples:
@@ -33,10 +39,16 @@ EXAMPLES = """examples:
   logsteer score "2 + 2 =" 4 --space both --top 3 --json
   logsteer perplexity book.txt --protocol rolling --context-length 512
   zcat corpus.gz | logsteer perplexity -
+  logsteer perplexity --dataset Salesforce/wikitext/wikitext-2-raw-v1 --split test \\
+      --protocol exl3 --context-length 2048
   logsteer tokenize "Hello world"
+  logsteer generate "Once upon a time" --max-tokens 40
+  logsteer generate - -n 4 < prompts.jsonl | logsteer diagnostics - > looked-at.jsonl
+  logsteer gradient "I feel" " happy" " sad" --layers 1,2
   logsteer selftest demo --against demo-tlens
   logsteer vectors train happy pairs.jsonl --method pca --layers 10,11,12
   logsteer vectors get happy happy.gguf
+  logsteer vectors import-sae blocks.8.hook_resid_pre --feature 123 --name golden
   logsteer steer "Once upon a time" --vector happy:4@2 --baseline --seed 1
   logsteer score "I feel" " happy" " sad" --vector happy:4@2
   logsteer sweep --vector happy@2 --scales=-4,-2,0,2,4 --item "I feel" " happy" " sad" \\
@@ -44,11 +56,14 @@ EXAMPLES = """examples:
   logsteer capture corpus.jsonl --layers 2,3 --read mean --output means.safetensors
 
 LOGSTEER_BASE_URL and LOGSTEER_API_KEY stand in for --base-url and --api-key.
-Exit status: 0 done, 1 refused or not reached, 2 wrong usage, 130 interrupted.
+Each command's --help has more. Exit status: 0 done, 1 refused or not reached, 2 wrong usage,
+130 interrupted, 141 nobody reads the output any more.
 """
 
 _SCORING = {"boundary": None, "space": None, "top": "N"}
-_WINDOWS = {"protocol": None, "context_length": "TOKENS", "stride": "TOKENS", "bos": None}
+_WINDOWS = {
+    "protocol": None, "context_length": "TOKENS", "stride": "TOKENS", "rows": "N", "bos": None,
+}  # fmt: skip
 """Options of a command that are parameters of its call -> what stands for a value in the help."""
 
 
@@ -67,6 +82,10 @@ def main(argv: Sequence[str] | None = None, *, transport: httpx.BaseTransport | 
             command(client, arguments)
     except LogsteerError as error:
         return _fail(str(error))
+    except BrokenPipeError:
+        # Python would write what is left at its end, and fail there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except OSError as error:
         return _fail(f"{error.strerror or error}: {error.filename}" if error.filename else error)
     except KeyboardInterrupt:
@@ -94,16 +113,22 @@ def _build_parser() -> argparse.ArgumentParser:
     models = add("models", help="list the models and their state")
     models.set_defaults(command=_show_models)
     _add_score(add("score", help="log-probability of each target after a context"))
-    _add_perplexity(add("perplexity", help="log-likelihood of a text file of any length"))
+    _add_perplexity(
+        add("perplexity", help="log-likelihood of a text file or data set of any length")
+    )
     tokenize = add("tokenize", help="cut a text into tokens")
     tokenize.add_argument("text", metavar="TEXT")
     tokenize.set_defaults(command=_show_tokens)
+    add_generate(add("generate", help="continue prompts, from arguments or JSON lines"))
+    add_diagnostics(add("diagnostics", help="what a sampling policy saw at each token of targets"))
+    add_gradient(add("gradient", help="derivatives of targets' log-probabilities"))
     add_steer(add("steer", help="continue a prompt under steering, as it is generated"))
     add_sweep(add("sweep", help="what steering does to targets and texts, scale by scale"))
     add_capture(add("capture", help="activations of texts, as files"))
     add_selftest(add("selftest", help="measure on a model what the service promises"))
     add_vector_commands(add("vectors", help="store, make and fetch steering vectors"), common)
     add_adapter_commands(add("adapters", help="store LoRA adapters"), common)
+    add_override_commands(add("overrides", help="store directions of the parameters"), common)
     return parser
 
 
@@ -128,7 +153,16 @@ def _add_score(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_perplexity(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="UTF-8 text; - is standard input")
+    text = parser.add_mutually_exclusive_group(required=True)
+    text.add_argument("file", metavar="FILE", nargs="?", help="UTF-8 text; - is standard input")
+    text.add_argument(
+        "--dataset", metavar="NAME[/CONFIG]",
+        help="of the Hugging Face hub, or a directory like one; or a file of JSON lines",
+    )  # fmt: skip
+    rows = parser.add_argument_group("data sets")
+    rows.add_argument("--split", metavar="SPLIT", help="default test")
+    rows.add_argument("--column", metavar="NAME", help="what is read of a row; default text")
+    rows.add_argument("--join", metavar="TEXT", help="stands between rows; default two newlines")
     add_options(parser, "perplexity_stream", _WINDOWS)
     add_steering_options(parser)
     parser.set_defaults(command=_show_perplexity)
@@ -166,7 +200,14 @@ def _show_tokens(client: Client, arguments: argparse.Namespace) -> None:
 def _show_perplexity(client: Client, arguments: argparse.Namespace) -> None:
     own = given(arguments, *_WINDOWS)
     options: Any = {**own, **read_changes(arguments)}
-    if arguments.file == "-":
+    rows = given(arguments, "split", "column", "join")
+    if arguments.dataset is not None:
+        source = name_source(arguments.dataset, rows.get("split"))
+        joined = JoinedRows(source, rows.get("column", "text"), rows.get("join", JOIN))
+        answer = _score_file(client, cast(BinaryIO, joined), options)
+    elif rows:
+        raise LogsteerError(f"--{next(iter(rows))} goes with --dataset; leave it out")
+    elif arguments.file == "-":
         answer = _score_file(client, sys.stdin.buffer, options)
     else:
         with Path(arguments.file).open("rb") as file:

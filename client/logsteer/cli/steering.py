@@ -1,25 +1,31 @@
 """`logsteer steer` and `logsteer sweep`: what a model says, and how it scores, under steering."""
 
 import argparse
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
-from rich.live import Live
 from rich.text import Text
 
-from logsteer._endpoints import SteerEvent
 from logsteer.cli import tables
+from logsteer.cli.continuations import stream_one, stream_side_by_side
 from logsteer.cli.options import add_options
-from logsteer.cli.steering_options import add_steering_options, read_steering
-from logsteer.cli.terminal import given, parse_layers, read_json_lines, read_text, show, wants_json
+from logsteer.cli.steering_options import PARAMETERS, add_steering_options, read_steering
+from logsteer.cli.terminal import (
+    given,
+    parse_layers,
+    parse_scales,
+    read_json_lines,
+    read_text,
+    show,
+    wants_json,
+)
 from logsteer.client import Client
 from logsteer.errors import AnswerError, LogsteerError
 from logsteer.extras.labels import label_sweep
 from logsteer.extras.plots import check_plot_path, plot_sweep
-from logsteer.schemas import SteerAnswer, SteerPiece
 
 _SAMPLING = {
     "max_tokens": "N", "n": "N", "temperature": "T", "top_p": "P", "top_k": "K", "min_p": "P",
@@ -46,7 +52,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is scored, and where")
     group.add_argument(
         "--scales",
-        type=_parse_scales,
+        type=parse_scales,
         required=True,
         metavar="X,X,…",
         help="factors of the vectors' own scales; write --scales=-4,0,4 with a minus in front",
@@ -83,7 +89,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
 def _steer(client: Client, arguments: argparse.Namespace) -> None:
     steering = read_steering(arguments)
     assert steering is not None, "the parser requires it"
-    options: Any = given(arguments, *_SAMPLING, "adapter")
+    options: Any = given(arguments, *_SAMPLING, *PARAMETERS)
     prompt: str | None = arguments.prompt
     if arguments.chat:
         options = {**options, "messages": [{"role": "user", "content": prompt}]}
@@ -95,9 +101,9 @@ def _steer(client: Client, arguments: argparse.Namespace) -> None:
     console = Console(highlight=False)
     with closing(client.steer_events(prompt, steering, **options)) as events:
         if alone:
-            answer = _stream_one(events, console, prompt or "")
+            answer = stream_one(events, console, prompt or "")
         else:
-            answer = _stream_side_by_side(events, console, bool(arguments.baseline))
+            answer = stream_side_by_side(events, console, bool(arguments.baseline))
     (result,) = answer.results
     if alone:
         note = tables.sum_up_completion(result.completions[0])
@@ -105,47 +111,6 @@ def _steer(client: Client, arguments: argparse.Namespace) -> None:
     else:
         table = tables.draw_completions(result)
         show(arguments, answer, table, *tables.draw_changes(answer))
-
-
-def _stream_one(
-    events: Generator[SteerEvent, None, None], console: Console, prompt: str
-) -> SteerAnswer:
-    """Return the answer; print the prompt and its completion as pieces come."""
-    shown = False
-    try:
-        for event in events:
-            if isinstance(event, SteerAnswer):
-                return event
-            if not shown:
-                # The prompt waits for the first event, so that a refusal stands alone.
-                console.out(tables.escape_controls(prompt), style="dim", end="", highlight=False)
-                shown = True
-            if isinstance(event, SteerPiece):
-                console.out(tables.escape_controls(event.text), end="", highlight=False)
-    finally:
-        if shown:
-            console.out("", highlight=False)
-    raise AssertionError("a stream ends with its result or raises")
-
-
-def _stream_side_by_side(
-    events: Generator[SteerEvent, None, None], console: Console, baseline: bool
-) -> SteerAnswer:
-    """Return the answer; on a terminal the completions grow in a table, cleared at the end."""
-    texts: dict[tuple[int, bool], str] = {}
-    sides = [True, False] if baseline else [True]
-    heads = ["steered", "unsteered"][: len(sides)]
-    with Live(console=console, transient=True, auto_refresh=False) as live:
-        for event in events:
-            if isinstance(event, SteerAnswer):
-                return event
-            if isinstance(event, SteerPiece) and console.is_terminal:
-                key = event.completion, event.steered
-                texts[key] = texts.get(key, "") + event.text
-                count = 1 + max(index for index, _ in texts)
-                rows = [[(texts.get((n, side), ""), "") for side in sides] for n in range(count)]
-                live.update(tables.draw_side_by_side(heads, rows), refresh=True)
-    raise AssertionError("a stream ends with its result or raises")
 
 
 def _sweep(client: Client, arguments: argparse.Namespace) -> None:
@@ -157,7 +122,7 @@ def _sweep(client: Client, arguments: argparse.Namespace) -> None:
         arguments.refuse("give --item, --items or --text: something to score at each scale")
     if arguments.plot:
         check_plot_path(arguments.plot)
-    options: Any = dict(given(arguments, *_SWEPT, "layers", "adapter"))
+    options: Any = dict(given(arguments, *_SWEPT, "layers", *PARAMETERS))
     if items:
         options["items"] = items
     if names:
@@ -196,13 +161,6 @@ def _name_steering(steering: Mapping[str, Any]) -> str:
     named = vectors if isinstance(vectors, Sequence) else []
     names = [str(vector.get("name") or vector.get("sha256", "vector")[:12]) for vector in named]
     return " + ".join(names)
-
-
-def _parse_scales(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list such as -4,-2,0,2,4") from error
 
 
 def _parse_layer_sets(text: str) -> list[list[int]]:

@@ -16,11 +16,13 @@ from logsteer.schemas import PositionName
 from logsteer.schemas.steering import Operation, Unit
 
 _VECTOR = re.compile(r"(?P<name>[^:@]+)(:(?P<scale>[^:@]+))?(@(?P<layers>[^:@]+))?")
+PARAMETERS = ("adapter", "override")
+"""Options that change the model's parameters."""
 _DEPENDENT = ("op", "unit", "clamp", "positions")
 
 
 def add_steering_options(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
-    """Give a command the options that `read_steering` reads, and `--adapter`."""
+    """Give a command the options that `read_steering` reads, and those of `PARAMETERS`."""
     group = parser.add_argument_group("steering")
     either = group.add_mutually_exclusive_group(required=required)
     either.add_argument(
@@ -39,12 +41,19 @@ def add_steering_options(parser: argparse.ArgumentParser, *, required: bool = Fa
     )
     group.add_argument(
         "--positions",
-        type=_parse_positions,
+        type=parse_positions,
         metavar="WHICH",
         help=f"{', '.join(get_args(PositionName))}, or slices as in 0:5,8:10; default all",
     )
-    parser.add_argument_group("parameters").add_argument(
+    parameters = parser.add_argument_group("parameters")
+    parameters.add_argument(
         "--adapter", metavar="NAME", help="a stored LoRA adapter, added to the model's parameters"
+    )
+    parameters.add_argument(
+        "--override",
+        type=_parse_override,
+        metavar="NAME:ETA",
+        help="a stored direction v, as in gradient:1e-3: the parameters are theta + ETA v",
     )
     parser.set_defaults(refuse=parser.error)
 
@@ -69,10 +78,10 @@ def read_steering(arguments: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def read_changes(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return `steering` and `adapter` where they were given; fail as `read_steering` does."""
+    """Return `steering` and `PARAMETERS` where they were given; fail as `read_steering` does."""
     steering = read_steering(arguments)
     changes = {} if steering is None else {"steering": steering}
-    return {**changes, **given(arguments, "adapter")}
+    return {**changes, **given(arguments, *PARAMETERS)}
 
 
 def load_steering(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
@@ -107,6 +116,13 @@ def _parse_vector(text: str) -> dict[str, Any]:
     return vector
 
 
+def _parse_override(text: str) -> dict[str, Any]:
+    name, colon, eta = text.rpartition(":")
+    if not colon or not name:
+        raise argparse.ArgumentTypeError(f"{text!r} has not the form NAME:ETA")
+    return {"name": name, "eta": _parse_number(eta)}
+
+
 def _parse_bounds(text: str) -> dict[str, float]:
     low, colon, high = text.partition(":")
     if not colon:
@@ -114,7 +130,8 @@ def _parse_bounds(text: str) -> dict[str, float]:
     return {name: _parse_number(part) for name, part in (("min", low), ("max", high)) if part}
 
 
-def _parse_positions(text: str) -> str | dict[str, list[list[int]]]:
+def parse_positions(text: str) -> str | dict[str, list[list[int]]]:
+    """Return positions by name, or slices as in 0:5,8:10; else raise ArgumentTypeError."""
     if text in get_args(PositionName):
         return text
     slices = [re.fullmatch(r"(\d+):(\d+)", part) for part in text.split(",")]

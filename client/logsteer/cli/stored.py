@@ -2,14 +2,22 @@
 
 import argparse
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from rich.table import Table
 
 from logsteer.cli.terminal import Command, show
 from logsteer.client import Client
 
-Add = Callable[[str, Command, str], argparse.ArgumentParser]
+
+class AddCommand(Protocol):
+    """What gives `logsteer RESOURCE` one more command."""
+
+    def __call__(
+        self, name: str, command: Command, text: str, *, named: bool = True
+    ) -> argparse.ArgumentParser:
+        """Add a command with this help; `named`: its first argument is the name of one."""
+        ...
 
 
 def add_stored_commands(
@@ -17,17 +25,19 @@ def add_stored_commands(
     common: argparse.ArgumentParser,
     resource: str,
     draw: Callable[[Sequence[Any]], Table],
-) -> Add:
+) -> AddCommand:
     """Give the parser of `logsteer RESOURCE` its commands; return what adds further ones.
 
     `draw` makes the table of cards.
     """
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    def add(name: str, command: Command, text: str) -> argparse.ArgumentParser:
+    def add(
+        name: str, command: Command, text: str, *, named: bool = True
+    ) -> argparse.ArgumentParser:
         one = commands.add_parser(name, parents=[common], help=text)
         one.set_defaults(command=command)
-        if name != "list":
+        if named:
             one.add_argument("name", metavar="NAME")
         return one
 
@@ -42,6 +52,6 @@ def add_stored_commands(
         gone = getattr(client, resource).delete(arguments.name)
         show(arguments, gone, f"deleted {gone.name}, {gone.sha256 or 'damaged'}")
 
-    add("list", list_cards, f"list the {resource} that the server has")
+    add("list", list_cards, f"list the {resource} that the server has", named=False)
     add("delete", delete, f"delete one of the {resource}")
     return add

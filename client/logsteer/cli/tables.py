@@ -1,7 +1,7 @@
 """Answers drawn as tables for a terminal."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,8 +19,10 @@ from logsteer.schemas import (
     Completion,
     ItemScore,
     ModelList,
+    OverrideCard,
     PerplexityAnswer,
     PromptCompletions,
+    Provenance,
     SelftestCheck,
     SteeringReceipt,
     SweepAnswer,
@@ -77,7 +79,7 @@ def draw_perplexity(answer: PerplexityAnswer) -> Table:
         "sum of logprobs": _number(total.sum_logprob),
         "tokens scored": f"{total.num_scored} of {total.num_tokens}",
         "words, bytes": f"{total.num_words}, {total.num_bytes}",
-        "protocol": answer.provenance.protocol or "",
+        "protocol": _describe_windows(answer.provenance),
         "model": answer.model,
     }
     if total.flags:
@@ -85,6 +87,16 @@ def draw_perplexity(answer: PerplexityAnswer) -> Table:
     for name, value in rows.items():
         table.add_row(name, Text(value))
     return table
+
+
+def _describe_windows(made: Provenance) -> str:
+    """Write how a text was cut: `exl3, windows of 2048 tokens, stride 2048, at most 100`."""
+    if made.protocol is None:
+        return ""
+    rows = "" if made.rows is None else f", at most {made.rows}"
+    if made.context_length is None:  # a server that does not say it
+        return made.protocol
+    return f"{made.protocol}, windows of {made.context_length} tokens, stride {made.stride}{rows}"
 
 
 def draw_tokens(encoded: Encoded) -> Table:
@@ -95,6 +107,14 @@ def draw_tokens(encoded: Encoded) -> Table:
     ):
         start, end = ("", "") if span is None else map(str, span)
         table.add_row(*map(Text, [str(token_id), repr(token), start, end]))
+    return table
+
+
+def draw_rows(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Draw rows of cells; a column whose head begins with > stands on the right."""
+    table = _table(*heads)
+    for row in rows:
+        table.add_row(*map(Text, row))
     return table
 
 
@@ -116,6 +136,16 @@ def draw_adapters(cards: Sequence[AdapterCard]) -> Table:
         sizes = [str(card.rank), _number(card.alpha)]
         cells = [card.name, card.model, *sizes, ", ".join(card.modules), card.created, card.sha256]
         table.add_row(*map(Text, cells))
+    return table
+
+
+def draw_overrides(cards: Sequence[OverrideCard]) -> Table:
+    """Draw a row per direction of the parameters."""
+    table = _table("name", "model", ">tensors", ">moved", ">norm", "created", "sha256")
+    for card in cards:
+        moved = f"{card.moved} of {card.total}"
+        cells = [card.name, card.model, str(card.tensors), moved, _number(card.norm)]
+        table.add_row(*map(Text, [*cells, card.created, card.sha256]))
     return table
 
 
@@ -141,23 +171,9 @@ def draw_checks(checks: Sequence[SelftestCheck]) -> Table:
     return table
 
 
-def draw_layers(card: VectorCard) -> Table:
-    """Draw a row per layer of a vector, with its quality where it was trained."""
-    quality = card.about.quality or {}
-    heads = [">accuracy", ">auc", ">pairs right", ">variance"] if quality else []
-    table = _table(">layer", ">norm", *heads)
-    for layer, norm in card.norms.items():
-        cells = [layer, _number(norm)]
-        if found := quality.get(layer):
-            numbers = [found.accuracy, found.auc, found.pair_accuracy, found.explained_variance]
-            cells += map(_number, numbers)
-        table.add_row(*map(Text, cells))
-    return table
-
-
-def draw_completions(result: PromptCompletions) -> Table:
+def draw_completions(result: PromptCompletions, head: str = "steered") -> Table:
     """Draw a row per completion, beside it the unsteered one with the same seed if asked for."""
-    heads = ["steered"] if result.baseline is None else ["steered", "unsteered"]
+    heads = [head] if result.baseline is None else [head, "unsteered"]
     columns = [result.completions, *([] if result.baseline is None else [result.baseline])]
     cells = [[(one.text, sum_up_completion(one)) for one in column] for column in columns]
     return draw_side_by_side(heads, list(zip(*cells, strict=True)))
@@ -188,6 +204,9 @@ def draw_changes(answer: AppliedParameters) -> Iterator[Table | Text]:
     """Draw what an answer was computed under, where that is not the model as it is."""
     if answer.adapter is not None:
         yield Text(f"under adapter {answer.adapter.name} ({answer.adapter.sha256[:12]})")
+    if answer.override is not None:
+        used = answer.override
+        yield Text(f"under override {used.name} x {used.eta:g} ({used.sha256[:12]})")
     if isinstance(answer, AppliedInterventions) and answer.steering is not None:
         yield from _draw_receipt(answer.steering)
 

@@ -16,6 +16,12 @@ from logsteer.errors import LogsteerError
 Command = Callable[[Client, argparse.Namespace], None]
 
 
+def add_examples(parser: argparse.ArgumentParser, examples: str) -> None:
+    """Have the parser's help end in these examples, as they are written."""
+    parser.epilog = f"examples:{examples}"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+
+
 def given(arguments: argparse.Namespace, *names: str) -> Mapping[str, Any]:
     """Return those of the arguments that were given."""
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
@@ -46,6 +52,14 @@ def parse_layers(text: str) -> list[int]:
             raise argparse.ArgumentTypeError(f"{text!r} is no list of layers such as 10,12-14")
         layers += range(int(found[1]), last + 1)
     return layers
+
+
+def parse_scales(text: str) -> list[float]:
+    """Return the numbers of a list such as -4,-2,0,2,4; else raise ArgumentTypeError."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list such as -4,-2,0,2,4") from error
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:

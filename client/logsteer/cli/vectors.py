@@ -1,18 +1,38 @@
 """`logsteer vectors …`: the commands about steering vectors."""
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any, get_args
+
+from rich.text import Text
 
 from logsteer.cli import tables
 from logsteer.cli.options import add_options
 from logsteer.cli.stored import add_stored_commands
-from logsteer.cli.terminal import given, parse_layers, read_json_lines, show
+from logsteer.cli.terminal import (
+    given,
+    parse_layers,
+    parse_scales,
+    read_json_lines,
+    read_text,
+    show,
+)
+from logsteer.cli.vector_tables import (
+    describe_readouts,
+    draw_card,
+    draw_doses,
+    draw_likeness,
+)
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
+from logsteer.extras.dose_response import evaluate_vector
+from logsteer.extras.plots import check_plot_path, plot_doses
+from logsteer.extras.sae import import_feature
 from logsteer.schemas import ContentFormat
 
-_TRAINING = {"method": None, "read": None, "hook": "NAME", "bos": None}
+_PAIRS = 'a line a pair: {"positive": "…", "negative": "…"}; or a JSON list of these'
+_TRAINING = {"method": None, "whiten": None, "read": None, "hook": "NAME", "bos": None}
 
 
 def add_vector_commands(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
@@ -27,19 +47,51 @@ def add_vector_commands(parser: argparse.ArgumentParser, common: argparse.Argume
     formats = get_args(ContentFormat)
     get.add_argument("--format", choices=formats, help="default: as FILE ends")
     _add_train(add("train", _train, "make a vector from contrasting texts"))
+    _add_evaluate(add("evaluate", _evaluate, "what a vector does to contrasting texts, by scale"))
+    text = "store a feature of a sparse autoencoder, and its encoder as NAME.probe"
+    _add_import(add("import-sae", _import_feature, text, named=False))
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "pairs", metavar="FILE", help='a line a pair: {"positive": "…", "negative": "…"}'
-    )
+    parser.add_argument("pairs", metavar="FILE", help=_PAIRS)
     parser.add_argument("--layers", type=parse_layers, metavar="N,N-N,…", help="default: all")
     add_options(parser, "vectors.train", _TRAINING)
 
 
+def _add_evaluate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--pairs", metavar="FILE", required=True, help=_PAIRS)
+    parser.add_argument(
+        "--scales",
+        type=parse_scales,
+        metavar="X,X,…",
+        help="default: up to those recommended, and their opposites; write --scales=-4,0,4",
+    )
+    parser.add_argument(
+        "--layers", type=parse_layers, metavar="N,N-N,…", help="default: the one recommended"
+    )
+    parser.add_argument("--plot", metavar="FILE", help="draw it: a .png, .svg or .pdf")
+
+
+def _add_import(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "path", metavar="PATH", help="the directory that SAELens saved: cfg.json and weights"
+    )
+    parser.add_argument("--feature", type=int, required=True, metavar="N", help="counted from 0")
+    parser.add_argument(
+        "--layer", type=int, metavar="N", help="in place of the one that cfg.json names"
+    )
+    parser.add_argument(
+        "--activation-scale",
+        type=float,
+        metavar="X",
+        help="what activations are multiplied by before the autoencoder, where cfg.json has not it",
+    )
+    parser.add_argument("--name", metavar="NAME", help="default sae-LAYER-FEATURE")
+
+
 def _show(client: Client, arguments: argparse.Namespace) -> None:
     card = client.vectors.get(arguments.name)
-    show(arguments, card, tables.draw_vectors([card]), tables.draw_layers(card))
+    show(arguments, card, tables.draw_vectors([card]), *draw_card(card))
 
 
 def _put(client: Client, arguments: argparse.Namespace) -> None:
@@ -61,19 +113,55 @@ def _train(client: Client, arguments: argparse.Namespace) -> None:
     options: Any = given(arguments, *_TRAINING, "layers")
     answer = client.vectors.train(arguments.name, pairs, **options)
     card = answer.vector
-    show(arguments, answer, tables.draw_vectors([card]), tables.draw_layers(card))
+    details = [*draw_card(card), *draw_likeness(answer)]
+    show(arguments, answer, tables.draw_vectors([card]), *details)
+
+
+def _evaluate(client: Client, arguments: argparse.Namespace) -> None:
+    if arguments.plot:
+        check_plot_path(arguments.plot)
+    pairs = _read_pairs(Path(arguments.pairs))
+    options: Any = given(arguments, "scales", "layers")
+    response = evaluate_vector(client, arguments.name, pairs, **options)
+    notes = []
+    if arguments.plot:
+        plot_doses(response, arguments.plot)
+        notes.append(Text(f"plot: {arguments.plot}"))
+    show(arguments, response, *draw_doses(response), *notes)
+
+
+def _import_feature(client: Client, arguments: argparse.Namespace) -> None:
+    options: Any = given(arguments, "layer", "activation_scale", "name")
+    if "model" in arguments:
+        options = {**options, "model": arguments.model}
+    stored = import_feature(client, arguments.path, arguments.feature, **options)
+    table = tables.draw_vectors([stored.vector, stored.probe])
+    lines = [*describe_readouts(stored.probe), *stored.remarks]
+    show(arguments, stored, table, *map(Text, lines))
 
 
 def _read_pairs(path: Path) -> list[dict[str, str]]:
-    """Return the pairs of a JSON Lines file. Raises LogsteerError for a line that is none."""
+    """Return the pairs of a JSON Lines file, or of a JSON list. Raises LogsteerError for others."""
+    if read_text(path).lstrip().startswith("["):
+        entries = [(f"pair {number}", pair) for number, pair in enumerate(_read_list(path), 1)]
+    else:
+        entries = [(f"line {number}", pair) for number, pair in read_json_lines(path)]
     pairs = []
-    for number, pair in read_json_lines(path):
+    for place, pair in entries:
         try:
             pairs.append({name: str(pair[name]) for name in ("positive", "negative")})
         except (KeyError, TypeError) as error:
             raise LogsteerError(
-                f'{path}, line {number}: no {{"positive": "…", "negative": "…"}}'
+                f'{path}, {place}: no {{"positive": "…", "negative": "…"}}'
             ) from error
     if not pairs:
         raise LogsteerError(f"{path} has no pairs")
     return pairs
+
+
+def _read_list(path: Path) -> list[Any]:
+    try:
+        found: list[Any] = json.loads(read_text(path))
+    except ValueError as error:
+        raise LogsteerError(f"{path}: no JSON list of pairs: {error}") from error
+    return found

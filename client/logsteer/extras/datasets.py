@@ -1,17 +1,19 @@
 """Prompts from where they are stored: lists, JSON lines, and Hugging Face datasets.
 
-A source names its kind in front of a colon, `hf:imdb`; a path is read as JSON lines. Further kinds
-are added by `register_dataset`.
+A source names its kind in front of a colon, `hf:openai/gsm8k/main@test`; a path is read as JSON
+lines. Further kinds are added by `register_dataset`.
 """
 
 import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from logsteer.errors import InvalidRequestError
+from logsteer.extras.hub import load_rows
 
 Row: TypeAlias = Mapping[str, Any]
 Reader: TypeAlias = Callable[[str], Iterable[Row]]
@@ -41,20 +43,7 @@ def _read_json_lines(path: str) -> Iterable[Row]:
             yield {PROMPT: row} if isinstance(row, str) else row
 
 
-def _read_hugging_face(name: str) -> Iterable[Row]:
-    """Read the rows of `NAME@SPLIT` on the hub; the split is `train` unless given."""
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise _refuse(
-            "datasets of the Hugging Face hub need a package: pip install 'logsteer[datasets]'"
-        ) from error
-    path, _, split = name.partition("@")
-    rows: Iterable[Row] = load_dataset(path, split=split or "train")
-    return rows
-
-
-_READERS: dict[str, Reader] = {"jsonl": _read_json_lines, "hf": _read_hugging_face}
+_READERS: dict[str, Reader] = {"jsonl": _read_json_lines, "hf": load_rows}
 
 
 def register_dataset(kind: str, reader: Reader) -> None:
@@ -62,13 +51,13 @@ def register_dataset(kind: str, reader: Reader) -> None:
     _READERS[kind] = reader
 
 
-def read_prompts(source: Source, field: str = PROMPT) -> list[PromptRow]:
-    """Return the prompts of a source; `field` is the one of its rows that holds them.
+def read_prompts(source: Source, field: str = PROMPT, limit: int | None = None) -> list[PromptRow]:
+    """Return the prompts of a source, or its first `limit`; a row holds its prompt in `field`.
 
     Errors: InvalidRequestError for a row without that text; OSError.
     """
     prompts = []
-    for number, row in enumerate(_read_rows(source)):
+    for number, row in enumerate(islice(read_rows(source), limit)):
         if isinstance(row, str):
             row = {field: row}
         prompt = row.get(field) if isinstance(row, Mapping) else None
@@ -81,7 +70,8 @@ def read_prompts(source: Source, field: str = PROMPT) -> list[PromptRow]:
     return prompts
 
 
-def _read_rows(source: Source) -> Iterable[str | Row]:
+def read_rows(source: Source) -> Iterable[str | Row]:
+    """Return the rows of a source; a string that names no source is a row itself."""
     if isinstance(source, Path):
         return _read_json_lines(str(source))
     if not isinstance(source, str):
@@ -92,6 +82,19 @@ def _read_rows(source: Source) -> Iterable[str | Row]:
     if source.endswith((".jsonl", ".json")):
         return _read_json_lines(source)
     return [source]
+
+
+def name_source(name: str, split: str | None) -> str:
+    """Return the source that a name stands for: one of Hugging Face's, unless it says its kind.
+
+    The split is `test` unless given. Errors: InvalidRequestError for a split of other kinds.
+    """
+    kind, _, rest = name.partition(":")
+    if not (rest and kind in _READERS) and not name.endswith((".jsonl", ".json")):
+        return f"hf:{name}@{split or 'test'}"
+    if split is not None:
+        raise _refuse(f"{name} has no splits of that name; write hf:NAME@SPLIT, or leave it out")
+    return name
 
 
 def draw_prompts(

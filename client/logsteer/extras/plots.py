@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from logsteer.errors import LogsteerError
+from logsteer.extras.dose_response import DosePoint, DoseResponse
 from logsteer.extras.labels import ItemLike, SweepLabels, label_layers, label_sweep
 from logsteer.schemas import SweepAnswer, SweepPoint
 
@@ -74,6 +75,42 @@ def plot_sweep(
         figure.suptitle(
             _escape(title or f"Sweep on {answer.model}"), fontsize=12, x=0.01, ha="left"
         )
+    if path is not None:
+        figure.savefig(path, dpi=150)
+    return figure
+
+
+def plot_doses(response: DoseResponse, path: str | Path | None = None) -> Figure:
+    """Draw what a vector does to contrasting texts, scale by scale.
+
+    Panels: how much more probable the positive texts are than the negative ones, with the change of
+    each side, and KL(unsteered || steered) of the token at which they part. Written to `path` where
+    given. Raises LogsteerError without matplotlib, and for a path that is no kind of picture.
+    """
+    if path is not None:
+        check_plot_path(path)
+    figure, (left, right) = _prepare(None, 2, None)
+    scales = [point.scale for point in response.points]
+    lines: list[tuple[Axes, str, Callable[[DosePoint], float | None]]] = [
+        (left, "preference", lambda point: point.preference_change),
+        (left, "positive texts", lambda point: point.positive_change),
+        (left, "negative texts", lambda point: point.negative_change),
+        (right, "KL", lambda point: point.kl),
+    ]
+    for index, (axes, label, read) in enumerate(lines):
+        found = [read(point) for point in response.points]
+        values = [math.nan if value is None else value for value in found]
+        marker, dashes = _MARKERS[index], _DASHES[index]
+        colour = _COLOURS[index]
+        axes.plot(scales, values, dashes, marker=marker, color=colour, label=label, markersize=4)
+    left.axhline(0, color=_GREY, linewidth=0.8, zorder=1)
+    left.legend(fontsize=8, frameon=False)
+    _dress(left, "Change of log-probability", "nats, mean over the pairs")
+    _dress(right, "Divergence where the texts part", "KL(unsteered || steered), nats")
+    right.set_ylim(bottom=0)
+    places = "own layers" if response.layers is None else f"layers {label_layers(response.layers)}"
+    title = f"{response.name} at {places} on {response.num_pairs} pairs, {response.model}"
+    figure.suptitle(_escape(title), fontsize=12, x=0.01, ha="left")
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure

@@ -1,55 +1,105 @@
 """Many samples of many prompts, with their rewards: what `Client.sample` gives."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, overload
 
-from logsteer._parameters import NOT_GIVEN
-from logsteer._progress import SamplingProgress
-from logsteer.extras.datasets import PromptRow, Source, draw_prompts, read_prompts
-from logsteer.schemas import Completion, GenerateAnswer
+from logsteer.errors import LogsteerError
+from logsteer.extras.datasets import PromptRow
+from logsteer.extras.draws import DrawnPrompt
+from logsteer.schemas import Completion
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Reward: TypeAlias = Callable[[str, str], float]
-"""A number for a prompt and the text of its continuation."""
-
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One continuation of one prompt; `index` is the prompt's place among those drawn."""
+    """One continuation of one prompt; `index` is the prompt's place among those drawn.
+
+    `prompt_ids` is the prompt as the model read it. A `reward` that failed is None, and
+    `reward_error` says why.
+    """
 
     index: int
     source: PromptRow
     completion: Completion
+    prompt_ids: list[int]
     reward: float | None
+    reward_error: str | None = None
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFailure:
+    """Drawn prompts, by their places, that were not continued, and why."""
+
+    draws: range
+    error: LogsteerError
+
+    def __str__(self) -> str:
+        """Return both in one line."""
+        last = f" to {self.draws[-1]}" if len(self.draws) > 1 else ""
+        return f"draw {self.draws[0]}{last}: {self.error}"
 
 
 class Samples(Sequence[Sample]):
-    """Samples in the order of their prompts."""
+    """Samples in the order of their prompts; `failures` says which prompts have none, and why."""
 
-    def __init__(self, samples: Sequence[Sample]) -> None:
-        self._samples = list(samples)
+    def __init__(
+        self,
+        draws: Sequence[DrawnPrompt],
+        prompts: Sequence[PromptRow],
+        n: int,
+        failures: Sequence[SampleFailure] = (),
+        places: range | None = None,
+    ) -> None:
+        self._draws = draws
+        self._prompts = prompts
+        self._n = n
+        self.failures = list(failures)
+        self._places = range(len(draws) * n) if places is None else places
 
     def __len__(self) -> int:
-        return len(self._samples)
+        return len(self._places)
 
     def __iter__(self) -> Iterator[Sample]:
-        return iter(self._samples)
+        last, draw = -1, None
+        for place in self._places:
+            # Each is read once for all its samples.
+            if draw is None or place // self._n != last:
+                last = place // self._n
+                draw = self._draws[last]
+            yield self._sample(draw, place % self._n)
 
     @overload
     def __getitem__(self, place: int) -> Sample: ...
     @overload
     def __getitem__(self, place: slice) -> "Samples": ...
     def __getitem__(self, place: int | slice) -> "Sample | Samples":
-        found = self._samples[place]
-        return found if isinstance(found, Sample) else Samples(found)
+        found = self._places[place]
+        if isinstance(found, range):
+            return Samples(self._draws, self._prompts, self._n, self.failures, found)
+        return self._sample(self._draws[found // self._n], found % self._n)
+
+    def _sample(self, draw: DrawnPrompt, number: int) -> Sample:
+        return Sample(
+            draw.index,
+            self._prompts[draw.index],
+            draw.completions[number],
+            draw.prompt_ids,
+            None if draw.rewards is None else draw.rewards[number],
+            None if draw.reward_errors is None else draw.reward_errors[number],
+        )
 
     def records(self) -> list[dict[str, Any]]:
         """Return a flat record of each: prompt, text, reward, arrays by token, aggregates, row."""
-        return [_flatten(sample) for sample in self._samples]
+        return [_flatten(sample) for sample in self]
 
     def to_pandas(self) -> "pd.DataFrame":
         """Return the records as a table. Errors: ImportError that says what to install."""
@@ -69,8 +119,11 @@ def _flatten(sample: Sample) -> dict[str, Any]:
     record: dict[str, Any] = {
         "index": sample.index,
         "prompt": sample.source.prompt,
+        "prompt_ids": sample.prompt_ids,
+        "prompt_length": sample.prompt_length,
         "text": completion.text,
         "reward": sample.reward,
+        "reward_error": sample.reward_error,
         "logprob": completion.logprob,
         "num_tokens": completion.num_tokens,
         "finish_reason": completion.finish_reason,
@@ -82,47 +135,3 @@ def _flatten(sample: Sample) -> dict[str, Any]:
     for name, aggregate in (completion.aggregates or {}).items():
         record[f"{name}_mean"] = aggregate.mean
     return {f"row_{name}": value for name, value in sample.source.row.items()} | record
-
-
-def draw_samples(
-    options: Mapping[str, Any],
-    source: Source,
-    field: str,
-    count: int | None,
-    with_replacement: bool,
-    reward: Reward | None,
-    batch_size: int,
-    progress: bool,
-) -> Generator[dict[str, Any], GenerateAnswer, Samples]:
-    """Yield the arguments of each call of `generate`, be sent its answer, and return the samples.
-
-    The arguments are those of `Client.sample`. The first completion of a call has the seed that
-    follows those of the samples that are there: with `seed` 5 and 32 samples, 37.
-    """
-    seed = options["seed"]
-    seed = 0 if seed is NOT_GIVEN or seed is None else seed
-    prompts = draw_prompts(read_prompts(source, field), count, with_replacement, seed)
-    samples: list[Sample] = []
-    with SamplingProgress(len(prompts), progress) as bar:
-        for first in range(0, len(prompts), batch_size):
-            batch = prompts[first : first + batch_size]
-            texts = [row.prompt for row in batch]
-            answer = yield {**options, "prompts": texts, "seed": seed + len(samples)}
-            samples += _collect(first, batch, answer, reward)
-            bar.advance(len(batch))
-    return Samples(samples)
-
-
-def _collect(
-    first: int, prompts: Sequence[PromptRow], answer: GenerateAnswer, reward: Reward | None
-) -> list[Sample]:
-    return [
-        Sample(
-            first + place,
-            prompt,
-            completion,
-            None if reward is None else float(reward(prompt.prompt, completion.text)),
-        )
-        for place, (prompt, result) in enumerate(zip(prompts, answer.results, strict=True))
-        for completion in result.completions
-    ]

@@ -277,6 +277,10 @@ class Provenance(Reply):
     precision: Precision = Field(
         default="float32", description="What softmax and columns were computed in."
     )
+    cast: Literal["float32"] | None = Field(
+        default=None,
+        description="What an override had the whole model computed in; null: in `dtype`.",
+    )
     tf32: bool = Field(
         default=False, description="Whether float32 products may have been computed in TF32."
     )
@@ -293,6 +297,13 @@ class Provenance(Reply):
     vocab_size: int = Field(description="Number of logits that the softmax ran over.")
     tokenizer_digest: str
     protocol: str | None = Field(default=None, description="Window protocol, where one applies.")
+    context_length: int | None = Field(
+        default=None, description="Tokens in a window of it, at most."
+    )
+    stride: int | None = Field(default=None, description="Tokens from one window to the next.")
+    rows: int | None = Field(
+        default=None, description="Windows that were scored at most, with protocol exl3."
+    )
 
 
 class Answer(Reply):

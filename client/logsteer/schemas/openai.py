@@ -25,7 +25,11 @@ from logsteer.schemas.common import (
     TokenId,
     name_refusal,
 )
-from logsteer.schemas.interventions import ActivationFields, AppliedInterventions
+from logsteer.schemas.interventions import (
+    ActivationFields,
+    AppliedInterventions,
+    InterventionFields,
+)
 
 FinishReason = Literal["stop", "length"]
 
@@ -61,25 +65,15 @@ class StreamOptions(Request):
     include_obfuscation: Literal[False] | None = None
 
 
-class SamplingRequest(ActivationFields, NamedRefusals):
-    """Fields that completions and chat completions share; interventions are logsteer's."""
+class CompatibleRequest(InterventionFields, NamedRefusals):
+    """Fields that all of these requests share; interventions are logsteer's."""
 
     refused: ClassVar[dict[str, str]] = dict.fromkeys(
         ("columns", "policy", "precision", "on_overflow", "cache", "bos"), COMMON_ELSEWHERE
     )
-    unsupported: ClassVar[Mapping[str, Unsupported]] = _SAMPLING
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {}
 
     model: str | None = None
-    temperature: float = Field(default=1.0, ge=0, le=2, description=TEMPERATURE)
-    top_p: float = Field(default=1.0, gt=0, le=1, description=TOP_P)
-    top_k: Index = Field(default=0, description="0: every token.")
-    min_p: float = Field(default=0.0, ge=0, le=1, description=MIN_P)
-    n: int = Field(default=1, ge=1, le=1024)
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | None = None
-    ignore_eos: bool = Field(default=False, description="Go on after the end of sequence.")
-    stream: bool = False
-    stream_options: StreamOptions | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -100,6 +94,23 @@ class SamplingRequest(ActivationFields, NamedRefusals):
         if asked:
             raise name_refusal(asked)
         return kept
+
+
+class SamplingRequest(CompatibleRequest, ActivationFields):
+    """Fields that completions and chat completions share."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = _SAMPLING
+
+    temperature: float = Field(default=1.0, ge=0, le=2, description=TEMPERATURE)
+    top_p: float = Field(default=1.0, gt=0, le=1, description=TOP_P)
+    top_k: Index = Field(default=0, description="0: every token.")
+    min_p: float = Field(default=0.0, ge=0, le=1, description=MIN_P)
+    n: int = Field(default=1, ge=1, le=1024)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop: str | list[str] | None = None
+    ignore_eos: bool = Field(default=False, description="Go on after the end of sequence.")
+    stream: bool = False
+    stream_options: StreamOptions | None = None
 
     @model_validator(mode="after")
     def _options_are_those_of_a_stream(self) -> "SamplingRequest":
@@ -245,6 +256,77 @@ class ChatCompletionAnswer(AppliedInterventions):
     model: str
     choices: list[ChatChoice]
     usage: OpenAIUsage | None = None
+
+
+class ScoreRequest(CompatibleRequest):
+    """`POST /v1/score` in SGLang's shape: how probable each label is after a query and an item.
+
+    Query and items are both text, read as one text each, or both token ids, read as they are.
+    """
+
+    refused: ClassVar[dict[str, str]] = CompatibleRequest.refused | {
+        "probes": "an answer has labels' probabilities alone; /logprob gives readings"
+    }
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        "temperature": Unsupported("labels are weighed as they are; leave it out", (1,)),
+        "return_token_logprobs": Unsupported("/logprob gives log-probabilities", (False,)),
+        "return_pooled_hidden_states": Unsupported("no model here is a classifier", (False,)),
+        "score_extraction_token_id": Unsupported("no model here is a classifier; leave it out"),
+        **dict.fromkeys(
+            ("embed_override_token_id", "query_embed_overrides", "item_embed_overrides"),
+            Unsupported("embeddings are not replaced; leave it out"),
+        ),
+        "rid": Unsupported("an answer has an id of the server's own; leave it out"),
+        "priority": Unsupported("send the header X-Priority"),
+        **dict.fromkeys(
+            ("text_1", "text_2", "data_1", "data_2", "queries", "documents"),
+            Unsupported("this is SGLang's shape, not vLLM's: send query, items, label_token_ids"),
+        ),
+    }
+
+    query: str | list[TokenId] = Field(default="", description="What all items are read with.")
+    items: str | list[str] | list[list[TokenId]]
+    label_token_ids: list[TokenId] = Field(min_length=1, description="Each once.")
+    apply_softmax: bool = Field(
+        default=False,
+        description="Whether the labels' probabilities come to 1; else each is that of the token "
+        "in the whole vocabulary.",
+    )
+    item_first: bool = Field(default=False, description="Read each item before the query.")
+
+    @model_validator(mode="after")
+    def _query_and_items_are_of_one_kind(self) -> "ScoreRequest":
+        if len(set(self.label_token_ids)) < len(self.label_token_ids):
+            raise name_refusal({"label_token_ids": "it has an id twice; name each id once"})
+        as_ids = isinstance(self.items, list) and any(isinstance(i, list) for i in self.items)
+        if self.items and self.query and as_ids != isinstance(self.query, list):
+            reason = "text goes with a query as text, token ids with a query of token ids"
+            raise name_refusal({"items": reason})
+        return self
+
+
+class CachedTokens(Reply):
+    """How many of a request's tokens the prefix cache had."""
+
+    cached_tokens: int
+
+
+class ScoreUsage(OpenAIUsage):
+    """Tokens that a request cost, and how many of them were shared."""
+
+    prompt_tokens_details: CachedTokens
+
+
+class ScoreAnswer(AppliedInterventions):
+    """The answer of `/v1/score`: for each item a number for each label, in the request's order."""
+
+    id: str
+    object: Literal["scoring"] = "scoring"
+    created: int
+    model: str
+    scores: list[list[Float]]
+    flags: list[str] | None = None
+    usage: ScoreUsage
 
 
 class TokenizerInfo(Reply):

@@ -24,6 +24,10 @@ class ModelCard(Reply):
         default=None, description="Tokens that the model can read at once."
     )
     vocab_size: int | None = None
+    num_layers: int | None = None
+    hidden_size: int | None = Field(
+        default=None, description="Numbers of the residual stream at a token."
+    )
     has_chat_template: bool | None = None
     columns: list[str] | None = Field(
         default=None, description="Row columns that this engine can read."

@@ -1,5 +1,7 @@
 """`/overrides`: directions of the parameters, and requests under theta + eta v."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from logsteer.schemas.common import Reply, Request
@@ -9,12 +11,21 @@ from logsteer.schemas.steering import Finite, VectorName
 class ParameterOverride(Request):
     """The model's parameters are theta + eta v for this request alone; v is the stored direction.
 
-    Each sum is computed in float64 and rounded once to the parameter's own type: there, an eta v
-    far below the parameter's last place is lost.
+    Each sum is computed in float64 and rounded once: to the parameter's own type, where an eta v
+    far below the parameter's last place is lost, or with `cast` to float32. Where no parameter
+    differs after that, though eta is not 0, the request is refused.
     """
 
     name: VectorName
     eta: Finite = Field(description="0 is the model as it is.")
+    cast: Literal["float32"] | None = Field(
+        default=None,
+        description="float32: for this request a model in half precision is computed in float32, "
+        "parameters and activations alike. It then has a second copy of its parameters, of twice "
+        "their bytes, and takes the time of a float32 model. Its log-probabilities differ from "
+        "those in its own dtype at eta 0, too: compare with eta 0 under the same cast. Without "
+        "effect on a model in float32; quantised models refuse it.",
+    )
 
 
 class UsedOverride(Reply):
@@ -23,6 +34,9 @@ class UsedOverride(Reply):
     name: str
     sha256: str
     eta: float
+    cast: Literal["float32"] | None = Field(
+        default=None, description="What the model was computed in; null: its own dtype."
+    )
 
 
 class OverrideCard(Reply):

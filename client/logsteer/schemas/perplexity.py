@@ -24,7 +24,9 @@ from logsteer.schemas.interventions import ActivationFields, AppliedIntervention
 from logsteer.schemas.overrides import ParameterOverride
 from logsteer.schemas.steering import Steering, VectorName
 
-Protocol = Literal["sliding", "rolling", "disjoint", "llamacpp"]
+Protocol = Literal["sliding", "rolling", "disjoint", "llamacpp", "exl3"]
+DEFAULT_ROWS = 100
+"""Rows of protocol `exl3`, as in ExLlamaV3's script."""
 
 
 class WindowOptions(RequestOptions):
@@ -39,7 +41,12 @@ class WindowOptions(RequestOptions):
     )
     stride: Count | None = Field(
         default=None,
-        description="Tokens by which a sliding window moves; null: half of context_length.",
+        description="Tokens by which a window of sliding or exl3 moves; null: half of "
+        "context_length, and for exl3 all of it.",
+    )
+    rows: Count | None = Field(
+        default=None,
+        description=f"Windows of exl3, at most; null: {DEFAULT_ROWS}, as in ExLlamaV3's script.",
     )
 
     @model_validator(mode="after")
@@ -53,9 +60,15 @@ class WindowOptions(RequestOptions):
         return self
 
     @model_validator(mode="after")
-    def _stride_belongs_to_sliding(self) -> "WindowOptions":
-        if self.stride is not None and self.protocol != "sliding":
-            raise ValueError(f"stride belongs to protocol sliding, not to {self.protocol}")
+    def _numbers_belong_to_the_protocol(self) -> "WindowOptions":
+        if self.stride is not None and self.protocol not in ("sliding", "exl3"):
+            reason = f"it belongs to protocols sliding and exl3, not to {self.protocol}; "
+            raise name_refusal({"stride": reason + "leave it out"})
+        if self.rows is not None and self.protocol != "exl3":
+            reason = f"it belongs to protocol exl3, not to {self.protocol}; leave it out"
+            raise name_refusal({"rows": reason})
+        if self.protocol == "exl3":  # whose windows may lie apart
+            return self
         if self.stride and self.context_length and self.stride > self.context_length:
             raise ValueError(
                 f"stride {self.stride} is larger than context_length {self.context_length}: "
@@ -95,6 +108,9 @@ class PerplexityRequest(WindowOptions, RowOptions, ActivationFields):
         for index, text in enumerate(self.texts):
             if not text:
                 raise ValueError(f"texts[{index}] is empty: leave it out")
+        if self.protocol == "exl3" and len(self.texts) > 1:
+            reason = "protocol exl3 cuts one text into rows; join them, as its script does by two "
+            raise name_refusal({"texts": reason + "newlines, or send them one by one"})
         return self
 
 
@@ -105,6 +121,9 @@ class PerplexityStreamQuery(WindowOptions, PrecisionOption, NamedRefusals):
     refused: ClassVar[dict[str, str]] = {
         "columns": "a stream of any length keeps no tokens; send the text to /perplexity",
         "policy": "a stream of any length keeps no columns; send the text to /perplexity",
+        "tokens": "a stream of any length keeps no tokens; send the text to /perplexity",
+        "windows": "the events are the windows; leave it out",
+        "reference": "a stream is scored while it arrives; send the text to /perplexity",
         "probes": "a stream of any length keeps no tokens; send the text to /perplexity",
     }
 
@@ -157,7 +176,7 @@ class WindowScore(Reply):
 
 
 class TokenScores(RowColumns):
-    """Every scored token of a text, in order."""
+    """Every scored token of a text, in order; more than once where windows of exl3 overlap."""
 
     positions: list[int]
     token_ids: list[int]

@@ -13,28 +13,70 @@ from logsteer.schemas.steering import HOOK, Finite, HookName, VectorName
 VectorFormat = Literal["safetensors", "gguf", "pt"]
 ContentFormat = Literal["safetensors", "gguf"]
 VectorSource = Literal["upload", "training", "combination"]
-TrainMethod = Literal["mean_difference", "pca", "logistic"]
+TrainMethod = Literal["mean_difference", "pca", "logistic", "lda"]
 TrainRead = Literal["last", "mean"]
 
 
 class LayerQuality(Reply):
-    """How well one layer's vector tells the training texts apart, by their projections onto it.
+    """How well a method tells texts apart at one layer, by their projections on its vector.
 
-    Measured on the texts that it was made from, so these are upper bounds.
+    All but the last two are held out: each pair's texts are projected on the vector that the other
+    folds' pairs give, from the middle between their two means. null where nothing could be.
     """
 
-    accuracy: float = Field(
-        description="Share of texts on the right side of the middle between the two means."
+    accuracy: Float = Field(
+        default=None,
+        description="Share of texts on their own side of the middle between the two means.",
     )
-    auc: float = Field(
-        description="Probability that a positive text projects higher than a negative one."
+    auc: Float = Field(
+        default=None,
+        description="Probability that a positive text projects higher than a negative one.",
     )
-    pair_accuracy: float = Field(
-        description="Share of pairs whose positive text projects higher than their negative one."
+    pair_accuracy: Float = Field(
+        default=None,
+        description="Share of pairs whose positive text projects higher than their negative one.",
     )
-    explained_variance: float = Field(
-        description="Share of the squared length of the pairs' differences along the vector."
+    explained_variance: Float = Field(
+        default=None,
+        description="Share of the squared length of the pairs' differences along the vector.",
     )
+    effect_size: Float = Field(
+        default=None,
+        description="Difference of the two means of projections by their standard deviation "
+        "(Cohen's d); null where there is none.",
+    )
+    matching_scale: Float = Field(
+        default=None,
+        description="Scale at which adding the vector moves the mean of the negative texts to that "
+        "of the positive ones, along it.",
+    )
+    activation_norm: Float = Field(
+        default=None,
+        description="Mean norm of the texts' activations: what |scale v| compares to; with read "
+        "mean that of their means over tokens, which are shorter than a token's own.",
+    )
+
+
+class Validation(Reply):
+    """How quality was measured: by as many folds of the pairs; or why it could not be."""
+
+    folds: int | None = Field(
+        default=None,
+        description="Each held out in turn, both texts of a pair in one; as many as pairs for few.",
+    )
+    reason: str | None = Field(default=None, description="Why nothing was held out.")
+
+
+class Recommendation(Reply):
+    """Where to begin with a trained vector."""
+
+    layer: int = Field(description="The one that tells held-out texts apart best.")
+    scales: list[float] = Field(
+        description="From and to; with a minus in front for the opposite. Unit raw."
+    )
+    relative_norms: list[float] = Field(description="|scale v| / |activation| at the two.")
+    reason: str
+    caution: str | None = Field(default=None, description="Why to expect little of it.")
 
 
 class VectorPart(Reply):
@@ -55,8 +97,11 @@ class VectorAbout(Reply):
     weights_digest: str | None = None
     method: TrainMethod | None = None
     read: TrainRead | None = None
+    whiten: bool | None = None
     pairs: int | None = None
+    validation: Validation | None = None
     quality: dict[str, LayerQuality] | None = Field(default=None, description="By layer.")
+    recommendation: Recommendation | None = None
     parts: list[VectorPart] | None = None
     orthogonal_to: list[VectorPart] | None = None
 
@@ -126,8 +171,10 @@ class TrainRequest(Request):
 
     `mean_difference`: mean of positive minus mean of negative, in the activations' own units.
     `pca`: first principal direction of the pairs' differences about zero, norm 1. `logistic`: the
-    normal of a logistic regression's boundary, its length the distance between the two means
-    along it. All of them point from negative to positive.
+    normal of a logistic regression's boundary. `lda`: Fisher's linear discriminant, which counts a
+    difference by how little texts of one side vary in its direction. The last two are as long as
+    the two means are apart along them, and have readouts: a projection gives a probability. All of
+    them point from negative to positive.
     """
 
     model: str | None = None
@@ -138,8 +185,13 @@ class TrainRequest(Request):
     )
     method: TrainMethod = Field(
         default="mean_difference",
-        description="The mean of the differences of each pair, their first principal component, or "
-        "the normal of a logistic regression.",
+        description="The mean of the differences of each pair, their first principal component, "
+        "the normal of a logistic regression, or Fisher's linear discriminant.",
+    )
+    whiten: bool = Field(
+        default=False,
+        description="Whether pca and logistic count less what varies among texts of one side, too: "
+        "activations are measured by the covariance of these.",
     )
     read: TrainRead = Field(
         default="last", description="Activation after a text's last token, or their mean."
@@ -147,6 +199,15 @@ class TrainRequest(Request):
     layers: list[Index] | None = Field(default=None, min_length=1, description="null: every layer.")
     hook: HookName = Field(default="resid_post", description=HOOK)
     bos: BosPolicy = "auto"
+
+    @model_validator(mode="after")
+    def _method_can_whiten(self) -> "TrainRequest":
+        if self.whiten and self.method in ("mean_difference", "lda"):
+            raise ValueError(
+                f"whiten is for pca and logistic, method is {self.method}; lda is what whitening "
+                "makes of the difference of the means"
+            )
+        return self
 
     @model_validator(mode="after")
     def _layers_are_distinct(self) -> "TrainRequest":
@@ -162,10 +223,35 @@ class TrainRequest(Request):
         return self
 
 
+class SimilarVector(Reply):
+    """A stored vector, and the cosine between it and the new one at a layer."""
+
+    name: str
+    sha256: str
+    cosine: float
+
+
+class SimilarVectors(Reply):
+    """The stored vectors that are most like a new one, of the same hook and width."""
+
+    layers: dict[str, list[SimilarVector]] = Field(
+        description="By layer: the nearest few, by the size of the cosine."
+    )
+    compared: int = Field(description="Stored vectors that were compared.")
+    left_out: int = Field(
+        description="Those that were not: older ones beyond the server's bound, and damaged ones."
+    )
+
+
 class TrainAnswer(Answer):
-    """The vector that was made and stored."""
+    """The vector that was made and stored, and what it is like."""
 
     vector: VectorCard
+    layer_cosines: list[list[Float]] = Field(
+        description="Between the vectors of every two layers, in the order of `vector.layers`; "
+        "null for a vector of zeros."
+    )
+    similar: SimilarVectors
 
 
 class WeightedVector(Request):

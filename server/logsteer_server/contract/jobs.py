@@ -217,7 +217,7 @@ class ScoreJob(Job):
         keeps = self.plan is not None and self.plan.kept != "none"
         if keeps or self.export is not None or self.reference is not None:
             return None
-        override = self.override and (self.override.direction.sha256, self.override.eta)
+        override = self.override and self.override.identity
         adapter = self.adapter and self.adapter.sha256
         salted = (self.salt,) if self.salt else ()
         changes = (override, adapter, *salted)

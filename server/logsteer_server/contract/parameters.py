@@ -1,6 +1,10 @@
 """What is added to a model's parameters for one job: overrides and LoRA adapters."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+Cast = Literal["float32"]
+"""What a model of half precision may be computed in for one job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,10 +17,20 @@ class Direction:
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """For one job, the model's parameters are theta + eta v."""
+    """For one job, the model's parameters are theta + eta v.
+
+    With `cast` the whole model is computed in that precision for the job, so that a change below
+    the last place of its own dtype acts.
+    """
 
     direction: Direction
     eta: float
+    cast: Cast | None = None
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What it does, wherever its file lies: equal ones give equal results."""
+        return (self.direction.sha256, self.eta, *((self.cast,) if self.cast else ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +56,8 @@ class ParameterDelta:
 
     def __bool__(self) -> bool:
         return self.override is not None or self.adapter is not None
+
+    @property
+    def cast(self) -> Cast | None:
+        """What the model is computed in; None for its own dtype."""
+        return self.override.cast if self.override else None

@@ -1,6 +1,7 @@
 """Where a checkpoint lies on this machine, what its configuration says, and which one it is."""
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,13 @@ def find_eos(path: Path | str, tokenizer_path: Path | str, vocab_size: int) -> t
     if named is None:
         config = AutoConfig.from_pretrained(path)
         named = GenerationConfig.from_model_config(config).eos_token_id
-    ids = [*(named if isinstance(named, list) else [named])]
-    ids.append(AutoTokenizer.from_pretrained(tokenizer_path).eos_token_id)
+    own = AutoTokenizer.from_pretrained(tokenizer_path).eos_token_id
+    return choose_eos([named, own], vocab_size)
+
+
+def choose_eos(named: Sequence[int | list[int] | None], vocab_size: int) -> tuple[int, ...]:
+    """Return those of the tokens that a model can say, in order."""
+    ids = [i for one in named for i in (one if isinstance(one, list) else [one])]
     return tuple(sorted({int(i) for i in ids if i is not None and 0 <= int(i) < vocab_size}))
 
 

@@ -38,18 +38,19 @@ def resolve_override(
     if given is None:
         return None
     check_feature("override", info, "override")
-    return _resolve(given.name, given.eta, store)
+    return _resolve(given, store)
 
 
 def resolve_direction(name: str | None, store: Namespace[OverrideCard]) -> ResolvedOverride | None:
     """Return the direction of a name, at eta 0; None for None. Errors: `unknown_override`."""
-    return None if name is None else _resolve(name, 0.0, store)
+    return None if name is None else _resolve(ParameterOverride(name=name, eta=0.0), store)
 
 
-def _resolve(name: str, eta: float, store: Namespace[OverrideCard]) -> ResolvedOverride:
-    found = store.find(name)
-    used = {"name": name, "sha256": found.sha256, "eta": eta}
-    return ResolvedOverride(Override(Direction(str(found.path), found.sha256), eta), used)
+def _resolve(given: ParameterOverride, store: Namespace[OverrideCard]) -> ResolvedOverride:
+    found = store.find(given.name)
+    used = {"sha256": found.sha256, **given.model_dump()}
+    direction = Direction(str(found.path), found.sha256)
+    return ResolvedOverride(Override(direction, given.eta, given.cast), used)
 
 
 @dataclass(frozen=True, slots=True)

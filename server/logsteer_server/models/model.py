@@ -13,6 +13,7 @@ from logsteer.schemas import ModelCard, ModelState, Precision, Provenance
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Job, Output
 from logsteer_server.contract.lane import Lane
+from logsteer_server.contract.parameters import Cast
 from logsteer_server.engines.supervisor import EngineHandle
 from logsteer_server.metrics import ModelCounters, ModelReading
 from logsteer_server.models.admission import Admission
@@ -20,6 +21,7 @@ from logsteer_server.models.cache import Computed, MissingJob, ResultCache, dige
 from logsteer_server.models.timer import WorkTimer
 from logsteer_server.settings import ModelSettings
 from logsteer_server.text.tokenizer import TextCodec
+from logsteer_server.text.windows import Windowing
 
 log = logging.getLogger(__name__)
 
@@ -218,15 +220,22 @@ class ResidentModel:
         if info is not None and codec is not None:
             card.context_length = info.context_length
             card.vocab_size = info.vocab_size
+            card.num_layers = info.num_layers
+            card.hidden_size = info.hidden_size
             card.has_chat_template = codec.has_chat_template
             card.columns = list(info.columns)
             card.provenance = self.provenance()
         return card
 
     def provenance(
-        self, protocol: str | None = None, precision: Precision = "float32"
+        self,
+        windowing: Windowing | None = None,
+        precision: Precision = "float32",
+        cast: Cast | None = None,
     ) -> Provenance:
-        """Say what computes this model's numbers."""
+        """Say what computes this model's numbers, how a text was cut where one was, and what an
+        override had the model computed in.
+        """
         codec, info = self._codec, self.handle.info
         assert codec is not None and info is not None
         return Provenance(
@@ -237,6 +246,7 @@ class ResidentModel:
             dtype=info.dtype,
             logits_dtype=info.logits_dtype,
             precision=precision,
+            cast=cast,
             tf32=info.tf32,
             quantization=info.quantization,
             int8_products=info.int8_products,
@@ -245,5 +255,8 @@ class ResidentModel:
             batch_invariant=info.batch_invariant,
             vocab_size=info.vocab_size,
             tokenizer_digest=codec.digest,
-            protocol=protocol,
+            protocol=windowing and windowing.protocol,
+            context_length=windowing and windowing.context_length,
+            stride=windowing and windowing.stride,
+            rows=windowing and windowing.rows,
         )

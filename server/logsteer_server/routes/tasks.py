@@ -16,6 +16,7 @@ from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.tasks.activations import ActivationsTask
 from logsteer_server.tasks.generation import GenerateTask, SteerTask
 from logsteer_server.tasks.gradient import GradientTask
+from logsteer_server.tasks.labels import LabelTask
 from logsteer_server.tasks.logprob import DiagnosticsTask, LogprobTask
 from logsteer_server.tasks.openai import ChatCompletionTask, CompletionTask
 from logsteer_server.tasks.perplexity import PerplexityTask
@@ -37,6 +38,7 @@ TASKS: Mapping[str, MakeTask] = {
     "vectors.train": TrainTask,
     "v1.completions": CompletionTask,
     "v1.chat.completions": ChatCompletionTask,
+    "v1.score": LabelTask,
 }
 """Name of an endpoint -> what makes its task from a request."""
 

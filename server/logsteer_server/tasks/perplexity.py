@@ -26,11 +26,11 @@ from logsteer_server.tasks.texts import (
     StreamedText,
     TextScores,
     TextWindow,
-    Windowing,
     cut_texts,
     sum_tallies,
     summarize_progress,
 )
+from logsteer_server.text.windows import Windowing
 
 BYTES_PER_WINDOW = 256
 """Of an answer that lists windows."""
@@ -87,7 +87,6 @@ class PerplexityTask(WindowTask):
 
     def __init__(self, body: PerplexityRequest, models: ModelRegistry, stores: Stores) -> None:
         super().__init__(models.find(body.model), len(body.texts), streams=body.stream)
-        self.protocol = body.protocol
         self.precision = body.precision
         self._body = body
         self._stores = stores
@@ -142,7 +141,8 @@ class PerplexityTask(WindowTask):
         body = self._body
         self.interventions = Interventions.resolve(body, self._stores, info)
         read = ColumnOptions.of(body.columns, body.policy, body.precision)
-        steps = cut_texts(body.texts, Windowing.of(body), read, codec, info)
+        self.windowing = Windowing.of(body).fit(info.context_length)
+        steps = cut_texts(body.texts, self.windowing, read, codec, info)
         windows, lengths = yield from steps
         for score, length in zip(self._scores, lengths, strict=True):
             score.tally.num_tokens = length
@@ -180,7 +180,6 @@ class PerplexityStreamTask(WindowTask):
         stores: Stores,
     ) -> None:
         super().__init__(models.find(query.model), 1, streams=True)
-        self.protocol = query.protocol
         self.precision = query.precision
         self._query = query
         self._pieces = pieces
@@ -203,7 +202,8 @@ class PerplexityStreamTask(WindowTask):
         )
         self.interventions = await planner.call(Interventions.resolve, given, self._stores, info)
         read = ColumnOptions.of((), precision=query.precision)
-        text = StreamedText(Windowing.of(query), read, codec, info)
+        self.windowing = Windowing.of(query).fit(info.context_length)
+        text = StreamedText(self.windowing, read, codec, info)
         waiting: list[TextWindow] = []
         limit = planner.settings.max_windows_in_flight
         async for piece in self._pieces:

@@ -29,6 +29,7 @@ from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.timer import WorkTimer
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.planning import Capacity, Planner
+from logsteer_server.text.windows import Windowing
 
 Purpose = Literal["work", "reread", "reference"]
 """What a batch counts for: `work` for usage and receipts, `reread` (what was generated is scored)
@@ -86,8 +87,8 @@ class Task(ABC):
 
     kind: ClassVar[str]
     """What an answer's id begins with."""
-    protocol: str | None = None
-    """The window protocol that provenance names."""
+    windowing: Windowing | None = None
+    """How texts were cut, which provenance says; `plan` sets it."""
     precision: Precision = "float32"
     """What softmax and columns are computed in."""
     interventions: Interventions = UNCHANGED
@@ -276,7 +277,9 @@ class Run:
         return Event("start", document | {"provenance": self._describe().model_dump()})
 
     def _describe(self) -> Provenance:
-        return self.task.model.provenance(self.task.protocol, self.task.precision)
+        task, override = self.task, self.task.interventions.override
+        cast = override.override.cast if override else None
+        return task.model.provenance(task.windowing, task.precision, cast)
 
     def _write(self) -> dict[str, Any]:
         facts = Facts(

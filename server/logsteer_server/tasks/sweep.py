@@ -28,9 +28,10 @@ from logsteer_server.tasks.comparison import (
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import Batch, Collector, Task, check_count
 from logsteer_server.tasks.targets import TargetOptions, TargetPlan, find_longest, plan_targets
-from logsteer_server.tasks.texts import TextWindow, Windowing, cut_texts
+from logsteer_server.tasks.texts import TextWindow, cut_texts
 from logsteer_server.text.sums import exp_mean
 from logsteer_server.text.tokenizer import TextCodec
+from logsteer_server.text.windows import Windowing
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +184,8 @@ class SweepTask(Task):
         )
         options = TargetOptions(body.boundary, bos=body.bos, on_overflow=body.on_overflow)
         read = ColumnOptions.of((), precision=body.precision)
+        if body.texts:
+            self.windowing = Windowing(bos=body.bos).fit(info.context_length)
         plan = yield from plan_sweep(body.items, body.texts, codec, info, options, read)
         steered = [setting for setting in self._settings if setting.interventions.steering]
         if steered:

@@ -8,8 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from logsteer.errors import api_error
-from logsteer.schemas import BosPolicy
-from logsteer.schemas.perplexity import Protocol, WindowOptions
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
 from logsteer_server.contract.plan import Readings
@@ -19,25 +17,10 @@ from logsteer_server.tasks.planning import Steps
 from logsteer_server.text.incremental import EncodedPiece, IncrementalEncoder
 from logsteer_server.text.sums import Counts, Tally, count_text, exp_mean
 from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, split_sizes
-from logsteer_server.text.windows import Window, WindowCutter, make_cutter
+from logsteer_server.text.windows import Window, WindowCutter, Windowing, make_cutter
 
 READ_AT_ONCE = 65_536
 """Tokens of the windows that are cut in one step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Windowing:
-    """How a text is cut into windows: as `WindowOptions` says."""
-
-    protocol: Protocol = "sliding"
-    context_length: int | None = None
-    stride: int | None = None
-    bos: BosPolicy = "auto"
-
-    @classmethod
-    def of(cls, options: WindowOptions) -> "Windowing":
-        """Return the windowing of a request's fields."""
-        return cls(options.protocol, options.context_length, options.stride, options.bos)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,35 +59,30 @@ class TextWindows:
         self._vocab_size = info.vocab_size
         self._codec = codec
         self._bos_policy = options.bos
+        # Rolling has its prefix token in the first window; the script of exl3 puts nothing there.
+        if options.protocol == "rolling" or (options.protocol == "exl3" and options.bos == "auto"):
+            self._bos_policy = "never"
         self._in_front: list[int] | None = None
         self._counts = count_text("", [])[:0]
         self._counts_from = 0
-        self._rolling = options.protocol == "rolling"
-        self._cutter = self._make_cutter(options, info)
+        self._cutter = self._make_cutter(options.fit(info.context_length))
 
-    def _make_cutter(self, options: Windowing, info: EngineInfo) -> WindowCutter:
-        length = options.context_length or info.context_length
-        if length > info.context_length:
-            detail = f"context_length {length} is more than the {info.context_length} tokens that "
-            detail += "this model reads; send a smaller one."
-            raise api_error("context_too_long", detail, param="context_length")
-        if options.stride is not None and options.stride > length:
-            detail = f"stride {options.stride} is more than context_length {length}; lower it."
-            raise api_error("invalid_request", detail, param="stride")
+    def _make_cutter(self, options: Windowing) -> WindowCutter:
         special_id = None
-        if self._rolling:
+        if options.protocol == "rolling":
             if options.bos == "never":
                 detail = "protocol rolling puts a prefix token in front; bos: never excludes that."
                 raise api_error("invalid_request", detail, param="bos")
             special_id = self._codec.prefix_id()
         elif options.protocol == "llamacpp":
             special_id = next(iter(self._codec.bos_ids(options.bos)), None)
-        return make_cutter(options.protocol, length, options.stride, special_id)
+        return make_cutter(options, special_id)
 
     @property
     def tokens_at_once(self) -> int:
         """Tokens of a text that are fed together so that their windows have few tokens, too."""
-        return max(1, READ_AT_ONCE * self._cutter.stride // self._cutter.context_length)
+        length = self._cutter.context_length
+        return max(1, READ_AT_ONCE * min(self._cutter.stride, length) // length)
 
     def feed(self, piece: EncodedPiece) -> list[TextWindow]:
         """Return the windows that these tokens complete."""
@@ -113,8 +91,7 @@ class TextWindows:
             raise api_error("invalid_request", detail, param="texts")
         ids = piece.ids
         if self._in_front is None and ids:
-            # Rolling has its prefix token in the first window instead.
-            self._in_front = [] if self._rolling else self._codec.bos_ids(self._bos_policy, ids)
+            self._in_front = self._codec.bos_ids(self._bos_policy, ids)
             ids = [*self._in_front, *ids]
         self.num_tokens += len(piece.ids)
         self._counts = np.concatenate([self._counts, piece.counts])
@@ -138,9 +115,9 @@ class TextWindows:
                 double=self._read.double,
             )
             jobs.append(TextWindow(self._text, max(0, window.start - shift), end, counts, job))
-        if jobs:  # no later window scores a token before the end of this one
-            self._counts = self._counts[jobs[-1].end - self._counts_from :]
-            self._counts_from = jobs[-1].end
+        keep_from = min(max(self._counts_from, self._cutter.begin - shift), self.num_tokens)
+        self._counts = self._counts[keep_from - self._counts_from :]
+        self._counts_from = keep_from
         return jobs
 
 

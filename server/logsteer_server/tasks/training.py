@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from logsteer.errors import api_error
+from logsteer.errors import APIError, api_error
 from logsteer.schemas import (
     BosPolicy,
     ContrastPair,
     LayerQuality,
+    SimilarVector,
+    SimilarVectors,
     TrainMethod,
     TrainRequest,
     VectorAbout,
@@ -26,20 +27,29 @@ from logsteer_server.interventions.interventions import Stores
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.stores.layer_vectors import LayerVectors, Readout, Vector, invalid_vector
+from logsteer_server.stores.vectors import VectorStore
 from logsteer_server.tasks.captures import CaptureSite, plan_captures, read_texts
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import Batch, Collector, Task, check_count
+from logsteer_server.tasks.vector_methods import Double, find_direction
+from logsteer_server.tasks.vector_quality import (
+    compare_layers,
+    compare_vectors,
+    describe_validation,
+    judge_direction,
+    recommend,
+)
 from logsteer_server.text.tokenizer import TextCodec
-
-Double = npt.NDArray[np.float64]
 
 NEGLIGIBLE = 1e-6
 """Of a vector's norm: what is left of it below that is rounding."""
+MAX_SIMILAR = 3
+"""Stored vectors that an answer names for each layer: the nearest."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedVectors:
-    """Vectors, and how well each layer's tells the texts apart that it was made from."""
+    """Vectors, and by layer how well texts are told apart that were held out."""
 
     vectors: LayerVectors
     quality: Mapping[int, LayerQuality]
@@ -74,7 +84,10 @@ def plan_pairs(
 
 
 def train_vectors(
-    jobs: Sequence[CaptureJob], outputs: Sequence[CaptureOutput], method: TrainMethod
+    jobs: Sequence[CaptureJob],
+    outputs: Sequence[CaptureOutput],
+    method: TrainMethod,
+    whiten: bool = False,
 ) -> TrainedVectors:
     """Make vectors of the activations of `plan_pairs`' jobs.
 
@@ -89,109 +102,17 @@ def train_vectors(
     for place, layer in enumerate(jobs[0].layers):
         both_ND = stacked_NLD[:, place].astype(np.float64)
         positive_ND, negative_ND = both_ND[0::2], both_ND[1::2]
-        vector_D, readout = _make_vector(positive_ND, negative_ND, method)
-        layers[layer] = vector_D.astype(np.float32)
-        if readout is not None and layers[layer].any():
-            readouts[layer] = readout
-        quality[layer] = judge_vector(vector_D, positive_ND, negative_ND)
+        direction = find_direction(positive_ND, negative_ND, method, whiten)
+        layers[layer] = direction.vector_D.astype(np.float32)
+        if direction.readout is not None and layers[layer].any():
+            readouts[layer] = direction.readout
+        quality[layer] = judge_direction(direction, positive_ND, negative_ND, method, whiten)
     if not any(vector_D.any() for vector_D in layers.values()):
         raise invalid_vector(
             "the activations of positive and negative texts do not differ at any layer; read mean "
             "in place of last, or choose texts whose last token differs in what came before."
         )
     return TrainedVectors(LayerVectors(layers, jobs[0].hook, readouts), quality)
-
-
-def _make_vector(
-    positive_ND: Double, negative_ND: Double, method: TrainMethod
-) -> tuple[Double, Readout | None]:
-    if method == "pca":
-        return find_principal_direction(positive_ND - negative_ND), None
-    if method == "logistic":
-        return find_boundary_normal(positive_ND, negative_ND)
-    mean_D: Double = positive_ND.mean(0) - negative_ND.mean(0)
-    return mean_D, None
-
-
-def find_principal_direction(differences_ND: Double) -> Double:
-    """Return the unit vector along which the pairs' differences are longest, root mean square: [D].
-
-    It is their first right singular vector: the first principal component about zero, not about
-    their mean, which is the very thing that is looked for. repeng's `pca_center` gives the same.
-    It points where the differences' mean points. Zeros where nothing differs.
-    """
-    norm = np.linalg.norm(differences_ND)
-    if norm == 0:
-        return np.zeros(differences_ND.shape[1])
-    from scipy.linalg import eigh
-
-    scaled_ND = differences_ND / norm
-    num_pairs, width = scaled_ND.shape
-    # The products of pairs and those of dimensions have the same largest eigenvalue: the smaller
-    # table will do, and of it the one eigenvector.
-    is_wide = num_pairs <= width
-    products = scaled_ND @ scaled_ND.T if is_wide else scaled_ND.T @ scaled_ND
-    last = len(products) - 1
-    found = eigh(products, subset_by_index=(last, last))[1][:, 0]
-    direction_D = scaled_ND.T @ found if is_wide else found
-    direction_D = direction_D / np.linalg.norm(direction_D)
-    sign = -1.0 if (differences_ND @ direction_D).sum() < 0 else 1.0
-    direction: Double = sign * direction_D
-    return direction
-
-
-def find_boundary_normal(positive_ND: Double, negative_ND: Double) -> tuple[Double, Readout | None]:
-    """Return the normal [D] of a logistic regression's boundary, as long as the means are apart.
-
-    The activations are centred and divided by one number, the root mean square s of what is left,
-    so that the penalty (L2, C = 1) means the same for every model and no direction is favoured.
-    With u the unit normal and m the difference of the means, the result is (m . u) u. The readout
-    gives the regression's probability of "positive" on activations x as they are: with weights w,
-    intercept b and centre k it is that of w . (x - k) / s + b = (|w| / s) (x . u) + b - w . k / s.
-    """
-    from sklearn.linear_model import LogisticRegression
-
-    mean_difference_D = positive_ND.mean(0) - negative_ND.mean(0)
-    both_ND = np.concatenate([positive_ND, negative_ND])
-    centre_D = both_ND.mean(0)
-    centred_ND = both_ND - centre_D
-    spread = np.sqrt((centred_ND**2).mean())
-    if spread == 0:
-        return np.zeros(both_ND.shape[1]), None
-    labels_N = np.repeat([1, 0], len(positive_ND))
-    model = LogisticRegression(max_iter=1000).fit(centred_ND / spread, labels_N)
-    weights_D = model.coef_[0] / spread
-    length = np.linalg.norm(weights_D)
-    if length == 0:
-        return np.zeros(both_ND.shape[1]), None
-    normal_D = weights_D / length
-    apart = float(mean_difference_D @ normal_D)
-    # The vector may point against the normal; projections are on the vector.
-    slope = float(np.copysign(length, apart))
-    bias = float(model.intercept_[0] - weights_D @ centre_D)
-    return apart * normal_D, Readout("logistic", slope, bias)
-
-
-def judge_vector(vector_D: Double, positive_ND: Double, negative_ND: Double) -> LayerQuality:
-    """Judge how well projections onto a vector tell the texts apart; see `LayerQuality`."""
-    from sklearn.metrics import roc_auc_score
-
-    norm = np.linalg.norm(vector_D)
-    unit_D = vector_D / norm if norm else vector_D
-    positive_N, negative_N = positive_ND @ unit_D, negative_ND @ unit_D
-    middle = (positive_N.mean() + negative_N.mean()) / 2
-    differences_ND = positive_ND - negative_ND
-    squared = float((differences_ND**2).sum())
-    labels_N = np.repeat([1, 0], len(positive_N))
-    right = (positive_N > middle).mean() + (negative_N < middle).mean()
-    return LayerQuality(
-        accuracy=float(right) / 2,
-        auc=float(roc_auc_score(labels_N, np.concatenate([positive_N, negative_N]))),
-        pair_accuracy=float((positive_N > negative_N).mean()),
-        explained_variance=(
-            float(((differences_ND @ unit_D) ** 2).sum()) / squared if squared else 0.0
-        ),
-    )
 
 
 def combine_vectors(
@@ -241,6 +162,40 @@ def _take_away(vector_D: Double, others: Sequence[Vector]) -> Double:
     return left
 
 
+def find_similar(
+    name: str, vectors: LayerVectors, store: VectorStore, settings: Settings
+) -> SimilarVectors:
+    """Compare vectors with those stored under other names for the same hook and width.
+
+    No more than `max_compared_vectors` are read, the latest. Blocks while they are.
+    """
+    cards = [
+        card
+        for card in store.files.list_all().cards
+        if (card.hook, card.width) == (vectors.hook, vectors.width)
+        and card.name != name
+        and vectors.layers.keys() & set(card.layers)
+    ]
+    cards.sort(key=lambda card: card.created, reverse=True)
+    found: dict[int, list[SimilarVector]] = {layer: [] for layer in vectors.layers}
+    compared = 0
+    for card in cards[: settings.max_compared_vectors]:
+        try:
+            stored = store.find(card.name)
+        except APIError:  # gone by now, or damaged: its own requests tell
+            continue
+        compared += 1
+        for layer, cosine in compare_vectors(vectors, stored.vectors).items():
+            found[layer].append(SimilarVector(name=card.name, sha256=stored.sha256, cosine=cosine))
+    for entries in found.values():
+        entries.sort(key=lambda entry: -abs(entry.cosine))
+    return SimilarVectors(
+        layers={str(layer): entries[:MAX_SIMILAR] for layer, entries in found.items()},
+        compared=compared,
+        left_out=len(cards) - compared,
+    )
+
+
 class TrainTask(Task):
     """A vector from the activations of contrasting texts, stored under the name given."""
 
@@ -252,6 +207,8 @@ class TrainTask(Task):
         self._body = body
         self._stores = stores
         self._card: VectorCard | None = None
+        self._similar: SimilarVectors | None = None
+        self._cosines: list[list[float | None]] = []
 
     def check_limits(self, settings: Settings) -> None:
         """Bound the number of texts. Errors: APIError `payload_too_large`."""
@@ -269,7 +226,13 @@ class TrainTask(Task):
         jobs = await planner.advance(plan_pairs(body.pairs, site, body.bos, codec, info, limit))
         collector = Collector(jobs)
         yield Batch(jobs, collector.take)
-        trained = await planner.call_long(train_vectors, jobs, collector.outputs, body.method)
+        trained = await planner.call_long(
+            train_vectors, jobs, collector.outputs, body.method, body.whiten
+        )
+        self._similar = await planner.call_long(
+            find_similar, body.name, trained.vectors, self._stores.vectors, planner.settings
+        )
+        self._cosines = compare_layers(trained.vectors)
         about = self._describe(trained, info)
         self._card = await planner.call_long(
             self._stores.vectors.put, body.name, trained.vectors, about
@@ -282,11 +245,18 @@ class TrainTask(Task):
             weights_digest=info.weights_digest,
             method=self._body.method,
             read=self._body.read,
+            whiten=self._body.whiten,
             pairs=len(self._body.pairs),
+            validation=describe_validation(len(self._body.pairs)),
             quality={str(layer): quality for layer, quality in trained.quality.items()},
+            recommendation=recommend(trained.vectors, trained.quality),
         )
 
     def report(self) -> dict[str, Any]:
-        """Return the card of the stored vector."""
-        assert self._card is not None
-        return {"vector": self._card.model_dump()}
+        """Return the card of the stored vector, and what it is like."""
+        assert self._card is not None and self._similar is not None
+        return {
+            "vector": self._card.model_dump(),
+            "layer_cosines": self._cosines,
+            "similar": self._similar.model_dump(),
+        }

@@ -6,10 +6,47 @@ length of 4, `.` for a token that is read only and a digit for one that is score
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from logsteer.errors import api_error
-from logsteer.schemas import Protocol
+from logsteer.schemas import BosPolicy, Protocol
+from logsteer.schemas.perplexity import DEFAULT_ROWS, WindowOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Windowing:
+    """How a text is cut into windows, as `WindowOptions` says; None: what `fit` puts there."""
+
+    protocol: Protocol = "sliding"
+    context_length: int | None = None
+    stride: int | None = None
+    rows: int | None = None
+    bos: BosPolicy = "auto"
+
+    @classmethod
+    def of(cls, options: WindowOptions) -> "Windowing":
+        """Return the windowing of a request's fields."""
+        return cls(
+            options.protocol, options.context_length, options.stride, options.rows, options.bos
+        )
+
+    def fit(self, limit: int) -> "Windowing":
+        """Return the windowing with every number, for a model that reads `limit` tokens.
+
+        Errors: APIError `context_too_long`, `invalid_request` for numbers that do not fit.
+        """
+        length = self.context_length or limit
+        if length > limit:
+            detail = f"context_length {length} is more than the {limit} tokens that "
+            detail += "this model reads; send a smaller one."
+            raise api_error("context_too_long", detail, param="context_length")
+        slides = self.protocol == "sliding"
+        stride = self.stride or (max(1, length // 2) if slides else length)
+        if slides and stride > length:
+            detail = f"stride {stride} is more than context_length {length}; lower it."
+            raise api_error("invalid_request", detail, param="stride")
+        rows = self.rows or DEFAULT_ROWS if self.protocol == "exl3" else None
+        return replace(self, context_length=length, stride=stride, rows=rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +78,8 @@ class WindowCutter:
         self.context_length = context_length
         self.stride = stride or context_length
         self.count = 0
-        self._begin = 0
+        self.begin = 0
+        """Where the next window begins: no token before it will be scored."""
         self._kept: list[int] = []
         self._kept_from = 0
 
@@ -62,14 +100,15 @@ class WindowCutter:
 
     def _forget(self) -> None:
         """Drop the tokens that no later window reads."""
-        keep_from = max(self._kept_from, self._begin - self.context_length - 1)
+        keep_from = max(self._kept_from, self.begin - self.context_length - 1)
+        keep_from = min(keep_from, self.count)
         del self._kept[: keep_from - self._kept_from]
         self._kept_from = keep_from
 
     def _cut_full(self) -> Iterator[Window]:
-        while self.count >= self._begin + self.context_length:
-            window = self._cut(self._begin, self._begin + self.context_length)
-            self._begin += self.stride
+        while self.count >= self.begin + self.context_length:
+            window = self._cut(self.begin, self.begin + self.context_length)
+            self.begin += self.stride
             if window.targets:
                 yield window
 
@@ -103,8 +142,8 @@ class SlidingCutter(WindowCutter):
         return Window(begin, end, self._tokens(begin, end - 1), self._tokens(first, end))
 
     def _cut_rest(self) -> Iterator[Window]:
-        if self.count > max(self._scored_to, self._begin + 1):
-            yield self._cut(self._begin, self.count)
+        if self.count > max(self._scored_to, self.begin + 1):
+            yield self._cut(self.begin, self.count)
 
 
 class RollingCutter(WindowCutter):
@@ -130,8 +169,8 @@ class RollingCutter(WindowCutter):
         return Window(start, end, self._tokens(start, end - 1), targets)
 
     def _cut_rest(self) -> Iterator[Window]:
-        if self.count > self._begin:
-            yield self._cut(self._begin, self.count)
+        if self.count > self.begin:
+            yield self._cut(self.begin, self.count)
 
 
 class DisjointCutter(WindowCutter):
@@ -182,22 +221,55 @@ class LlamaCppCutter(WindowCutter):
         yield from ()
 
 
-def make_cutter(
-    protocol: Protocol, context_length: int, stride: int | None, special_id: int | None
-) -> WindowCutter:
-    """Make a cutter for one text.
+class Exl3Cutter(WindowCutter):
+    """At most `rows` windows moved by `stride`, first token of each unscored, tail dropped.
 
-    `stride` is for `sliding` (None: half of the window). `special_id` is the prefix token of
-    `rolling`, which needs one, and the BOS of `llamacpp` (None: the first token stays).
+    `eval/ppl.py` of ExLlamaV3: every window (a row there) scores all of its tokens but the first,
+    again where windows overlap; none of them has the text's last token. With 2 rows:
+
+        .123
+            .567      needs 9 tokens or more
+
+    The script moves by 2048 whatever its length is, and its softmax leaves out logits that no token
+    of the tokenizer has; here they count, as everywhere.
     """
-    match protocol:
+
+    def __init__(self, context_length: int, stride: int, rows: int) -> None:
+        super().__init__(context_length, stride)
+        self._rows_left = rows
+
+    def _cut_full(self) -> Iterator[Window]:
+        while self._rows_left and self.count > self.begin + self.context_length:
+            yield self._cut(self.begin, self.begin + self.context_length)
+            self.begin += self.stride
+            self._rows_left -= 1
+        if not self._rows_left:
+            self.begin = self.count + self.context_length + 1
+
+    def _cut(self, begin: int, end: int) -> Window:
+        tokens = self._tokens(begin, end)
+        return Window(begin, end, tokens[:-1], tokens[1:])
+
+
+def make_cutter(windowing: Windowing, special_id: int | None) -> WindowCutter:
+    """Make a cutter for one text, of a windowing that is fitted to a model.
+
+    `special_id` is the prefix token of `rolling`, which needs one, and the BOS of `llamacpp` (None:
+    the first token stays).
+    """
+    length, stride = windowing.context_length, windowing.stride
+    assert length is not None and stride is not None, "fit has not been called"
+    match windowing.protocol:
         case "sliding":
-            return SlidingCutter(context_length, stride or max(1, context_length // 2))
+            return SlidingCutter(length, stride)
         case "disjoint":
-            return DisjointCutter(context_length)
+            return DisjointCutter(length)
+        case "exl3":
+            assert windowing.rows is not None
+            return Exl3Cutter(length, stride, windowing.rows)
         case "llamacpp":
-            return LlamaCppCutter(context_length, special_id)
+            return LlamaCppCutter(length, special_id)
         case "rolling":
             if special_id is None:
                 raise ValueError("the rolling protocol needs a prefix token")
-            return RollingCutter(context_length, special_id)
+            return RollingCutter(length, special_id)

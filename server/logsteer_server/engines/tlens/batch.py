@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from logsteer_server.contract.jobs import Job
-from logsteer_server.engines.tlens.model import BridgeModel
+from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.points import HookFunction, Point
 from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow, TokenRange
 
@@ -31,7 +31,7 @@ class SteerableEntry(Protocol):
         ...
 
 
-def accept_row(model: BridgeModel, job: Job) -> SteeredRow | None:
+def accept_row(model: CausalModel, job: Job) -> SteeredRow | None:
     """Return how a job's row is steered, None for a job without a plan.
 
     Errors: RefusedJobError where tokens, plan or parameter delta do not fit the model.
@@ -41,7 +41,7 @@ def accept_row(model: BridgeModel, job: Job) -> SteeredRow | None:
     if job.plan is not None:
         steered = SteeredRow.place(job.plan, job.prompt_len, model.points)
     if job.delta:
-        model.check_delta(steered.points if steered else [])
+        model.check_delta(steered.points if steered else [], job.delta.cast)
     return steered
 
 
@@ -54,7 +54,7 @@ def pad_right(sequences: Sequence[np.ndarray]) -> Tensor:
 
 
 def read_batch(
-    model: BridgeModel,
+    model: CausalModel,
     batch: Sequence[SteerableEntry],
     hooks: Sequence[tuple[Point, HookFunction]] = (),
 ) -> Tensor:

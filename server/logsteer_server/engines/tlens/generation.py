@@ -21,9 +21,9 @@ from logsteer_server.contract.jobs import (
     JobResult,
 )
 from logsteer_server.engines.tlens.batch import accept_row
-from logsteer_server.engines.tlens.model import BridgeModel
+from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
-from logsteer_server.engines.tlens.points import RefusedJobError
+from logsteer_server.engines.tlens.points import HookFunction, Point, RefusedJobError
 from logsteer_server.engines.tlens.queue import BatchRun, EngineLimits, JobQueue, Results
 from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow, TokenRange
 from logsteer_server.engines.tlens.text import GrowingText
@@ -47,7 +47,7 @@ class GenerationRow:
 
     @classmethod
     def start(
-        cls, job_id: int, job: GenerateJob, steered: SteeredRow | None, model: BridgeModel
+        cls, job_id: int, job: GenerateJob, steered: SteeredRow | None, model: CausalModel
     ) -> "GenerationRow":
         """Return the row of a job that has no token yet."""
         prompt = job.tokens.tolist()
@@ -99,17 +99,19 @@ class GenerationRow:
 class RunningBatch:
     """Continuations whose prompts are read in one forward pass, then a token each per step.
 
-    `parameters` replace the model's of their names in every step.
+    `parameters` replace the model's of their names in every step, and `hooks` act after steering.
     """
 
     def __init__(
         self,
-        model: BridgeModel,
+        model: CausalModel,
         rows: Sequence[GenerationRow],
         parameters: Mapping[str, Tensor],
+        hooks: Sequence[tuple[Point, HookFunction]] = (),
     ) -> None:
         self._model = model
         self._parameters = parameters
+        self._hooks = hooks
         self.rows = list(rows)
         self._cache = model.new_cache()
         lengths = [len(row.job.tokens) for row in rows]
@@ -194,7 +196,7 @@ class RunningBatch:
             TokenRange(max(0, pad - begin), max(0, begin - pad), self._num_columns - pad)
             for pad in self._pads
         ]
-        with self._model.hooked(self._steering.hooks(ranges, width)):
+        with self._model.hooked([*self._steering.hooks(ranges, width), *self._hooks]):
             hidden_BTD = self._model.read(self._next_BT, mask_BT, positions_BT, self._cache)
         self._steering.end_pass()
         return self._model.project(hidden_BTD[:, -1])
@@ -253,7 +255,7 @@ class GenerateQueue(JobQueue[GenerationRow]):
 
     def __init__(
         self,
-        model: BridgeModel,
+        model: CausalModel,
         deltas: DeltaCache,
         limits: EngineLimits,
         enlist: Callable[[RunningBatch], None],

@@ -66,7 +66,8 @@ class GradientQueue(JobQueue[GradientEntry]):
         steered = accept_row(self._model, job)
         points = self._find_points(job)
         if job.delta or job.along:
-            self._model.check_delta([*(steered.points if steered else ()), *points])
+            hooked = [*(steered.points if steered else ()), *points]
+            self._model.check_delta(hooked, job.delta.cast)
         return GradientEntry(job_id, job, steered, points)
 
     def _find_points(self, job: GradientJob) -> tuple[Point, ...]:

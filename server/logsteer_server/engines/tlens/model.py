@@ -1,23 +1,21 @@
 """A model in TransformerLens's bridge: hidden states, logits, and where its activations are.
 
-The bridge wraps transformers' own model and puts hook points between its modules. Here the body is
-run by itself, so that only the rows that are wanted go through the head.
+The bridge wraps transformers' own model and puts hook points between its modules.
 """
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from logsteer_server.contract.engine import EngineSpec
+from logsteer_server.contract.parameters import Cast
+from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.parameters import Parameters
 from logsteer_server.engines.tlens.placement import follow_devices, place_model
 from logsteer_server.engines.tlens.plain_forward import PlainForward, agree, unwrap
@@ -32,9 +30,8 @@ from logsteer_server.engines.tlens.points import (
 from logsteer_server.engines.weights import find_eos, limit_context
 
 PROBE_LENGTH = 32
-HEAD_TOLERANCE = 1e-3
 FORWARD_TOLERANCE = 1e-5
-"""How much the model's parts may differ from the whole, per unit of the largest number."""
+"""How much ways to compute the model may differ, per unit of the largest number."""
 
 
 def choose_dtype(wanted: str, config: Any) -> torch.dtype:
@@ -44,24 +41,6 @@ def choose_dtype(wanted: str, config: Any) -> torch.dtype:
     else:
         found = getattr(config, "dtype", None) or torch.float32
     return found if isinstance(found, torch.dtype) else getattr(torch, str(found))
-
-
-class _GivenBody(nn.Module):
-    """A causal model's body that returns the hidden states that were put into it."""
-
-    def __init__(self, output_class: type) -> None:
-        super().__init__()
-        self._output_class = output_class
-        self.hidden_1RD: Tensor | None = None
-
-    @property
-    def decoder(self) -> "_GivenBody":
-        """Itself: some causal models (OPT's) call a part of their body."""
-        return self
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        """Return the hidden states, in the body's own kind of output."""
-        return self._output_class(last_hidden_state=self.hidden_1RD)
 
 
 class _WideLinear(nn.Module):
@@ -78,10 +57,10 @@ class _WideLinear(nn.Module):
         return nn.functional.linear(hidden.float(), weight.float(), wide_bias)
 
 
-class BridgeModel:
-    """A causal model, loaded. Errors: ValueError where it cannot be served.
+class BridgeModel(CausalModel):
+    """A causal model, loaded, in TransformerLens's bridge.
 
-    `read` and `project` together are the model; hooks on `points` act in `read`.
+    Errors: ValueError where it cannot be served.
     """
 
     def __init__(self, spec: EngineSpec, path: Path | str) -> None:
@@ -96,28 +75,19 @@ class BridgeModel:
             str(path), dtype=dtype, **placement.boot_options(config, dtype)
         )
         self.num_devices = len(placement.devices)
-        self._causal: Any = bridge.original_model
-        self._causal.eval().requires_grad_(False)
-        follow_devices(self._causal)
-        self._body = self._causal.base_model
-        if self._body is self._causal:
-            raise ValueError(f"{path}: no causal language model with a body and a head")
-        # A body that takes no positions finds them in the mask.
-        body_takes = inspect.signature(type(self._body).forward).parameters
-        self._takes_positions = "position_ids" in body_takes
+        causal: Any = bridge.original_model
+        causal.eval().requires_grad_(False)
+        follow_devices(causal)
         self._plain_forward: PlainForward | None = None
         self._fuses_attention = False
-        self._refuse_recurrence(path)
-        self.device = self._causal.get_input_embeddings().weight.device
-        self.dtype = self._causal.dtype
-        text = self._causal.config.get_text_config()
+        super().__init__(causal, str(path))
+        text = causal.config.get_text_config()
         self.context_length = limit_context(path, text, spec.max_model_len)
         self.num_layers = int(bridge.cfg.n_layers)
-        self.hidden_size = int(text.hidden_size)
-        self.quantization = _name_quantization(self._causal.config)
+        self.quantization = _name_quantization(causal.config)
         self.tokenizer = bridge.tokenizer.backend_tokenizer
-        self._given_body, self._head = self._detach_head()
-        self.vocab_size = self._compare_head(path)
+        self._detach_head(unwrap(causal))
+        self.vocab_size = self._compare_head(causal)
         self.eos_ids = find_eos(path, path, self.vocab_size)
         if spec.logits_dtype != "auto":
             self._widen_head(path)
@@ -126,47 +96,16 @@ class BridgeModel:
         self._plain_forward = self._find_plain_forward(list(bridge.blocks))
         if self._plain_forward:
             self._fuses_attention = self._check_fused_attention(self._plain_forward)
-        self.parameters = Parameters(self._causal)
+        self.parameters = Parameters(unwrap(causal), causal.parameters())
 
-    def _refuse_recurrence(self, path: Path | str) -> None:
-        plain = (DynamicLayer, DynamicSlidingWindowLayer)
-        if not all(type(layer) in plain for layer in self.new_cache().layers):
-            raise ValueError(
-                f"{path}: has recurrent layers, whose state cannot be padded; serve it with vllm"
-            )
-
-    def new_cache(self) -> DynamicCache:
-        """Return an empty cache of keys and values."""
-        return DynamicCache(config=self._causal.config)
-
-    def read(
-        self,
-        tokens_BT: Tensor,
-        mask_BT: Tensor | None = None,
-        positions_BT: Tensor | None = None,
-        cache: DynamicCache | None = None,
-    ) -> Tensor:
-        """Return the hidden states [B, T, D] that the head is applied to.
-
-        Without a mask, padding must stand behind each sequence, where nothing looks back at it.
-        With a cache, the tokens follow those in it, and the mask covers both.
-        """
-        options: dict[str, Any] = {"use_cache": cache is not None}
-        if cache is not None:
-            options["past_key_values"] = cache
-        if mask_BT is not None:
-            options["attention_mask"] = mask_BT.to(self.device)
-        if positions_BT is not None and self._takes_positions:
-            options["position_ids"] = positions_BT.to(self.device)
-        body = self._body
-        if self._plain_forward:
-            body = self._plain_forward.body
-            # Fused attention has no forward derivative, and bridged blocks have no fused attention.
-            fused = self._fuses_attention and self._plain_forward.is_plain
-            fused = fused and torch.is_inference_mode_enabled()
-            self._choose_attention("sdpa" if fused else "eager")
-        hidden_BTD: Tensor = body(input_ids=tokens_BT.to(self.device), **options).last_hidden_state
-        return hidden_BTD
+    def _choose_body(self) -> Any:
+        if self._plain_forward is None:
+            return self._body
+        # Fused attention has no forward derivative, and bridged blocks have no fused attention.
+        fused = self._fuses_attention and self._plain_forward.is_plain
+        fused = fused and torch.is_inference_mode_enabled()
+        self._choose_attention("sdpa" if fused else "eager")
+        return self._plain_forward.body
 
     def _choose_attention(self, name: str) -> None:
         """Have transformers compute attention by its function of this name."""
@@ -186,20 +125,18 @@ class BridgeModel:
             for point, _ in hooks:
                 point.hook.remove_hooks("fwd", level=HOOK_LEVEL)
 
-    def check_tokens(self, tokens: np.ndarray) -> None:
-        """Check that these are tokens of the vocabulary. Errors: RefusedJobError."""
-        if not len(tokens):
-            raise RefusedJobError("invalid_request", "there are no tokens; give at least one")
-        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
-            detail = f"token ids must lie from 0 to {self.vocab_size - 1}, the vocabulary"
-            raise RefusedJobError("invalid_request", detail)
-
-    def check_delta(self, points: Sequence[Point]) -> None:
+    def check_delta(self, points: Sequence[Point], cast: Cast | None = None) -> None:
         """Check that a parameter delta acts everywhere while these points are hooked.
 
-        It does not where that needs bridged blocks that have copies of parameters.
-        Errors: RefusedJobError.
+        It does not where that needs bridged blocks that have copies of parameters; and quantised
+        models compute in no `cast`. Errors: RefusedJobError.
         """
+        if cast and self.quantization:
+            raise RefusedJobError(
+                "unsupported_by_engine",
+                f"the model is quantised ({self.quantization}), and what multiplies by such "
+                f"parameters computes in a precision of its own, not in {cast}; leave cast out",
+            )
         plain_forward = self._plain_forward
         if self.parameters.are_shared or (plain_forward and plain_forward.stays_plain(points)):
             return
@@ -209,26 +146,6 @@ class BridgeModel:
             "inside its blocks, which an override or adapter would not reach; use resid_pre and "
             "resid_post together with these",
         )
-
-    def project(self, hidden_RD: Tensor) -> Tensor:
-        """Return the logits [R, V] of hidden states, with all that the model does to them."""
-        self._given_body.hidden_1RD = hidden_RD[None]
-        dummy = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
-        logits_1RV: Tensor = self._head(input_ids=dummy, use_cache=False).logits
-        self._given_body.hidden_1RD = None
-        return logits_1RV[0]
-
-    def _detach_head(self) -> tuple[_GivenBody, Any]:
-        """Return the causal model, sharing its weights, with a body that gives what is put into it.
-
-        So the scaling and capping of logits that some architectures do is theirs and not a copy.
-        """
-        with torch.inference_mode():
-            output = self._body(input_ids=self._probe_tokens(2), use_cache=False)
-        given_body = _GivenBody(type(output))
-        head = unwrap(self._causal)
-        head._modules[self._causal.base_model_prefix] = given_body
-        return given_body, head
 
     @torch.inference_mode()
     def _find_plain_forward(self, blocks: list[Any]) -> PlainForward | None:
@@ -277,9 +194,6 @@ class BridgeModel:
                     return False
         return True
 
-    def _probe_tokens(self, length: int) -> Tensor:
-        return (torch.arange(2 * length, device=self.device) % 7 + 1).view(2, length)
-
     def _widen_head(self, path: Path | str) -> None:
         """Have logits computed in float32. Errors: ValueError where the head is no linear layer."""
         heads = {
@@ -295,17 +209,6 @@ class BridgeModel:
     @torch.inference_mode()
     def _project_probe(self) -> Tensor:
         return self.project(self.read(self._probe_tokens(2)).flatten(0, 1))
-
-    @torch.inference_mode()
-    def _compare_head(self, path: Path | str) -> int:
-        """Return the number of logits. Errors: ValueError where body and head do not add up."""
-        tokens_BT = self._probe_tokens(4)
-        whole_BTV = self._causal(input_ids=tokens_BT, use_cache=False).logits
-        hidden_BTD = self.read(tokens_BT)
-        logits_RV = self.project(hidden_BTD.flatten(0, 1))
-        if not agree(logits_RV, whole_BTV.flatten(0, 1), HEAD_TOLERANCE):
-            raise ValueError(f"{path}: its head cannot be applied to single rows; use vllm")
-        return logits_RV.shape[-1]
 
     def _probe(self, length: int) -> Tensor:
         """Return a number that depends on every activation of two short sequences."""

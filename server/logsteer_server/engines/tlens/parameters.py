@@ -6,7 +6,7 @@ their places for one call and takes them out again.
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from logsteer_server.contract.jobs import CheckOverrideOutput
 from logsteer_server.contract.parameters import Adapter, Direction, ParameterDelta
 from logsteer_server.engines.tlens.adapters import read_updates
-from logsteer_server.engines.tlens.plain_forward import unwrap
 from logsteer_server.engines.tlens.points import RefusedJobError
 from logsteer_server.numerics.lora import AdapterLayoutError
 
 T = TypeVar("T")
 
+HALF = (torch.float16, torch.bfloat16)
 SHOWN = 3
 """Names that a message lists."""
 PIECE = 2**22
@@ -43,19 +43,25 @@ class _CallingModel(nn.Module):
 
 
 class Parameters:
-    """The parameters of a bridged causal model, by the names that transformers gives them.
+    """The parameters of a causal model, by the names that transformers gives them.
 
-    The modules of transformers and the bridge's hold their tensors in the same dictionaries, and
-    so does every `unwrap`ped copy: what is put into one is seen in all.
+    Buffers that its state_dict has are among them. The modules of transformers and the bridge's
+    hold their tensors in the same dictionaries, and so does every `unwrap`ped copy: what is put
+    into one is seen in all. `computed_with` are those that a call may compute with.
     """
 
-    def __init__(self, causal: nn.Module) -> None:
-        plain = unwrap(causal)
+    def __init__(self, plain: nn.Module, computed_with: Iterable[Tensor] = ()) -> None:
         self._calling = _CallingModel(plain)
-        self.by_name: dict[str, Tensor] = dict(plain.named_parameters(remove_duplicate=False))
-        known = {id(tensor) for tensor in self.by_name.values()}
+        parameters = dict(plain.named_parameters(remove_duplicate=False))
+        buffers = dict(plain.named_buffers(remove_duplicate=False))
+        saved = set(_name_saved_buffers(plain))
+        self._all: dict[str, Tensor] = parameters | buffers
+        self.by_name = {n: t for n, t in self._all.items() if n in parameters or n in saved}
+        # Of the names of one tensor, the first is what it is replaced by.
+        self._first = {id(tensor): name for name, tensor in reversed(self._all.items())}
+        known = {id(tensor) for tensor in parameters.values()}
         # The bridge's blocks may hold parts of a parameter as parameters of their own.
-        self.are_shared = all(id(tensor) in known for tensor in causal.parameters())
+        self.are_shared = all(id(tensor) in known for tensor in computed_with)
 
     def call_with(self, tensors: Mapping[str, Tensor], call: Callable[[], T]) -> T:
         """Return what `call` returns while these tensors replace the parameters of their names."""
@@ -80,26 +86,55 @@ class Parameters:
                 raise _invalid(f"{name} is {list(shape)}, the parameter {list(tensor.shape)}")
             if not tensor.is_floating_point():
                 kind = str(tensor.dtype).removeprefix("torch.")
-                raise _invalid(f"{name} is {kind} in the model: a quantised parameter cannot move")
+                raise _invalid(
+                    f"{name} is {kind} in the model, quantised or a count: it cannot move"
+                )
             if other := first.get(id(tensor)):
                 raise _invalid(f"{name} and {other} are one parameter here; give one of them")
             first[id(tensor)] = name
         total = {id(tensor): tensor.numel() for tensor in self.by_name.values()}
         return CheckOverrideOutput(sum(total[i] for i in first), sum(total.values()))
 
-    def add_scaled(
-        self, direction: Mapping[str, Tensor], eta: float, changed: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Return theta + eta v of each parameter that v has, rounded once to the parameter's dtype.
+    def widen(self) -> dict[str, Tensor]:
+        """Return a float32 copy of all parameters and buffers of half precision, by name."""
+        with torch.inference_mode(False), torch.no_grad():
+            return {
+                name: tensor.float()
+                for name, tensor in self._all.items()
+                if tensor.dtype in HALF and self._first[id(tensor)] == name
+            }
 
-        `changed` are parameters that take theta's place, and stay in the result.
+    def add_scaled(
+        self, direction: Mapping[str, Tensor], eta: float, changed: dict[str, Tensor]
+    ) -> bool:
+        """Put theta + eta v of each parameter that v has into `changed`, rounded once.
+
+        What `changed` has already is theta, and gives the dtype. Returns whether a number moved:
+        whether any differs from theta's after rounding.
         """
+        has_moved = False
         # Outside of inference mode, because a gradient may be taken under them later.
         with torch.inference_mode(False), torch.no_grad():
-            return dict(changed) | {
-                name: _add_scaled(changed.get(name, self.by_name[name]), v, eta)
-                for name, v in direction.items()
-            }
+            for name, v in direction.items():
+                own = self._first[id(self.by_name[name])]
+                theta = changed.get(own, self.by_name[name])
+                changed[own] = _add_scaled(theta, v, eta)
+                has_moved = has_moved or not torch.equal(changed[own], theta)
+        return has_moved
+
+    def name_dtypes(self, names: Iterable[str]) -> str:
+        """Return the dtypes of these parameters, for a message."""
+        found = {str(self.by_name[name].dtype).removeprefix("torch.") for name in names}
+        return " and ".join(sorted(found))
+
+
+def _name_saved_buffers(model: nn.Module) -> Iterator[str]:
+    """Yield the names of the buffers that transformers' state_dict has."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name in module._buffers.keys() - module._non_persistent_buffers_set:
+            # TransformerLens gives a head without a bias one of zeros, as a buffer.
+            if not isinstance(module, nn.Linear):
+                yield f"{prefix}.{name}".removeprefix(".")
 
 
 def _add_scaled(parameter: Tensor, v: Tensor, eta: float) -> Tensor:
@@ -141,20 +176,32 @@ class DeltaCache:
     def apply(self, delta: ParameterDelta) -> dict[str, Tensor]:
         """Return the parameters that a delta changes, by name, with it added.
 
-        Errors: RefusedJobError where its files are damaged or do not fit the model.
+        With a cast these are all of half precision, in float32. Errors: RefusedJobError where its
+        files are damaged or do not fit the model, and where rounding leaves nothing of it.
         """
         if not delta:
             return {}
         if self._applied is None or self._applied[0] != delta:
             self._applied = None  # before the next one takes its place, not after
-            found: dict[str, Tensor] = {}
-            if delta.adapter is not None:
-                found = self._parameters.add_scaled(self.read_adapter(delta.adapter), 1.0, found)
-            if delta.override is not None:
-                direction = self.load(delta.override.direction)
-                found = self._parameters.add_scaled(direction, delta.override.eta, found)
-            self._applied = (delta, found)
+            self._applied = (delta, self._add_up(delta))
         return self._applied[1]
+
+    def _add_up(self, delta: ParameterDelta) -> dict[str, Tensor]:
+        parameters = self._parameters
+        found = parameters.widen() if delta.cast else {}
+        if delta.adapter is not None:
+            updates = self.read_adapter(delta.adapter)
+            # An adapter that is 0, as before its first step of training, is as good as any.
+            if not parameters.add_scaled(updates, 1.0, found) and _has_numbers(updates):
+                rounded = delta.cast or parameters.name_dtypes(updates)
+                detail = f"The adapter moves nothing: it is lost in rounding to {rounded}. "
+                raise RefusedJobError("invalid_request", detail + "Serve the model in float32.")
+        if delta.override is not None:
+            direction, eta = self.load(delta.override.direction), delta.override.eta
+            if not parameters.add_scaled(direction, eta, found) and eta:
+                rounded = delta.cast or parameters.name_dtypes(direction)
+                raise _moves_nothing(eta, direction, rounded)
+        return found
 
     def trim(self) -> None:
         """Free what is too large to stay in memory without work."""
@@ -201,6 +248,20 @@ def _open_stored(path: str, sha256: str, noun: str) -> Iterator[Any]:
 
 def _count_bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _has_numbers(tensors: Mapping[str, Tensor]) -> bool:
+    """Return whether any is not 0."""
+    return any(bool(tensor.any()) for tensor in tensors.values())
+
+
+def _moves_nothing(eta: float, direction: Mapping[str, Tensor], rounded: str) -> RefusedJobError:
+    if not _has_numbers(direction):
+        why = "every number of its direction is 0. Upload another direction"
+    else:
+        why = f"with eta {eta:g} no parameter differs after rounding to {rounded}. Use a larger eta"
+        why += ', or cast: "float32"' if "float16" in rounded else ""
+    return RefusedJobError("invalid_request", f"The override moves nothing: {why}.")
 
 
 def _list(names: list[str]) -> str:

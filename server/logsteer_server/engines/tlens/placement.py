@@ -78,7 +78,7 @@ def spread_blocks(
 
     Errors: ValueError where no list of blocks is found.
     """
-    prefix, blocks = _find_blocks(model)
+    prefix, blocks = find_blocks(model)
     sizes = [_count_bytes(block) for block in blocks]
     ends = list(accumulate(sizes, initial=_count_bytes(model) - sum(sizes)))
     shares = [share * ends[-1] / sum(free_bytes) for share in accumulate(free_bytes)]
@@ -129,7 +129,7 @@ def _sketch(config: Any, dtype: torch.dtype) -> nn.Module:
     return sketch
 
 
-def _find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
+def find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
     """Return the name and the list of a language model's blocks."""
     decoder = model.get_decoder()
     count = model.config.get_text_config().num_hidden_layers
@@ -138,7 +138,8 @@ def _find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return f"{prefix}.{name}".strip("."), module
     raise ValueError(
-        f"{type(model).__name__}: no list of {count} layers to spread over GPUs; use one GPU"
+        f"{type(model).__name__}: no list of {count} layers, to hook or to spread over GPUs; "
+        "use one GPU"
     )
 
 

@@ -1,0 +1,157 @@
+"""Methods of the clients that are written by hand, with the options of an endpoint.
+
+Their signatures and docstrings are written by `_generator`; what they do, `_callers` says.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One parameter as it is written: its type, and its default, None where it is required."""
+
+    name: str
+    type: str
+    description: str
+    named: bool = False
+    default: str | None = None
+
+
+@dataclass(frozen=True)
+class Convenience:
+    """A method that is written by hand as `_NAME`, with options of an endpoint: all `without` some.
+
+    `own` are its own parameters.
+    """
+
+    name: str
+    endpoint: str
+    own: tuple[Argument, ...]
+    without: frozenset[str]
+    answer: str
+    summary: str
+    notes: str = ""
+
+
+_TARGETS = Argument("targets", "str | Sequence[str]", "Texts to score; one string is one target.")
+_ITEMS = Argument(
+    "items",
+    "str | Sequence[str | ActivationItem | Mapping[str, Any]]",
+    "Texts, one string being one text; or objects with `token_ids` or `messages`.",
+)
+_LAYERS = Argument("layers", "Sequence[int]", "Layers to read, 0-based.")
+CONVENIENCES = (
+    Convenience(
+        "score",
+        "logprob",
+        (Argument("context", "str", "What stands before the targets."), _TARGETS),
+        frozenset({"items"}),
+        "ItemScore",
+        "Score targets after one context: `logprob` for a single item.",
+    ),
+    Convenience(
+        "get_log_prob",
+        "logprob",
+        (
+            Argument("prompts", "str | Sequence[str]", "Contexts; one string is one prompt."),
+            _TARGETS,
+        ),
+        frozenset({"items", "columns", "policy", "top", "per_token"}),
+        "list[LogProb]",
+        "Return one record per prompt and target, prompt by prompt, in the order given.",
+        "A record is a dictionary with attributes: prompt, target, sequence (the text that was "
+        "scored), log_prob, prob, num_tokens, perplexity (exp of minus the summed log_prob) and "
+        "token_perplexity. With space `both` a target has two: with one leading space, then "
+        "without. One request scores them all; each prompt is computed once.",
+    ),
+    Convenience(
+        "sample",
+        "generate",
+        (
+            Argument(
+                "source",
+                "PromptSource",
+                "A list of prompts or of rows, a path of JSON lines, or `KIND:NAME` of "
+                "`logsteer.extras.datasets`.",
+            ),
+            Argument("field", "str", "The field that holds a row's prompt.", True, "PROMPT"),
+            Argument("count", "int | None", "Prompts to draw; None: all in order.", True, "None"),
+            Argument(
+                "with_replacement", "bool", "Whether a prompt may be drawn again.", True, "False"
+            ),
+            Argument(
+                "max_prompts_pool",
+                "int | None",
+                "Rows of the source that are drawn from, its first ones; None: all.",
+                True,
+                "None",
+            ),
+            Argument(
+                "reward",
+                "Reward | None",
+                "Called with a row of the source, its prompt and the text of a continuation; "
+                "returns a number, or what is awaited for it. One that fails is told by that "
+                "sample's `reward_error`.",
+                True,
+                "None",
+            ),
+            Argument("batch_size", "int", "Prompts of one request.", True, "32"),
+            Argument("concurrency", "int", "Requests under way at once.", True, "4"),
+            Argument(
+                "max_failures",
+                "int",
+                "Failed requests in a row after which no further one is sent.",
+                True,
+                "8",
+            ),
+            Argument(
+                "file",
+                "str | PathLike[str] | None",
+                "JSON lines that results are appended to as they come, and read from when they "
+                "are asked for. A call with the same arguments goes on where an earlier one ended. "
+                "None: they are kept in memory.",
+                True,
+                "None",
+            ),
+            Argument("progress", "bool", "Whether a terminal shows a bar.", True, "True"),
+        ),
+        frozenset({"prompts", "prompt_ids", "messages"}),
+        "Samples",
+        "Continue prompts drawn from a source, and give each continuation its reward.",
+        "Each prompt is continued `n` times, every time with a seed of its own that follows from "
+        "`seed`, here 0 unless given, whatever is sent with it. A request that fails costs its own "
+        "prompts alone, and one that is refused is halved, so that it costs the prompt that it is "
+        "refused for: they are told by a warning, and by `failures` of what is returned. Raises "
+        "the first one's error where none succeeds.",
+    ),
+    Convenience(
+        "activations",
+        "activations",
+        (_ITEMS, _LAYERS),
+        frozenset({"items", "layers"}),
+        "Activations",
+        "Return the activations of texts as numpy arrays: of each token, the last, or their mean.",
+    ),
+    Convenience(
+        "capture",
+        "activations",
+        (
+            Argument(
+                "source",
+                "PromptSource",
+                "A list of texts or of rows, a path of JSON lines, or `KIND:NAME` of "
+                "`logsteer.extras.datasets`.",
+            ),
+            Argument("directory", "str | PathLike[str]", "Where the shards and their index go."),
+            _LAYERS,
+            Argument("field", "str", "The field that holds a row's text.", True, '"text"'),
+            Argument("batch_size", "int", "Texts of one request and shard, at most.", True, "64"),
+            Argument("progress", "bool", "Whether a terminal shows a bar.", True, "True"),
+        ),
+        frozenset({"items", "layers"}),
+        "ActivationShards",
+        "Write the activations of a source's texts to files in a directory, and return them.",
+        "Each request's answer is a safetensors file; `index.json` lists those that are whole, and "
+        "a capture that was interrupted goes on behind them.",
+    ),
+)

@@ -1,0 +1,155 @@
+"""`logsteer diagnostics` and `logsteer gradient`: what lies behind the log-probability of targets.
+
+Both take one context and its targets as arguments, or items as JSON lines.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from logsteer.cli import tables, token_tables
+from logsteer.cli.lines import STDIN, Row, add_batch_option, answer_rows, read_rows
+from logsteer.cli.options import add_options, add_policy_options, read_policy
+from logsteer.cli.steering_options import add_steering_options, parse_positions, read_changes
+from logsteer.cli.terminal import add_examples, given, parse_layers, show
+from logsteer.client import Client
+from logsteer.errors import AnswerError, LogsteerError
+from logsteer.schemas import GradientAnswer, ItemGradients, ItemScore, LogprobAnswer, LogprobItem
+
+_LINES = """
+With -, a line is an item: {"context": "…", "targets": ["…"]}, or with context_ids and target_ids,
+or messages and targets; or a line of `logsteer generate -`, whose completions are the targets. For
+each, a line is printed as soon as it is there: the object, with its result.
+"""
+DIAGNOSTICS_EXAMPLES = f"""
+  logsteer diagnostics "The capital of France is" " Paris" " London"
+  logsteer diagnostics "I feel" " happy" --columns entropy --columns rank --temperature 0.7
+  logsteer generate - -n 4 < prompts.jsonl | logsteer diagnostics - > looked-at.jsonl
+{_LINES}"""
+GRADIENT_EXAMPLES = f"""
+  logsteer gradient "I feel" " happy" " sad" --layers 1,2
+  logsteer gradient "I feel" " happy" --layers 2 --hook attn_out --at last_prompt
+  logsteer gradient "I feel" " happy" " sad" --along direction
+  logsteer gradient - --layers 2 < items.jsonl | jq '.result.targets[0].norms'
+{_LINES}"""
+
+_DIAGNOSTICS = {"columns": "NAME", "window": "TOKENS", "precision": None}
+_READING = {"boundary": None, "bos": None, "on_overflow": None}
+
+_Answer: TypeAlias = LogprobAnswer | GradientAnswer
+_Ask: TypeAlias = Callable[[Sequence[Mapping[str, Any]]], _Answer]
+
+
+def add_diagnostics(parser: argparse.ArgumentParser) -> None:
+    """Make this the parser of `logsteer diagnostics`."""
+    add_examples(parser, DIAGNOSTICS_EXAMPLES)
+    _add_items(parser)
+    add_options(parser, "diagnostics", _DIAGNOSTICS | _READING)
+    add_policy_options(parser)
+    add_steering_options(parser)
+    parser.set_defaults(command=_diagnose)
+
+
+def add_gradient(parser: argparse.ArgumentParser) -> None:
+    """Make this the parser of `logsteer gradient`."""
+    add_examples(parser, GRADIENT_EXAMPLES)
+    _add_items(parser)
+    group = parser.add_argument_group("with respect to")
+    either = group.add_mutually_exclusive_group(required=True)
+    either.add_argument(
+        "--layers", type=parse_layers, metavar="N,N-N,…", help="activations at these layers"
+    )
+    either.add_argument(
+        "--along", metavar="NAME", help="eta of theta + eta v, where v is this stored direction"
+    )
+    group.add_argument("--hook", metavar="NAME", help="of the activations; default resid_post")
+    group.add_argument(
+        "--at", type=parse_positions, metavar="WHICH",
+        help="the activations' positions, written as --positions; default all",
+    )  # fmt: skip
+    add_options(parser, "gradient", _READING)
+    add_steering_options(parser)
+    parser.set_defaults(command=_differentiate)
+
+
+def _add_items(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "context", metavar="CONTEXT", help="what the targets follow; - reads JSON lines"
+    )
+    parser.add_argument("targets", metavar="TARGET", nargs="*")
+    add_batch_option(parser)
+
+
+def _diagnose(client: Client, arguments: argparse.Namespace) -> None:
+    options: Any = {**given(arguments, *_DIAGNOSTICS, *_READING), **read_changes(arguments)}
+    if policy := read_policy(arguments):
+        options["policy"] = policy
+    items = _read_arguments(arguments)
+    if items is None:
+        _answer_lines(arguments, lambda items: client.diagnostics(items, **options))
+        return
+    answer = client.diagnostics(items, **options)
+    drawn = token_tables.draw_diagnostics(answer.results[0], arguments.columns is not None)
+    show(arguments, answer, *drawn, *tables.draw_changes(answer))
+
+
+def _differentiate(client: Client, arguments: argparse.Namespace) -> None:
+    options: Any = {**given(arguments, *_READING), **read_changes(arguments)}
+    if arguments.along is not None:
+        if given(arguments, "hook", "at"):
+            arguments.refuse("--hook and --at go with --layers, not with --along")
+        wrt: dict[str, Any] = {"override": arguments.along}
+    else:
+        wrt = {"layers": arguments.layers, **given(arguments, "hook")}
+        if arguments.at is not None:
+            wrt["positions"] = arguments.at
+    items = _read_arguments(arguments)
+    if items is None:
+        _answer_lines(arguments, lambda items: client.gradient(items, wrt, **options))
+        return
+    answer = client.gradient(items, wrt, **options)
+    show(arguments, answer, *token_tables.draw_gradients(answer), *tables.draw_changes(answer))
+
+
+def _read_arguments(arguments: argparse.Namespace) -> list[dict[str, Any]] | None:
+    """Return the item of the arguments; None where - stands for lines."""
+    context, targets = arguments.context, arguments.targets
+    if context == STDIN:
+        if targets:
+            arguments.refuse("- stands alone: its lines have the targets")
+        return None
+    if not targets:
+        arguments.refuse("give at least one TARGET; - reads JSON lines")
+    return [{"context": context, "targets": targets}]
+
+
+def _answer_lines(arguments: argparse.Namespace, ask: _Ask) -> None:
+    def answer(rows: Sequence[Row]) -> Iterator[Mapping[str, Any]]:
+        found = ask([_read_item(row) for row in rows])
+        results: Sequence[ItemScore | ItemGradients] = found.results
+        if len(results) != len(rows):
+            raise AnswerError(
+                f"{len(rows)} items, {len(results)} results: a fault of the server",
+                request_id=found.id,
+            )
+        for result in results:
+            one = result.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+            yield {"result": one}
+
+    answer_rows(read_rows(), arguments.batch_size, answer)
+
+
+def _read_item(row: Row) -> dict[str, Any]:
+    """Return the item of a line: its own, or that of a line of `logsteer generate`."""
+    if "completions" in row and "prompt_ids" in row:
+        try:
+            targets = [completion["token_ids"] for completion in row["completions"]]
+        except (KeyError, TypeError) as error:
+            raise LogsteerError("completions without token_ids") from error
+        return {"context_ids": row["prompt_ids"], "target_ids": targets}
+    item = {name: row[name] for name in LogprobItem.model_fields if row.get(name) is not None}
+    if not item:
+        raise LogsteerError(
+            f'no item such as {{"context": "…", "targets": ["…"]}}, only {", ".join(row) or "{}"}'
+        )
+    return item

@@ -1,0 +1,39 @@
+"""`logsteer overrides …`: the commands about directions of the parameters."""
+
+import argparse
+from pathlib import Path
+
+from logsteer.cli import tables
+from logsteer.cli.stored import add_stored_commands
+from logsteer.cli.terminal import add_examples, show
+from logsteer.client import Client
+
+EXAMPLES = """
+  logsteer overrides put gradient direction.safetensors
+  logsteer overrides show gradient
+  logsteer score "I feel" " happy" " sad" --override gradient:1e-3
+  logsteer overrides delete gradient
+"""
+
+
+def add_override_commands(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
+    """Give the parser of `logsteer overrides` its commands."""
+    add_examples(parser, EXAMPLES)
+    add = add_stored_commands(parser, common, "overrides", tables.draw_overrides)
+    add("show", _show, "one direction: what it moves, and how far")
+    put = add("put", _put, "upload a file as a direction")
+    put.add_argument(
+        "file",
+        metavar="FILE",
+        help="safetensors, a tensor for each parameter that moves, under its name in transformers",
+    )
+
+
+def _show(client: Client, arguments: argparse.Namespace) -> None:
+    card = client.overrides.get(arguments.name)
+    show(arguments, card, tables.draw_overrides([card]))
+
+
+def _put(client: Client, arguments: argparse.Namespace) -> None:
+    card = client.overrides.put(arguments.name, Path(arguments.file))
+    show(arguments, card, tables.draw_overrides([card]))

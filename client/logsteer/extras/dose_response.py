@@ -1,0 +1,154 @@
+"""What a vector does to contrasting texts, scale by scale: its dose-response.
+
+Each pair is cut where its texts begin to differ: what they share is a context, and the rests are
+its two targets. The preference is log P(positive rest) - log P(negative rest); a vector that stands
+for what tells the texts apart raises it with the scale, and lowers it below 0.
+
+    "The day was sunny and warm" / "The day was rainy and cold"
+        context "The day was", targets " sunny and warm" and " rainy and cold"
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from logsteer.errors import LogsteerError
+from logsteer.schemas import ContrastPair, SweepAnswer, SweepPoint, VectorCard
+from logsteer.schemas.common import Float, Reply
+
+if TYPE_CHECKING:
+    from logsteer.client import Client
+
+PLAIN_SCALES = (-4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0)
+"""For a vector that nothing is recommended for."""
+PAIRS_A_REQUEST = 32
+
+
+class DosePoint(Reply):
+    """Means over the pairs at one scale; null where a text has no finite log-probability."""
+
+    scale: float
+    preference: Float
+    preference_change: Float
+    positive_change: Float
+    negative_change: Float
+    preferred: float
+    """Share of pairs whose positive text is the more probable one."""
+    kl: Float
+    """KL(unsteered || steered) of the token at which the texts part, in nats."""
+    relative_norm: Float
+    """Mean of |change| / |activation| over steered tokens and layers."""
+
+
+class DoseResponse(Reply):
+    """The points in the order of their scales, for a vector at some layers (None: its own)."""
+
+    name: str
+    model: str
+    layers: list[int] | None
+    num_pairs: int
+    points: list[DosePoint]
+
+
+def evaluate_vector(
+    client: Client,
+    name: str,
+    pairs: Iterable[ContrastPair | Mapping[str, str]],
+    *,
+    scales: Sequence[float] | None = None,
+    layers: Sequence[int] | None = None,
+    **options: Any,
+) -> DoseResponse:
+    """Return what adding a stored vector does to the pairs' log-probabilities, scale by scale.
+
+    `scales` and `layers` are those recommended by its training unless given; `options` go to
+    `client.sweep`. The pairs are sent 32 at a time. Pairs that the vector was not trained on say
+    the most. Raises LogsteerError for no pairs, and what the client raises.
+    """
+    cut = [cut_pair(pair) for pair in pairs]
+    if not cut:
+        raise LogsteerError("there are no pairs to evaluate on")
+    card = client.vectors.get(name)
+    chosen = sorted({0.0, *(choose_scales(card) if scales is None else scales)})
+    places = choose_layers(card) if layers is None else list(layers)
+    vector: dict[str, Any] = {"name": name}
+    if places is not None:
+        vector["layers"] = places
+    answers = [
+        client.sweep({"vectors": [vector]}, chosen, items=cut[start : start + PAIRS_A_REQUEST],
+                     **options)
+        for start in range(0, len(cut), PAIRS_A_REQUEST)
+    ]  # fmt: skip
+    return DoseResponse(
+        name=name,
+        model=answers[0].model,
+        layers=places,
+        num_pairs=len(cut),
+        points=[_sum_up(scale, index, answers) for index, scale in enumerate(chosen)],
+    )
+
+
+def cut_pair(pair: ContrastPair | Mapping[str, str]) -> dict[str, Any]:
+    """Return the item for a pair: it is cut before the word in which its texts begin to differ."""
+    checked = ContrastPair.model_validate(pair if isinstance(pair, ContrastPair) else dict(pair))
+    positive, negative = checked.positive, checked.negative
+    letters = enumerate(zip(positive, negative, strict=False))
+    shorter = min(len(positive), len(negative))
+    place = next((index for index, (one, other) in letters if one != other), shorter)
+    while place and not all(text[place : place + 1].isspace() for text in (positive, negative)):
+        place -= 1
+    return {"context": positive[:place], "targets": [positive[place:], negative[place:]]}
+
+
+def choose_scales(card: VectorCard) -> Sequence[float]:
+    """Return scales to evaluate a vector at: five up to those recommended, and their opposites."""
+    advice = card.about.recommendation
+    if advice is None:
+        return PLAIN_SCALES
+    first, last = advice.scales
+    upward = [first / 2, first, (first * last) ** 0.5, last, 2 * last]
+    return [*(-scale for scale in upward), *upward]
+
+
+def choose_layers(card: VectorCard) -> list[int] | None:
+    """Return the layer recommended for a vector; None, its own, where none is."""
+    advice = card.about.recommendation
+    return None if advice is None else [advice.layer]
+
+
+def _sum_up(scale: float, index: int, answers: Sequence[SweepAnswer]) -> DosePoint:
+    points = [answer.points[index] for answer in answers]
+    items = [item for point in points for item in point.items]
+    positive = [item.targets[0] for item in items]
+    negative = [item.targets[1] for item in items]
+    gaps = [_subtract(p.logprob, n.logprob) for p, n in zip(positive, negative, strict=True)]
+    changes = [_subtract(p.change, n.change) for p, n in zip(positive, negative, strict=True)]
+    return DosePoint(
+        scale=scale,
+        preference=_average(gaps),
+        preference_change=_average(changes),
+        positive_change=_average([target.change for target in positive]),
+        negative_change=_average([target.change for target in negative]),
+        preferred=sum(gap is not None and gap > 0 for gap in gaps) / len(gaps),
+        kl=_average([item.kl for item in items]),
+        relative_norm=_average_norm(points),
+    )
+
+
+def _average_norm(points: Sequence[SweepPoint]) -> float | None:
+    """Return the requests' mean, each weighted by its pairs."""
+    counts = [len(point.items) for point in points]
+    norms = [point.relative_norm for point in points]
+    told = [(norm, count) for norm, count in zip(norms, counts, strict=True) if norm is not None]
+    return sum(norm * count for norm, count in told) / sum(counts) if told else None
+
+
+def _subtract(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one - other
+
+
+def _average(values: Sequence[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    return math.fsum(found) / len(found) if len(found) == len(values) else None

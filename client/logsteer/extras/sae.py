@@ -1,0 +1,343 @@
+"""Features of sparse autoencoders as vectors, from the files that SAELens saves.
+
+A directory has `cfg.json` and `sae_weights.safetensors`; neither SAELens, torch nor numpy is needed
+to read one feature of it. With x an activation, s the factor that activations are multiplied by
+before the autoencoder (1 for most), w the feature's column of W_enc and d its row of W_dec:
+
+    z = (s x - b_dec) . w + b_enc        without b_dec where `apply_b_dec_to_input` is false
+    the feature adds relu(z) d / s to the reconstruction, where z is above its threshold
+
+| architecture | z and its threshold |
+|---|---|
+| `standard` | 0 |
+| `jumprelu` | `threshold`, at least 0 |
+| `gated` | z has the slope exp(r_mag) and the bias b_mag; the gate x . w + b_gate > 0 is a |
+| | threshold on the same product, b_mag - exp(r_mag) b_gate (arXiv 2404.16014, section 3.2) |
+| `topk`, `batchtopk` | among the k largest of all features: no matter of this feature alone |
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from logsteer.errors import LogsteerError
+from logsteer.extras.tensors import TensorFile, render_tensors
+from logsteer.schemas import ModelCard, VectorCard, VectorReadout
+from logsteer.schemas.common import Reply
+
+if TYPE_CHECKING:
+    from logsteer.client import Client
+
+READOUTS = "logsteer.readouts"
+"""The entry of a vector file's metadata that has its readouts."""
+
+_RELATIVE = ("topk", "batchtopk", "matryoshka_batchtopk")
+_ARCHITECTURES = ("standard", "jumprelu", "gated", *_RELATIVE)
+_AS_THEY_ARE = ("none", "expected_average_only_in")
+"""Ways of normalising activations that multiply all of them by one constant, or by none."""
+_MEASURED = ("layer_norm", "constant_norm_rescale")
+"""Ways that divide each activation by what is measured on it."""
+_BLOCK = re.compile(r"blocks\.([0-9]+|\{layer\})\.(?:hook_)?([A-Za-z0-9_.]+)")
+_MODULE = re.compile(r"(?:model|transformer|gpt_neox)\.(?:layers|h)\.([0-9]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class SaeFeature:
+    """One feature: what it writes and what it reads, as safetensors files for `vectors.put`.
+
+    Layer L with hook `resid_post` is the stream that leaves block L. `readout` makes the feature's
+    activation of a projection on the probe; None where it cannot be made of that alone, and then
+    `remarks` say why.
+    """
+
+    layer: int
+    hook: str
+    width: int
+    vector: bytes
+    probe: bytes
+    readout: VectorReadout | None
+    remarks: list[str]
+
+
+class ImportedFeature(Reply):
+    """A feature that was stored: what it writes, what it reads, and what is worth knowing of it."""
+
+    vector: VectorCard
+    probe: VectorCard
+    remarks: list[str]
+
+
+def read_feature(
+    path: str | Path,
+    feature: int,
+    *,
+    layer: int | None = None,
+    activation_scale: float | None = None,
+) -> SaeFeature:
+    """Return a feature of the autoencoder that SAELens saved in a directory.
+
+    `layer` stands in for the layer that its configuration names; `activation_scale` is the constant
+    that activations are multiplied by before the autoencoder, where its configuration says that
+    there is one (SAELens' `norm_scaling_factor`). Raises LogsteerError for a directory that has no
+    such autoencoder or feature, and OSError for files that cannot be read.
+    """
+    directory = Path(path)
+    config = SaeConfig.read(directory)
+    scale = config.choose_scale(activation_scale)
+    weights = directory / "sae_weights.safetensors"
+    if not weights.is_file():
+        raise _refuse(f"{directory} has no {weights.name}: give the directory that SAELens saved")
+    with TensorFile(weights) as tensors:
+        return _read(tensors, config, feature, config.choose_place(layer), scale)
+
+
+def import_feature(
+    client: Client,
+    path: str | Path,
+    feature: int,
+    *,
+    name: str | None = None,
+    layer: int | None = None,
+    activation_scale: float | None = None,
+    model: str | None = None,
+) -> ImportedFeature:
+    """Store what a feature writes as `name`, and what it reads as `name.probe`.
+
+    The name is `sae-LAYER-FEATURE` unless given. Raises what `read_feature` raises; LogsteerError
+    where `model`, or every model of the server, has other activations; and what the client raises.
+    """
+    found = read_feature(path, feature, layer=layer, activation_scale=activation_scale)
+    _check_models(client.models().models, found, model)
+    chosen = name or f"sae-{found.layer}-{feature}"
+    return ImportedFeature(
+        vector=client.vectors.put(chosen, found.vector, "safetensors"),
+        probe=client.vectors.put(f"{chosen}.probe", found.probe, "safetensors"),
+        remarks=found.remarks,
+    )
+
+
+class SaeConfig:
+    """What `cfg.json` says; since SAELens 6 a part of it is in `metadata`."""
+
+    def __init__(self, document: dict[str, Any], place: Path) -> None:
+        self._document = document
+        self._place = place
+        self.architecture = str(self.get("architecture") or "standard")
+        function = self.get("activation_fn", "activation_fn_str") or "relu"
+        if self.architecture == "standard" and function == "topk":
+            self.architecture = "topk"
+        elif self.architecture not in _RELATIVE and function != "relu":
+            self.architecture += f" with {function}"
+        if self.architecture not in _ARCHITECTURES:
+            raise _refuse(
+                f"{place}: architecture {self.architecture[:80]!r} is not known; "
+                f"{', '.join(_ARCHITECTURES)} are read"
+            )
+        normalized = self.get("normalize_activations") or "none"
+        self.normalization = "expected_average_only_in" if normalized is True else str(normalized)
+        if self.normalization not in (*_AS_THEY_ARE, *_MEASURED):
+            raise _refuse(
+                f"{place}: normalize_activations {self.normalization[:80]!r} is not known; "
+                f"{', '.join((*_AS_THEY_ARE, *_MEASURED))} are"
+            )
+        self.has_centre = self.get("apply_b_dec_to_input") is not False
+
+    @classmethod
+    def read(cls, directory: Path) -> SaeConfig:
+        """Return the configuration of a directory. Raises LogsteerError, OSError."""
+        place = directory / "cfg.json"
+        if not place.is_file():
+            raise _refuse(f"{directory} has no cfg.json: give the directory that SAELens saved")
+        try:
+            document = json.loads(place.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise _refuse(f"{place}: no JSON: {error}") from error
+        if not isinstance(document, dict):
+            raise _refuse(f"{place}: no JSON object")
+        return cls(document, place)
+
+    def get(self, *names: str) -> Any:
+        """Return the first of these fields that is there, of the whole or of `metadata`."""
+        metadata = self._document.get("metadata")
+        for name in names:
+            for part in (self._document, metadata if isinstance(metadata, dict) else {}):
+                if part.get(name) is not None:
+                    return part[name]
+        return None
+
+    def choose_scale(self, given: float | None) -> float:
+        """Return the constant that activations are multiplied by. Raises LogsteerError."""
+        if given is not None and not (math.isfinite(given) and given > 0):
+            raise _refuse(f"the activation scale is {given}; give a number above 0")
+        if self.normalization == "expected_average_only_in":
+            if given is None:
+                raise _refuse(
+                    f"{self._place}: activations are multiplied by a constant before this "
+                    "autoencoder, and the files do not have it: give --activation-scale "
+                    "(activation_scale), SAELens' norm_scaling_factor; 1 where it was folded in"
+                )
+            return given
+        if given is not None:
+            raise _refuse(
+                f"{self._place}: normalize_activations is {self.normalization}, so there is no "
+                "activation scale: leave it out"
+            )
+        return 1.0
+
+    def choose_place(self, layer: int | None) -> tuple[int, str]:
+        """Return the layer and hook of the activations. Raises LogsteerError."""
+        if self.get("hook_head_index", "hook_point_head_index") is not None:
+            raise _refuse(f"{self._place}: it reads a single head, which no vector stands for")
+        name = str(self.get("hook_name", "hook_point") or "")
+        named, hook = None, "resid_post"
+        if found := _BLOCK.fullmatch(name):
+            number = self.get("hook_layer", "hook_point_layer") if "{" in found[1] else found[1]
+            named = None if number is None else int(number)
+            hook = "resid_post" if found[2] == "out" else found[2]
+        elif found := _MODULE.fullmatch(name):
+            named = int(found[1])
+        elif name and layer is None:
+            raise _refuse(
+                f"{self._place}: hook_name {name[:80]!r} is not known; give --layer (layer), the "
+                "block whose output it reads"
+            )
+        if hook == "resid_pre" and (named or layer is not None):
+            # The stream that enters a block is the one that leaves the block before.
+            named, hook = (named or 0) - 1, "resid_post"
+        chosen = named if layer is None else layer
+        if chosen is None:
+            raise _refuse(
+                f"{self._place} names no hook: give --layer (layer), the block whose output it "
+                "reads"
+            )
+        return chosen, hook
+
+
+def _read(
+    tensors: TensorFile, config: SaeConfig, feature: int, place: tuple[int, str], scale: float
+) -> SaeFeature:
+    size, width = _read_sizes(tensors, config)
+    if not 0 <= feature < size:
+        raise _refuse(f"there is no feature {feature}: this autoencoder has 0 to {size - 1}")
+    written_D = tensors.read_row("W_dec", feature)
+    read_D = tensors.read_column("W_enc", feature)
+    for what, numbers in (("W_dec row", written_D), ("W_enc column", read_D)):
+        if not any(numbers) or not all(map(math.isfinite, numbers)):
+            raise _refuse(f"feature {feature} has a {what} of zeros, or of NaN or infinity")
+    centre = 0.0
+    if config.has_centre:
+        centre = math.fsum(map(operator.mul, tensors.read_all("b_dec"), read_D))
+    factor = 1 / scale
+    if config.get("finetuning_scaling_factor") and "finetuning_scaling_factor" in tensors:
+        factor *= tensors.read_one("finetuning_scaling_factor", feature)
+    if config.architecture in _RELATIVE and config.get("rescale_acts_by_decoder_norm"):
+        factor /= _measure(written_D)
+    layer, hook = place
+    name = f"blocks.{layer}.{hook if '.' in hook else 'hook_' + hook}"
+    metadata = {}
+    try:
+        readout = _read_out(tensors, config, feature, scale * _measure(read_D), centre)
+        if readout is not None:
+            told = json.dumps({str(layer): readout.model_dump()}, allow_nan=False)
+            metadata[READOUTS] = told
+        vector = render_tensors({name: [factor * number for number in written_D]})
+        probe = render_tensors({name: read_D}, metadata)
+    except (OverflowError, ValueError) as error:
+        raise _refuse(f"feature {feature} has numbers beyond float32, or NaN") from error
+    return SaeFeature(layer, hook, width, vector, probe, readout, _remark(config))
+
+
+def _read_sizes(tensors: TensorFile, config: SaeConfig) -> tuple[int, int]:
+    """Return the number of features and the width. Raises LogsteerError for shapes that differ."""
+    shape = tensors.shape("W_dec")
+    if len(shape) != 2:
+        raise _refuse(f"W_dec has shape {shape}, not [features, width]")
+    size, width = shape
+    expected = {"W_enc": [width, size]}
+    if config.has_centre:
+        expected["b_dec"] = [width]
+    for name, wanted in expected.items():
+        if tensors.shape(name) != wanted:
+            raise _refuse(
+                f"{name} has shape {tensors.shape(name)}, and W_dec {shape}: they do not belong "
+                "together"
+            )
+    for name, found in (("d_in", width), ("d_sae", size)):
+        if config.get(name) not in (None, found):
+            raise _refuse(f"cfg.json has {name} {config.get(name)}, and W_dec has shape {shape}")
+    return size, width
+
+
+def _read_out(
+    tensors: TensorFile, config: SaeConfig, feature: int, slope: float, centre: float
+) -> VectorReadout | None:
+    """Return what a projection on the probe means; None where it does not say the activation."""
+    if config.architecture in _RELATIVE or config.normalization in _MEASURED:
+        return None
+    threshold = 0.0
+    if config.architecture == "gated":
+        growth = math.exp(tensors.read_one("r_mag", feature))
+        bias = tensors.read_one("b_mag", feature) - growth * centre
+        # The gate opens where slope c - centre > -b_gate, with the slope before it grows.
+        threshold = tensors.read_one("b_mag", feature) - growth * tensors.read_one(
+            "b_gate", feature
+        )
+        slope *= growth
+    else:
+        bias = tensors.read_one("b_enc", feature) - centre
+        if config.architecture == "jumprelu":
+            threshold = tensors.read_one("threshold", feature)
+    return VectorReadout(kind="relu", slope=slope, bias=bias, threshold=max(threshold, 0.0))
+
+
+def _remark(config: SaeConfig) -> list[str]:
+    remarks = []
+    if config.architecture in _RELATIVE:
+        remarks.append(
+            f"a feature of architecture {config.architecture} is active where it is among the "
+            "largest of all features: the probe gives projections, no activations"
+        )
+    if config.normalization in _MEASURED:
+        remarks.append(
+            f"normalize_activations is {config.normalization}, which divides by what each "
+            "activation measures: the probe gives projections, no activations, and the vector is "
+            "in those units: steer with unit residual_norm"
+        )
+    return remarks
+
+
+def _check_models(cards: Sequence[ModelCard], found: SaeFeature, model: str | None) -> None:
+    """Refuse a feature that no model has a place for, as far as the server says their sizes."""
+    if not found.hook.startswith("resid_"):
+        return  # other activations have widths of their own
+    asked = [card for card in cards if model in (None, card.id)]
+    known = [card for card in asked if card.hidden_size is not None]
+    fits = [card for card in known if card.hidden_size == found.width]
+    if len(known) == len(asked) and not fits:
+        sizes = ", ".join(f"{card.id} has {card.hidden_size}" for card in known)
+        raise _refuse(
+            f"this autoencoder is for activations of {found.width} numbers, and {sizes}: serve the "
+            "model that it was trained on, or take an autoencoder of this one"
+        )
+    if fits and all((card.num_layers or found.layer + 1) <= found.layer for card in fits):
+        sizes = ", ".join(f"{card.id} has 0 to {(card.num_layers or 1) - 1}" for card in fits)
+        raise _refuse(
+            f"this autoencoder is for layer {found.layer}, and {sizes}: serve the model that it "
+            "was trained on, or give --layer (layer)"
+        )
+
+
+def _measure(numbers: Sequence[float]) -> float:
+    """Return the Euclidean norm."""
+    return math.sqrt(math.fsum(number * number for number in numbers))
+
+
+def _refuse(detail: str) -> LogsteerError:
+    return LogsteerError(detail)

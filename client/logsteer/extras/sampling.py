@@ -1,0 +1,240 @@
+"""One run of `Client.sample`: which batches are sent, and what becomes of their answers.
+
+It does no input or output but to its file: `logsteer._sampling` sends the batches, in threads or
+in tasks.
+"""
+
+import hashlib
+import warnings
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from os import PathLike
+from types import TracebackType
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, with_config
+from pydantic_core import to_json
+from typing_extensions import TypedDict
+
+from logsteer._calls import read_request
+from logsteer._parameters import NOT_GIVEN
+from logsteer._progress import SamplingProgress
+from logsteer.errors import AnswerError, InvalidRequestError, LogsteerError, PayloadTooLargeError
+from logsteer.extras.datasets import Source, draw_prompts, read_prompts
+from logsteer.extras.draws import FileDraws, MemoryDraws
+from logsteer.extras.rewards import Rating, Reward, call_reward
+from logsteer.extras.samples import SampleFailure, Samples
+from logsteer.schemas import GenerateRequest
+
+_DIVISIBLE = (InvalidRequestError, PayloadTooLargeError)
+"""Refusals that may be for one prompt, such as one that is too long, or for too many of them."""
+
+_keep_all = with_config(ConfigDict(extra="allow"))
+
+
+@_keep_all
+class _SampledText(TypedDict):
+    text: str
+
+
+@_keep_all
+class _SampledPrompt(TypedDict):
+    completions: list[_SampledText]
+
+
+class _Weights(BaseModel):
+    weights_digest: str
+
+
+class SampledBatch(BaseModel):
+    """What sampling needs of a `GenerateAnswer`; the rest of its results stays as it came.
+
+    An answer read into its own objects takes three times as long.
+    """
+
+    id: str
+    model: str
+    provenance: _Weights
+    results: list[_SampledPrompt]
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How a run draws and sends, as `Client.sample` describes it."""
+
+    field: str
+    count: int | None
+    with_replacement: bool
+    max_prompts_pool: int | None
+    reward: Reward | None
+    batch_size: int
+    concurrency: int
+    max_failures: int
+    file: str | PathLike[str] | None
+    progress: bool
+
+    def __post_init__(self) -> None:
+        for name in ("count", "max_prompts_pool", "batch_size", "concurrency", "max_failures"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                detail = f"{name} is {value}; give at least 1"
+                raise InvalidRequestError("invalid_request", detail, param=name)
+
+
+class SamplingRun:
+    """The state of one run: what is to be asked for, what came, and what failed.
+
+    A draw is a prompt by its place among those drawn. The continuations of draw i have the seeds
+    from seed + i n on, whatever batch it is sent in: so a run that goes on with another's file
+    gives what one run would have given. After `max_failures` failed batches in a row no further
+    one is begun.
+    """
+
+    def __init__(self, values: Mapping[str, Any], source: Source, *options: Any) -> None:
+        self.options = SamplingOptions(*options)
+        given = {name: value for name, value in values.items() if value is not NOT_GIVEN}
+        self._seed: int = 0 if given.get("seed") is None else given["seed"]
+        self._values = {**given, "seed": self._seed}
+        pool = read_prompts(source, self.options.field, self.options.max_prompts_pool)
+        self._prompts = draw_prompts(
+            pool, self.options.count, self.options.with_replacement, self._seed
+        )
+        request = read_request("generate", {**self._values, "prompts": [pool[0].prompt]})
+        assert isinstance(request, GenerateRequest), "what the endpoint takes"
+        self._n = request.n
+        self._header = self._describe(request)
+        file = self.options.file
+        self._draws = MemoryDraws() if file is None else FileDraws(file)
+        if self._draws.header is not None:
+            self._draws.begin(self._header)
+        self._batches = self._cut_batches()
+        self._halves: list[range] = []
+        self._failures: list[SampleFailure] = []
+        self._failed_in_a_row = 0
+        self._reward_errors: list[str] = []
+        self._bar = SamplingProgress(len(self._prompts), self.options.progress)
+        self._bar.advance(len(self._draws))
+        self._succeeded = False
+
+    def __enter__(self) -> Self:
+        self._bar.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.__exit__(kind, error, trace)
+
+    def next_batch(self) -> range | None:
+        """Return the draws to ask for next; None where there are none, or too many failed."""
+        if self._failed_in_a_row >= self.options.max_failures:
+            return None
+        return self._halves.pop() if self._halves else next(self._batches, None)
+
+    def arguments(self, batch: range) -> dict[str, Any]:
+        """Return the arguments of the call of `generate` for these draws."""
+        texts = [self._prompts[index].prompt for index in batch]
+        return {**self._values, "prompts": texts, "seed": self._seed + batch.start * self._n}
+
+    def rate(self, batch: range, answer: SampledBatch) -> list[Rating | Awaitable[Any]]:
+        """Return the rating of each continuation, or what is awaited for it; none if not asked for.
+
+        Raises AnswerError where there are not `n` continuations for each draw.
+        """
+        sizes = [len(result["completions"]) for result in answer.results]
+        if sizes != [self._n] * len(batch):
+            raise AnswerError(
+                f"asked for {self._n} continuations of {len(batch)} prompts, got {sizes}: a fault "
+                "of the server",
+                request_id=answer.id,
+            )
+        if self.options.reward is None:
+            return []
+        return [
+            call_reward(self.options.reward, drawn.row, drawn.prompt, completion["text"])
+            for drawn, result in zip(
+                self._prompts[batch.start : batch.stop], answer.results, strict=True
+            )
+            for completion in result["completions"]
+        ]
+
+    def keep(self, batch: range, answer: SampledBatch, ratings: Sequence[Rating]) -> None:
+        """Keep the answer for these draws. Raises InvalidRequestError: a file of another model."""
+        lines: dict[int, bytes] = {}
+        for place, (index, result) in enumerate(zip(batch, answer.results, strict=True)):
+            draw: dict[str, Any] = {"index": index, "prompt": self._prompts[index].prompt, **result}
+            rated = ratings[place * self._n : (place + 1) * self._n]
+            if rated:
+                draw["rewards"] = [rating.value for rating in rated]
+                errors = [rating.error for rating in rated]
+                if any(errors):
+                    draw["reward_errors"] = errors
+                    self._reward_errors += filter(None, errors)
+            lines[index] = to_json(draw)
+        weights = answer.provenance.weights_digest
+        self._draws.begin({**self._header, "model": answer.model, "weights": weights})
+        self._draws.add(lines)
+        self._succeeded = True
+        self._failed_in_a_row = 0
+        self._bar.advance(len(batch))
+
+    def fail(self, batch: range, error: LogsteerError) -> None:
+        """Note why these draws failed; halve them where a part may have been refused."""
+        if isinstance(error, _DIVISIBLE) and len(batch) > 1:
+            middle = batch.start + len(batch) // 2
+            self._halves += [range(middle, batch.stop), range(batch.start, middle)]
+            return
+        self._failures.append(SampleFailure(batch, error))
+        self._failed_in_a_row += 1
+
+    def finish(self) -> Samples:
+        """Return what came, and warn of what did not.
+
+        Raises the first batch's error where none succeeded.
+        """
+        if self._failures and not self._succeeded:
+            raise self._failures[0].error
+        left = LogsteerError(f"not asked for: {self._failed_in_a_row} batches in a row had failed")
+        self._failures += [SampleFailure(b, left) for b in (*self._halves, *self._batches)]
+        self._failures.sort(key=lambda failure: failure.draws.start)
+        if self._failures:
+            lost = sum(len(failure.draws) for failure in self._failures)
+            warnings.warn(
+                f"{lost} of {len(self._prompts)} draws have no samples (see `failures`): "
+                f"{self._failures[0]}",
+                stacklevel=5,
+            )
+        if self._reward_errors:
+            warnings.warn(
+                f"{len(self._reward_errors)} rewards failed (see `reward_error`): "
+                f"{self._reward_errors[0]}",
+                stacklevel=5,
+            )
+        return Samples(self._draws, self._prompts, self._n, self._failures)
+
+    def _describe(self, request: GenerateRequest) -> dict[str, Any]:
+        """Return what the run's file says first: all that its samples follow from but the model."""
+        digest = hashlib.sha256()
+        for row in self._prompts:
+            digest.update(f"{len(row.prompt)}:{row.prompt}".encode(errors="surrogatepass"))
+        fields = request.model_dump(mode="json", exclude_unset=True, exclude={"prompts"})
+        return {
+            "draws": len(self._prompts),
+            "prompts": f"sha256:{digest.hexdigest()}",
+            "rewarded": self.options.reward is not None,
+            "request": fields,
+        }
+
+    def _cut_batches(self) -> Iterator[range]:
+        """Yield neighbouring draws that are not there yet, `batch_size` at most."""
+        indices = range(len(self._prompts))
+        for wanted, run in groupby(indices, lambda index: not self._draws.has(index)):
+            if wanted:
+                places = list(run)
+                end = places[-1] + 1
+                for start in range(places[0], end, self.options.batch_size):
+                    yield range(start, min(start + self.options.batch_size, end))

@@ -1,0 +1,354 @@
+"""The model of `logsteer_server.embedded`: loaded by its path, or the program's own module."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypedDict, Unpack
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from logsteer.errors import APIError
+from logsteer.schemas import Steering
+from logsteer_server.contract.engine import EngineSpec
+from logsteer_server.contract.jobs import (
+    GenerateJob,
+    GenerateOutput,
+    Job,
+    Policy,
+    ScoreJob,
+    draw_seed,
+)
+from logsteer_server.contract.plan import SteeringPlan
+from logsteer_server.embedded.rows import (
+    FEATURE_COLUMNS,
+    DifferentiableRows,
+    baseline_features,
+)
+from logsteer_server.embedded.steering import SteeringResolver
+from logsteer_server.engines.tlens.batch import accept_row, read_batch
+from logsteer_server.engines.tlens.causal import CausalModel
+from logsteer_server.engines.tlens.generation import GenerationRow, RunningBatch
+from logsteer_server.engines.tlens.live import LiveModel
+from logsteer_server.engines.tlens.model import BridgeModel
+from logsteer_server.engines.tlens.points import Point, RefusedJobError
+from logsteer_server.engines.tlens.scoring import ScoreEntry
+from logsteer_server.engines.tlens.steering import SteeredRow
+from logsteer_server.engines.weights import locate_model
+from logsteer_server.interventions.receipt import check_reach
+from logsteer_server.interventions.steering import ResolvedSteering
+from logsteer_server.numerics.rows import NEUTRAL
+
+Ids = Sequence[int] | np.ndarray
+Parameters = Mapping[str, Tensor]
+Function = Callable[..., Tensor | None]
+Hook = tuple[int, str, Function]
+
+
+class Changes(TypedDict, total=False):
+    """What a call changes of the model for itself.
+
+    `parameters`: tensors in the places of the model's own of their names, any part of them; results
+    carry their graph. `steering`: as in a request. `hooks`: (layer, name of the activation,
+    function); the function is called with the activation [B, T, ...] and `hook=`, after steering,
+    and what it returns takes the activation's place, unless it is None. Rows are padded on the
+    right where they are read, and on the left where a prompt is continued.
+    """
+
+    parameters: Parameters | None
+    steering: Steering | Mapping[str, Any] | None
+    hooks: Sequence[Hook]
+
+
+class LocalModel:
+    """A causal model in this process.
+
+    Args:
+        model: a directory, or an id that the hub's cache has; or a causal model of transformers, or
+            one in PEFT's wrapper, which is used as it is: with its parameters, its adapters, and
+            dropout where it is in training mode (samples are drawn without).
+        tokenizer: the module's; a directory has its own.
+        dtype: of a directory's model: auto, float32 (the default), float64, bfloat16, float16.
+        device: of a directory's model: auto (the default) or cpu.
+        vectors: a server's `store_directory`, in which steering finds vectors by name.
+
+    Errors: ValueError for a model that cannot be read so, here and of all methods.
+
+    """
+
+    def __init__(
+        self,
+        model: str | Path | nn.Module,
+        tokenizer: Any = None,
+        *,
+        dtype: str | None = None,
+        device: str | None = None,
+        vectors: str | Path | None = None,
+    ) -> None:
+        self._model: CausalModel
+        if isinstance(model, nn.Module):
+            if dtype is not None or device is not None:
+                raise ValueError("dtype and device are the module's own; leave them out")
+            self._model = LiveModel(model, tokenizer)
+        else:
+            if tokenizer is not None:
+                raise ValueError(f"{model} has a tokenizer of its own; leave yours out")
+            wanted, place = dtype or "float32", device or "auto"
+            spec = EngineSpec("local", "transformer_lens", str(model), dtype=wanted, devices=place)
+            self._model = BridgeModel(spec, locate_model(str(model)))
+        self._steering = SteeringResolver(self._model, vectors)
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The model's own parameters by its names, one name for those that are tied."""
+        tensors = self._model.parameters.by_name.items()
+        named = [(name, tensor) for name, tensor in tensors if isinstance(tensor, nn.Parameter)]
+        by_id = {id(tensor): name for name, tensor in reversed(named)}
+        return MappingProxyType({n: t.detach() for n, t in named if by_id[id(t)] == n})
+
+    @property
+    def hooks(self) -> tuple[str, ...]:
+        """The names of activations that steering and hooks can change."""
+        return self._model.points.names
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, with what the tokenizer adds."""
+        return list(self._model.tokenizer.encode(text).ids)
+
+    def decode(self, ids: Ids) -> str:
+        """Return the text of tokens."""
+        return str(self._model.tokenizer.decode(list(map(int, ids)), skip_special_tokens=False))
+
+    def read(
+        self, contexts: Sequence[Ids], targets: Sequence[Ids], **changes: Unpack[Changes]
+    ) -> list[DifferentiableRows]:
+        """Return the rows in front of each target's tokens, logits and all, read in one pass.
+
+        Errors: ValueError for an empty context or target, for changes that do not fit, and for more
+        tokens than the model reads.
+        """
+        with _refusals():
+            return self._read(self._accept(contexts, targets, changes), changes)
+
+    def columns(
+        self,
+        contexts: Sequence[Ids],
+        targets: Sequence[Ids],
+        names: Sequence[str] = ("logprob",),
+        *,
+        policy: Policy = NEUTRAL,
+        batch_tokens: int | None = None,
+        **changes: Unpack[Changes],
+    ) -> list[dict[str, Tensor]]:
+        """Return columns [R] by name, for each target; see `DifferentiableRows.columns`.
+
+        With `batch_tokens` sequences are read in parts of at most so many tokens with their
+        padding, or of one sequence, and each part is read again when gradients are computed
+        (hooks, too, then run again). A loss of all of them has the gradients that it has without,
+        up to rounding. Errors: as `read`; and RuntimeError of the backward pass where a parameter
+        was written to since.
+        """
+        with _refusals():
+            entries = self._accept(contexts, targets, changes)
+            parts, writes = _split(entries, batch_tokens), self._count_writes(changes)
+            found: dict[int, dict[str, Tensor]] = {}
+            for part in parts:
+                call = partial(self._read_columns, part, names, policy, changes, writes)
+                again = len(parts) > 1 and torch.is_grad_enabled()
+                values = checkpoint(call, use_reentrant=False) if again else call()
+                for entry, own in zip(part, values, strict=True):
+                    found[entry.job_id] = dict(zip(names, own, strict=True))
+        return [found[index] for index in range(len(entries))]
+
+    def features(
+        self,
+        contexts: Sequence[Ids],
+        targets: Sequence[Ids],
+        *,
+        policy: Policy = NEUTRAL,
+        max_tokens: int | None = None,
+        batch_tokens: int | None = None,
+        **changes: Unpack[Changes],
+    ) -> list[Tensor]:
+        """Return FEATURES [R, 7] of each target's steps, without a graph; see `baseline_features`.
+
+        Errors: as `read`.
+        """
+        options: dict[str, Any] = {"policy": policy, "batch_tokens": batch_tokens, **changes}
+        with torch.no_grad():
+            found = self.columns(contexts, targets, FEATURE_COLUMNS, **options)
+        return [baseline_features(columns, max_tokens) for columns in found]
+
+    def sample(
+        self,
+        prompts: Sequence[Ids],
+        max_tokens: int,
+        policy: Policy = NEUTRAL,
+        seed: int | None = None,
+        **changes: Unpack[Changes],
+    ) -> list[np.ndarray]:
+        """Return continuations that the policy draws, int32, without a graph.
+
+        The k-th has the seed `seed` + k; without a seed one is drawn. One ends behind a token that
+        ends the sequence. Errors: as `read`.
+        """
+        start = draw_seed() if seed is None else seed
+        with _refusals(), self._model.evaluating():
+            steering = self._steering.resolve(changes.get("steering"))
+            jobs = []
+            for index, prompt in enumerate(prompts):
+                ids = np.array(prompt, np.int32)
+                self._check_length(ids, np.zeros(max_tokens, np.int32))
+                plan = _plan(steering)
+                jobs.append(GenerateJob(ids, max_tokens, policy, seed=start + index, plan=plan))
+            _check_reach(steering, jobs)
+            rows = [
+                GenerationRow.start(index, job, accept_row(self._model, job), self._model)
+                for index, job in enumerate(jobs)
+            ]
+            given, hooks = self._fit(changes), self._find_hooks(changes)
+            self._check_changes([row.steered for row in rows], given, hooks)
+            detached = {name: tensor.detach() for name, tensor in given.items()}
+            batch = RunningBatch(self._model, rows, detached, hooks)
+            found: dict[int, np.ndarray] = {}
+            while batch.has_work:
+                for index, output in batch.step():
+                    if not isinstance(output, GenerateOutput):
+                        raise ValueError(f"sample {index}: {output}")
+                    found[index] = output.token_ids
+        return [found[index] for index in range(len(prompts))]
+
+    def _accept(
+        self, contexts: Sequence[Ids], targets: Sequence[Ids], changes: Changes
+    ) -> list[ScoreEntry]:
+        """Return a job for each pair, with how it is steered."""
+        if len(contexts) != len(targets) or not contexts:
+            raise ValueError(f"{len(contexts)} contexts and {len(targets)} targets; give pairs")
+        steering = self._steering.resolve(changes.get("steering"))
+        jobs = []
+        for context, target in zip(contexts, targets, strict=True):
+            before, scored = np.array(context, np.int32), np.array(target, np.int32)
+            self._check_length(before, scored)
+            tokens = np.concatenate([before, scored[:-1]])
+            jobs.append(ScoreJob(tokens, scored, plan=_plan(steering)))
+        _check_reach(steering, jobs)
+        entries = [ScoreEntry(i, job, accept_row(self._model, job)) for i, job in enumerate(jobs)]
+        given, hooks = self._fit(changes), self._find_hooks(changes)
+        self._check_changes([entry.steered for entry in entries], given, hooks)
+        return entries
+
+    def _read(self, entries: Sequence[ScoreEntry], changes: Changes) -> list[DifferentiableRows]:
+        model, hooks = self._model, self._find_hooks(changes)
+
+        def call() -> list[Tensor]:
+            hidden_BTD = read_batch(model, entries, hooks)
+            return [model.project(hidden_BTD[b, entry.rows]) for b, entry in enumerate(entries)]
+
+        found = model.parameters.call_with(self._fit(changes), call)
+        return [
+            DifferentiableRows(
+                logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float(),
+                torch.from_numpy(entry.job.targets.astype(np.int64)).to(logits_RV.device),
+                model.eos_ids,
+            )
+            for logits_RV, entry in zip(found, entries, strict=True)
+        ]
+
+    def _read_columns(
+        self,
+        entries: Sequence[ScoreEntry],
+        names: Sequence[str],
+        policy: Policy,
+        changes: Changes,
+        writes: int,
+    ) -> list[list[Tensor]]:
+        if self._count_writes(changes) != writes:
+            raise RuntimeError(
+                "a parameter was written to between `columns` and the backward pass, which would "
+                "compute the gradients of another model: take the optimizer's step behind it"
+            )
+        rows = self._read(entries, changes)
+        return [list(row.columns(names, policy).values()) for row in rows]
+
+    def _count_writes(self, changes: Changes) -> int:
+        """Return a number that grows with each change in place of a parameter."""
+        tensors = [*self._model.parameters.by_name.values(), *self._fit(changes).values()]
+        return sum(tensor._version for tensor in tensors)
+
+    def _find_hooks(self, changes: Changes) -> list[tuple[Point, Function]]:
+        hooks = changes.get("hooks", ())
+        return [(self._model.points.find(layer, name), function) for layer, name, function in hooks]
+
+    def _fit(self, changes: Changes) -> dict[str, Tensor]:
+        """Return the parameters as they are. Errors: ValueError where they do not fit."""
+        given = dict(changes.get("parameters") or {})
+        for name, tensor in given.items():
+            own = self._model.parameters.by_name.get(name)
+            if own is None:
+                raise ValueError(f"{name}: the model has no such parameter; see `parameters`")
+            if tensor.shape != own.shape or tensor.dtype != own.dtype:
+                wanted, found = (f"{list(t.shape)} {t.dtype}" for t in (own, tensor))
+                raise ValueError(f"{name} is {found}, the model's own {wanted}")
+        return given
+
+    def _check_length(self, context: np.ndarray, target: np.ndarray) -> None:
+        if not len(context) or not len(target):
+            raise ValueError("a context or target is empty; give at least one token of each")
+        count, limit = len(context) + len(target) - 1, self._model.context_length
+        if count > limit:
+            raise ValueError(f"{count} tokens are to be read, the model reads {limit}")
+
+    def _check_changes(
+        self,
+        rows: Sequence[SteeredRow | None],
+        given: Parameters,
+        hooks: Sequence[tuple[Point, Function]],
+    ) -> None:
+        """Check that parameters act everywhere, whatever is hooked. Errors: RefusedJobError."""
+        if given:
+            steered = [point for row in rows if row for point in row.points]
+            self._model.check_delta([*steered, *(point for point, _ in hooks)])
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raise what the service refuses as ValueError, in its words."""
+    try:
+        yield
+    except RefusedJobError as error:
+        raise ValueError(error.failure.detail) from error
+    except APIError as error:
+        raise ValueError(error.detail) from error
+
+
+def _plan(steering: ResolvedSteering | None) -> SteeringPlan | None:
+    return None if steering is None else steering.plan
+
+
+def _check_reach(steering: ResolvedSteering | None, jobs: Sequence[Job]) -> None:
+    if steering is not None:
+        check_reach(steering, jobs)
+
+
+def _split(entries: Sequence[ScoreEntry], batch_tokens: int | None) -> list[list[ScoreEntry]]:
+    """Return the sequences in parts of at most so many tokens, neighbours of like length.
+
+    Five of 6, 2, 5, 3 and 2 tokens, at most 10 a part, are read as
+
+        6      5 3      2 2
+    """
+    if batch_tokens is None:
+        return [list(entries)]
+    if batch_tokens < 1:
+        raise ValueError(f"batch_tokens is {batch_tokens}; give at least 1, or leave it out")
+    parts: list[list[ScoreEntry]] = []
+    for entry in sorted(entries, key=lambda entry: len(entry.job.tokens), reverse=True):
+        longest = len(parts[-1][0].job.tokens) if parts else 0
+        if not parts or longest * (len(parts[-1]) + 1) > batch_tokens:
+            parts.append([])
+        parts[-1].append(entry)
+    return parts

@@ -1,0 +1,175 @@
+"""A causal model in two parts: a body, which gives hidden states, and a head, which gives logits.
+
+So only the rows that are wanted go through the head. Axis letters: B sequences, T tokens, R rows,
+V vocabulary, D hidden size.
+"""
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from logsteer_server.contract.parameters import Cast
+from logsteer_server.engines.tlens.parameters import Parameters
+from logsteer_server.engines.tlens.plain_forward import agree
+from logsteer_server.engines.tlens.points import HookFunction, Point, PointMap, RefusedJobError
+
+HEAD_TOLERANCE = 1e-3
+"""How much the two parts may differ from the whole, per unit of the largest number."""
+
+
+class _GivenBody(nn.Module):
+    """A causal model's body that returns the hidden states that were put into it."""
+
+    def __init__(self, output_class: type) -> None:
+        super().__init__()
+        self._output_class = output_class
+        self.hidden_1RD: Tensor | None = None
+
+    @property
+    def decoder(self) -> "_GivenBody":
+        """Itself: some causal models (OPT's) call a part of their body."""
+        return self
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Return the hidden states, in the body's own kind of output."""
+        return self._output_class(last_hidden_state=self.hidden_1RD)
+
+
+class CausalModel(ABC):
+    """A causal model of transformers; hooks on `points` act in `read`.
+
+    `name` stands in messages. Errors: ValueError where it has no body and head, or layers whose
+    state cannot be padded.
+    """
+
+    context_length: int
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    tokenizer: Any
+    points: PointMap
+    parameters: Parameters
+
+    def __init__(self, causal: Any, name: str) -> None:
+        self._causal = causal
+        self._name = name
+        self._body = causal.base_model
+        if self._body is causal:
+            raise ValueError(f"{name}: no causal language model with a body and a head")
+        # A body that takes no positions finds them in the mask.
+        body_takes = inspect.signature(type(self._body).forward).parameters
+        self._takes_positions = "position_ids" in body_takes
+        plain = (DynamicLayer, DynamicSlidingWindowLayer)
+        if not all(type(layer) in plain for layer in self.new_cache().layers):
+            raise ValueError(
+                f"{name}: has recurrent layers, whose state cannot be padded; serve it with vllm"
+            )
+        self._embedding = causal.get_input_embeddings()
+        self.device: torch.device = self._embedding.weight.device
+        self.dtype: torch.dtype = causal.dtype
+        text = causal.config.get_text_config()
+        self.num_layers = int(text.num_hidden_layers)
+        self.hidden_size = int(text.hidden_size)
+
+    def new_cache(self) -> DynamicCache:
+        """Return an empty cache of keys and values."""
+        return DynamicCache(config=self._causal.config)
+
+    @abstractmethod
+    def hooked(self, hooks: Sequence[tuple[Point, HookFunction]]) -> AbstractContextManager[None]:
+        """Let functions act on activations in every `read` of this context."""
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Leave out in this context what is for training alone, such as dropout."""
+        yield
+
+    def read(
+        self,
+        tokens_BT: Tensor,
+        mask_BT: Tensor | None = None,
+        positions_BT: Tensor | None = None,
+        cache: DynamicCache | None = None,
+    ) -> Tensor:
+        """Return the hidden states [B, T, D] that the head is applied to.
+
+        Without a mask, padding must stand behind each sequence, where nothing looks back at it.
+        With a cache, the tokens follow those in it, and the mask covers both.
+        """
+        options: dict[str, Any] = {"use_cache": cache is not None}
+        if cache is not None:
+            options["past_key_values"] = cache
+        if mask_BT is not None:
+            options["attention_mask"] = mask_BT.to(self.device)
+        if positions_BT is not None and self._takes_positions:
+            options["position_ids"] = positions_BT.to(self.device)
+        body = self._choose_body()
+        hidden_BTD: Tensor = body(input_ids=tokens_BT.to(self.device), **options).last_hidden_state
+        if hidden_BTD.dtype.itemsize < self._embedding.weight.dtype.itemsize:
+            raise RefusedJobError(
+                "unsupported_by_engine",
+                f"this model's own code computes in {hidden_BTD.dtype} even where its parameters "
+                "are float32, and would round what an override's cast is for; leave cast out",
+            )
+        return hidden_BTD
+
+    def _choose_body(self) -> Any:
+        """Return the body that is run now."""
+        return self._body
+
+    def check_tokens(self, tokens: np.ndarray) -> None:
+        """Check that these are tokens of the vocabulary. Errors: RefusedJobError."""
+        if not len(tokens):
+            raise RefusedJobError("invalid_request", "there are no tokens; give at least one")
+        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
+            detail = f"token ids must lie from 0 to {self.vocab_size - 1}, the vocabulary"
+            raise RefusedJobError("invalid_request", detail)
+
+    def check_delta(self, points: Sequence[Point], cast: Cast | None = None) -> None:  # noqa: B027
+        """Check that a parameter delta acts everywhere while these points are hooked.
+
+        Errors: RefusedJobError where it does not, or where the model computes in no `cast`.
+        """
+
+    def project(self, hidden_RD: Tensor) -> Tensor:
+        """Return the logits [R, V] of hidden states, with all that the model does to them."""
+        self._given_body.hidden_1RD = hidden_RD[None]
+        dummy = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
+        logits_1RV: Tensor = self._head(input_ids=dummy, use_cache=False).logits
+        self._given_body.hidden_1RD = None
+        return logits_1RV[0]
+
+    def _detach_head(self, copy: nn.Module) -> None:
+        """Make a copy of the causal model, sharing its weights, the head: its body gives back.
+
+        So the scaling and capping of logits that some architectures do is theirs and not a copy.
+        """
+        with torch.inference_mode():
+            output = self._body(input_ids=self._probe_tokens(2), use_cache=False)
+        self._given_body = _GivenBody(type(output))
+        self._head: Any = copy
+        self._head._modules[self._causal.base_model_prefix] = self._given_body
+
+    @torch.inference_mode()
+    def _compare_head(self, whole: Any) -> int:
+        """Return the number of logits. Errors: ValueError where the parts are not the `whole`."""
+        tokens_BT = self._probe_tokens(4)
+        whole_RV = whole(input_ids=tokens_BT, use_cache=False).logits.flatten(0, 1)
+        logits_RV = self.project(self.read(tokens_BT).flatten(0, 1))
+        same_shape = logits_RV.shape == whole_RV.shape
+        if not same_shape or not agree(logits_RV, whole_RV, HEAD_TOLERANCE):
+            raise ValueError(
+                f"{self._name}: its body and its head, applied to single rows, do not give what it "
+                "gives as a whole; serve it with vllm"
+            )
+        return logits_RV.shape[-1]
+
+    def _probe_tokens(self, length: int) -> Tensor:
+        return (torch.arange(2 * length, device=self.device) % 7 + 1).view(2, length)

@@ -1,0 +1,142 @@
+"""`/v1/score`: probabilities of label tokens after a query and each of many items."""
+
+import math
+import time
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+import numpy as np
+
+from logsteer.errors import api_error
+from logsteer.schemas.openai import ScoreRequest
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
+from logsteer_server.interventions.interventions import Interventions, Stores
+from logsteer_server.models.registry import ModelRegistry
+from logsteer_server.settings import Settings
+from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.run import Batch, Collector, Facts, Task, check_count
+from logsteer_server.text.sums import log_sum_exp
+from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, split_sizes
+
+
+def plan_labels(request: ScoreRequest, codec: TextCodec, info: EngineInfo) -> Steps[list[ScoreJob]]:
+    """Plan one job an item, which reads all labels from its last row.
+
+    Text is encoded with a BOS where the tokenizer adds one. Errors: APIError `invalid_request`,
+    `context_too_long`.
+    """
+    last = info.vocab_size - 1
+    if max(request.label_token_ids) > last:
+        detail = f"label_token_ids has an id beyond this model's last one, {last}."
+        raise api_error("invalid_request", detail, param="label_token_ids")
+    labels = np.array(request.label_token_ids, dtype=np.int32)
+    jobs: list[ScoreJob] = []
+    num_planned = 0
+    for index, ids in enumerate(_read_prompts(request, codec)):
+        if not ids or max(ids) > last:
+            detail = f"query and items[{index}] must have token ids up to {last}, at least one."
+            raise api_error("invalid_request", detail, param="items")
+        if len(ids) > info.context_length:
+            detail = (
+                f"query and items[{index}] have {len(ids)} tokens, this model reads "
+                f"{info.context_length}: shorten them."
+            )
+            raise api_error("context_too_long", detail, param="items")
+        jobs.append(ScoreJob(np.array(ids, np.int32), labels, shares_row=len(labels) > 1))
+        num_planned += len(ids)
+        yield num_planned
+    return jobs
+
+
+def _read_prompts(request: ScoreRequest, codec: TextCodec) -> Iterator[list[int]]:
+    """Yield the tokens of query and item for each item, few texts at a time.
+
+    A long query would otherwise be held as many times as there are items.
+    """
+    items = [request.items] if isinstance(request.items, str) else request.items
+    for part in split_sizes([len(request.query) + len(item) for item in items], ENCODED_AT_ONCE):
+        texts: list[str] = []
+        for item in items[part.start : part.stop]:
+            first, second = (item, request.query) if request.item_first else (request.query, item)
+            if isinstance(item, str):
+                texts.append(f"{first or ''}{second or ''}")
+            else:
+                yield [*first, *second]
+        for ids in codec.encode_ids(texts):
+            yield codec.bos_ids("auto", ids) + ids
+
+
+def weigh_labels(output: ScoreOutput, apply_softmax: bool) -> list[float | None]:
+    """Return the labels' probabilities, over the vocabulary or among themselves.
+
+    None for what is not a number; with softmax for all, where one is not or all are impossible.
+    """
+    logprobs = output.columns["logprob"].astype(np.float64).tolist()
+    total = log_sum_exp(logprobs) if apply_softmax else 0.0
+    if not math.isfinite(total):  # one is not a number, or none is possible at all
+        return [None] * len(logprobs)
+    return [None if math.isnan(v) else math.exp(v - total) for v in logprobs]
+
+
+class LabelTask(Task):
+    """Probabilities of label tokens after a query and each item, in SGLang's shape."""
+
+    kind = "score"
+
+    def __init__(self, body: ScoreRequest, models: ModelRegistry, stores: Stores) -> None:
+        super().__init__(models.find(body.model))
+        self._body = body
+        self._stores = stores
+        self._created = int(time.time())
+        self._scores: list[list[float | None]] = []
+
+    def check_limits(self, settings: Settings) -> None:
+        """Bound items and what is read of them. Errors: APIError `payload_too_large`."""
+        items = self._body.items
+        count = 1 if isinstance(items, str) else len(items)
+        check_count("items", count, settings.max_items)
+        rows = count * len(self._body.label_token_ids)
+        check_count("items x label_token_ids", rows, settings.max_targets)
+
+    async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
+        """Score all items in one batch; the prefix cache serves what they begin with."""
+        codec, info = self.model.require()
+        planner.cover_text(self._longest)
+        jobs = await planner.advance(self._plan(codec, info))
+        planner.expect_rows(sum(job.num_scored for job in jobs), 1)
+        collector = Collector(jobs)
+        yield Batch(jobs, collector.take, cache=True)
+        self._scores = [
+            weigh_labels(output, self._body.apply_softmax) for output in collector.outputs
+        ]
+
+    @property
+    def _longest(self) -> int:
+        """Characters of the longest text."""
+        items = [self._body.items] if isinstance(self._body.items, str) else self._body.items
+        longest = max((len(item) for item in items if isinstance(item, str)), default=0)
+        return longest + (len(self._body.query) if isinstance(self._body.query, str) else 0)
+
+    def _plan(self, codec: TextCodec, info: EngineInfo) -> Steps[list[ScoreJob]]:
+        self.interventions = Interventions.resolve(self._body, self._stores, info)
+        jobs = yield from plan_labels(self._body, codec, info)
+        return self.interventions.apply(jobs)
+
+    def report(self) -> dict[str, Any]:
+        """Return the scores of each item, with a flag where there are some that are null."""
+        flagged = any(score is None for scores in self._scores for score in scores)
+        return {"scores": self._scores} | ({"flags": ["non_finite"]} if flagged else {})
+
+    def write(self, facts: Facts) -> dict[str, Any]:
+        """Write the answer in SGLang's shape, interventions only where there are some."""
+        read, cached = facts.usage["prompt_tokens"], facts.usage["cached_tokens"]
+        usage = {
+            "prompt_tokens": read,
+            "completion_tokens": 0,
+            "total_tokens": read,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+        head = {"id": self.id, "object": "scoring", "created": self._created}
+        applied = {name: value for name, value in facts.applied.items() if value is not None}
+        return {**head, "model": self.model.id, **self.report(), "usage": usage, **applied}

@@ -1,0 +1,197 @@
+"""How a direction is found that tells activations of positive texts from those of negative ones.
+
+Axis letters: N pairs, M texts (two a pair), D width of an activation, K dimensions that the texts
+span. float64 throughout.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from logsteer.schemas import TrainMethod
+from logsteer_server.stores.layer_vectors import Readout
+
+Double = npt.NDArray[np.float64]
+
+ROUNDING = 1e-12
+"""Of the largest eigenvalue: dimensions below it are rounding."""
+TOLERANCE = 1e-6
+"""Of a regression's gradient: its readout is right to about as many digits."""
+LEAST_SHRINKAGE = 1e-6
+"""Of a covariance, so that it has an inverse where a dimension does not vary."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundDirection:
+    """One layer's vector [D], and what a projection on it means where the method says so."""
+
+    vector_D: Double
+    readout: Readout | None = None
+
+
+def find_direction(
+    positive_ND: Double, negative_ND: Double, method: TrainMethod, whiten: bool = False
+) -> FoundDirection:
+    """Return the direction that a method finds; zeros where nothing differs."""
+    covariance = WithinCovariance(positive_ND, negative_ND) if whiten or method == "lda" else None
+    if method == "pca":
+        return FoundDirection(find_principal_direction(positive_ND - negative_ND, covariance))
+    if method == "logistic":
+        return find_boundary_normal(positive_ND, negative_ND, covariance)
+    if covariance is not None:
+        return find_discriminant(positive_ND, negative_ND, covariance)
+    return FoundDirection(positive_ND.mean(0) - negative_ND.mean(0))
+
+
+class WithinCovariance:
+    """The covariance of texts about the mean of their own side, shrunk towards a multiple of I.
+
+    (1 - a) S + a m I with m the mean of S's diagonal, and the share a that Ledoit and Wolf derive
+    (2004, "A well-conditioned estimator for large-dimensional covariance matrices", section 3.2).
+    Texts of which nothing is known but the means, as one pair, count as having covariance I.
+    """
+
+    def __init__(self, positive_ND: Double, negative_ND: Double) -> None:
+        rows_MD = np.concatenate(
+            [positive_ND - positive_ND.mean(0), negative_ND - negative_ND.mean(0)]
+        )
+        count, width = rows_MD.shape
+        self._basis_KD, squares_K = find_span(rows_MD)
+        average = float(squares_K.sum()) / (count * width)
+        self.shrinkage = self._shrink(rows_MD, squares_K, average)
+        self._floor = self.shrinkage * average or 1.0
+        self._values_K = self._floor + (1 - self.shrinkage) * squares_K / count
+
+    def _shrink(self, rows_MD: Double, squares_K: Double, average: float) -> float:
+        if not average:
+            return 1.0
+        count, width = rows_MD.shape
+        total = float((squares_K**2).sum()) / count**2
+        spread = total / width - average**2
+        fourth = float(((rows_MD**2).sum(1) ** 2).sum())
+        error = (fourth / count - total) / (count * width)
+        share = min(error / spread, 1.0) if spread > 0 else 1.0
+        return max(share, LEAST_SHRINKAGE)
+
+    def apply(self, rows_ND: Double, power: float) -> Double:
+        """Return rows times a power of the covariance: [.., D]."""
+        # Beyond the dimensions that the texts span the covariance is a multiple of I.
+        rest = self._floor**power
+        own_NK = (rows_ND @ self._basis_KD.T) * (self._values_K**power - rest)
+        applied: Double = rest * rows_ND + own_NK @ self._basis_KD
+        return applied
+
+
+def find_span(rows_MD: Double) -> tuple[Double, Double]:
+    """Return an orthonormal basis [K, D] of the rows' principal axes, and their squares' sums [K].
+
+    By the products of rows or those of dimensions, whichever are fewer.
+    """
+    is_wide = len(rows_MD) < rows_MD.shape[1]
+    products = rows_MD @ rows_MD.T if is_wide else rows_MD.T @ rows_MD
+    squares, found = np.linalg.eigh(products)
+    kept = squares > ROUNDING * max(float(squares[-1]), 0.0)
+    squares_K, found = squares[kept], found[:, kept]
+    if is_wide:
+        return (rows_MD.T @ found / np.sqrt(squares_K)).T, squares_K
+    return found.T, squares_K
+
+
+def find_principal_direction(
+    differences_ND: Double, covariance: WithinCovariance | None = None
+) -> Double:
+    """Return the unit vector along which the pairs' differences are longest, root mean square: [D].
+
+    It is their first right singular vector: the first principal component about zero, not about
+    their mean, which is the very thing that is looked for. repeng's `pca_center` gives the same.
+    It points where the differences' mean points. Zeros where nothing differs. With a covariance C,
+    differences d are measured as C^-1/2 d, and of the component p found the result is the
+    direction of C^-1/2 p: a projection on it reads that component.
+    """
+    if covariance is not None:
+        differences_ND = covariance.apply(differences_ND, -0.5)
+    norm = np.linalg.norm(differences_ND)
+    if norm == 0:
+        return np.zeros(differences_ND.shape[1])
+    from scipy.linalg import eigh
+
+    scaled_ND = differences_ND / norm
+    num_pairs, width = scaled_ND.shape
+    # The products of pairs and those of dimensions have the same largest eigenvalue: the smaller
+    # table will do, and of it the one eigenvector.
+    is_wide = num_pairs <= width
+    products = scaled_ND @ scaled_ND.T if is_wide else scaled_ND.T @ scaled_ND
+    last = len(products) - 1
+    found = eigh(products, subset_by_index=(last, last))[1][:, 0]
+    direction_D = scaled_ND.T @ found if is_wide else found
+    sign = -1.0 if (differences_ND @ direction_D).sum() < 0 else 1.0
+    if covariance is not None:
+        direction_D = covariance.apply(direction_D, -0.5)
+    direction: Double = sign * direction_D / np.linalg.norm(direction_D)
+    return direction
+
+
+def find_boundary_normal(
+    positive_ND: Double, negative_ND: Double, covariance: WithinCovariance | None = None
+) -> FoundDirection:
+    """Return the normal [D] of a logistic regression's boundary, as long as the means are apart.
+
+    The activations are centred and divided by one number, the root mean square s of what is left,
+    so that the penalty (L2, C = 1) means the same for every model and no direction is favoured;
+    with a covariance C they are multiplied by C^-1/2 first. With u the unit normal and m the
+    difference of the means, the result is (m . u) u. Its readout gives the regression's probability
+    of "positive" for activations x as they are: with weights w, intercept b and centre k that of
+    w . (x - k) / s + b = (|w| / s) (x . u) + b - w . k / s.
+    """
+    from sklearn.linear_model import LogisticRegression
+
+    both_MD = np.concatenate([positive_ND, negative_ND])
+    centre_D = both_MD.mean(0)
+    centred_MD = both_MD - centre_D
+    if covariance is not None:
+        centred_MD = covariance.apply(centred_MD, -0.5)
+    spread = np.sqrt((centred_MD**2).mean())
+    if spread == 0:
+        return FoundDirection(np.zeros(both_MD.shape[1]))
+    labels_M = np.repeat([1, 0], len(positive_ND))
+    rows = centred_MD / spread
+    basis_KD = None
+    if len(rows) < rows.shape[1]:  # the penalty leaves no weight outside what the rows span
+        basis_KD, _ = find_span(rows)
+        rows = rows @ basis_KD.T
+    model = LogisticRegression(tol=TOLERANCE, max_iter=1000).fit(rows, labels_M)
+    weights_D = model.coef_[0] if basis_KD is None else model.coef_[0] @ basis_KD
+    weights_D = weights_D / spread
+    if covariance is not None:
+        weights_D = covariance.apply(weights_D, -0.5)
+    bias = float(model.intercept_[0] - weights_D @ centre_D)
+    return _lengthen(weights_D, bias, positive_ND.mean(0) - negative_ND.mean(0))
+
+
+def find_discriminant(
+    positive_ND: Double, negative_ND: Double, covariance: WithinCovariance
+) -> FoundDirection:
+    """Return the direction of Fisher's linear discriminant, as long as the means are apart.
+
+    With C the covariance, m the difference of the means and k their middle, the weights are
+    w = C^-1 m. The readout gives the probability of "positive" that normal distributions with these
+    means and this covariance, both sides equally likely, have: that of w . (x - k).
+    """
+    mean_difference_D = positive_ND.mean(0) - negative_ND.mean(0)
+    middle_D = (positive_ND.mean(0) + negative_ND.mean(0)) / 2
+    weights_D = covariance.apply(mean_difference_D, -1.0)
+    return _lengthen(weights_D, -float(weights_D @ middle_D), mean_difference_D)
+
+
+def _lengthen(weights_D: Double, bias: float, mean_difference_D: Double) -> FoundDirection:
+    """Return the weights' direction, as long as the means are apart along it, and its readout."""
+    length = float(np.linalg.norm(weights_D))
+    normal_D = weights_D / length if length else weights_D
+    apart = float(mean_difference_D @ normal_D)
+    if not apart:
+        return FoundDirection(np.zeros(len(weights_D)))
+    # The vector may point against the normal; projections are on the vector.
+    return FoundDirection(
+        apart * normal_D, Readout("logistic", float(np.copysign(length, apart)), bias)
+    )
