@@ -22,6 +22,7 @@ from tests.contract.steering import (
     VECTOR,
     WIDTH,
     HookedReference,
+    V,
 )
 
 pytestmark = pytest.mark.engine
@@ -65,6 +66,23 @@ def score(
         [{"context_ids": context, "target_ids": [target]}], steering=steering, cache=False
     )
     return np.array(answer.results[0].targets[0].logprobs)
+
+
+def test_captures_in_the_compiled_model_too(client: Client, reference: HookedReference) -> None:
+    ids = draw_ids(40, 9)
+    wanted = reference.activations(ids)
+    item = {"token_ids": ids}
+    plain = client.activations([item, item], [0, LAYER, 4])
+    steered = client.activations([item], [LAYER], steering=STEERING)
+    for layer in (0, LAYER, 4):
+        for one in plain:
+            assert one.layers[layer] == pytest.approx(wanted[layer], abs=PER_TOKEN)
+    assert steered.layers[LAYER] == pytest.approx(wanted[LAYER] + 1.5 * V.numpy(), abs=PER_TOKEN)
+
+
+def test_a_model_without_steering_gives_no_activations(unsteered_client: Client) -> None:
+    with pytest.raises(APIError, match="steering_slots above 0"):
+        unsteered_client.activations("Once upon a time", [1])
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

@@ -21,7 +21,7 @@ from logsteer_server.tasks.captures import (
     read_items,
 )
 from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.run import Batch, Collector, Task, TensorFile, check_count
+from logsteer_server.tasks.run import Batch, Collector, Task, TensorLayout, check_count
 from logsteer_server.text.tokenizer import TextCodec
 
 Array = npt.NDArray[Any]
@@ -80,7 +80,7 @@ class ActivationsTask(Task):
         results = [_describe(capture, output) for capture, output in pairs]
         return {"hook": self._body.hook, "read": self._body.read, "results": results}
 
-    def lay_out(self, document: dict[str, Any]) -> TensorFile:
+    def lay_out(self, document: dict[str, Any]) -> TensorLayout:
         """Return the answer as the tensors of a file, as `ActivationsAnswer` says."""
         results = document["results"]
         hook, is_mean = document["hook"], self._body.read == "mean"
@@ -100,7 +100,7 @@ class ActivationsTask(Task):
             {name: value for name, value in result.items() if name not in arrays}
             for result in results
         ]
-        return TensorFile(tensors, {"answer": document | {"results": described}})
+        return TensorLayout(tensors, {"answer": document | {"results": described}})
 
 
 def _count_chars(item: Any) -> int:

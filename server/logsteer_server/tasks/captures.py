@@ -26,7 +26,8 @@ class CaptureSite:
     def find_layers(self, info: EngineInfo) -> tuple[int, ...]:
         """Return the layers in order. Errors: APIError where the model lacks hook or layer."""
         if self.hook not in info.hooks:
-            known = f"it has {', '.join(info.hooks)}" if info.hooks else "it gives none"
+            none = info.lacks.get("steering", "it gives none")
+            known = f"it has {', '.join(info.hooks)}" if info.hooks else none
             detail = f"This model's engine does not give the activations of {self.hook}: {known}."
             raise api_error("unsupported_by_engine", detail, param="hook")
         layers = tuple(sorted(self.layers)) if self.layers else tuple(range(info.num_layers))

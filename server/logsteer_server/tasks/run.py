@@ -122,7 +122,7 @@ class Task(ABC):
     def report(self) -> dict[str, Any]:
         """Return the answer's own fields, once the plan has ended."""
 
-    def lay_out(self, document: dict[str, Any]) -> "TensorFile":
+    def lay_out(self, document: dict[str, Any]) -> "TensorLayout":
         """Return the whole answer as a file of tensors, where the task `has_file`."""
         raise NotImplementedError
 
@@ -140,7 +140,7 @@ class Task(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class TensorFile:
+class TensorLayout:
     """An answer as a file: tensors, each in parts that follow one another along its first axis.
 
     `about` are documents of its metadata, by name.
