@@ -10,10 +10,11 @@ from logsteer.errors import APIError
 from logsteer.schemas import ContrastPair, LogprobItem, Steering
 from logsteer_server.contract.jobs import ScoreJob
 from logsteer_server.interventions.interventions import UNCHANGED
+from logsteer_server.tasks.captures import CaptureSite
 from logsteer_server.tasks.columns import ColumnOptions
 from logsteer_server.tasks.sweep import plan_settings, plan_sweep
 from logsteer_server.tasks.targets import TargetOptions
-from logsteer_server.tasks.training import CaptureSite, plan_captures
+from logsteer_server.tasks.training import plan_pairs
 from tests.server.plan_steps import finish
 from tests.server.scripted_model import INFO, STORES, load_codec
 
@@ -96,7 +97,7 @@ class TestCaptures:
 
     def captures(self, site: CaptureSite, max_bytes: int = 10**6, **changes: Any) -> list[Any]:
         info = replace(INFO, **changes)
-        return finish(plan_captures(self.PAIRS, site, "auto", CODEC, info, max_bytes))
+        return finish(plan_pairs(self.PAIRS, site, "auto", CODEC, info, max_bytes))
 
     def test_positive_then_negative_of_each_pair(self) -> None:
         jobs = self.captures(CaptureSite("resid_post", [2, 0], "mean"))
@@ -120,7 +121,7 @@ class TestCaptures:
                 "unsupported_by_engine",
                 "hook",
             ),
-            (CaptureSite("resid_post", [4], "last"), {}, "invalid_vector", "layers"),
+            (CaptureSite("resid_post", [4], "last"), {}, "invalid_request", "layers"),
             (
                 CaptureSite("resid_post", None, "last"),
                 {"context_length": 4},

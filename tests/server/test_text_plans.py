@@ -134,7 +134,7 @@ class TestTexts:
         scores = TextScores()
         for window in reversed(windows):  # as they come, in any order
             scores.add(window, fake_scores(window.job)[0], keep_tokens=True)  # type: ignore[arg-type]
-        found = scores.list_tokens(["rank", "entropy"])
+        found = scores.list_tokens(["rank", "entropy"], UNCHANGED)
         first = 1 if bos == "never" else 0
         (ids,) = encode(TEXT, bos=False)
         assert found["positions"].tolist() == list(range(first, length))
@@ -148,7 +148,7 @@ class TestTexts:
             assert scores.tally.num_words == len(TEXT.split())
 
     def test_a_text_without_a_scored_token_has_empty_columns(self) -> None:
-        found = TextScores().list_tokens(["entropy"])
+        found = TextScores().list_tokens(["entropy"], UNCHANGED)
         assert {name: len(found[name]) for name in ("positions", "token_ids", "logprobs")} == {
             "positions": 0, "token_ids": 0, "logprobs": 0,
         }  # fmt: skip
@@ -273,7 +273,7 @@ class TestContinuations:
         assert (reread.tokens.tolist(), reread.targets.tolist()) == ([5, 6, 5, 6, 5], [5, 6, 5, 6])
         assert (reread.prompt_len, reread.policy, reread.double) == (2, Policy(0.7, 5), True)
         assert reread.num_positions <= job.num_positions, "a reread needs no more room"
-        written = whole.write(CODEC)
+        written = whole.write(CODEC, UNCHANGED)
         assert (written["logprob"], written["num_tokens"], written["seed"]) == (-2.0, 4, 11)
 
     def test_pieces_find_their_prompt_completion_and_baseline(self) -> None:
@@ -283,11 +283,11 @@ class TestContinuations:
         for index, job in enumerate(all_.jobs):
             for piece in fake_generation(job):
                 assert isinstance(piece, GenerateOutput)
-                told = all_.add(index, piece)
+                told = all_.add(index, piece, UNCHANGED)
             places.append((told["prompt"], told["completion"]))
         assert places == [(0, 0), (0, 1), (1, 0), (1, 1)] * 2
         more = [{"columns": index} for index in range(8)]
-        results = all_.write(CODEC, truncated, more)
+        results = all_.write(CODEC, UNCHANGED, truncated, more)
         assert [result["prompt_ids"].tolist() for result in results] == [[5], [6]]
         assert [[c["columns"] for c in result["completions"]] for result in results] == [
             [0, 1],

@@ -103,6 +103,30 @@ def _is_open(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _change_once(x, u, number):
+    degrees = tl.load(number + 6)
+    component = tl.sum(x * u)
+    norm = tl.sqrt(tl.sum(x * x))
+    wanted = tl.load(number) + tl.load(number + 1) * norm + tl.load(number + 2) * component
+    wanted = tl.minimum(tl.maximum(wanted, tl.load(number + 3)), tl.load(number + 4))
+    keep = tl.load(number + 5)
+    across = x - component * u
+    across_norm = tl.sqrt(tl.sum(across * across))
+    turns = (degrees != 0.0) & (across_norm > 1e-6 * norm)
+    cosine = tl.cos(degrees * 0.017453292519943295)
+    sine = tl.sin(degrees * 0.017453292519943295)
+    along_u = (degrees > 0.0) & (component >= norm * cosine)
+    against_u = (degrees < 0.0) & (component <= -norm * cosine)
+    turned = component * cosine + across_norm * sine
+    turned = tl.where(along_u, norm, tl.where(against_u, -norm, turned))
+    rest = across_norm * cosine - component * sine
+    rest = tl.where(along_u | against_u, 0.0, rest)
+    wanted = tl.where(turns, turned, wanted)
+    keep = tl.where(turns, rest / tl.maximum(across_norm, 1e-30), keep)
+    return (keep - 1.0) * across + (wanted - component) * u
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _steer_token(
     hidden_ptr, residual_ptr, residual_counts_ptr, slots_ptr, captures_ptr, offsets_ptr,
     directions_ptr, numbers_ptr, ratios_ptr, sums_ptr, read_slots_ptr, probe_layers_ptr,
@@ -131,26 +155,7 @@ def _steer_token(
             place = slot * DEPTH + k
             u = tl.load(directions_ptr + place * width + d, mask=inside, other=0.0)
             number = numbers_ptr + place * 8
-            degrees = tl.load(number + 6)
-            component = tl.sum(x * u)
-            norm = tl.sqrt(tl.sum(x * x))
-            wanted = tl.load(number) + tl.load(number + 1) * norm + tl.load(number + 2) * component
-            wanted = tl.minimum(tl.maximum(wanted, tl.load(number + 3)), tl.load(number + 4))
-            keep = tl.load(number + 5)
-            across = x - component * u
-            across_norm = tl.sqrt(tl.sum(across * across))
-            turns = (degrees != 0.0) & (across_norm > 1e-6 * norm)
-            cosine = tl.cos(degrees * 0.017453292519943295)
-            sine = tl.sin(degrees * 0.017453292519943295)
-            along_u = (degrees > 0.0) & (component >= norm * cosine)
-            against_u = (degrees < 0.0) & (component <= -norm * cosine)
-            turned = component * cosine + across_norm * sine
-            turned = tl.where(along_u, norm, tl.where(against_u, -norm, turned))
-            rest = across_norm * cosine - component * sine
-            rest = tl.where(along_u | against_u, 0.0, rest)
-            wanted = tl.where(turns, turned, wanted)
-            keep = tl.where(turns, rest / tl.maximum(across_norm, 1e-30), keep)
-            change = (keep - 1.0) * across + (wanted - component) * u
+            change = _change_once(x, u, number)
             condition = tl.load(number + 7).to(tl.int32)
             acts = _is_open(
                 condition, slot, token, conditions_ptr, sources_ptr, known_ptr, readings_ptr, PROBES
