@@ -102,7 +102,7 @@ def _is_open(
     return (condition < 0) | (holds & ~(of_prompt & (source == -1)))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _change_once(x, u, number):
     degrees = tl.load(number + 6)
     component = tl.sum(x * u)
