@@ -74,6 +74,21 @@ def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
             },
         ),
         (
+            ["--vector", "a", "--when", "no@1:cosine", "--above", "0.3", "--of", "prompt"],
+            {
+                "vectors": [
+                    {
+                        "name": "a",
+                        "when": {
+                            "probe": {"name": "no", "layers": [1], "read": "cosine"},
+                            "above": 0.3,
+                            "of": "prompt",
+                        },
+                    }
+                ]
+            },
+        ),
+        (
             ["--vector", "a", "--vector", "b", "--op", "replace", "--unit", "unit"],
             {
                 "vectors": [
@@ -133,6 +148,9 @@ def test_the_four_commands_read_steering_alike(
         ["steer", "a", "--vector", "mood", "--positions", "somewhere"],
         ["steer", "a", "--vector", "mood", "--clamp", "1"],
         ["score", "a", "b", "--unit", "raw"],
+        ["steer", "a", "--vector", "mood", "--above", "1"],
+        ["steer", "a", "--vector", "mood", "--when", "no@1:temper", "--above", "1"],
+        ["score", "a", "b", "--probe", "mood@x"],
         ["perplexity", "a", "--positions", "all"],
         ["sweep", "--vector", "mood", *ITEM],
         ["sweep", "--vector", "mood", "--scales=1,b", *ITEM],
@@ -279,6 +297,25 @@ def test_scores_and_perplexities_show_the_receipt(capsys: Output, tmp_path: Path
         "bos": "never",
         "steering": '{"vectors":[{"name":"mood"}]}',
     }
+
+
+def test_probes_stand_beside_the_tokens(capsys: Output) -> None:
+    read = {
+        "name": "mood", "sha256": "0" * 64, "layer": 2, "hook": "resid_post", "read": "cosine",
+        "before": [0.25], "after": [0.5],
+    }  # fmt: skip
+    receipt = steering_receipt()
+    receipt["vectors"][0]["passed"] = 3
+    scored = logprob_answer([target("b", -1.0, tokens=["b"], logprobs=[-1.0], probes=[read])]) | {
+        "steering": receipt
+    }
+    server = answer(scored)
+    assert run(server, "score", "a", "b", "--vector", "mood", "--probe", "mood@2:cosine") == 0
+    assert sent(server)["probes"] == [{"name": "mood", "layers": [2], "read": "cosine"}]
+    out = capsys.readouterr().out
+    assert "mood@2" in out and "mood@2 after" in out
+    assert ["'b'", "-1", "0.25", "0.5"] in [line.split() for line in out.splitlines()]
+    assert "where its condition held, at 3 tokens" in out
 
 
 def test_a_long_steering_object_goes_into_a_body(capsys: Output, tmp_path: Path) -> None:

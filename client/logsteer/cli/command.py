@@ -15,7 +15,7 @@ import logsteer
 from logsteer._calls import fits_query
 from logsteer._pairs import pair_items, pair_scores
 from logsteer._progress import ScoringProgress
-from logsteer.cli import tables
+from logsteer.cli import tables, token_tables
 from logsteer.cli.adapters import add_adapter_commands
 from logsteer.cli.capture import add_capture
 from logsteer.cli.generation import add_generate
@@ -24,7 +24,7 @@ from logsteer.cli.options import add_options
 from logsteer.cli.overrides import add_override_commands
 from logsteer.cli.selftest import add_selftest
 from logsteer.cli.steering import add_steer, add_sweep
-from logsteer.cli.steering_options import add_steering_options, read_changes
+from logsteer.cli.steering_options import add_probe_option, add_steering_options, read_changes
 from logsteer.cli.terminal import Command, decode_text, given, show
 from logsteer.cli.vectors import add_vector_commands
 from logsteer.client import Client
@@ -149,6 +149,7 @@ def _add_score(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("targets", metavar="TARGET", nargs="+")
     add_options(parser, "logprob", _SCORING)
     add_steering_options(parser)
+    add_probe_option(parser)
     parser.set_defaults(command=_show_scores)
 
 
@@ -184,12 +185,18 @@ def _show_models(client: Client, arguments: argparse.Namespace) -> None:
 
 
 def _show_scores(client: Client, arguments: argparse.Namespace) -> None:
-    own = given(arguments, *_SCORING)
+    own = given(arguments, *_SCORING, "probes")
     options: Any = {**own, **read_changes(arguments)}
     items = pair_items([arguments.context], arguments.targets)
     answer = client.logprob(items, **options)
     result = pair_scores(answer, 1, len(arguments.targets))[0]
-    show(arguments, answer, *tables.draw_scores(result), *tables.draw_changes(answer))
+    drawn = [*tables.draw_scores(result)]
+    if arguments.probes:
+        drawn += [
+            token_tables.draw_token_columns(target.tokens or [], target.logprobs or [], target)
+            for target in result.targets
+        ]
+    show(arguments, answer, *drawn, *tables.draw_changes(answer))
 
 
 def _show_tokens(client: Client, arguments: argparse.Namespace) -> None:

@@ -6,13 +6,12 @@ from contextlib import closing
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 from logsteer.cli import tables, token_tables
 from logsteer.cli.continuations import stream_one
 from logsteer.cli.lines import STDIN, NumberedRow, Row, add_batch_option, answer_rows, read_rows
 from logsteer.cli.options import add_options
-from logsteer.cli.steering_options import add_steering_options, read_changes
+from logsteer.cli.steering_options import add_probe_option, add_steering_options, read_changes
 from logsteer.cli.terminal import add_examples, given, show, wants_json
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
@@ -56,11 +55,13 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     )
     add_options(parser.add_argument_group("diagnostics"), "generate", _DIAGNOSTICS)
     add_steering_options(parser)
+    add_probe_option(parser)
     parser.set_defaults(command=_generate)
 
 
 def _generate(client: Client, arguments: argparse.Namespace) -> None:
-    options: Any = {**given(arguments, *_SAMPLING, *_DIAGNOSTICS), **read_changes(arguments)}
+    own = given(arguments, *_SAMPLING, *_DIAGNOSTICS, "probes")
+    options: Any = {**own, **read_changes(arguments)}
     prompts: list[str] = arguments.prompts
     if STDIN in prompts:
         if prompts != [STDIN] or arguments.chat:
@@ -77,8 +78,8 @@ def _generate(client: Client, arguments: argparse.Namespace) -> None:
         console = Console(highlight=False)
         with closing(client.generate_events(**form, **options)) as events:
             answer = stream_one(events, console, "" if arguments.chat else prompts[0])
-        note = Text(tables.sum_up_completion(answer.results[0].completions[0]), "dim")
-        show(arguments, answer, note, *tables.draw_changes(answer))
+        drawn = token_tables.draw_end(answer.results[0].completions[0])
+        show(arguments, answer, *drawn, *tables.draw_changes(answer))
         return
     answer = client.generate(**form, **options)
     drawn = token_tables.draw_generated(prompts, answer)

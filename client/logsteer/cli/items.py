@@ -10,7 +10,12 @@ from typing import Any, TypeAlias
 from logsteer.cli import tables, token_tables
 from logsteer.cli.lines import STDIN, Row, add_batch_option, answer_rows, read_rows
 from logsteer.cli.options import add_options, add_policy_options, read_policy
-from logsteer.cli.steering_options import add_steering_options, parse_positions, read_changes
+from logsteer.cli.steering_options import (
+    add_probe_option,
+    add_steering_options,
+    parse_positions,
+    read_changes,
+)
 from logsteer.cli.terminal import add_examples, given, parse_layers, show
 from logsteer.client import Client
 from logsteer.errors import AnswerError, LogsteerError
@@ -47,6 +52,7 @@ def add_diagnostics(parser: argparse.ArgumentParser) -> None:
     add_options(parser, "diagnostics", _DIAGNOSTICS | _READING)
     add_policy_options(parser)
     add_steering_options(parser)
+    add_probe_option(parser)
     parser.set_defaults(command=_diagnose)
 
 
@@ -81,7 +87,8 @@ def _add_items(parser: argparse.ArgumentParser) -> None:
 
 
 def _diagnose(client: Client, arguments: argparse.Namespace) -> None:
-    options: Any = {**given(arguments, *_DIAGNOSTICS, *_READING), **read_changes(arguments)}
+    own = given(arguments, *_DIAGNOSTICS, *_READING, "probes")
+    options: Any = {**own, **read_changes(arguments)}
     if policy := read_policy(arguments):
         options["policy"] = policy
     items = _read_arguments(arguments)

@@ -9,10 +9,15 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.text import Text
 
-from logsteer.cli import tables
+from logsteer.cli import tables, token_tables
 from logsteer.cli.continuations import stream_one, stream_side_by_side
 from logsteer.cli.options import add_options
-from logsteer.cli.steering_options import PARAMETERS, add_steering_options, read_steering
+from logsteer.cli.steering_options import (
+    PARAMETERS,
+    add_probe_option,
+    add_steering_options,
+    read_steering,
+)
 from logsteer.cli.terminal import (
     given,
     parse_layers,
@@ -38,6 +43,7 @@ def add_steer(parser: argparse.ArgumentParser) -> None:
     """Make this the parser of `logsteer steer`."""
     parser.add_argument("prompt", metavar="PROMPT")
     add_steering_options(parser, required=True)
+    add_probe_option(parser)
     group = parser.add_argument_group("sampling")
     add_options(group, "steer", _SAMPLING)
     group.add_argument(
@@ -89,7 +95,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
 def _steer(client: Client, arguments: argparse.Namespace) -> None:
     steering = read_steering(arguments)
     assert steering is not None, "the parser requires it"
-    options: Any = given(arguments, *_SAMPLING, *PARAMETERS)
+    options: Any = given(arguments, *_SAMPLING, *PARAMETERS, "probes")
     prompt: str | None = arguments.prompt
     if arguments.chat:
         options = {**options, "messages": [{"role": "user", "content": prompt}]}
@@ -106,8 +112,8 @@ def _steer(client: Client, arguments: argparse.Namespace) -> None:
             answer = stream_side_by_side(events, console, bool(arguments.baseline))
     (result,) = answer.results
     if alone:
-        note = tables.sum_up_completion(result.completions[0])
-        show(arguments, answer, Text(note, "dim"), *tables.draw_changes(answer))
+        drawn = token_tables.draw_end(result.completions[0])
+        show(arguments, answer, *drawn, *tables.draw_changes(answer))
     else:
         table = tables.draw_completions(result)
         show(arguments, answer, table, *tables.draw_changes(answer))

@@ -1,4 +1,4 @@
-"""The options of the command line that change a model for one request.
+"""The options of the command line that change a model for one request, and read from it.
 
 Those about steering are read into a steering object.
 """
@@ -12,13 +12,15 @@ from typing import Any, NoReturn, get_args
 
 from logsteer.cli.terminal import given, parse_layers, read_text
 from logsteer.errors import LogsteerError
-from logsteer.schemas import PositionName
+from logsteer.schemas import PositionName, ProbeRead
 from logsteer.schemas.steering import Operation, Unit
 
 _VECTOR = re.compile(r"(?P<name>[^:@]+)(:(?P<scale>[^:@]+))?(@(?P<layers>[^:@]+))?")
 PARAMETERS = ("adapter", "override")
 """Options that change the model's parameters."""
-_DEPENDENT = ("op", "unit", "clamp", "positions")
+_PROBE = re.compile(r"(?P<name>[^:@]+)(@(?P<layers>[^:@]+))?(:(?P<read>[^:@]+))?")
+_BOUNDS = ("above", "below", "of")
+_DEPENDENT = ("op", "unit", "clamp", "positions", "when", *_BOUNDS)
 
 
 def add_steering_options(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
@@ -45,6 +47,20 @@ def add_steering_options(parser: argparse.ArgumentParser, *, required: bool = Fa
         metavar="WHICH",
         help=f"{', '.join(get_args(PositionName))}, or slices as in 0:5,8:10; default all",
     )
+    group.add_argument(
+        "--when",
+        type=_parse_probe,
+        metavar="NAME[@LAYER][:READ]",
+        help="steer only tokens at which this vector reads --above or --below a number; READ is "
+        f"{', '.join(get_args(ProbeRead))}; default projection",
+    )
+    group.add_argument("--above", type=float, metavar="X", help="of --when")
+    group.add_argument("--below", type=float, metavar="X", help="of --when")
+    group.add_argument(
+        "--of", choices=["token", "prompt"],
+        help="of --when: each token's own reading, or that of the prompt's last one for all behind "
+        "it; default token",
+    )  # fmt: skip
     parameters = parser.add_argument_group("parameters")
     parameters.add_argument(
         "--adapter", metavar="NAME", help="a stored LoRA adapter, added to the model's parameters"
@@ -56,6 +72,19 @@ def add_steering_options(parser: argparse.ArgumentParser, *, required: bool = Fa
         help="a stored direction v, as in gradient:1e-3: the parameters are theta + ETA v",
     )
     parser.set_defaults(refuse=parser.error)
+
+
+def add_probe_option(parser: argparse.ArgumentParser) -> None:
+    """Give a command `--probe`, whose values are the argument `probes` of its call."""
+    parser.add_argument_group("reading").add_argument(
+        "--probe",
+        type=_parse_probe,
+        action="append",
+        dest="probes",
+        metavar="NAME[@LAYERS][:READ]",
+        help="a stored vector to read at every token, as in mood, mood@2,5 or mood@2:cosine; "
+        "repeatable",
+    )
 
 
 def read_steering(arguments: argparse.Namespace) -> dict[str, Any] | None:
@@ -73,6 +102,11 @@ def read_steering(arguments: argparse.Namespace) -> dict[str, Any] | None:
     common: dict[str, Any] = dict(given(arguments, "op", "unit"))
     if arguments.clamp:
         common["params"] = arguments.clamp
+    bounds = given(arguments, *_BOUNDS)
+    if arguments.when:
+        common["when"] = {"probe": arguments.when, **bounds}
+    elif bounds:
+        refuse(f"{', '.join(f'--{name}' for name in bounds)}: only with --when")
     steering: dict[str, Any] = {"vectors": [vector | common for vector in arguments.vectors]}
     return {**steering, **given(arguments, "positions")}
 
@@ -121,6 +155,21 @@ def _parse_override(text: str) -> dict[str, Any]:
     if not colon or not name:
         raise argparse.ArgumentTypeError(f"{text!r} has not the form NAME:ETA")
     return {"name": name, "eta": _parse_number(eta)}
+
+
+def _parse_probe(text: str) -> dict[str, Any]:
+    found = _PROBE.fullmatch(text)
+    if found is None or found["read"] not in (None, *get_args(ProbeRead)):
+        reads = ", ".join(get_args(ProbeRead))
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has not the form NAME[@LAYERS][:READ] with READ one of {reads}"
+        )
+    probe: dict[str, Any] = {"name": found["name"]}
+    if found["layers"] is not None:
+        probe["layers"] = parse_layers(found["layers"])
+    if found["read"] is not None:
+        probe["read"] = found["read"]
+    return probe
 
 
 def _parse_bounds(text: str) -> dict[str, float]:

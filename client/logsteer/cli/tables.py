@@ -215,6 +215,7 @@ def _draw_receipt(receipt: SteeringReceipt) -> Iterator[Table | Text]:
     """Draw what was applied, and what it did at each layer."""
     used = ", ".join(
         f"{vector.name or 'a vector'} x {vector.scale:g} ({vector.sha256[:12]})"
+        + ("" if vector.passed is None else f" where its condition held, at {vector.passed} tokens")
         for vector in receipt.vectors
     )
     yield Text(f"steered {receipt.tokens_steered} tokens by {used}")

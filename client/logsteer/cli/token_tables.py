@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from logsteer.cli.tables import draw_completions, draw_rows
-from logsteer.schemas import GenerateAnswer, GradientAnswer, ItemScore, TargetGradient
+from logsteer.cli.tables import draw_completions, draw_rows, sum_up_completion
+from logsteer.schemas import Completion, GenerateAnswer, GradientAnswer, ItemScore, TargetGradient
 from logsteer.schemas.common import Aggregate, Float, RowColumns
 
 
@@ -18,7 +18,7 @@ def draw_diagnostics(result: ItemScore, with_tokens: bool) -> Iterator[Table | T
             f"{_show(target.perplexity)}, {target.num_tokens} tokens",
             "bold",
         )
-        if with_tokens:
+        if with_tokens or target.probes is not None:
             yield draw_token_columns(target.tokens or [], target.logprobs or [], target)
         if target.aggregates is not None:
             yield draw_aggregates(target.aggregates)
@@ -32,11 +32,23 @@ def draw_token_columns(
     if found.ranks is not None:
         columns["rank"] = found.ranks
     columns |= found.columns or {}
+    for read in found.probes or ():
+        name = f"{read.name or 'probe'}@{read.layer}"
+        columns[name] = read.before
+        if read.after is not None:
+            columns[f"{name} after"] = read.after
     rows = zip(tokens, *columns.values(), strict=True)
     return draw_rows(
         ["token", *(f">{name}" for name in columns)],
         ([repr(token), *map(_show, values)] for token, *values in rows),
     )
+
+
+def draw_end(completion: Completion) -> Iterator[Table | Text]:
+    """Draw how a completion that was shown as it came has ended, and what probes have read."""
+    yield Text(sum_up_completion(completion), "dim")
+    if completion.probes is not None:
+        yield draw_token_columns(completion.tokens, completion.logprobs, completion)
 
 
 def draw_aggregates(aggregates: Mapping[str, Aggregate]) -> Table:
@@ -81,7 +93,9 @@ def draw_generated(prompts: Sequence[str], answer: GenerateAnswer) -> Iterator[T
         yield Text(repr(prompt), "bold")
         yield draw_completions(result, "continuation")
         for completion in result.completions:
-            if completion.columns is not None or completion.ranks is not None:
+            if any(
+                x is not None for x in (completion.columns, completion.ranks, completion.probes)
+            ):
                 yield draw_token_columns(completion.tokens, completion.logprobs, completion)
             if completion.aggregates is not None:
                 yield draw_aggregates(completion.aggregates)
