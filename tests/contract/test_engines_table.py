@@ -49,9 +49,12 @@ def test_features_are_those_of_the_table(client: Client) -> None:
         # Both shared servers are without adapter_slots.
         has = cell_of(client, f"`{feature}`").startswith("yes")
         assert code == (f"unknown_{feature}" if has else "unsupported_by_engine"), feature
-    assert (find_code(client, steering={"vectors": [DATA]}) is None) == (
-        cell_of(client, "`steering`") == "yes"
-    )
+    for feature, options in (
+        ("`steering`", {"steering": {"vectors": [DATA]}}),
+        ("`probes`", {"probes": [DATA]}),
+        ("`probes`", {"steering": {"vectors": [DATA | {"when": {"probe": DATA, "above": 0.0}}]}}),
+    ):
+        assert (find_code(client, **options) is None) == cell_of(client, feature).startswith("yes")
     try:
         client.gradient(ITEMS, wrt={"layers": [1]}, model="demo")
         has_gradients = True
@@ -67,6 +70,7 @@ def test_hooks_are_those_of_the_table(client: Client) -> None:
     for hook in SHORT_NAMES:
         code = find_code(client, steering={"vectors": [DATA | {"hook": hook}]})
         assert (code is None) == (f"`{hook}`" in cell), (hook, code)
+        assert find_code(client, probes=[DATA | {"hook": hook}]) == code
     bridge = find_code(client, steering={"vectors": [DATA | {"hook": "ln1.hook_out"}]})
     assert (bridge is None) == ("every hook of the bridge" in cell)
 
