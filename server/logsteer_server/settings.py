@@ -60,8 +60,8 @@ class ModelSettings(BaseModel):
         16,
         ge=1,
         le=128,
-        description="Of vllm: probes that a request may have, each layer of each counting, those "
-        "of conditions included.",
+        description="Probes that a request may have, each layer of each counting, those of "
+        "conditions included.",
     )
     capture_bytes: int = Field(
         128 * 2**20,

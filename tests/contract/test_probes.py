@@ -339,8 +339,9 @@ def test_texts_and_openai_clients_have_readings(
 
 
 REFUSALS = [
-    ({"probes": [probe(MOOD, 9)]}, "layers are 0 to"),
+    ({"probes": [probe(MOOD, 9)]}, "used at layer 9, the model's are 0 to"),
     ({"probes": [probe(MOOD[:5], 1)]}, "activations 128"),
+    ({"probes": [probe(MOOD, 0, 1, 2, 3)] * 5}, "raise steering_probes"),
     ({"probes": [{"name": "nobody"}]}, "nobody"),
     ({"probes": [probe(MOOD, 1, read="probability")]}, "method logistic"),
     ({"probes": [probe(MOOD, 1, read="activation")]}, "import-sae"),
@@ -353,6 +354,7 @@ CONDITIONS = [
     ({"probe": probe(MOOD, 1)}, "above, below"),
     ({"probe": probe(MOOD, 1), "above": 2.0, "below": 1.0}, "nothing is above"),
     ({"probe": probe(MOOD, 1, read="cosine"), "above": 1.5}, "between -1 and 1"),
+    ({"probe": probe(MOOD, 1, read="cosine"), "above": -1.5}, "between -1 and 1"),
     ({"probe": {"name": "nobody"}, "above": 0.0}, "nobody"),
 ]
 
@@ -414,6 +416,9 @@ def test_a_trained_vector_reads_probabilities(client: Client) -> None:
         passed.append(scored.steering.vectors[0].passed)
     assert passed[0] == passed[1]
     assert 0 < (passed[0] or 0) < (passed[2] or 0) == len(ids) - 1
-    with pytest.raises(APIError, match="between 0 and 1"):
-        when = {"probe": {"name": "glad", "read": "probability"}, "above": 1.0}
-        score(client, [5], [6], steering={"vectors": [{"name": "glad", "when": when}]})
+    for bounds in ({"above": 1.0}, {"above": -0.5}, {"above": 0.0, "below": 1.0}):
+        when = {"probe": {"name": "glad", "read": "probability"}, **bounds}
+        with pytest.raises(APIError, match="between 0 and 1"):
+            score(client, [5], [6], steering={"vectors": [{"name": "glad", "when": when}]})
+    with pytest.raises(APIError, match="where it was made for, at layer 2, resid_post"):
+        score(client, [5], [6], probes=[{"name": "glad", "layers": [1], "read": "probability"}])

@@ -14,7 +14,7 @@ import torch
 from logsteer_server.contract.plan import Condition, Probe, ResidualOp, Site, SteeringPlan
 from logsteer_server.engines.vllm import kernel
 from logsteer_server.engines.vllm.config import SteeringSize
-from logsteer_server.engines.vllm.probe_tables import CLOSED, KNOWN, ReadTokens
+from logsteer_server.engines.vllm.probe_tables import CLOSED, DECIDED, ReadTokens
 from logsteer_server.engines.vllm.tables import SteeringTables, Step
 
 torch.manual_seed(0)
@@ -46,7 +46,8 @@ CONDITIONAL = (
 )
 READ = ReadTokens(
     np.arange(8, 16), np.array([6, 6, 6, 6, 6, 6, 3, 7]),
-    np.array([CLOSED, 9, 9, 9, KNOWN, KNOWN, CLOSED, KNOWN]), np.array([0, 0, 0, 0, 2, 1, 0, 0]),
+    np.array([CLOSED, 9, 9, 9, DECIDED, DECIDED, CLOSED, DECIDED]),
+    np.array([0, 0, 0, 0, 2, 1, 0, 0]),
 )
 
 

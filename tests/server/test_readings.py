@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from logsteer_server.contract.plan import Condition, Positions
+from logsteer_server.contract.plan import MAX_CONDITIONS, Condition, Positions, Probe
 from logsteer_server.engines.readings import ReadRequest, SequenceReadings
-from logsteer_server.engines.vllm.probe_tables import CLOSED, KNOWN
+from logsteer_server.engines.vllm.probe_tables import CLOSED, DECIDED, ProbeTables
 from logsteer_server.engines.vllm.readings import ReadingRecorder
 from logsteer_server.numerics.probes import hold_all, read_components
 
@@ -65,12 +65,12 @@ def test_the_prompts_last_token_decides_for_what_follows() -> None:
     for last, passed in ((0.9, 4), (0.1, 0)):
         sequence = SequenceReadings(request(3, OF_PROMPT))
         sequence.add(0, values(0.9, 0.9))
-        assert (sequence.known, sequence.passed) == (None, (0,))
+        assert (sequence.decided, sequence.passed) == (None, (0,))
         sequence.add(2, values(last, 0.1))
         sequence.add(4, values(0.2))
         sequence.add(5, values(0.2))
         assert sequence.passed == (passed,)
-        assert sequence.known == (1 if passed else 0)
+        assert sequence.decided == (1 if passed else 0)
 
 
 def test_steered_positions_alone_count_and_wanted_tokens_alone_are_kept() -> None:
@@ -96,7 +96,7 @@ def test_the_example_of_the_recorder() -> None:
     steps = []
     for step in range(3):
         read = recorder.find(["a"], np.array([0, 1]), np.array([2 + step]))
-        assert (read.sources_r.tolist(), read.known_r.tolist()) == ([KNOWN], [1])
+        assert (read.sources_r.tolist(), read.decided_r.tolist()) == ([DECIDED], [1])
         steps.append(read)
         recorder.record(values(0.2 + step))
     assert steps[0] is steps[1] is steps[2]
@@ -119,8 +119,25 @@ def test_a_prompt_in_parts_is_closed_until_its_end_is_read() -> None:
     assert second.sources_r.tolist() == [CLOSED, 3, 3, 3]
     recorder.record(values(0.9, 0.1, 0.9, 0.9))
     third = recorder.find(["a"], np.array([0, 1]), np.array([7]))
-    assert (third.sources_r.tolist(), third.known_r.tolist()) == ([KNOWN], [0])
+    assert (third.sources_r.tolist(), third.decided_r.tolist()) == ([DECIDED], [0])
     taken = recorder.take("a")
     assert taken is not None
     assert (taken.first, len(taken.values_TGR)) == (4, 3)
     assert recorder.read_passed("a") == (0,)
+
+
+def test_the_last_of_as_many_conditions_as_there_may_be_is_kept() -> None:
+    never = Condition(0, above=9.0, of="prompt")
+    conditions = (*[never] * (MAX_CONDITIONS - 1), OF_PROMPT)
+    recorder = ReadingRecorder()
+    recorder.begin("a", 1, request(1, *conditions), 0)
+    recorder.find(["a"], np.array([0, 1]), np.array([0]))
+    recorder.record(values(0.9))
+    read = recorder.find(["a"], np.array([0, 1]), np.array([1]))
+    tables = ProbeTables(2, MAX_CONDITIONS, 4, 2, torch.empty(0))
+    direction = np.array([1.0, 0.0], dtype=np.float32)
+    tables.load(1, [Probe(0, "resid_post", direction)], conditions)
+    tables.write(read)
+    number = torch.arange(MAX_CONDITIONS)[None]
+    acts = tables.decide(torch.tensor([0]), torch.tensor([1]), number)
+    assert acts[0].tolist() == [False] * (MAX_CONDITIONS - 1) + [True]

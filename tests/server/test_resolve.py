@@ -52,7 +52,7 @@ def test_resid_pre_is_the_stream_that_leaves_the_block_before() -> None:
 @pytest.mark.parametrize(
     ("vector", "code", "says"),
     [
-        ({"data": {"4": ONES}}, "invalid_vector", "layers are 0 to 3"),
+        ({"data": {"4": ONES}}, "invalid_vector", "used at layer 4, the model's are 0 to 3"),
         ({"data": {"1": ONES[:5]}}, "invalid_vector", "5 numbers a layer"),
         ({"data": {"1": "!"}}, "invalid_vector", "base64"),
         ({"data": {"1": ONES, "2": ONES}, "layers": [3]}, "invalid_vector", r"not \[3\]"),

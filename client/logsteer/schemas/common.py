@@ -204,6 +204,7 @@ class ProbeReadings(Reply):
         default=None, description="Of all tokens in front of those, where asked for."
     )
     context_after: list[Float] | None = None
+    flags: list[str] = Field(default_factory=list)
 
 
 class RowColumns(Reply):

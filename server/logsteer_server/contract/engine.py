@@ -68,6 +68,8 @@ class EngineInfo:
     """Activations of a layer that can be steered and captured; empty where none can."""
     hook_widths: Mapping[str, int] = field(default_factory=dict)
     """Numbers a token of those that have not `hidden_size`."""
+    max_probes: int | None = None
+    """Probes that one job may have; None: any number."""
     capture_rows: int | None = None
     """Activations that one capture may come to, all layers together; None: any number."""
     lacks: Mapping[Feature, str] = field(default_factory=dict)

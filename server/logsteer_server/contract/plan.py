@@ -32,7 +32,7 @@ class Positions:
     slices: tuple[tuple[int, int], ...] = ()
 
     def bounds(self, prompt_len: int) -> tuple[int, int | None]:
-        """[first, end) around all steered tokens; end None: as far as the sequence goes."""
+        """Return [first, end) around all steered tokens; end None: as far as the sequence goes."""
         if self.kind == "slices":
             return min(s for s, _ in self.slices), max(e for _, e in self.slices)
         return {
@@ -131,6 +131,10 @@ class Probe:
         name = self.hook.encode()
         hasher.update(struct.pack("<III", self.layer, len(name), self.direction.nbytes))
         hasher.update(name + self.direction.tobytes())
+
+
+MAX_CONDITIONS = 31
+"""Of a plan: engines keep what was decided of them as bits of one integer of 32."""
 
 
 @dataclass(frozen=True, slots=True)

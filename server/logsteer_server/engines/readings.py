@@ -39,13 +39,13 @@ class ReadRequest:
 class SequenceReadings:
     """The readings of one sequence, as far as it has been read.
 
-    Tokens in front of `counted` are counted, or came from the prefix cache. `known`: bit c says
+    Tokens in front of `counted` are counted, or came from the prefix cache. `decided`: bit c says
     whether condition c holds by the reading of the prompt's last token, once that was read.
     """
 
     request: ReadRequest
     counted: int = 0
-    known: int | None = None
+    decided: int | None = None
     _passed_C: npt.NDArray[np.int64] = field(init=False)
     _parts: list[tuple[int, Values]] = field(default_factory=list)
 
@@ -65,12 +65,12 @@ class SequenceReadings:
         last = asked.prompt_len - 1
         if begin <= last < end:
             held_C = holds_TC[last - begin].tolist()
-            self.known = sum(1 << c for c, holds in enumerate(held_C) if holds)
+            self.decided = sum(1 << c for c, holds in enumerate(held_C) if holds)
         if asked.conditions and end > self.counted:
             behind_T = np.arange(begin, end) >= last
             for c, condition in enumerate(asked.conditions):
                 if condition.of == "prompt":
-                    holds_TC[:, c] = behind_T & bool((self.known or 0) >> c & 1)
+                    holds_TC[:, c] = behind_T & bool((self.decided or 0) >> c & 1)
             new = max(0, self.counted - begin)
             steered_T = asked.positions.mask(begin + new, end, asked.prompt_len)
             self._passed_C += (holds_TC[new:] & steered_T[:, None]).sum(0)

@@ -22,7 +22,12 @@ from logsteer_server.interventions.parameters import (
     resolve_adapter,
     resolve_override,
 )
-from logsteer_server.interventions.probes import ResolvedProbe, resolve_probes, show_readings
+from logsteer_server.interventions.probes import (
+    ResolvedProbe,
+    check_room,
+    resolve_probes,
+    show_readings,
+)
 from logsteer_server.interventions.receipt import Receipt, check_reach
 from logsteer_server.interventions.steering import ResolvedSteering, resolve_steering
 from logsteer_server.stores.namespace import Namespace
@@ -69,12 +74,15 @@ class Interventions:
         stores.check_use(asked)
         steering = asked.steering if isinstance(asked, InterventionFields) else None
         probes = asked.probes if isinstance(asked, ActivationFields) else None
-        return cls(
+        found = cls(
             None if steering is None else resolve_steering(steering, stores.vectors, info),
             resolve_override(asked.override, stores.overrides, info),
             resolve_adapter(asked.adapter, stores.adapters, info),
             resolve_probes(probes, stores.vectors, info),
         )
+        if found.plan is not None:
+            check_room(len(found.plan.probes), info, "probes")
+        return found
 
     @cached_property
     def plan(self) -> SteeringPlan | None:
@@ -96,15 +104,11 @@ class Interventions:
         is_steered = is_steered and self.steering is not None
         return show_readings(self.probes, readings, first_row, is_steered)
 
-    @property
-    def numbers_per_token(self) -> int:
-        """Numbers that an answer shows of each token beside its columns."""
-        return len(self.probes) * (1 if self.steering is None else 2)
-
-    def measure_context(self, jobs: Sequence[Job]) -> tuple[int, int]:
-        """Count the tokens in front of scored ones that an answer shows, and numbers of each."""
-        shown = sum(probe.context for probe in self.probes)
-        return (sum(job.prompt_len for job in jobs), 2 * shown) if shown else (0, 0)
+    def count_readings(self, tokens: int, context_tokens: int) -> int:
+        """Count the numbers that an answer shows of tokens, and of those in front of them."""
+        shown = tokens * len(self.probes)
+        shown += context_tokens * sum(probe.context for probe in self.probes)
+        return shown * (1 if self.steering is None else 2)
 
     @property
     def unsteered(self) -> "Interventions":

@@ -4,7 +4,7 @@ Axis letters: T tokens, G probes, R numbers of a reading, D width of an activati
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,14 @@ from logsteer.schemas.steering import ProbedVector, SteeringCondition
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.plan import Condition, Probe, Readings, Vector
 from logsteer_server.interventions.parameters import check_feature
-from logsteer_server.interventions.references import VectorSource, fetch, place_vectors
-from logsteer_server.stores.layer_vectors import Readout, invalid_vector
+from logsteer_server.interventions.references import (
+    VectorSource,
+    fetch,
+    place_vectors,
+    refuse_vector,
+)
+from logsteer_server.stores.layer_vectors import RESID_POST, Readout
+from logsteer_server.stores.vectors import StoredVectors
 
 READ_BY = {"probability": "logistic", "activation": "relu"}
 """Kinds of reading that take a vector with a readout, and the readout's kind."""
@@ -72,45 +78,69 @@ def resolve_probes(
     if not asked:
         return ()
     check_feature("steering", info, "probes")
-    return tuple(
-        probe
-        for request in asked
-        for probe in _resolve(request, source, info, "probes", request.context)
-    )
+    found: list[ResolvedProbe] = []
+    for request in asked:
+        for probe in _resolve(request, source, info, "probes", request.context):
+            found.append(probe)
+            check_room(len(found), info, "probes")
+    return tuple(found)
+
+
+def check_room(count: int, info: EngineInfo, param: str) -> None:
+    """Refuse more probes than a request may have. Errors: APIError `unsupported_by_engine`."""
+    if info.max_probes is not None and count > info.max_probes:
+        detail = (
+            f"A request may have {info.max_probes} probes on this model, each layer of each "
+            "counting, those of conditions included: use fewer, or raise steering_probes."
+        )
+        raise api_error("unsupported_by_engine", detail, param=param)
 
 
 def _resolve(
     given: ProbedVector, source: VectorSource, info: EngineInfo, param: str, context: bool = False
-) -> list[ResolvedProbe]:
+) -> Iterator[ResolvedProbe]:
     stored = fetch(given, source)
-    found = []
-    for own, (layer, hook), vector_D in place_vectors(given, stored.vectors, info, param):
-        readout = stored.vectors.readouts.get(own)
-        _check_readout(given.read, readout, own)
-        probe = Probe(layer, hook, _normalize(vector_D, own))
-        found.append(ResolvedProbe(probe, given.read, readout, stored.name, stored.sha256, context))
-    return found
+    directions: dict[int, Vector] = {}
+    for own, (layer, hook), vector_D in place_vectors(given, stored, info, param):
+        if hook not in info.hooks:
+            detail = f"Probes read {', '.join(info.hooks)} on this engine, not {hook}: read "
+            detail += f"{RESID_POST} of layer {layer - 1}, the same stream, after it was steered."
+            raise api_error("unsupported_by_engine", detail, param=param)
+        if own not in directions:
+            directions[own] = _normalize(vector_D, stored, own, param)
+        readout = None
+        if given.read in READ_BY:
+            readout = _find_readout(given.read, stored, own, param)
+            if (layer, hook) != (own, stored.vectors.hook):
+                detail = f"is read as {given.read} where it was made for, at layer {own}, "
+                detail += f"{stored.vectors.hook}; elsewhere read its projection or cosine"
+                raise refuse_vector(stored, detail, param)
+        probe = Probe(layer, hook, directions[own])
+        yield ResolvedProbe(probe, given.read, readout, stored.name, stored.sha256, context)
 
 
-def _normalize(vector_D: Vector, layer: int) -> Vector:
+def _normalize(vector_D: Vector, stored: StoredVectors, layer: int, param: str) -> Vector:
     norm = float(np.linalg.norm(vector_D.astype(np.float64)))
     if not norm:
-        raise invalid_vector(f"it is 0 at layer {layer}, so there is nothing to read along it.")
+        detail = f"is 0 at layer {layer}, so there is nothing to read along it"
+        raise refuse_vector(stored, detail, param)
     return (vector_D.astype(np.float64) / norm).astype(np.float32)
 
 
-def _check_readout(read: ProbeRead, readout: Readout | None, layer: int) -> None:
-    if (kind := READ_BY.get(read)) is None or (readout is not None and readout.kind == kind):
-        return
+def _find_readout(read: ProbeRead, stored: StoredVectors, layer: int, param: str) -> Readout:
+    readout, kind = stored.vectors.readouts.get(layer), READ_BY[read]
+    if readout is not None and readout.kind == kind:
+        return readout
     known = f"a {readout.kind} readout" if readout else "no readout"
     makers = {
         "logistic": "vectors that POST /vectors/train makes by method logistic have one",
         "relu": "features that `logsteer vectors import-sae` stores have one",
     }
-    raise invalid_vector(
-        f"read: {read} takes a vector with a {kind} readout, and at layer {layer} it has {known}; "
-        f"{makers[kind]}. Read its projection or cosine."
+    detail = (
+        f"has {known} at layer {layer}, and read: {read} takes a {kind} one; {makers[kind]}. Read "
+        "its projection or cosine"
     )
+    raise refuse_vector(stored, detail, param)
 
 
 def resolve_condition(
@@ -121,7 +151,7 @@ def resolve_condition(
     Errors: as `resolve_probes`; `invalid_request` for a probe of several layers, and a threshold
     that no reading is beyond.
     """
-    found = _resolve(given.probe, source, info, "steering.vectors")
+    found = list(_resolve(given.probe, source, info, "steering.vectors"))
     if len(found) != 1:
         layers = [resolved.probe.layer for resolved in found]
         detail = f"The probe of a condition is read at one layer, not at {layers}: name one."
@@ -137,19 +167,20 @@ def _find_bounds(given: SteeringCondition, resolved: ResolvedProbe) -> tuple[flo
     above = -math.inf if given.above is None else given.above
     below = math.inf if given.below is None else given.below
     readout = resolved.readout
-    if resolved.read == "cosine" and (above >= 1 or below <= -1):
+    if resolved.read == "cosine" and (above >= 1 or below <= -1 or (above < -1 and below > 1)):
         raise _out_of_reach("a cosine lies between -1 and 1")
-    if resolved.read not in READ_BY:
+    if readout is None:
         return above, below
-    assert readout is not None
     if resolved.read == "probability":
-        if above >= 1 or below <= 0:
+        if above >= 1 or below <= 0 or (above <= 0 and below >= 1):
             raise _out_of_reach("a probability lies between 0 and 1")
         above, below = _logit(above), _logit(below)
     else:
-        if given.below is not None or above < 0:
-            raise _out_of_reach("an activation is 0 or more; give above, of 0 or more, alone")
-        above = max(above, readout.threshold)
+        if below <= 0 or (above < 0 and given.below is None):
+            raise _out_of_reach("an activation is 0 or more")
+        # What does not come above the threshold is an activation of 0.
+        above = max(above, readout.threshold) if above >= 0 else -math.inf
+        below = max(below, readout.threshold)
     if not readout.slope:
         raise _out_of_reach("the vector's readout has slope 0, so it reads the same everywhere")
     bounds = ((above - readout.bias) / readout.slope, (below - readout.bias) / readout.slope)
@@ -172,7 +203,8 @@ def show_readings(
 ) -> dict[str, Any]:
     """Return what an answer shows of readings as the field `probes`; nothing without probes.
 
-    `first_row`: the position of the token that the first token shown was predicted from.
+    `first_row`: the position of the token that the first token shown was predicted from. A reading
+    that is no number is flagged.
     """
     if not probes:
         return {}
@@ -190,5 +222,7 @@ def show_readings(
             entry[f"{name}before"] = probe.convert(own_TR[:, 0], own_TR[:, 1])
             if is_steered:
                 entry[f"{name}after"] = probe.convert(own_TR[:, 2], own_TR[:, 3])
-        shown.append(entry)
+        read = [value for value in entry.values() if isinstance(value, np.ndarray)]
+        finite = all(np.isfinite(values_T).all() for values_T in read)
+        shown.append(entry | {"flags": [] if finite else ["non_finite"]})
     return {"probes": shown}

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from logsteer.errors import api_error
+from logsteer.errors import APIError, api_error
 from logsteer.schemas.steering import VectorReference
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.plan import Vector
@@ -54,48 +54,48 @@ def _read_numbers(given: Sequence[float] | str) -> Vector:
 
 
 def place_vectors(
-    given: VectorReference, vectors: LayerVectors, info: EngineInfo, param: str
+    given: VectorReference, stored: StoredVectors, info: EngineInfo, param: str
 ) -> Iterator[tuple[int, tuple[int, str], Vector]]:
     """Yield, for each layer that a request uses a vector at: the vector's own layer, which is the
     only one it has where it is used at others; the model's layer and hook; the numbers.
 
     Errors: APIError `invalid_vector`, `unsupported_by_engine`; `param` names the field.
     """
-    hook = given.hook or vectors.hook
-    for layer, own in _choose_layers(given, vectors).items():
-        vector_D = vectors.layers[own]
-        yield own, _check_place(layer, hook, vector_D, info, param), vector_D
+    hook = given.hook or stored.vectors.hook
+    for layer, own in _choose_layers(given, stored, param).items():
+        vector_D = stored.vectors.layers[own]
+        if layer >= info.num_layers:
+            detail = f"is used at layer {layer}, the model's are 0 to {info.num_layers - 1}"
+            raise refuse_vector(stored, detail, param)
+        if hook not in info.hooks and not _has_other_name(hook, layer, info):
+            known = f"This engine reads and steers {', '.join(info.hooks)}, not {hook}"
+            hint = "; transformer_lens has more." if len(info.hooks) == 1 else "."
+            raise api_error("unsupported_by_engine", known + hint, param=param)
+        if hook.startswith("resid_") and len(vector_D) != info.hidden_size:
+            detail = f"has {len(vector_D)} numbers a layer, the model's activations "
+            raise refuse_vector(stored, f"{detail}{info.hidden_size}", param)
+        yield own, (layer, hook), vector_D
 
 
-def _choose_layers(given: VectorReference, vectors: LayerVectors) -> dict[int, int]:
+def _choose_layers(given: VectorReference, stored: StoredVectors, param: str) -> dict[int, int]:
     """Return, for each layer of the model that is asked for, the vector's own."""
-    own = list(vectors.layers)
+    own = list(stored.vectors.layers)
     if given.layers is None:
         return {layer: layer for layer in own}
     if len(own) == 1:
         return dict.fromkeys(given.layers, own[0])
-    missing = sorted(set(given.layers) - set(own))
-    if missing:
-        raise invalid_vector(f"it has layers {sorted(own)}, not {missing}; name some of its own.")
+    if missing := sorted(set(given.layers) - set(own)):
+        detail = f"has layers {sorted(own)}, not {missing}; name some of its own"
+        raise refuse_vector(stored, detail, param)
     return {layer: layer for layer in given.layers}
 
 
-def _check_place(
-    layer: int, hook: str, vector_D: Vector, info: EngineInfo, param: str
-) -> tuple[int, str]:
-    """Return the layer and hook that are meant. Errors: APIError where the model lacks them."""
-    if layer >= info.num_layers:
-        raise invalid_vector(
-            f"it has layer {layer}, the model's layers are 0 to {info.num_layers - 1}."
-        )
-    if hook == "resid_pre" and hook not in info.hooks and layer > 0:
-        layer, hook = layer - 1, RESID_POST  # the same stream, by the name that the engine has
-    if hook not in info.hooks:
-        detail = f"This engine reads and steers {', '.join(info.hooks)}, not {hook}"
-        hint = "; transformer_lens has more." if len(info.hooks) == 1 else "."
-        raise api_error("unsupported_by_engine", detail + hint, param=param)
-    if hook.startswith("resid_") and len(vector_D) != info.hidden_size:
-        raise invalid_vector(
-            f"it has {len(vector_D)} numbers a layer, the model's activations {info.hidden_size}."
-        )
-    return layer, hook
+def _has_other_name(hook: str, layer: int, info: EngineInfo) -> bool:
+    """Return whether an engine has an activation by its name in the layer in front."""
+    return hook == "resid_pre" and layer > 0 and RESID_POST in info.hooks
+
+
+def refuse_vector(stored: StoredVectors, detail: str, param: str) -> APIError:
+    """Return the error for an unusable vector; `detail` goes on after its name."""
+    name = repr(stored.name) if stored.name else f"with SHA-256 {stored.sha256[:12]}"
+    return api_error("invalid_vector", f"The vector {name} {detail}.", param=param)

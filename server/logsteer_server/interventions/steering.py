@@ -9,6 +9,7 @@ from logsteer.schemas import Steering, SteeringVector
 from logsteer.schemas.steering import FLOAT32_MAX, PositionName, SlicePositions
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.plan import (
+    MAX_CONDITIONS,
     Condition,
     Positions,
     Probe,
@@ -20,7 +21,10 @@ from logsteer_server.contract.plan import (
 from logsteer_server.interventions.parameters import check_feature
 from logsteer_server.interventions.probes import resolve_condition
 from logsteer_server.interventions.references import VectorSource, fetch, place_vectors
-from logsteer_server.stores.layer_vectors import invalid_vector
+from logsteer_server.stores.layer_vectors import RESID_POST, invalid_vector
+
+PARAM = "steering.vectors"
+"""The field that errors name."""
 
 DTYPE_MAX = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38}
 """The largest number of each dtype that holds less than float32."""
@@ -70,28 +74,38 @@ def resolve_steering(
         number = None
         if use.when is not None:
             number = len(conditions)
+            if number == MAX_CONDITIONS:
+                detail = f"A request has at most {MAX_CONDITIONS} conditions; leave some out."
+                raise api_error("invalid_request", detail, param=PARAM)
             probe, condition = resolve_condition(use.when, number, source, info)
             probes.append(probe)
             conditions.append(condition)
         used.append(UsedSteering(stored.name, stored.sha256, use.scale, number))
-        for _, place, vector_D in place_vectors(use, stored.vectors, info, "steering.vectors"):
+        for _, (layer, hook), vector_D in place_vectors(use, stored, info, PARAM):
             if number is not None:
-                _check_order(probes[number], place[0])
-            sites.setdefault(place, _SiteDraft()).take(use, vector_D, place[0], number)
+                _check_order(probes[number], layer, hook)
+            place = (layer, hook)
+            if hook not in info.hooks:  # the same stream, by the name that the engine has
+                place = (layer - 1, RESID_POST)
+            sites.setdefault(place, _SiteDraft()).take(use, vector_D, layer, number)
     finished = [draft.finish(*place, info.dtype) for place, draft in sorted(sites.items())]
     positions = place_positions(steering.positions)
     plan = SteeringPlan(tuple(finished), positions, tuple(probes), tuple(conditions))
     return ResolvedSteering(plan, used)
 
 
-def _check_order(probe: Probe, layer: int) -> None:
-    """Make sure that what a condition reads is there when a layer is steered."""
-    if probe.layer > layer:
+def _check_order(probe: Probe, layer: int, hook: str) -> None:
+    """Make sure that what a condition reads is there when a layer is steered.
+
+    Of the activations of one layer, the engine knows which come first.
+    """
+    reads_behind = probe.hook == RESID_POST and hook == "resid_pre" and probe.layer == layer
+    if probe.layer > layer or reads_behind:
         detail = (
-            f"A vector at layer {layer} cannot wait for a condition that is read at layer "
-            f"{probe.layer}, behind it: read it at layer {layer} or before."
+            f"A vector at layer {layer}, {hook}, cannot wait for a condition that is read at layer "
+            f"{probe.layer}, {probe.hook}, behind it: read it there or before."
         )
-        raise api_error("invalid_request", detail, param="steering.vectors")
+        raise api_error("invalid_request", detail, param=PARAM)
 
 
 def place_positions(given: PositionName | SlicePositions) -> Positions:

@@ -64,9 +64,9 @@ class GenerationTask(Task):
         planner.cover_text(find_longest_prompt(body.prompts or [], body.messages or []))
         self._continuations = await planner.advance(self._plan(codec, info))
         tokens = len(self._continuations.jobs) * body.max_tokens
-        columns = len(self.columns) + self.interventions.numbers_per_token
-        planner.expect_rows(tokens, 1 + columns)
-        planner.expect_rows(*self.interventions.measure_context(self._continuations.jobs))
+        planner.expect_rows(tokens, 1 + len(self.columns))
+        contexts = [job.prompt_len for job in self._continuations.jobs]
+        planner.expect_readings(self.interventions, len(contexts), tokens, sum(contexts))
         yield Batch(self._continuations.jobs, self._take)
         if not self.columns:
             return

@@ -49,9 +49,9 @@ class LogprobTask(Task):
         planner.cover_text(find_longest(body.items))
         plan, jobs = await planner.advance(self._plan(codec, info))
         rows = sum(job.num_scored for job in jobs)
-        columns = len(body.columns) + self.interventions.numbers_per_token
-        planner.expect_rows(rows, columns, min(body.top, info.vocab_size))
-        planner.expect_rows(*self.interventions.measure_context(jobs))
+        planner.expect_rows(rows, len(body.columns), min(body.top, info.vocab_size))
+        contexts = [plan.jobs[target.job].prompt_len for target in plan.planned]
+        planner.expect_readings(self.interventions, len(contexts), rows, sum(contexts))
         collector = Collector(jobs)
         yield Batch(jobs, collector.take, cache=body.cache)
         found = collector.outputs

@@ -95,9 +95,10 @@ class OpenAITask(Task):
         drawn = [job for job in jobs if isinstance(job, GenerateJob)]
         rows = sum(job.num_scored for job in jobs) + sum(job.max_tokens for job in drawn)
         listed = [job for job in jobs if isinstance(job, GenerateJob | ScoreJob)]
-        numbers = 1 + self.interventions.numbers_per_token
-        planner.expect_rows(rows, numbers, max((job.top for job in listed), default=0))
-        planner.expect_rows(*self.interventions.measure_context(jobs))
+        planner.expect_rows(rows, 1, max((job.top for job in listed), default=0))
+        contexts = sum(job.prompt_len for job in drawn)
+        tokens = sum(job.max_tokens for job in drawn)
+        planner.expect_readings(self.interventions, len(drawn), tokens, contexts)
 
     @property
     @abstractmethod

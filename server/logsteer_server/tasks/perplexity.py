@@ -112,8 +112,8 @@ class PerplexityTask(WindowTask):
         self._windows_total = len(windows)
         if body.tokens:
             rows = sum(window.num_scored for window in windows)
-            columns = len(body.columns) + self.interventions.numbers_per_token
-            planner.expect_rows(rows, 1 + columns)
+            planner.expect_rows(rows, 1 + len(body.columns))
+            planner.expect_readings(self.interventions, len(body.texts), rows)
         if body.windows:
             planner.expect_bytes(len(windows) * BYTES_PER_WINDOW)
         jobs = self.interventions.apply([window.job for window in windows])

@@ -20,6 +20,7 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from logsteer.errors import api_error
+from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.models.admission import BYTES, Admission, Reservation
 from logsteer_server.settings import Settings
 
@@ -42,6 +43,8 @@ BYTES_PER_PACKED = 4
 """A number of an array in a raw buffer."""
 COPIES = 3
 """Of such an array while it is written: 2.0 measured as safetensors, 2.6 as MessagePack."""
+BYTES_PER_PROBE = 640
+"""What one probe takes of a sequence beside its numbers: 462 as objects, 163 as JSON."""
 BYTES_PER_ALTERNATIVE = 56
 """An alternative's id, text and log-probability."""
 
@@ -217,6 +220,14 @@ class Planner:
             raise api_error("payload_too_large", detail)
         self._memory.add(size * (COPIES if packs else 1))
         self.expected_bytes += size
+
+    def expect_readings(
+        self, shown: Interventions, sequences: int, tokens: int, context_tokens: int = 0
+    ) -> None:
+        """Reserve memory for what an answer shows of probes. Errors: as `expect_rows`."""
+        entries = sequences * len(shown.probes) * BYTES_PER_PROBE
+        numbers = shown.count_readings(tokens, context_tokens)
+        self.expect_bytes(entries + numbers * BYTES_PER_NUMBER)
 
     def expect_bytes(self, size: int) -> None:
         """Reserve memory for an answer of so many bytes. Errors: as `expect_rows`."""

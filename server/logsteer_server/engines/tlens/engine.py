@@ -205,6 +205,7 @@ def _describe(spec: EngineSpec, path: str, model: BridgeModel, digest: str) -> E
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         hooks=model.points.names,
+        max_probes=spec.steering_probes,
         hook_widths=model.points.list_widths(model.hidden_size),
         tf32=spec.tf32 and model.device.type == "cuda",
         computed_on=describe_machine(model.device.type),

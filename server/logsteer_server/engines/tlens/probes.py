@@ -122,8 +122,8 @@ class BatchProbes:
         self._readings_rGR = torch.zeros((total, self._count, READINGS))
         self._token_of_place = torch.full((num_places,), -1)
         self._source_r = torch.full((total,), -1)
-        self._known_r = torch.zeros((total,), dtype=torch.int64)
-        self._is_known_r = torch.zeros((total,), dtype=torch.bool)
+        self._decided_r = torch.zeros((total,), dtype=torch.int64)
+        self._is_decided_r = torch.zeros((total,), dtype=torch.bool)
         for part in ranges:
             own = slice(part.first, part.first + part.count)
             self._token_of_place[part.start : part.start + part.count] = torch.arange(
@@ -133,8 +133,8 @@ class BatchProbes:
             assert row is not None
             last = row.sequence.request.prompt_len - 1 - part.position
             if last < 0:
-                self._is_known_r[own] = True
-                self._known_r[own] = row.sequence.known or 0
+                self._is_decided_r[own] = True
+                self._decided_r[own] = row.sequence.decided or 0
             elif last < part.count:
                 self._source_r[part.first + last : own.stop] = part.first + last
 
@@ -176,9 +176,9 @@ class BatchProbes:
         readings_NKR = self._readings_rGR[read_NK, numbers_NKP[..., 0].long()]
         bounds = numbers_NKP[..., 1:4].unbind(-1)
         holds_NK = hold(readings_NKR[..., 0], readings_NKR[..., 1], *bounds)
-        known_NK = (self._known_r.to(device)[token_N1] >> asked_NK & 1).bool()
-        is_known_N1 = self._is_known_r.to(device)[token_N1]
-        prompt_NK = torch.where(is_known_N1, known_NK, holds_NK & (source_N1 >= 0))
+        decided_NK = (self._decided_r.to(device)[token_N1] >> asked_NK & 1).bool()
+        is_decided_N1 = self._is_decided_r.to(device)[token_N1]
+        prompt_NK = torch.where(is_decided_N1, decided_NK, holds_NK & (source_N1 >= 0))
         return torch.where(of_prompt_NK, prompt_NK, holds_NK) | (conditions_NK < 0)
 
     def end(self) -> None:

@@ -211,6 +211,7 @@ def describe(
         lacks=_find_missing(spec, unsteerable),
         tf32=spec.tf32 and config.device_config.device_type == "cuda",
         computed_on=describe_machine(config.device_config.device_type),
+        max_probes=spec.steering_probes,
         step_tokens=(
             config.scheduler_config.max_num_batched_tokens
             if config.scheduler_config.enable_chunked_prefill

@@ -198,6 +198,8 @@ class VllmEngine:
         for kind, outputs in self._run_step().items():
             for running, result in self._add_readings(kind.collect(outputs)):
                 if result is None:
+                    if running.asks_prompt:  # whose reading was not there to decide
+                        self._vllm.freed_prefixes.evict(running.request_id)
                     self._remove(running)
                     running.use_cache = False
                     self._submit(running)

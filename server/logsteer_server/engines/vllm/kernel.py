@@ -13,8 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from logsteer_server.engines.vllm.probe_tables import CLOSED, DECIDED
+from logsteer_server.numerics.probes import CONDITION_NUMBERS, READINGS
+from logsteer_server.numerics.residual_ops import UNCHANGED
+
 if TYPE_CHECKING:
     from logsteer_server.engines.vllm.tables import SteeringTables
+
+OP_NUMBERS = tl.constexpr(len(UNCHANGED))
+CONDITION_AT = tl.constexpr(len(UNCHANGED) - 1)
+CONDITION_SIZE = tl.constexpr(CONDITION_NUMBERS)
+READING_SIZE = tl.constexpr(READINGS)
+IS_CLOSED, IS_DECIDED = tl.constexpr(CLOSED), tl.constexpr(DECIDED)
 
 WARPS_ABOVE = 2048
 """Width from which a program gets eight warps instead of four."""
@@ -48,7 +58,7 @@ def _read_into(
         if tl.load(layers_ptr + place) == layer:
             u = tl.load(directions_ptr + place * width + d, mask=d < width, other=0.0)
             component = tl.sum(stream * u)
-            reading_ptr = readings_ptr + (token * PROBES + g) * 4
+            reading_ptr = readings_ptr + (token * PROBES + g) * READING_SIZE
             if not IS_AFTER:
                 tl.store(reading_ptr, component)
                 tl.store(reading_ptr + 1, norm)
@@ -82,24 +92,24 @@ def _read_token(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _is_open(
-    condition, slot, token, conditions_ptr, sources_ptr, known_ptr, readings_ptr,
+    condition, slot, token, conditions_ptr, sources_ptr, decided_ptr, readings_ptr,
     PROBES: tl.constexpr,
 ):  # fmt: skip
     asked = tl.maximum(condition, 0)
-    numbers_ptr = conditions_ptr + (slot * PROBES + asked) * 5
+    numbers_ptr = conditions_ptr + (slot * PROBES + asked) * CONDITION_SIZE
     probe = tl.load(numbers_ptr).to(tl.int32)
     of_prompt = tl.load(numbers_ptr + 4) != 0.0
     source = tl.load(sources_ptr + token)
     place = tl.where(of_prompt, tl.maximum(source, 0).to(tl.int64), token)
-    reading_ptr = readings_ptr + (place * PROBES + probe) * 4
+    reading_ptr = readings_ptr + (place * PROBES + probe) * READING_SIZE
     component = tl.load(reading_ptr)
     relative = tl.load(numbers_ptr + 3)
     scale = relative * tl.load(reading_ptr + 1) + (1.0 - relative)
     above, below = tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
     holds = (component > above * scale) & (component < below * scale)
-    is_known = ((tl.load(known_ptr + token) >> asked) & 1) != 0
-    holds = tl.where(of_prompt & (source == -2), is_known, holds)
-    return (condition < 0) | (holds & ~(of_prompt & (source == -1)))
+    is_decided = ((tl.load(decided_ptr + token) >> asked) & 1) != 0
+    holds = tl.where(of_prompt & (source == IS_DECIDED), is_decided, holds)
+    return (condition < 0) | (holds & ~(of_prompt & (source == IS_CLOSED)))
 
 
 @triton.jit
@@ -130,7 +140,7 @@ def _change_once(x, u, number):
 def _steer_token(
     hidden_ptr, residual_ptr, residual_counts_ptr, slots_ptr, captures_ptr, offsets_ptr,
     directions_ptr, numbers_ptr, ratios_ptr, sums_ptr, read_slots_ptr, probe_layers_ptr,
-    probe_directions_ptr, conditions_ptr, sources_ptr, known_ptr, readings_ptr,
+    probe_directions_ptr, conditions_ptr, sources_ptr, decided_ptr, readings_ptr,
     hidden_stride, residual_stride, layer, width,
     HAS_RESIDUAL: tl.constexpr, DEPTH: tl.constexpr, PROBES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -154,12 +164,13 @@ def _steer_token(
         for k in tl.static_range(DEPTH):
             place = slot * DEPTH + k
             u = tl.load(directions_ptr + place * width + d, mask=inside, other=0.0)
-            number = numbers_ptr + place * 8
+            number = numbers_ptr + place * OP_NUMBERS
             change = _change_once(x, u, number)
-            condition = tl.load(number + 7).to(tl.int32)
+            condition = tl.load(number + CONDITION_AT).to(tl.int32)
             acts = _is_open(
-                condition, slot, token, conditions_ptr, sources_ptr, known_ptr, readings_ptr, PROBES
-            )
+                condition, slot, token, conditions_ptr, sources_ptr, decided_ptr, readings_ptr,
+                PROBES,
+            )  # fmt: skip
             x += tl.where(acts, change, 0.0)
         own = (own + (x - start)).to(hidden_ptr.dtype.element_ty).to(tl.float32)
         change = tl.where(inside, x - before, 0.0)
@@ -198,6 +209,6 @@ def launch(
     _steer_token[(tokens,)](
         *stream, tables.slots_T, tables.captures.rows_LT[layer], tables.offsets_LSD[layer],
         tables.directions_LSKD[layer], tables.numbers_LSKP[layer], tables.ratios_LT[layer],
-        tables.captures.sums_ND, *read, probes.conditions_SCP, probes.sources_T, probes.known_T,
+        tables.captures.sums_ND, *read, probes.conditions_SCP, probes.sources_T, probes.decided_T,
         probes.readings_TGR, *sizes, DEPTH=tables.directions_LSKD.shape[2], **options,
     )  # fmt: skip

@@ -24,7 +24,7 @@ from logsteer_server.numerics.probes import (
     read_components,
 )
 
-CLOSED, KNOWN = -1, -2
+CLOSED, DECIDED = -1, -2
 """In place of the token whose reading decides for another: none, as that stands before the prompt's
 end; or one of an earlier step, of which the host knows what was decided."""
 
@@ -32,7 +32,8 @@ GATHERED = 2**22
 """Numbers of activations that are gathered at once."""
 
 
-def _none() -> npt.NDArray[np.int64]:
+def no_places() -> npt.NDArray[np.int64]:
+    """Return the places of no token."""
     return np.zeros(0, np.int64)
 
 
@@ -41,13 +42,13 @@ class ReadTokens:
     """The tokens of a step that are read: places in it, and slots.
 
     `sources_r`: the place of the prompt's last token, whose reading decides where a condition asks
-    for that, or CLOSED, or KNOWN: then bit c of `known_r` says whether condition c holds.
+    for that, or CLOSED, or DECIDED: then bit c of `decided_r` says whether condition c holds.
     """
 
-    index_r: npt.NDArray[np.int64] = field(default_factory=_none)
-    slots_r: npt.NDArray[np.int64] = field(default_factory=_none)
-    sources_r: npt.NDArray[np.int64] = field(default_factory=_none)
-    known_r: npt.NDArray[np.int64] = field(default_factory=_none)
+    index_r: npt.NDArray[np.int64] = field(default_factory=no_places)
+    slots_r: npt.NDArray[np.int64] = field(default_factory=no_places)
+    sources_r: npt.NDArray[np.int64] = field(default_factory=no_places)
+    decided_r: npt.NDArray[np.int64] = field(default_factory=no_places)
 
 
 NONE_READ = ReadTokens()
@@ -75,7 +76,7 @@ class ProbeTables:
         self.conditions_SCP = new((slots, probes, CONDITION_NUMBERS), dtype=float32)
         self.slots_T = new((tokens,), dtype=int32)
         self.sources_T = torch.full((tokens,), CLOSED, dtype=int32, device=like.device)
-        self.known_T = new((tokens,), dtype=int32)
+        self.decided_T = new((tokens,), dtype=int32)
         self.readings_TGR = new((tokens, probes, READINGS), dtype=float32)
         self._places: list[dict[int, list[int]]] = [{}] * slots
         self.step = NONE_READ
@@ -105,14 +106,14 @@ class ProbeTables:
             for buffer_T, values_r, other in (
                 (self.slots_T, step.slots_r, 0),
                 (self.sources_T, step.sources_r, CLOSED),
-                (self.known_T, step.known_r, 0),
+                (self.decided_T, step.decided_r, 0),
             ):
                 host_T = np.full(len(buffer_T), other, dtype=np.int32)
                 host_T[step.index_r] = values_r
                 buffer_T.copy_(torch.from_numpy(host_T))
         else:
             self.sources_T[step.index_r] = torch.from_numpy(step.sources_r).int()
-            self.known_T[step.index_r] = torch.from_numpy(step.known_r).int()
+            self.decided_T[step.index_r] = torch.from_numpy(step.decided_r).int()
         self._begin()
 
     def _begin(self) -> None:
@@ -145,7 +146,7 @@ class ProbeTables:
     def _pair(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return place, slot and probe of every reading at a layer."""
         step = self.step
-        index, slots, probes = [_none()], [_none()], [_none()]
+        index, slots, probes = [no_places()], [no_places()], [no_places()]
         for slot in np.unique(step.slots_r).tolist():
             own_r = step.index_r[step.slots_r == slot]
             for g in self._places[slot].get(layer, ()):
@@ -173,9 +174,9 @@ class ProbeTables:
         holds_tK = hold(
             readings_tKR[..., 0], readings_tKR[..., 1], *numbers_tKP[..., 1:4].unbind(-1)
         )
-        known_tK = (self.known_T[index_t].long()[:, None] >> asked_tK) & 1
+        decided_tK = (self.decided_T[index_t].long()[:, None] >> asked_tK) & 1
         of_prompt_holds_tK = torch.where(
-            sources_t1 == KNOWN, known_tK.bool(), holds_tK & (sources_t1 != CLOSED)
+            sources_t1 == DECIDED, decided_tK.bool(), holds_tK & (sources_t1 != CLOSED)
         )
         return torch.where(of_prompt_tK, of_prompt_holds_tK, holds_tK) | (conditions_tK < 0)
 

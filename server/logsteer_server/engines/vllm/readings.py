@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from logsteer_server.contract.plan import Readings
 from logsteer_server.engines.readings import ReadRequest, SequenceReadings
-from logsteer_server.engines.vllm.probe_tables import CLOSED, KNOWN, NONE_READ, ReadTokens
+from logsteer_server.engines.vllm.probe_tables import CLOSED, DECIDED, NONE_READ, ReadTokens
 
 Indices = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float32]
@@ -59,7 +59,8 @@ class ReadingRecorder:
         find(["b", "a"], [0, 1, 3], [5, 0])     index_r = [1, 2], slots_r = [2, 2],
                                                 sources_r = [CLOSED, 2]
         record(readings of these two tokens)    the second one's decides for what follows
-        find(["a"], [0, 1], [2])                index_r = [0], sources_r = [KNOWN], known_r = [...]
+        find(["a"], [0, 1], [2])                index_r = [0], sources_r = [DECIDED],
+                                                decided_r: the bits of what was decided
     """
 
     def __init__(self) -> None:
@@ -109,7 +110,7 @@ class ReadingRecorder:
             ReadTokens(
                 *(
                     np.concatenate([getattr(part, name) for part in parts])
-                    for name in ("index_r", "slots_r", "sources_r", "known_r")
+                    for name in ("index_r", "slots_r", "sources_r", "decided_r")
                 )
             )
             if parts
@@ -158,10 +159,10 @@ def _mark(entry: _ReadEntry, start: int, end: int, position: int) -> ReadTokens:
     """Return the tokens of one request in a step: places [start, end), from `position` on."""
     index_r = np.arange(start, end)
     last = entry.sequence.request.prompt_len - 1 - position
-    known = entry.sequence.known or 0
-    sources_r = np.full(end - start, CLOSED if last >= 0 else KNOWN)
+    decided = entry.sequence.decided or 0
+    sources_r = np.full(end - start, CLOSED if last >= 0 else DECIDED)
     if 0 <= last < end - start:
         sources_r[last:] = start + last
     return ReadTokens(
-        index_r, np.full(end - start, entry.slot), sources_r, np.full(end - start, known)
+        index_r, np.full(end - start, entry.slot), sources_r, np.full(end - start, decided)
     )

@@ -16,7 +16,7 @@ from logsteer_server.contract.jobs import (
     ScoreJob,
     ScoreOutput,
 )
-from logsteer_server.contract.plan import Readings
+from logsteer_server.contract.plan import Readings, SteeringPlan
 from logsteer_server.engines.vllm.adapters import AdapterSlot
 from logsteer_server.engines.vllm.extra_args import describe_rows
 from logsteer_server.engines.vllm.scoring import NO_FILE, NO_MEMORY
@@ -50,6 +50,12 @@ class RunningJob:
     def keeps_readings(self) -> bool:
         """Whether outputs have what the plan's probes read."""
         return self.job.plan is not None and self.job.plan.kept != "none"
+
+    @property
+    def asks_prompt(self) -> bool:
+        """Whether a condition of its plan reads the prompt's last token."""
+        plan: SteeringPlan | None = self.job.plan
+        return plan is not None and any(one.of == "prompt" for one in plan.conditions)
 
     @property
     def may_read_cache(self) -> bool:

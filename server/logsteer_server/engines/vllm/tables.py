@@ -19,21 +19,22 @@ from torch import Tensor
 from logsteer_server.contract.plan import SteeringPlan
 from logsteer_server.engines.vllm.captures import CaptureBuffer, Captured
 from logsteer_server.engines.vllm.config import SteeringSize
-from logsteer_server.engines.vllm.probe_tables import NONE_READ, ProbeTables, ReadTokens
+from logsteer_server.engines.vllm.probe_tables import (
+    NONE_READ,
+    ProbeTables,
+    ReadTokens,
+    no_places,
+)
 from logsteer_server.engines.vllm.stream import StreamForm
 from logsteer_server.numerics.residual_ops import UNCHANGED, change_stream, pack_ops
-
-
-def _none() -> npt.NDArray[np.int64]:
-    return np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """What the tokens of one step are for: places and slots of those steered; captured; read."""
 
-    steered_t: npt.NDArray[np.int64] = field(default_factory=_none)
-    steered_slots_t: npt.NDArray[np.int64] = field(default_factory=_none)
+    steered_t: npt.NDArray[np.int64] = field(default_factory=no_places)
+    steered_slots_t: npt.NDArray[np.int64] = field(default_factory=no_places)
     captured: Captured = field(default_factory=dict)
     read: ReadTokens = NONE_READ
 
