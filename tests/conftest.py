@@ -157,6 +157,10 @@ def configure_longrope(directory: Path) -> Configuration:
 CONFIGURATIONS: dict[str, Callable[[Path], Configuration]] = {
     "vllm": configure_vllm,
     "tlens": lambda _: uncached(tlens_model("demo")),
+    # vLLM with a compiled model, and with one that is never steered.
+    "compiled": lambda _: uncached(
+        vllm_model("compiled", compile=True), vllm_model("unsteered", steering_slots=0)
+    ),
 }
 """Servers by name, for all files that name their fixture, such as `vllm_server`."""
 
@@ -169,10 +173,6 @@ CONFIGURATIONS_OF_ONE_FILE: dict[str, Callable[[Path], Configuration]] = {
     # Both engines side by side, to be held against each other, and one in half precision.
     "parity": lambda _: uncached(
         vllm_model("vllm"), tlens_model("tlens"), tlens_model("half", dtype="bfloat16")
-    ),
-    # vLLM with a compiled model, and with one that is never steered.
-    "compiled": lambda _: uncached(
-        vllm_model("compiled", compile=True), vllm_model("unsteered", steering_slots=0)
     ),
     "tensor_parallel": lambda _: uncached(vllm_model("two", tensor_parallel=2)),
     "pipeline_parallel": lambda _: uncached(vllm_model("two", pipeline_parallel=2)),

@@ -402,12 +402,13 @@ def test_a_trained_vector_reads_probabilities(client: Client) -> None:
     assert (probabilities > 0.5).tolist() == [True, False] * len(PAIRS)
     ids = client.tokenize([" ".join(texts)]).results[0].token_ids
     passed = []
-    for when in (
-        {"probe": {"name": "glad", "read": "probability"}, "above": 0.5},
-        {"probe": {"name": "glad"}, "above": -readout.bias / readout.slope},
-        {"probe": {"name": "glad"}, "above": -1e30},
+    # Each with a scale of its own, so that no prefix is left of the one before.
+    for scale, when in (
+        (1.0, {"probe": {"name": "glad", "read": "probability"}, "above": 0.5}),
+        (1.1, {"probe": {"name": "glad"}, "above": -readout.bias / readout.slope}),
+        (1.2, {"probe": {"name": "glad"}, "above": -1e30}),
     ):
-        vector = {"data": {"3": PUSH.tolist()}, "when": when}
+        vector = {"data": {"3": PUSH.tolist()}, "scale": scale, "when": when}
         scored = client.logprob(
             [{"context_ids": ids[:-1], "target_ids": [ids[-1:]]}],
             steering={"vectors": [vector]}, cache=False,

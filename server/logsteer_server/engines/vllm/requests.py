@@ -76,7 +76,7 @@ class RunningJob:
         count = len(held.values_TGR)
         if isinstance(output, GenerateOutput):
             first_row = max(held.first, self.job.prompt_len - 1)
-            count = first_row - held.first + output.num_generated
+            count = first_row - held.first + len(output.token_ids)
         own = Readings(held.first, held.values_TGR[:count])
         self.readings = Readings(held.first + count, held.values_TGR[count:])
         return replace(output, readings=own)
