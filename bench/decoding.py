@@ -115,7 +115,7 @@ def make_steering(work: Work, info: EngineInfo, vectors: InlineVectors) -> list[
 
 def make_condition(work: Work, name: str, vectors: InlineVectors, layer: int) -> dict[str, object]:
     """Return a condition of its own for a vector, which holds of about half of all tokens."""
-    probe = vectors.put(f"condition of {name}", (7, *map(ord, name)))
+    probe = vectors.put(f"condition.{name}", (7, *map(ord, name)))
     return {"probe": {"name": probe, "layers": [layer]}, "above": 0.0, "of": work.of}
 
 
