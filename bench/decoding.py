@@ -1,4 +1,4 @@
-"""Decodes with vLLM as it is told on stdin: `decoding.py ours|stock MODEL SLOTS eager|compiled`.
+"""Decodes with vLLM as told on stdin: `decoding.py ours|stock MODEL SLOTS DEPTH eager|compiled`.
 
 Each line of stdin is a `Work` as JSON, each `answer` line of stdout what came of it. Two of these
 live at once and are told in turn, so that their runs alternate.
@@ -55,7 +55,7 @@ class Work:
     logprobs: bool = True
 
     def encode(self) -> str:
-        """The line that tells a process so."""
+        """Return the line that tells a process so."""
         return json.dumps(asdict(self)) + "\n"
 
 
@@ -84,16 +84,16 @@ class InlineVectors:
         return name
 
     def find(self, name: str) -> StoredVectors:
-        """The vectors of a name."""
+        """Return the vectors of a name."""
         return self._found[name]
 
     def find_content(self, sha256: str) -> StoredVectors:
-        """The vectors of a content."""
+        """Return the vectors of a content."""
         return next(found for found in self._found.values() if found.sha256 == sha256)
 
 
 def make_steering(work: Work, info: EngineInfo, vectors: InlineVectors) -> list[Steering]:
-    """The steering objects of a batch, their vectors among these."""
+    """Return the steering objects of a batch, their vectors among these."""
     middle = (info.num_layers - work.layers) // 2
     layers = list(range(middle, middle + work.layers))
     scale = {"add": 4.0, "rotate": 10.0}.get(work.op, 1.0)
@@ -114,13 +114,13 @@ def make_steering(work: Work, info: EngineInfo, vectors: InlineVectors) -> list[
 
 
 def make_condition(work: Work, name: str, vectors: InlineVectors, layer: int) -> dict[str, object]:
-    """A condition of its own for a vector, which holds of about half of all tokens."""
-    probe = vectors.put(f"condition of {name}", (7, *map(ord, name)))
+    """Return a condition of its own for a vector, which holds of about half of all tokens."""
+    probe = vectors.put(f"condition.{name}", (7, *map(ord, name)))
     return {"probe": {"name": probe, "layers": [layer]}, "above": 0.0, "of": work.of}
 
 
 def make_probes(work: Work, info: EngineInfo, vectors: InlineVectors) -> tuple[ResolvedProbe, ...]:
-    """The probes of a batch, at the model's layers in turn."""
+    """Return the probes of a batch, at the model's layers in turn."""
     asked = [
         ProbeRequest(name=vectors.put(f"probe.{n}", (8, n)), layers=[n % info.num_layers])
         for n in range(work.probes)
@@ -129,13 +129,13 @@ def make_probes(work: Work, info: EngineInfo, vectors: InlineVectors) -> tuple[R
 
 
 def make_prompts(seed: int, vocab: int) -> list[np.ndarray]:
-    """Random prompts, the same for the same seed."""
+    """Return random prompts, the same for the same seed."""
     rng = np.random.default_rng(seed)
     return list(rng.integers(10, vocab, (SEQUENCES, PROMPT), dtype=np.int32))
 
 
 def generate(engine: Engine, jobs: Sequence[GenerateJob]) -> list[list[int]]:
-    """The tokens of each job. Errors: RuntimeError where one fails."""
+    """Return the tokens of each job. Errors: RuntimeError where one fails."""
     engine.add(list(enumerate(jobs)))
     tokens: dict[int, list[int]] = {}
     while engine.busy:
@@ -154,7 +154,7 @@ class Ours:
         self._vectors = InlineVectors(self._engine.info)
 
     def prepare(self, work: Work) -> Callable[[], list[list[int]]]:
-        """The function that does the work and gives the tokens of each sequence."""
+        """Return the function that does the work and gives the tokens of each sequence."""
         info = self._engine.info
         steering = make_steering(work, info, self._vectors)
         prompts = make_prompts(work.seed, info.vocab_size)
@@ -203,7 +203,7 @@ class Stock:
         self._vocab = int(self._llm.llm_engine.model_config.get_vocab_size())
 
     def prepare(self, work: Work) -> Callable[[], list[list[int]]]:
-        """As `Ours.prepare`; always unsteered."""
+        """Return what `Ours.prepare` does; always unsteered."""
         assert not work.plans
         assert not work.probes
         prompts = make_prompts(work.seed, self._vocab)
@@ -238,10 +238,10 @@ def answer(decoder: Ours | Stock, work: Work) -> Answer:
 
 def main() -> None:
     """Load the model, say so, and answer until stdin ends."""
-    kind, path, slots, mode = sys.argv[1:]
+    kind, path, slots, depth, mode = sys.argv[1:]
     spec = EngineSpec(
         "bench", "vllm", path, dtype="float32", compile=mode == "compiled", memory=MEMORY,
-        steering_slots=int(slots), steering_depth=8,
+        steering_slots=int(slots), steering_depth=int(depth),
     )  # fmt: skip
     decoder = Ours(spec) if kind == "ours" else Stock(spec)
     print("ready", flush=True)

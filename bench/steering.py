@@ -20,6 +20,10 @@ UNCOUNTED = 4
 SLOTS = 64
 COST_SLOTS = 128
 """Room for the plans of all ways of `measure_cost` at once, so that none pushes another out."""
+DEPTH = 2
+"""Operations at a layer beside unconditional additions; the server's default."""
+COST_DEPTHS = {"8 conditions": 8}
+"""Ways of `measure_cost` that need more, in a process of their own: room costs time, too."""
 
 COSTS: dict[str, dict[str, Any]] = {
     "unsteered": {},
@@ -71,11 +75,11 @@ class Decoder:
 
 @contextlib.contextmanager
 def start_decoder(
-    directory: Path, path: Path, kind: str, mode: str, slots: int = 0
+    directory: Path, path: Path, kind: str, mode: str, slots: int = 0, depth: int = DEPTH
 ) -> Iterator[Decoder]:
     """A process with the model loaded and warm; it is stopped at the end."""
-    log = directory / f"decoding-{kind}-{slots}-{mode}.log"
-    command = [sys.executable, str(DECODING), kind, str(path), str(slots), mode]
+    log = directory / f"decoding-{kind}-{slots}-{depth}-{mode}.log"
+    command = [sys.executable, str(DECODING), kind, str(path), str(slots), str(depth), mode]
     with (
         log.open("w") as errors,
         subprocess.Popen(
@@ -175,9 +179,18 @@ def measure_cost(directory: Path, runs: int) -> dict[str, Any]:
     """
     path = make_model(directory)
     layers = int(json.loads((path / "config.json").read_text())["num_hidden_layers"])
-    with start_decoder(directory, path, "ours", "eager", COST_SLOTS) as decoder:
+    with contextlib.ExitStack() as stack:
+        decoders = {
+            depth: stack.enter_context(
+                start_decoder(directory, path, "ours", "eager", COST_SLOTS, depth)
+            )
+            for depth in sorted({DEPTH, *COST_DEPTHS.values()})
+        }
         ways = {
-            name: (decoder, settings | ({"layers": layers} if "layers" in settings else {}))
+            name: (
+                decoders[COST_DEPTHS.get(name, DEPTH)],
+                settings | ({"layers": layers} if "layers" in settings else {}),
+            )
             for name, settings in COSTS.items()
         }
         found = run_in_turn(ways, runs)

@@ -35,30 +35,34 @@ HEADS = (
 
 
 def evaluate(client: Client, name: str, card: VectorCard, pairs: list[Any]) -> DoseResponse:
-    """The dose-response at the recommended scales and their opposites."""
+    """Return the dose-response at the recommended scales and their opposites."""
     assert card.about.recommendation is not None
     first, last = card.about.recommendation.scales
     return evaluate_vector(client, name, pairs, scales=[-last, -first, first, last])
 
 
 def describe(card: VectorCard, response: DoseResponse, seconds: float) -> list[str]:
-    """The cells of a row behind set and read."""
+    """Return the cells of a row behind set and read."""
     advice = card.about.recommendation
     assert advice is not None and card.about.quality is not None
     best = card.about.quality[str(advice.layer)]
-    changes = [f"{point.preference_change:+.2f}" for point in response.points if point.scale]
+    changes = [_write(point.preference_change, "+.2f") for point in response.points if point.scale]
     method = f"{card.about.method}{', whitened' if card.about.whiten else ''}"
     return [
         method,
         str(advice.layer),
         f"{best.auc:.2f}",
-        "n/a" if best.effect_size is None else f"{best.effect_size:.2f}",
+        _write(best.effect_size, ".2f"),
         " to ".join(f"{scale:.3g}" for scale in advice.scales),
         " to ".join(f"{norm:.0%}" for norm in advice.relative_norms),
         " ".join(changes),
-        f"{response.points[-1].kl:.2g}",
+        _write(response.points[-1].kl, ".2g"),
         f"{seconds:.1f}",
     ]
+
+
+def _write(number: float | None, form: str) -> str:
+    return "n/a" if number is None else format(number, form)
 
 
 def main() -> None:

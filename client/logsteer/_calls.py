@@ -16,7 +16,7 @@ from pydantic import BaseModel, Json, ValidationError, create_model
 from pydantic_core import PydanticSerializationError
 
 from logsteer._call import ApiCall, Download
-from logsteer._endpoints import ENDPOINTS, TENSOR_FILE, Endpoint
+from logsteer._endpoints import ENDPOINTS, SAFETENSORS_TYPE, Endpoint
 from logsteer._parameters import NOT_GIVEN, SOURCES, list_parameters, strip_type, takes_texts
 from logsteer._upload import Form, UploadBody
 from logsteer.errors import InvalidRequestError
@@ -79,7 +79,7 @@ def build_file_call(
     items = [items] if isinstance(items, str) else items
     values = {"items": items, "layers": layers, **options}
     call = build_call("activations", values, default_model)
-    return replace(call, answer=Download, file_type=TENSOR_FILE)
+    return replace(call, answer=Download, file_type=SAFETENSORS_TYPE)
 
 
 def read_request(name: str, values: Mapping[str, Any]) -> BaseModel:

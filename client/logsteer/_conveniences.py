@@ -56,7 +56,7 @@ CONVENIENCES = (
             Argument("prompts", "str | Sequence[str]", "Contexts; one string is one prompt."),
             _TARGETS,
         ),
-        frozenset({"items", "columns", "policy", "top", "per_token"}),
+        frozenset({"items", "columns", "policy", "top", "per_token", "probes"}),
         "list[LogProb]",
         "Return one record per prompt and target, prompt by prompt, in the order given.",
         "A record is a dictionary with attributes: prompt, target, sequence (the text that was "
@@ -122,7 +122,7 @@ CONVENIENCES = (
         "`seed`, here 0 unless given, whatever is sent with it. A request that fails costs its own "
         "prompts alone, and one that is refused is halved, so that it costs the prompt that it is "
         "refused for: they are told by a warning, and by `failures` of what is returned. Raises "
-        "the first one's error where none succeeds.",
+        "the first one's error where there is no sample at all, in `file` neither.",
     ),
     Convenience(
         "activations",
@@ -131,6 +131,7 @@ CONVENIENCES = (
         frozenset({"items", "layers"}),
         "Activations",
         "Return the activations of texts as numpy arrays: of each token, the last, or their mean.",
+        "A path is a text like any other here; `capture` reads files.",
     ),
     Convenience(
         "capture",
@@ -152,6 +153,7 @@ CONVENIENCES = (
         "ActivationShards",
         "Write the activations of a source's texts to files in a directory, and return them.",
         "Each request's answer is a safetensors file; `index.json` lists those that are whole, and "
-        "a capture that was interrupted goes on behind them.",
+        "a capture that was interrupted goes on behind them. To `activations` a file's path is a "
+        "text; this method reads files.",
     ),
 )

@@ -20,7 +20,7 @@ Method = Literal["GET", "POST", "PUT", "DELETE"]
 Content = Literal["text", "file", "form"]
 """What is uploaded: UTF-8 text, a file as it is, or a form of files."""
 
-TENSOR_FILE = "application/vnd.safetensors"
+SAFETENSORS_TYPE = "application/vnd.safetensors"
 """The media type of arrays as a file."""
 
 LAST_EVENT = "result"
@@ -227,7 +227,7 @@ _GENERATION = [
 ]  # fmt: skip
 
 _ACTIVATIONS = [
-    # The client's method reads the answer's file: `_generator` has it among the conveniences.
+    # The client's method reads the answer's file: `_conveniences` has it.
     Endpoint(
         "activations", "POST", "/activations", "activations", s.ActivationsAnswer,
         s.ActivationsRequest, positional=("items", "layers"),

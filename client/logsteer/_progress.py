@@ -1,4 +1,4 @@
-"""Progress on stderr: of scoring a file, first bytes sent, then windows; and of sampling."""
+"""Progress on stderr: of scoring a file, first bytes sent, then windows; and of texts done."""
 
 import os
 from types import TracebackType
@@ -70,29 +70,19 @@ class ScoringProgress(_Bars):
         )
 
 
-class SamplingProgress(_Bars):
-    """A bar of prompts done, drawn only where it is wanted and stderr is a terminal."""
+class CountingProgress(_Bars):
+    """A bar of texts that are done, drawn only where it is wanted and stderr is a terminal.
 
-    def __init__(self, total: int, wanted: bool) -> None:
-        count = TextColumn("{task.completed:.0f}/{task.total:.0f} prompts")
-        super().__init__(TextColumn("sampling"), BarColumn(), count, wanted=wanted)
-        self._task = self._progress.add_task("sampling", total=total)
+    `title` says what is done, `noun` with what; `done` of them are at the beginning.
+    """
 
-    def advance(self, count: int) -> None:
-        """Count so many more prompts as done."""
-        self._progress.advance(self._task, count)
-
-
-class CaptureProgress(_Bars):
-    """A bar of texts captured, drawn only where it is wanted and stderr is a terminal."""
-
-    def __init__(self, total: int, done: int, wanted: bool) -> None:
-        count = TextColumn("{task.completed:.0f}/{task.total:.0f} texts")
-        super().__init__(TextColumn("capturing"), BarColumn(), count, wanted=wanted)
-        self._task = self._progress.add_task("capturing", total=total, completed=done)
+    def __init__(self, title: str, noun: str, total: int, done: int, wanted: bool) -> None:
+        count = TextColumn(f"{{task.completed:.0f}}/{{task.total:.0f}} {noun}")
+        super().__init__(TextColumn(title), BarColumn(), count, wanted=wanted)
+        self._task = self._progress.add_task(title, total=total, completed=done)
 
     def advance(self, count: int) -> None:
-        """Count so many more texts as done."""
+        """Count so many more as done."""
         self._progress.advance(self._task, count)
 
 

@@ -17,21 +17,21 @@ _Rated: TypeAlias = tuple[SampledBatch, list[Rating]]
 
 def sample_in_threads(run: SamplingRun, ask: Callable[..., SampledBatch]) -> Samples:
     """Send the batches of a run, some at once; rewards are called in the caller's own thread."""
-    flying: dict[Future[SampledBatch], range] = {}
+    under_way: dict[Future[SampledBatch], range] = {}
     pool = ThreadPoolExecutor(run.options.concurrency, "logsteer-sample")
 
     def begin() -> None:
-        while len(flying) < run.options.concurrency and (batch := run.next_batch()):
-            flying[pool.submit(ask, **run.arguments(batch))] = batch
+        while len(under_way) < run.options.concurrency and (batch := run.next_batch()):
+            under_way[pool.submit(ask, **run.arguments(batch))] = batch
 
     # One loop for all rewards that are awaited: what they share may be bound to it.
     with run, closing(asyncio.Runner()) as runner:
         try:
             begin()
-            while flying:
+            while under_way:
                 answered = []
-                for future in wait(flying, return_when=FIRST_COMPLETED).done:
-                    batch = flying.pop(future)
+                for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                    batch = under_way.pop(future)
                     try:
                         answered.append((batch, future.result()))
                     except LogsteerError as error:
@@ -68,23 +68,23 @@ def _settle_here(ratings: list[Rating | Awaitable[Any]], runner: asyncio.Runner)
 
 async def sample_in_tasks(run: SamplingRun, ask: Callable[..., Awaitable[SampledBatch]]) -> Samples:
     """Send the batches of a run, some at once, and await the rewards of each behind its answer."""
-    flying: dict[asyncio.Task[_Rated], range] = {}
+    under_way: dict[asyncio.Task[_Rated], range] = {}
 
     async def work(batch: range) -> _Rated:
         answer = await ask(**run.arguments(batch))
         return answer, await settle_ratings(run.rate(batch, answer))
 
     def begin() -> None:
-        while len(flying) < run.options.concurrency and (batch := run.next_batch()):
-            flying[asyncio.create_task(work(batch))] = batch
+        while len(under_way) < run.options.concurrency and (batch := run.next_batch()):
+            under_way[asyncio.create_task(work(batch))] = batch
 
     with run:
         try:
             begin()
-            while flying:
-                done, _ = await asyncio.wait(flying, return_when=asyncio.FIRST_COMPLETED)
+            while under_way:
+                done, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    batch = flying.pop(task)
+                    batch = under_way.pop(task)
                     try:
                         answer, ratings = task.result()
                     except LogsteerError as error:
@@ -94,6 +94,6 @@ async def sample_in_tasks(run: SamplingRun, ask: Callable[..., Awaitable[Sampled
                 begin()
             return run.finish()
         finally:
-            for task in flying:
+            for task in under_way:
                 task.cancel()
-            await asyncio.gather(*flying, return_exceptions=True)
+            await asyncio.gather(*under_way, return_exceptions=True)

@@ -1168,7 +1168,6 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
-        probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -1190,8 +1189,6 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
-            probes: Directions to read at every token that is scored or generated. Results with
-                readings are never taken from the result cache.
             precision: What softmax and columns are computed in, from the model's logits.
                 Numbers of MessagePack answers are float32 all the same. Default float32.
             model: Id of a resident model; may be left out where there is only one.
@@ -1215,7 +1212,6 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
-            probes=probes,
             precision=precision,
             model=model,
             bos=bos,
@@ -1268,7 +1264,7 @@ class ClientMethods(Caller):
         `seed`, here 0 unless given, whatever is sent with it. A request that fails costs its own
         prompts alone, and one that is refused is halved, so that it costs the prompt that it is
         refused for: they are told by a warning, and by `failures` of what is returned. Raises the
-        first one's error where none succeeds.
+        first one's error where there is no sample at all, in `file` neither.
 
         Args:
             source: A list of prompts or of rows, a path of JSON lines, or `KIND:NAME` of
@@ -1378,6 +1374,8 @@ class ClientMethods(Caller):
     ) -> Activations:
         """Return the activations of texts as numpy arrays: of each token, the last, or their mean.
 
+        A path is a text like any other here; `capture` reads files.
+
         Args:
             items: Texts, one string being one text; or objects with `token_ids` or `messages`.
             layers: Layers to read, 0-based.
@@ -1432,7 +1430,8 @@ class ClientMethods(Caller):
         """Write the activations of a source's texts to files in a directory, and return them.
 
         Each request's answer is a safetensors file; `index.json` lists those that are whole, and a
-        capture that was interrupted goes on behind them.
+        capture that was interrupted goes on behind them. To `activations` a file's path is a text;
+        this method reads files.
 
         Args:
             source: A list of texts or of rows, a path of JSON lines, or `KIND:NAME` of

@@ -90,11 +90,50 @@ def test_one_string_is_one_text(call: Caller) -> None:
     assert server.asked[0]["items"] == ["abc"]
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"\x02" + bytes(7) + b"{}", b"\xff" * 30])
-def test_what_is_no_file_is_an_error(call: Caller, content: bytes) -> None:
+def file_of(header: Any, data: bytes = b"") -> bytes:
+    """A safetensors file with this header, right or wrong."""
+    head = json.dumps(header).encode()
+    return len(head).to_bytes(8, "little") + head + data
+
+
+def entry(begin: int, end: int, *shape: int, dtype: str = "F32") -> dict[str, Any]:
+    return {"x.1": {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{}", b"\x02" + bytes(7) + b"{}", b"\xff" * 30, file_of(5), file_of([]),
+        file_of({"__metadata__": 5}), file_of({"x.1": 5}), file_of({"x.1": {"dtype": "F32"}}),
+        file_of(entry(0, 8, 2), bytes(4)), file_of(entry(-8, 0, 2), bytes(8)),
+        file_of(entry(0, 8, 3), bytes(8)), file_of(entry(0, 8, 1, dtype="F64"), bytes(8)),
+        file_of({"__metadata__": {"answer": "[]"}}),
+    ],
+)  # fmt: skip
+def test_what_is_no_file_is_an_error(call: Caller, tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(AnswerError, match="no file of /activations"):
+        open_activations(path)
     reply = httpx.Response(200, content=content, headers={"content-type": SAFETENSORS})
     with pytest.raises(AnswerError, match="no file of /activations"):
         call(lambda request: reply, lambda client: client.activations("a", [1]))
+
+
+def test_places_outside_the_numbers_are_an_error(tmp_path: Path) -> None:
+    whole = bytes(CaptureServer().write({"items": TEXTS, "layers": [1]}))
+    size = int.from_bytes(whole[:8], "little")
+    header, data = json.loads(whole[8 : 8 + size]), whole[8 + size :]
+    path = tmp_path / "a.safetensors"
+    for shift in (0, -size, len(data)):
+        begin, end = header["token_ids"]["data_offsets"]
+        moved = {**header["token_ids"], "data_offsets": [begin + shift, end + shift]}
+        path.write_bytes(file_of({**header, "token_ids": moved}, data))
+        if not shift:
+            assert len(open_activations(path)) == 5
+            continue
+        with pytest.raises(AnswerError, match="not all numbers of tensor token_ids"):
+            open_activations(path)
 
 
 def test_a_server_without_files_is_told_of(call: Caller) -> None:
@@ -157,6 +196,27 @@ def test_a_directory_of_something_else_is_refused(
     with pytest.raises(InvalidRequestError, match=reason):
         capture(call, server, tmp_path, **options)
     assert len(server.asked) == asked
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "{x", "", '{"version": 1}', '{"version": 2}', '{"version": 1, "shards": [5]}', "\xff"],
+)
+def test_an_index_of_something_else_is_refused(call: Caller, tmp_path: Path, content: str) -> None:
+    (tmp_path / INDEX).write_bytes(content.encode("latin-1"))
+    with pytest.raises(InvalidRequestError, match=r"index\.json is no index of this version"):
+        ActivationShards(tmp_path)
+    with pytest.raises(InvalidRequestError, match=r"index\.json is no index of this version"):
+        capture(call, CaptureServer(), tmp_path)
+    assert (tmp_path / INDEX).read_bytes() == content.encode("latin-1")
+
+
+@pytest.mark.parametrize("size", [0, -1, "3", 2.5])
+def test_a_batch_has_at_least_one_text(call: Caller, tmp_path: Path, size: Any) -> None:
+    server = CaptureServer()
+    with pytest.raises(InvalidRequestError, match=r"batch_size is .*; give an integer, at least 1"):
+        capture(call, server, tmp_path / "new", batch_size=size)
+    assert server.asked == [] and not (tmp_path / "new").exists()
 
 
 def test_shards_of_two_models_are_refused(call: Caller, tmp_path: Path) -> None:

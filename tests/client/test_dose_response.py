@@ -9,7 +9,7 @@ import pytest
 
 from logsteer import Client, LogsteerError
 from logsteer.cli import main
-from logsteer.extras.dose_response import DoseResponse, cut_pair, evaluate_vector
+from logsteer.extras.dose_response import DoseResponse, evaluate_vector
 from logsteer.extras.plots import plot_doses
 
 from .documents import ANSWER
@@ -64,8 +64,10 @@ def evaluate(server: Any, count: int = 1, **options: Any) -> DoseResponse:
 def test_pairs_are_cut_before_the_word_that_differs(
     positive: str, negative: str, context: str, targets: list[str]
 ) -> None:
-    item = cut_pair({"positive": positive, "negative": negative})
-    assert item == {"context": context, "targets": targets}
+    server = LinearServer()
+    with Client(transport=httpx.MockTransport(server)) as client:
+        evaluate_vector(client, "happy", [{"positive": positive, "negative": negative}])
+    assert server.sweeps[0]["items"] == [{"context": context, "targets": targets}]
 
 
 def test_means_over_the_pairs() -> None:

@@ -118,7 +118,7 @@ def test_convenience_takes_the_options_of_its_endpoint() -> None:
 
     assert named("score") == named("logprob")
     assert named("logprob") - named("get_log_prob") == {
-        "columns", "policy", "top", "per_token",
+        "columns", "policy", "top", "per_token", "probes",
     }  # fmt: skip
     assert named("generate") - named("sample") == {"prompt_ids", "messages"}
 

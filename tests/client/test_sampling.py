@@ -296,6 +296,20 @@ def test_a_file_keeps_what_came_and_a_second_call_goes_on(sample: Use, tmp_path:
     assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
+def test_a_file_is_returned_where_all_that_is_left_fails(sample: Use, tmp_path: Path) -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        if "bad" in json.loads(request.content)["prompts"]:
+            return problem("context_too_long", 422)
+        return continue_prompts(request)
+
+    path = tmp_path / "samples.jsonl"
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="1 of 4 draws have no samples .*draw 2: context_too"):
+            samples = sample(refuse, ["a", "b", "bad", "c"], file=path)
+        assert texts(samples) == ["a 0", "b 1", "c 3"]
+        assert [failure.draws for failure in samples.failures] == [range(2, 3)]
+
+
 def test_lines_are_written_as_batches_come(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     seen = []
@@ -359,18 +373,39 @@ def test_a_torn_first_line_is_begun_again(tmp_path: Path) -> None:
         FileDraws(path)
 
 
-def test_wrong_options_are_told_before_anything_is_sent(sample: Use) -> None:
+def test_wrong_options_are_told_before_anything_is_sent(sample: Use, tmp_path: Path) -> None:
+    def older(prompt: str, completion: str) -> float:
+        return 0.0
+
+    def named(row: Any, prompt: str, text: str, *, scale: float) -> float:
+        return scale
+
     server = Flaky()
-    for options, what in (
-        ({"batch_size": 0}, "batch_size is 0; give at least 1"),
+    three = r"called with \(row, prompt, text\)"
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"batch_size": 0}, "batch_size is 0; give an integer, at least 1"),
+        ({"count": "3"}, "count is '3'; give an integer"),
+        ({"concurrency": 2.5}, "concurrency is 2.5; give an integer"),
+        ({"max_failures": True}, "max_failures is True; give an integer"),
+        ({"file": tmp_path / "none" / "x.jsonl"}, "none is no directory"),
+        ({"reward": older}, three),
+        ({"reward": named}, three),
+        ({"reward": 3}, three),
         ({"concurrency": -1}, "concurrency is -1"),
         ({"count": 0}, "count is 0"),
         ({"max_prompts_pool": 0}, "max_prompts_pool is 0"),
         ({"temperature": 9}, "temperature"),
-    ):
+    ]
+    for options, what in wrong:
         with pytest.raises(InvalidRequestError, match=what):
             sample(server, PROMPTS, **options)
     assert server.asked == []
+
+
+def test_a_reward_without_a_signature_is_called(sample: Use) -> None:
+    # What `max` returns is a text, so the reward fails; that it cannot be asked stops nothing.
+    with pytest.warns(UserWarning, match="rewards failed"):
+        assert len(sample(continue_prompts, np.array(["a"]), count=np.int64(1), reward=max)) == 1
 
 
 def test_a_pool_is_the_first_rows(sample: Use) -> None:
@@ -421,9 +456,13 @@ def test_json_lines_are_read_by_path(tmp_path: Path) -> None:
 def test_other_kinds_of_datasets_can_be_added() -> None:
     register_dataset("numbers", lambda name: [{"prompt": str(n)} for n in range(int(name))])
     assert [row.prompt for row in read_prompts("numbers:3")] == ["0", "1", "2"]
-    assert [row.prompt for row in read_prompts("Once upon a time: a story")] == [
-        "Once upon a time: a story"
-    ]
+
+
+@pytest.mark.parametrize("name", ["prompts.txt", "openai/gsm8k", "hub:x", "hf:", "Once: a story"])
+def test_a_text_is_no_source(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"pass \[text\] for one prompt.*hf:NAME"):
+        read_prompts(name)
+    assert [row.prompt for row in read_prompts([name])] == [name]
 
 
 def test_draws_with_and_without_replacement() -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 from pydantic import ValidationError
 
 from logsteer.errors import AnswerError
+from logsteer.extras.tensors import SafetensorsHeader
 from logsteer.schemas import ActivationsHeader
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     Floats: TypeAlias = npt.NDArray[np.float32]
     Ids: TypeAlias = npt.NDArray[np.int32]
 
+_SIZES = {"F32": 4, "I32": 4}
 _DTYPES = {"F32": "<f4", "I32": "<i4"}
 _SIDE = ("row_starts", "token_ids", "token_starts", "positions")
 """Tensors that are no activations."""
@@ -100,20 +102,23 @@ def open_activations(path: str | Path) -> Activations:
 
     Errors: AnswerError for another file, OSError, ImportError that says what to install.
     """
-    return Activations(_import_numpy().memmap(path, mode="r"))
+    try:
+        file = _import_numpy().memmap(path, mode="r")
+    except ValueError as error:  # it is empty
+        raise AnswerError(f"no file of /activations: {error}") from error
+    return Activations(file)
 
 
-def _parse_file(file: Any) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the tensors of a safetensors file and its metadata. Errors: ValueError, KeyError."""
+def _parse_file(file: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tensors of a safetensors file and its metadata. Errors: ValueError."""
     array = _import_numpy().frombuffer(file, dtype="u1")
-    size = int.from_bytes(array[:8].tobytes(), "little")
-    header = json.loads(array[8 : 8 + size].tobytes())
-    metadata = header.pop("__metadata__", {})
+    header = SafetensorsHeader(memoryview(array))
     tensors = {}
-    for name, entry in header.items():
-        begin, end = (8 + size + offset for offset in entry["data_offsets"])
-        tensors[name] = array[begin:end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    return tensors, metadata
+    for name in header.names:
+        found = header.find(name, _SIZES)
+        numbers = array[found.start : found.end].view(_DTYPES[found.dtype])
+        tensors[name] = numbers.reshape(found.shape)
+    return tensors, header.metadata
 
 
 def _import_numpy() -> Any:

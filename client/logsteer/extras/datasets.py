@@ -1,7 +1,8 @@
 """Prompts from where they are stored: lists, JSON lines, and Hugging Face datasets.
 
-A source names its kind in front of a colon, `hf:openai/gsm8k/main@test`; a path is read as JSON
-lines. Further kinds are added by `register_dataset`.
+A source names its kind in front of a colon, `hf:openai/gsm8k/main@test`; a path that ends
+in `.jsonl` or `.json`, and every `Path`, is read as JSON lines. Further kinds are added by
+`register_dataset`.
 """
 
 import json
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias
 
 from logsteer.errors import InvalidRequestError
 from logsteer.extras.hub import load_rows
@@ -71,7 +72,7 @@ def read_prompts(source: Source, field: str = PROMPT, limit: int | None = None) 
 
 
 def read_rows(source: Source) -> Iterable[str | Row]:
-    """Return the rows of a source; a string that names no source is a row itself."""
+    """Return the rows of a source. Errors: InvalidRequestError for a string that names none."""
     if isinstance(source, Path):
         return _read_json_lines(str(source))
     if not isinstance(source, str):
@@ -81,7 +82,10 @@ def read_rows(source: Source) -> Iterable[str | Row]:
         return _READERS[kind](name)
     if source.endswith((".jsonl", ".json")):
         return _read_json_lines(source)
-    return [source]
+    raise _refuse(
+        f"{source!r} names no source: pass [text] for one prompt; hf:NAME for a data set, a path "
+        f"that ends in .jsonl, or KIND:NAME of {', '.join(_READERS)}"
+    )
 
 
 def name_source(name: str, split: str | None) -> str:
@@ -95,6 +99,15 @@ def name_source(name: str, split: str | None) -> str:
     if split is not None:
         raise _refuse(f"{name} has no splits of that name; write hf:NAME@SPLIT, or leave it out")
     return name
+
+
+def check_counts(**counts: int) -> None:
+    """Refuse numbers of prompts or requests, by their names, that are no integers from 1 on."""
+    for name, count in counts.items():
+        is_integer = isinstance(count, SupportsIndex) and not isinstance(count, bool)
+        if not is_integer or int(count) < 1:
+            detail = f"{name} is {count!r}; give an integer, at least 1"
+            raise InvalidRequestError("invalid_request", detail, param=name)
 
 
 def draw_prompts(

@@ -67,12 +67,12 @@ def evaluate_vector(
     `client.sweep`. The pairs are sent 32 at a time. Pairs that the vector was not trained on say
     the most. Raises LogsteerError for no pairs, and what the client raises.
     """
-    cut = [cut_pair(pair) for pair in pairs]
+    cut = [_cut_pair(pair) for pair in pairs]
     if not cut:
         raise LogsteerError("there are no pairs to evaluate on")
     card = client.vectors.get(name)
-    chosen = sorted({0.0, *(choose_scales(card) if scales is None else scales)})
-    places = choose_layers(card) if layers is None else list(layers)
+    chosen = sorted({0.0, *(_choose_scales(card) if scales is None else scales)})
+    places = _choose_layers(card) if layers is None else list(layers)
     vector: dict[str, Any] = {"name": name}
     if places is not None:
         vector["layers"] = places
@@ -90,7 +90,7 @@ def evaluate_vector(
     )
 
 
-def cut_pair(pair: ContrastPair | Mapping[str, str]) -> dict[str, Any]:
+def _cut_pair(pair: ContrastPair | Mapping[str, str]) -> dict[str, Any]:
     """Return the item for a pair: it is cut before the word in which its texts begin to differ."""
     checked = ContrastPair.model_validate(pair if isinstance(pair, ContrastPair) else dict(pair))
     positive, negative = checked.positive, checked.negative
@@ -102,7 +102,7 @@ def cut_pair(pair: ContrastPair | Mapping[str, str]) -> dict[str, Any]:
     return {"context": positive[:place], "targets": [positive[place:], negative[place:]]}
 
 
-def choose_scales(card: VectorCard) -> Sequence[float]:
+def _choose_scales(card: VectorCard) -> Sequence[float]:
     """Return scales to evaluate a vector at: five up to those recommended, and their opposites."""
     advice = card.about.recommendation
     if advice is None:
@@ -112,7 +112,7 @@ def choose_scales(card: VectorCard) -> Sequence[float]:
     return [*(-scale for scale in upward), *upward]
 
 
-def choose_layers(card: VectorCard) -> list[int] | None:
+def _choose_layers(card: VectorCard) -> list[int] | None:
     """Return the layer recommended for a vector; None, its own, where none is."""
     advice = card.about.recommendation
     return None if advice is None else [advice.layer]

@@ -116,7 +116,7 @@ class FileDraws(Draws):
     """Draws in a file; memory holds where each begins.
 
     What an earlier run has left is kept, but for a last line that it was stopped in.
-    Raises InvalidRequestError for a file of something else; OSError.
+    Raises InvalidRequestError for a file of something else, or in no directory; OSError.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -125,6 +125,8 @@ class FileDraws(Draws):
         self._starts: dict[int, int] = {}
         if self.path.exists():
             self._load()
+        elif not self.path.parent.is_dir():
+            raise _refuse(f"{self.path.parent} is no directory; make it, or name another file")
 
     def __str__(self) -> str:
         """Return what an error calls it."""

@@ -6,11 +6,26 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from logsteer.errors import InvalidRequestError
 from logsteer.extras.datasets import Row
 
 Reward: TypeAlias = Callable[[Row, str, str], float | Awaitable[float]]
 """A number for a row of the source, its prompt, and the text of one continuation; or what is
 awaited for it."""
+
+
+def check_reward(reward: Reward) -> None:
+    """Refuse what cannot be called as a reward is; one that does not say how it is called passes.
+
+    Raises InvalidRequestError.
+    """
+    try:
+        inspect.signature(reward).bind({}, "", "")
+    except ValueError:  # it has no signature, as some functions written in C
+        return
+    except TypeError as error:
+        detail = f"a reward is called with (row, prompt, text), and {reward!r} is not: {error}"
+        raise InvalidRequestError("invalid_request", detail, param="reward") from error
 
 
 class Rating(NamedTuple):

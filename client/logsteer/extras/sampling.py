@@ -19,11 +19,11 @@ from typing_extensions import TypedDict
 
 from logsteer._calls import read_request
 from logsteer._parameters import NOT_GIVEN
-from logsteer._progress import SamplingProgress
+from logsteer._progress import CountingProgress
 from logsteer.errors import AnswerError, InvalidRequestError, LogsteerError, PayloadTooLargeError
-from logsteer.extras.datasets import Source, draw_prompts, read_prompts
+from logsteer.extras.datasets import Source, check_counts, draw_prompts, read_prompts
 from logsteer.extras.draws import FileDraws, MemoryDraws
-from logsteer.extras.rewards import Rating, Reward, call_reward
+from logsteer.extras.rewards import Rating, Reward, call_reward, check_reward
 from logsteer.extras.samples import SampleFailure, Samples
 from logsteer.schemas import GenerateRequest
 
@@ -75,11 +75,15 @@ class SamplingOptions:
     progress: bool
 
     def __post_init__(self) -> None:
-        for name in ("count", "max_prompts_pool", "batch_size", "concurrency", "max_failures"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                detail = f"{name} is {value}; give at least 1"
-                raise InvalidRequestError("invalid_request", detail, param=name)
+        optional = {"count": self.count, "max_prompts_pool": self.max_prompts_pool}
+        check_counts(
+            batch_size=self.batch_size,
+            concurrency=self.concurrency,
+            max_failures=self.max_failures,
+            **{name: value for name, value in optional.items() if value is not None},
+        )
+        if self.reward is not None:
+            check_reward(self.reward)
 
 
 class SamplingRun:
@@ -113,9 +117,9 @@ class SamplingRun:
         self._failures: list[SampleFailure] = []
         self._failed_in_a_row = 0
         self._reward_errors: list[str] = []
-        self._bar = SamplingProgress(len(self._prompts), self.options.progress)
-        self._bar.advance(len(self._draws))
-        self._succeeded = False
+        self._bar = CountingProgress(
+            "sampling", "prompts", len(self._prompts), len(self._draws), self.options.progress
+        )
 
     def __enter__(self) -> Self:
         self._bar.__enter__()
@@ -178,7 +182,6 @@ class SamplingRun:
         weights = answer.provenance.weights_digest
         self._draws.begin({**self._header, "model": answer.model, "weights": weights})
         self._draws.add(lines)
-        self._succeeded = True
         self._failed_in_a_row = 0
         self._bar.advance(len(batch))
 
@@ -194,9 +197,9 @@ class SamplingRun:
     def finish(self) -> Samples:
         """Return what came, and warn of what did not.
 
-        Raises the first batch's error where none succeeded.
+        Raises the first batch's error where there is no draw, of an earlier run neither.
         """
-        if self._failures and not self._succeeded:
+        if self._failures and not self._draws:
             raise self._failures[0].error
         left = LogsteerError(f"not asked for: {self._failed_in_a_row} batches in a row had failed")
         self._failures += [SampleFailure(b, left) for b in (*self._halves, *self._batches)]

@@ -11,16 +11,40 @@ import hashlib
 import json
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NotRequired, overload
+
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from logsteer._calls import build_call
-from logsteer._progress import CaptureProgress
+from logsteer._progress import CountingProgress
 from logsteer.errors import InvalidRequestError, PayloadTooLargeError
 from logsteer.extras.activations import Activations, open_activations
-from logsteer.extras.datasets import Source, read_prompts
+from logsteer.extras.datasets import Source, check_counts, read_prompts
 
 INDEX = "index.json"
-VERSION = 1
+
+
+class _Shard(TypedDict):
+    """One file: its texts, their rows of a layer, and a digest of the texts."""
+
+    file: str
+    items: int
+    rows: int
+    texts_sha256: str
+
+
+class _Index(TypedDict):
+    """What `index.json` says: what was asked for of each text, and which files are whole."""
+
+    version: Literal[1]
+    asked: dict[str, Any]
+    shards: list[_Shard]
+    model: NotRequired[dict[str, str]]
+    """The model and the digest of its weights, once it has answered."""
+
+
+_INDEX = TypeAdapter(_Index)
 
 
 class ActivationShards(Sequence[Activations]):
@@ -32,15 +56,24 @@ class ActivationShards(Sequence[Activations]):
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        self.contents: dict[str, Any] = json.loads((self.directory / INDEX).read_text("utf-8"))
-        if self.contents.get("version") != VERSION:
-            raise _refuse(f"{self.directory / INDEX} is no index of this version")
-        self._files: list[str] = [shard["file"] for shard in self.contents["shards"]]
+        path = self.directory / INDEX
+        try:
+            self.contents = _INDEX.validate_json(path.read_bytes())
+        except ValidationError as error:
+            fault = error.errors(include_url=False)[0]
+            where = ".".join(map(str, fault["loc"]))
+            detail = f"{path} is no index of this version: {where or 'all of it'}: {fault['msg']}"
+            raise _refuse(f"{detail}; name another directory") from error
+        self._files = [shard["file"] for shard in self.contents["shards"]]
 
     def __len__(self) -> int:
         return len(self._files)
 
-    def __getitem__(self, place: Any) -> Any:
+    @overload
+    def __getitem__(self, place: int) -> Activations: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Activations]: ...
+    def __getitem__(self, place: int | slice) -> Activations | list[Activations]:
         if isinstance(place, slice):
             return [open_activations(self.directory / name) for name in self._files[place]]
         return open_activations(self.directory / self._files[place])
@@ -73,11 +106,12 @@ def capture_shards(
     A call that is answered by PayloadTooLargeError has it thrown in, and is made again with half
     as many texts. The arguments are those of `Client.capture`.
     """
+    check_counts(batch_size=batch_size)
     texts = [row.prompt for row in read_prompts(source, field)]
     values = {**options, "layers": layers}
     writer = _ShardWriter(Path(directory), _describe(values))
     first = writer.count_done(texts)
-    with CaptureProgress(len(texts), first, progress) as bar:
+    with CountingProgress("capturing", "texts", len(texts), first, progress) as bar:
         while first < len(texts):
             batch = texts[first : first + batch_size]
             try:
@@ -106,7 +140,7 @@ class _ShardWriter:
 
     def __init__(self, directory: Path, asked: dict[str, Any]) -> None:
         self._directory = directory
-        self._index: dict[str, Any] = {"version": VERSION, "asked": asked, "shards": []}
+        self._index: _Index = {"version": 1, "asked": asked, "shards": []}
         directory.mkdir(parents=True, exist_ok=True)
         if (directory / INDEX).exists():
             found = ActivationShards(directory).contents
@@ -141,7 +175,7 @@ class _ShardWriter:
                 f"{self._directory} has captures of {self._index['model']}, and this answer is of "
                 f"{model}; name another directory"
             )
-        shards: list[dict[str, Any]] = self._index["shards"]
+        shards = self._index["shards"]
         name = f"activations-{len(shards):05d}.safetensors"
         self._replace(name, answer.file)
         shards.append({

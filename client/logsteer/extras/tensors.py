@@ -11,13 +11,68 @@ import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from logsteer.errors import LogsteerError
 
 _SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _CODES = {"F64": "d", "F32": "f", "F16": "e"}
 _LENGTH = 8
+
+
+class TensorPlace(NamedTuple):
+    """A tensor of a file: its type, the lengths of its axes, and where its bytes lie there."""
+
+    dtype: str
+    shape: list[int]
+    start: int
+    end: int
+
+
+class SafetensorsHeader:
+    """What the header of a safetensors file says: its `metadata`, and where each tensor lies.
+
+    Raises ValueError for data that is no such file.
+    """
+
+    def __init__(self, data: mmap.mmap | memoryview) -> None:
+        self._length = len(data)
+        self._start = _LENGTH + int.from_bytes(bytes(data[:_LENGTH]), "little")
+        try:
+            header = json.loads(bytes(data[_LENGTH : self._start]))
+        except (ValueError, RecursionError) as error:
+            raise ValueError("it is no safetensors file") from error
+        metadata = header.pop("__metadata__", {}) if isinstance(header, dict) else None
+        if not isinstance(metadata, dict):
+            raise ValueError("it is no safetensors file")
+        self.metadata: dict[str, Any] = metadata
+        self._entries: dict[str, Any] = header
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tensors."""
+        return list(self._entries)
+
+    def find(self, name: str, sizes: Mapping[str, int]) -> TensorPlace:
+        """Return where a tensor lies; `sizes` are the types that are read, with a number's bytes.
+
+        Raises ValueError where it is not there, of another type, or not whole.
+        """
+        if name not in self._entries:
+            raise ValueError(f"it has no tensor {name}")
+        try:
+            entry = self._entries[name]
+            dtype, shape = str(entry["dtype"]), [int(size) for size in entry["shape"]]
+            first, end = map(int, entry["data_offsets"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"it has a damaged entry for tensor {name}") from error
+        if dtype not in sizes:
+            raise ValueError(f"it has {name} in type {dtype}; {', '.join(sizes)} are read")
+        is_whole = first >= 0 and self._start + end <= self._length
+        size = math.prod(shape) * sizes[dtype]
+        if min(shape, default=0) < 0 or not is_whole or end - first != size:
+            raise ValueError(f"it has not all numbers of tensor {name}: it is damaged")
+        return TensorPlace(dtype, shape, self._start + first, self._start + end)
 
 
 class TensorFile:
@@ -31,16 +86,12 @@ class TensorFile:
         self._path = path
         with path.open("rb") as file:
             if not path.stat().st_size:
-                raise self._refuse("is empty")
+                raise self._refuse("it is empty")
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._start = _LENGTH + int.from_bytes(self._data[:_LENGTH], "little")
         try:
-            header = json.loads(self._data[_LENGTH : self._start])
-        except (ValueError, RecursionError) as error:
-            raise self._refuse("is no safetensors file") from error
-        if not isinstance(header, dict):
-            raise self._refuse("is no safetensors file")
-        self._entries: dict[str, Any] = header
+            self._header = SafetensorsHeader(self._data)
+        except ValueError as error:
+            raise self._refuse(error) from error
 
     def __enter__(self) -> "TensorFile":
         return self
@@ -54,32 +105,32 @@ class TensorFile:
         self._data.close()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._entries
+        return name in self._header.names
 
     def shape(self, name: str) -> list[int]:
         """Return the lengths of a tensor's axes."""
-        return self._describe(name)[1]
+        return self._find(name).shape
 
     def read_all(self, name: str) -> list[float]:
         """Return the numbers of a tensor, row after row."""
-        kind, shape, start = self._describe(name)
-        return self._read(kind, start, math.prod(shape))
+        found = self._find(name)
+        return _decode(found.dtype, self._data[found.start : found.end])
 
     def read_one(self, name: str, index: int) -> float:
         """Return one number of a tensor with one axis."""
-        kind, shape, start = self._describe(name)
+        kind, shape, start, _ = self._find(name)
         if len(shape) != 1 or index >= shape[0]:
-            raise self._refuse(f"has {name} with shape {shape}, and no number {index} in it")
+            raise self._refuse(f"it has {name} with shape {shape}, and no number {index} in it")
         return self._read(kind, start + index * _SIZES[kind], 1)[0]
 
     def read_row(self, name: str, index: int) -> list[float]:
         """Return a row of a tensor with two axes."""
-        kind, (_, width), start = self._describe(name)
+        kind, (_, width), start, _ = self._find(name)
         return self._read(kind, start + index * width * _SIZES[kind], width)
 
     def read_column(self, name: str, index: int) -> list[float]:
         """Return a column of a tensor with two axes."""
-        kind, (height, width), start = self._describe(name)
+        kind, (height, width), start, _ = self._find(name)
         size = _SIZES[kind]
         places = (start + (row * width + index) * size for row in range(height))
         return _decode(kind, b"".join(self._data[place : place + size] for place in places))
@@ -87,29 +138,14 @@ class TensorFile:
     def _read(self, kind: str, start: int, count: int) -> list[float]:
         return _decode(kind, self._data[start : start + count * _SIZES[kind]])
 
-    def _describe(self, name: str) -> tuple[str, list[int], int]:
-        """Return a tensor's type, shape, and place in the file, where all its numbers are there."""
-        if name not in self._entries:
-            raise self._refuse(f"has no tensor {name}")
+    def _find(self, name: str) -> TensorPlace:
         try:
-            entry = self._entries[name]
-            kind, shape = entry["dtype"], [int(size) for size in entry["shape"]]
-            first, end = map(int, entry["data_offsets"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._refuse(f"has a damaged entry for tensor {name}") from error
-        if kind not in _SIZES:
-            raise self._refuse(f"has {name} in type {kind}; {', '.join(_SIZES)} are read")
-        is_whole = first >= 0 and self._start + end <= len(self._data)
-        if min(shape, default=0) < 0 or not is_whole or end - first != _count(shape, kind):
-            raise self._refuse(f"has not all numbers of tensor {name}: it is damaged")
-        return kind, shape, self._start + first
+            return self._header.find(name, _SIZES)
+        except ValueError as error:
+            raise self._refuse(error) from error
 
-    def _refuse(self, detail: str) -> LogsteerError:
-        return LogsteerError(f"{self._path} {detail}")
-
-
-def _count(shape: Sequence[int], kind: str) -> int:
-    return math.prod(shape) * _SIZES[kind]
+    def _refuse(self, fault: object) -> LogsteerError:
+        return LogsteerError(f"{self._path}: {fault}")
 
 
 def _decode(kind: str, data: bytes) -> list[float]:
