@@ -62,8 +62,8 @@ class RunningJob:
         """Whether tokens may come from the prefix cache; not where all of them are to be read."""
         return self.use_cache and (self.job.plan is None or self.job.plan.kept != "all")
 
-    def add_readings(self, output: Output, found: Readings | None) -> Output:
-        """Return an output with the readings of its tokens; others wait for the next one."""
+    def add_readings(self, result: Output, found: Readings | None) -> Output:
+        """Return a result with the readings of its tokens; others wait for the next one."""
         held = self.readings
         if held is None or found is None:
             held = held or found
@@ -72,14 +72,14 @@ class RunningJob:
             new_TGR = found.values_TGR[max(0, held.first + len(held.values_TGR) - found.first) :]
             held = Readings(held.first, np.concatenate([held.values_TGR, new_TGR]))
         if held is None:
-            return output
+            return result
         count = len(held.values_TGR)
-        if isinstance(output, GenerateOutput):
+        if isinstance(result, GenerateOutput):
             first_row = max(held.first, self.job.prompt_len - 1)
-            count = first_row - held.first + len(output.token_ids)
+            count = first_row - held.first + result.num_generated
         own = Readings(held.first, held.values_TGR[:count])
         self.readings = Readings(held.first + count, held.values_TGR[count:])
-        return replace(output, readings=own)
+        return replace(result, readings=own)
 
 
 Collected = tuple[RunningJob, JobResult | None]
