@@ -87,7 +87,9 @@ def _read_texts(name: str, field: str) -> list[str]:
         for number, row in read_json_lines(BytesIO(data), place, form):
             text = row.get(field) if isinstance(row, dict) else row
             if not isinstance(text, str):
-                raise LogsteerError(f"{place}, line {number}: no text; write {form}")
+                raise LogsteerError(
+                    f"{place}, line {number}: no text; write {form}, or name --field"
+                )
             texts.append(text)
     if not texts:
         raise LogsteerError(f"{place} has no text")

@@ -35,18 +35,21 @@ def draw_token_columns(
     columns |= found.columns or {}
     seen: Counter[str] = Counter()
     for read in found.probes or ():
-        name = f"{read.name or 'probe'}@{read.layer}:{read.read}"
+        name = f"{read.name or 'probe'}@{read.layer}:\n{read.read}"
         seen[name] += 1
         if seen[name] > 1:
-            name += f" ({seen[name]})"
+            name += f"\n({seen[name]})"
         columns[name] = read.before
         if read.after is not None:
-            columns[f"{name} after"] = read.after
+            columns[f"{name}\nafter"] = read.after
     rows = zip(tokens, *columns.values(), strict=True)
-    return draw_rows(
+    table = draw_rows(
         ["token", *(f">{name}" for name in columns)],
         ([repr(token), *map(show_number, values)] for token, *values in rows),
     )
+    for column in table.columns:
+        column.overflow = "fold"  # a name that is cut off may be another's, too
+    return table
 
 
 def draw_end(completion: Completion) -> Iterator[Table | Text]:
