@@ -173,6 +173,10 @@ class PayloadTooLargeError(APIError):
     statuses = frozenset({413})
 
 
+DIVISIBLE = (InvalidRequestError, PayloadTooLargeError)
+"""Refusals that may be for one of several items, such as one too long, or for too many of them."""
+
+
 class OverloadedError(APIError):
     """The server, or this key, has too much to do; `retry_after` says when to come back (s)."""
 

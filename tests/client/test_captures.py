@@ -250,7 +250,7 @@ def test_the_command(
     steering = tmp_path / "steering.json"
     steering.write_text(json.dumps({"vectors": [{"name": "mood"}]}))
     status, out, _ = run(str(lines), "--layers", "1-2", "--output", str(file), "--read", "last",
-                         "--slices", "0:5,7:9", "--steering", str(steering))  # fmt: skip
+                         "--at", "0:5,7:9", "--steering", str(steering))  # fmt: skip
     assert (status, "2 texts, 2 rows of 3 numbers at layers 1, 2" in out) == (0, True)
     assert server.asked[-1] == {
         "items": ["one", "two"], "layers": [1, 2], "read": "last",
@@ -268,10 +268,48 @@ def test_the_command(
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "a"}\n{"other": "b"}\n')
     status, _, err = run(str(rows), "--layers", "1", "--output", str(file))
-    assert (status, "text 2" in err) == (1, True)
+    assert (status, "line 2" in err) == (1, True)
     lines.write_text("\n")
     status, _, err = run(str(lines), "--layers", "1", "--output", str(file))
     assert (status, "no text" in err) == (1, True)
-    for wrong in (["--layers", "x"], ["--layers", "1", "--slices", "3"]):
+    for wrong in (
+        ["--layers", "x"],
+        ["--layers", "1", "--at", "3"],
+        ["--layers", "1", "--at", "last_prompt"],
+    ):
         with pytest.raises(SystemExit):
             run(str(lines), "--output", str(file), *wrong)
+
+
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        ('"a text"\n\n{"text": "b"}\n', ["a text", "b"]),
+        ('"Hello," he said.\nnull\n', ['"Hello," he said.', "null"]),
+        ('{"text": "\\u00e9"}\n"c"', ["é", "c"]),
+    ],
+)
+def test_lines_are_texts_as_generate_reads_them(
+    tmp_path: Path, content: str, texts: list[str]
+) -> None:
+    path, server = tmp_path / "lines", CaptureServer()
+    path.write_text(content)
+    argv = ["capture", str(path), "--layers", "1", "--output", str(tmp_path / "out.safetensors")]
+    assert main(argv, transport=httpx.MockTransport(server)) == 0
+    assert server.asked[0]["items"] == texts
+
+
+@pytest.mark.parametrize("value", ["null", "5", "true", '["a"]', '{"text": "a"}'])
+def test_what_is_no_text_is_not_captured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: str
+) -> None:
+    path, server = tmp_path / "rows.jsonl", CaptureServer()
+    argv = ["capture", str(path), "--layers", "1", "--output", str(tmp_path / "out.safetensors")]
+    wrong = [f'{{"text": {value}}}', *([] if value.startswith("{") else [value])]
+    for line in wrong:
+        for content, number in ((f"{line}\n", 1), (f'{{"text": "a"}}\n\n{line}', 3)):
+            path.write_text(content)
+            assert main(argv, transport=httpx.MockTransport(server)) == 1
+            err = capsys.readouterr().err
+            assert f"{path}, line {number}: no text; write" in err
+    assert not server.asked

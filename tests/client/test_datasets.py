@@ -12,7 +12,7 @@ from logsteer import Client
 from logsteer.cli import main
 from logsteer.errors import InvalidRequestError
 from logsteer.extras import hub
-from logsteer.extras.datasets import name_source, read_prompts
+from logsteer.extras.datasets import name_source, read_prompts, register_dataset
 from logsteer.extras.texts import JoinedRows
 from logsteer.schemas import PerplexityAnswer
 from tests.conftest import Server
@@ -124,8 +124,70 @@ def test_rows_are_one_text(tmp_path: Path) -> None:
         file.seek(3)
     with pytest.raises(InvalidRequestError, match="row 0 has no text under 'body', only text"):
         JoinedRows(path, "body").read(1)
-    with pytest.raises(InvalidRequestError, match="no splits"):
+    with pytest.raises(InvalidRequestError, match="has no splits"):
         name_source(str(path), "test")
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "source"),
+    [
+        ("imdb", None, "hf:imdb@test"),
+        ("hf:imdb", None, "hf:imdb@test"),
+        ("imdb@test", None, "hf:imdb@test"),
+        ("hf:imdb@test[:5]", None, "hf:imdb@test[:5]"),
+        ("imdb", "test", "hf:imdb@test"),
+        ("hf:imdb", "test", "hf:imdb@test"),
+        ("./with@sign/imdb", None, "hf:./with@sign/imdb@test"),
+        ("rows.jsonl", None, "rows.jsonl"),
+        ("jsonl:rows", None, "jsonl:rows"),
+    ],
+)
+def test_a_name_has_one_split_however_it_is_given(
+    name: str, split: str | None, source: str
+) -> None:
+    assert name_source(name, split) == source
+
+
+def test_splits_that_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="names split 'train', and --split 'test'"):
+        name_source("imdb@train", "test")
+    register_dataset("fixed", lambda name: [])
+    with pytest.raises(InvalidRequestError, match="'fixed:a' has no splits; leave --split out"):
+        name_source("fixed:a", "test")
+
+
+def test_lines_that_are_texts(tmp_path: Path) -> None:
+    """A string stands for an object with that text, whatever the field is called."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('"one"\r\n{"question": "two"}')
+    assert questions(str(path)) == ["one", "two"]
+    assert JoinedRows(path, "question").read(100) == b"one\n\ntwo"
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("5", "row 1 is 5, neither a text nor an object"),
+        ("[1]", r"row 1 is \[1\], neither"),
+        ("null", "row 1 is None, neither"),
+        ('{"text": null}', "row 1 has None under 'text', no text"),
+        ('{"body": "x"}', "row 1 has no text under 'text', only body; name a column"),
+        ('{"text": "\\ud800"}', "row 1 has a lone surrogate"),
+        ("{", "line 3: no JSON: .* at column 2; write "),
+        ("[" * 100_000, "line 3: no JSON: nested too deeply"),
+        ("\xff", "line 3: no JSON: .*utf-8"),
+    ],
+)
+def test_rows_that_no_text_is_made_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, told: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"text": "a"}\n\n' + line.encode("latin-1") + b"\n")
+    with pytest.raises(InvalidRequestError, match=told):
+        JoinedRows(path, "text").read(100)
+    if "surrogate" not in told:
+        with pytest.raises(InvalidRequestError, match=told.replace("column; ", "field")[:30]):
+            read_prompts(path, "text")
 
 
 def test_the_command_scores_a_data_set(

@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -245,9 +247,95 @@ def test_lines_go_in_batches_and_come_as_they_are_done(capsys: Output, pipe: Any
     assert [body["prompts"] for body in bodies(server)] == [["q0", "q1"], ["q2", "q3"], ["q4"]]
 
 
+class Refusing:
+    """Refuses every request that has this text in a prompt; continues the others."""
+
+    def __init__(self, text: str, code: str, status: int) -> None:
+        self.text = text
+        self.refusal = (code, status)
+        self.asked: list[Any] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        self.asked.append((body["prompts"], body.get("seed")))
+        if any(self.text in prompt for prompt in body["prompts"]):
+            return problem(*self.refusal)
+        return continue_all(request)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [("context_too_long", 422), ("payload_too_large", 413)]
+)
+def test_a_refused_batch_is_halved_down_to_its_line(
+    capsys: Output, pipe: Any, code: str, status: int
+) -> None:
+    pipe(*(f'"p{n}"' for n in range(8)))
+    server = Refusing("p5", code, status)
+    assert run(server, "generate", "-", "--seed", "10", "-n", "2") == 1
+    out, err = capsys.readouterr()
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["prompt"] for row in rows] == [f"p{n}" for n in range(5)]
+    assert [row["completions"][0]["seed"] for row in rows] == [10, 12, 14, 16, 18]
+    assert err.startswith(f"error: line 6: {code}")
+    assert [len(prompts) for prompts, _ in server.asked] == [8, 4, 4, 2, 1, 1]
+
+
+def test_other_refusals_are_not_asked_for_again(capsys: Output, pipe: Any) -> None:
+    pipe('"p0"', '"p1"')
+    server = Refusing("p1", "unknown_model", 404)
+    assert run(server, "generate", "-") == 1
+    assert capsys.readouterr().err.startswith("error: line 1 to 2: unknown_model")
+    assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('{"text": "p1"}', "line 2: no text under 'prompt', only text"),
+        ("p1", "standard input, line 2: no JSON"),
+        ("[1]", "standard input, line 2: no JSON object; write a text"),
+    ],
+)
+def test_lines_in_front_of_a_wrong_one_come_out(
+    capsys: Output, pipe: Any, line: str, told: str
+) -> None:
+    pipe('"p0"', line, '"p2"')
+    assert run(Script(continue_all), "generate", "-") == 1
+    out, err = capsys.readouterr()
+    assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["p0"]
+    assert err.startswith(f"error: {told}")
+
+
+def test_a_line_is_answered_as_it_comes(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    """With --batch-size 1, before the next line is there."""
+    seen = []
+
+    class Slow:
+        def __iter__(self) -> Iterator[bytes]:
+            for number in range(3):
+                yield b'"p%d"\n' % number
+                seen.append(len(capsys.readouterr().out.splitlines()))
+
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=Slow()))
+    assert run(Script(continue_all), "generate", "-", "--batch-size", "1") == 0
+    assert seen == [1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("command", "line", "message"),
     [
+        (["generate"], "Once upon a time", "standard input, line 1: no JSON: Expecting value at "
+         'column 1; write a text in quotation marks, "Once upon a time", or an object, '
+         '{"prompt": "Once upon a time"}'),
+        (["generate", "--field", "q"], "x", "standard input, line 1: no JSON: Expecting value at "
+         'column 1; write a text in quotation marks, "Once upon a time", or an object, {"q":'),
+        (["diagnostics"], "x", "standard input, line 1: no JSON: Expecting value at column 1; "
+         'write {"context": "'),
+        (["generate"], "[" * 100_000, "standard input, line 1: no JSON: nested too deeply"),
+        (["generate"], '{"prompt": "a", "x": ' + "[" * 300 + "]" * 300 + "}",
+         "standard input, line 1: it cannot be written again: "),
+        (["generate"], '{"prompt": "a", "x": "\\ud800"}',
+         "standard input, line 1: it cannot be written again: "),
         (["generate"], "{", "standard input, line 1: no JSON"),
         (["generate"], "[1]", "standard input, line 1: no JSON object"),
         (["generate"], '{"text": "a"}', "line 1: no text under 'prompt', only text"),

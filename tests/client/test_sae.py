@@ -140,7 +140,11 @@ def test_what_a_projection_does_not_say_is_not_told(
         ({"hook_name": "model.layers.11"}, None, (11, "resid_post")),
         ({"hook_name": "some.module"}, 3, (3, "resid_post")),
         ({"hook_name": None}, 3, (3, "resid_post")),
-        ({}, 9, (9, "resid_post")),
+        # Another layer of the same hook: the stream that enters block 9 leaves block 8.
+        ({}, 9, (8, "resid_post")),
+        ({}, 0, (0, "resid_pre")),
+        ({"hook_name": "blocks.{layer}.hook_resid_pre", "hook_layer": "x"}, 9, (8, "resid_post")),
+        ({"hook_name": "blocks.0.hook_resid_pre"}, 3, (2, "resid_post")),
     ],
 )
 def test_places(
@@ -198,6 +202,16 @@ SCALED = {"normalize_activations": "expected_average_only_in"}
         ({}, {}, {"activation_scale": 2.0}, "no activation scale: leave it out"),
         ({"hook_name": "odd"}, {}, {}, "'odd' is not known; give --layer"),
         ({"hook_name": None}, {}, {}, "names no hook: give --layer"),
+        *(
+            (
+                {"hook_name": "blocks.{layer}.hook_out", "hook_layer": layer},
+                {},
+                {},
+                f"hook_layer {layer!r} is no layer.*; give --layer",
+            )
+            for layer in ("x", -1, True, 2.5)
+        ),
+        ({}, {}, {"layer": -1}, "layer -1: layers are counted from 0"),
         ({"hook_head_index": 2}, {}, {}, "a single head"),
         ({"d_in": 7}, {}, {}, "cfg.json has d_in 7"),
         ({}, {"W_enc": np.ones((WIDTH, 3))}, {}, r"W_enc has shape \[6, 3\]"),
@@ -278,7 +292,7 @@ def test_a_feature_is_stored_with_its_probe(
     shown = " ".join(capsys.readouterr().out.split())
     assert "sae-2-4.probe at layer 2, projection c: activation z where z > 0, else 0; z = 2 c - 1" \
         in shown  # fmt: skip
-    argv += ["--name", "golden", "--layer", "1", "--json"]
+    argv += ["--name", "golden", "--layer", "2", "--json"]
     assert main(argv, transport=httpx.MockTransport(server)) == 0
     assert json.loads(capsys.readouterr().out)["probe"]["name"] == "golden.probe"
     assert list(read_file(server.stored["golden"]).vectors.layers) == [1]
@@ -291,6 +305,8 @@ def test_a_feature_is_stored_with_its_probe(
         ({"a": (768, 12), "b": (None, None)}, None, None),
         ({"a": (768, 12), "b": (WIDTH, 12)}, "a", "6 numbers, and a has 768: serve the model"),
         ({"a": (768, 12), "b": (16, 4)}, None, "a has 768, b has 16"),
+        ({"a": (WIDTH, 12), "b": (16, 4)}, "c", "no model 'c' on this server: it has a, b"),
+        ({}, None, None),
         ({"a": (WIDTH, 2)}, None, "for layer 2, and a has 0 to 1: .*--layer"),
     ],
 )

@@ -313,9 +313,40 @@ def test_probes_stand_beside_the_tokens(capsys: Output) -> None:
     assert run(server, "score", "a", "b", "--vector", "mood", "--probe", "mood@2:cosine") == 0
     assert sent(server)["probes"] == [{"name": "mood", "layers": [2], "read": "cosine"}]
     out = capsys.readouterr().out
-    assert "mood@2" in out and "mood@2 after" in out
+    lines = [line.split() for line in out.splitlines()]
+    assert ["mood@2:", "cosine"] in lines and ["token", "logprob", "cosine", "after"] in lines
     assert ["'b'", "-1", "0.25", "0.5"] in [line.split() for line in out.splitlines()]
     assert "where its condition held, at 3 tokens" in out
+
+
+def test_each_reading_has_a_name_of_its_own(
+    capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = {"sha256": "0" * 64, "layer": 2, "hook": "resid_post"}
+    reads = [("mood", "projection", 3.5), ("mood", "cosine", 0.25), ("mood", "cosine", 0.75),
+             (None, "cosine", 0.5)]  # fmt: skip
+    probes = [{**common, "name": name, "read": read, "before": [x]} for name, read, x in reads]
+    scored = logprob_answer([target("b", -1.0, tokens=["b"], logprobs=[-1.0], probes=probes)])
+    argv = ["--probe", "mood@2", "--probe", "mood@2:cosine", "--probe", "mood@2:cosine"]
+    assert run(answer(scored), "score", "a", "b", *argv) == 0
+    found = rows(capsys)
+    assert ["mood@2:", "mood@2:", "cosine", "probe@2:"] in found
+    assert ["token", "logprob", "projection", "cosine", "(2)", "cosine"] in found
+    assert ["'b'", "-1", "3.5", "0.25", "0.75", "0.5"] in found
+    monkeypatch.setenv("COLUMNS", "50")  # no name is cut off
+    run(answer(scored), "score", "a", "b", *argv)
+    assert "…" not in capsys.readouterr().out.partition("'b'")[2]
+
+
+def test_scores_and_perplexities_in_float64(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_text("some text")
+    server = Script(perplexity_stream())
+    assert run(server, "perplexity", str(path), "--precision", "float64") == 0
+    assert server.requests[0].url.params["precision"] == "float64"
+    server = answer(logprob_answer([target("b", -1.0)]))
+    assert run(server, "score", "a", "b", "--precision", "float64") == 0
+    assert sent(server)["precision"] == "float64"
 
 
 def test_a_long_steering_object_goes_into_a_body(capsys: Output, tmp_path: Path) -> None:

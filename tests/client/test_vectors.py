@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,11 @@ def test_train(capsys: Output, run: Any, tmp_path: Path) -> None:
         assert text in shown
     for text, hint in (
         ('{"positive": "a"}', "line 1"),
+        ('{"positive": "a", "negative": null}', "line 1"),
+        ('[{"positive": "a", "negative": ["b"]}]', "pair 1"),
+        ('"a"', "line 1"),
+        ("[" * 100_000, "nested too deeply"),
+        ("", "is empty"),
         (json.dumps(PAIR) + "\nno json", "line 2"),
         ("1", "line 1"),
         ("[]", "no pairs"),
@@ -291,3 +297,20 @@ def test_wrong_usage_is_2(run: Any, capsys: Output, argv: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         run(answer(LIST), "vectors", *argv)
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("content", [json.dumps(PAIR), json.dumps([PAIR])], ids=["lines", "list"])
+@pytest.mark.parametrize("way", ["pipe", "stdin"])
+def test_pairs_of_a_pipe(
+    run: Any, capsys: Output, monkeypatch: pytest.MonkeyPatch, content: str, way: str
+) -> None:
+    """A pipe, as of process substitution, can be read once."""
+    reading, writing = os.pipe()
+    os.write(writing, content.encode())
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        monkeypatch.setattr("sys.stdin", pipe)
+        name = "-" if way == "stdin" else f"/dev/fd/{reading}"
+        server = answer(TRAINED)
+        assert run(server, "vectors", "train", "happy", name) == 0, capsys.readouterr().err
+        assert json.loads(server.bodies[0])["pairs"] == [PAIR]

@@ -53,7 +53,7 @@ class TestSweeps:
         assert [used.scale for used in setting.interventions.steering.vectors] == [6.0, 2.0]
 
     def test_a_layer_that_the_model_lacks_is_refused(self) -> None:
-        with pytest.raises(APIError, match="model.s are 0 to 3"):
+        with pytest.raises(APIError, match=r"model.s are 0 to 3"):
             self.settings_of([1.0], [[4]])
 
     def test_targets_next_tokens_and_windows_in_this_order(self) -> None:

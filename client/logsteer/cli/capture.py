@@ -2,15 +2,18 @@
 
 import argparse
 import json
-import sys
+from functools import partial
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from logsteer.cli.options import add_options
-from logsteer.cli.steering_options import add_steering_options, read_changes
-from logsteer.cli.terminal import decode_text, given, parse_layers, wants_json
+from logsteer.cli.steering_options import add_steering_options, parse_positions, read_changes
+from logsteer.cli.terminal import decode_text, given, parse_layers, read_input, wants_json
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
+from logsteer.extras.json_lines import read_json_lines
+from logsteer.schemas import AllPositions
 
 _READING = {"read": None, "hook": "NAME", "bos": None, "on_overflow": None}
 FILE_ENDING = ".safetensors"
@@ -19,8 +22,10 @@ FILE_ENDING = ".safetensors"
 def add_capture(parser: argparse.ArgumentParser) -> None:
     """Make this the parser of `logsteer capture`."""
     parser.add_argument(
-        "file", metavar="FILE", help="a text a line, or JSON lines; - is standard input"
-    )
+        "file", metavar="FILE",
+        help="a text a line; or, where the first line is an object or a string of JSON, JSON lines "
+        "of those, as in a .jsonl; - is standard input",
+    )  # fmt: skip
     parser.add_argument("--layers", type=parse_layers, required=True, metavar="N,N-N,…")
     parser.add_argument(
         "--output",
@@ -33,8 +38,9 @@ def add_capture(parser: argparse.ArgumentParser) -> None:
         "--field", default="text", metavar="NAME", help="the text in a line of JSON; default text"
     )
     parser.add_argument(
-        "--slices", type=_parse_slices, metavar="N:N,…", help="tokens to read; default all"
-    )
+        "--at", type=partial(parse_positions, names=get_args(AllPositions)), metavar="WHICH",
+        help="tokens to read: all, or slices as in 0:5,8:10; default all",
+    )  # fmt: skip
     parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="texts of a shard")
     add_options(parser, "activations", _READING)
     add_steering_options(parser)
@@ -44,8 +50,8 @@ def add_capture(parser: argparse.ArgumentParser) -> None:
 def _capture(client: Client, arguments: argparse.Namespace) -> None:
     texts = _read_texts(arguments.file, arguments.field)
     options: Any = {**given(arguments, *_READING), **read_changes(arguments)}
-    if arguments.slices is not None:
-        options["positions"] = {"slices": arguments.slices}
+    if arguments.at is not None:
+        options["positions"] = arguments.at
     path = Path(arguments.output)
     if path.suffix != FILE_ENDING:
         shards = client.capture(
@@ -67,27 +73,35 @@ def _capture(client: Client, arguments: argparse.Namespace) -> None:
 
 
 def _read_texts(name: str, field: str) -> list[str]:
-    """Return the texts of a file: lines, or where the first is a JSON object, fields of those."""
-    data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-    lines = [line.rstrip("\r") for line in decode_text(data, name).split("\n")]
-    lines = [line for line in lines if line.strip()]
-    if not lines:
-        raise LogsteerError(f"{name} has no text")
-    if not lines[0].lstrip().startswith("{"):
-        return lines
-    texts = []
-    for number, line in enumerate(lines, 1):
-        try:
-            text = json.loads(line)[field]
-        except (ValueError, KeyError, TypeError) as error:
-            raise LogsteerError(f'{name}, text {number}: no {{"{field}": "…"}}') from error
-        texts.append(str(text))
+    """Return the texts of a file: lines as they are, or JSON lines: strings, or fields of objects.
+
+    Raises LogsteerError for a JSON line without a text.
+    """
+    place, data = read_input(name)
+    if not _has_json(data, place):
+        lines = [line.rstrip("\r") for line in decode_text(data, place).split("\n")]
+        texts = [line for line in lines if line.strip()]
+    else:
+        texts = []
+        form = f"a text in quotation marks, or an object, {json.dumps({field: 'Once upon a time'})}"
+        for number, row in read_json_lines(BytesIO(data), place, form):
+            text = row.get(field) if isinstance(row, dict) else row
+            if not isinstance(text, str):
+                raise LogsteerError(
+                    f"{place}, line {number}: no text; write {form}, or name --field"
+                )
+            texts.append(text)
+    if not texts:
+        raise LogsteerError(f"{place} has no text")
     return texts
 
 
-def _parse_slices(text: str) -> list[tuple[int, int]]:
+def _has_json(data: bytes, name: str) -> bool:
+    """Return whether JSON lines are meant: a text may begin with a quotation mark, too."""
+    first = data.lstrip().partition(b"\n")[0]
+    if name.endswith((".jsonl", ".json")) or first.startswith(b"{"):
+        return True
     try:
-        pairs = [part.split(":") for part in text.split(",")]
-        return [(int(first), int(end)) for first, end in pairs]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no slices such as 0:5,10:12") from error
+        return isinstance(json.loads(first), str)
+    except (ValueError, RecursionError):
+        return False

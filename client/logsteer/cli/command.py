@@ -60,9 +60,10 @@ Each command's --help has more. Exit status: 0 done, 1 refused or not reached, 2
 130 interrupted, 141 nobody reads the output any more.
 """
 
-_SCORING = {"boundary": None, "space": None, "top": "N"}
+_SCORING = {"boundary": None, "space": None, "top": "N", "precision": None}
 _WINDOWS = {
     "protocol": None, "context_length": "TOKENS", "stride": "TOKENS", "rows": "N", "bos": None,
+    "precision": None,
 }  # fmt: skip
 """Options of a command that are parameters of its call -> what stands for a value in the help."""
 
@@ -157,11 +158,11 @@ def _add_perplexity(parser: argparse.ArgumentParser) -> None:
     text = parser.add_mutually_exclusive_group(required=True)
     text.add_argument("file", metavar="FILE", nargs="?", help="UTF-8 text; - is standard input")
     text.add_argument(
-        "--dataset", metavar="NAME[/CONFIG]",
+        "--dataset", metavar="NAME[/CONFIG][@SPLIT]",
         help="of the Hugging Face hub, or a directory like one; or a file of JSON lines",
     )  # fmt: skip
     rows = parser.add_argument_group("data sets")
-    rows.add_argument("--split", metavar="SPLIT", help="default test")
+    rows.add_argument("--split", metavar="SPLIT", help="in place of @SPLIT; default test")
     rows.add_argument("--column", metavar="NAME", help="what is read of a row; default text")
     rows.add_argument("--join", metavar="TEXT", help="stands between rows; default two newlines")
     add_options(parser, "perplexity_stream", _WINDOWS)

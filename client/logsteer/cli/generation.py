@@ -1,6 +1,7 @@
 """`logsteer generate`: continuations of prompts, from arguments or from JSON lines."""
 
 import argparse
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
@@ -9,23 +10,32 @@ from rich.console import Console
 
 from logsteer.cli import tables, token_tables
 from logsteer.cli.continuations import stream_one
-from logsteer.cli.lines import STDIN, NumberedRow, Row, add_batch_option, answer_rows, read_rows
+from logsteer.cli.lines import (
+    NumberedRow,
+    Row,
+    UnusableRowError,
+    add_batch_option,
+    answer_rows,
+    read_rows,
+)
 from logsteer.cli.options import add_options
 from logsteer.cli.steering_options import add_probe_option, add_steering_options, read_changes
-from logsteer.cli.terminal import add_examples, given, show, wants_json
+from logsteer.cli.terminal import STDIN, add_examples, given, show, wants_json
 from logsteer.client import Client
-from logsteer.errors import LogsteerError
 
 EXAMPLES = """
   logsteer generate "Once upon a time" --max-tokens 40 --seed 1
   logsteer generate "Once upon a time" "The king" -n 3 --temperature 0.7
   logsteer generate "Once upon a time" --diagnostics --columns log_q --columns rb_entropy
   echo '"Once upon a time"' | logsteer generate -
+  jq -R . < texts.txt | logsteer generate -
   logsteer generate - --field question < rows.jsonl > continued.jsonl
   logsteer generate - -n 4 < prompts.jsonl | logsteer diagnostics - > looked-at.jsonl
 
-With -, a line is a text, or an object with a prompt, prompt_ids or messages. For each, a line is
-printed as soon as it is there: the object, with its prompt_ids and completions.
+With -, a line is a text in quotation marks, or an object with a prompt, prompt_ids or messages. For
+each, a line is printed when its batch is done (--batch-size): the object, with its prompt_ids and
+completions. A batch that is refused is halved, so that what stands in front of the line that it is
+refused for is printed.
 """
 
 _SAMPLING = {
@@ -98,8 +108,8 @@ def _generate_lines(
         own = dict(options)
         if "seed" in own:
             own["seed"] += count * own.get("n", 1)
-        count += len(rows)
         answer = client.generate(**_read_form(rows, field), **own)
+        count += len(rows)
         for result in answer.results:
             yield result.model_dump(mode="json", exclude_unset=True, exclude_none=True)
 
@@ -108,7 +118,9 @@ def _generate_lines(
         # A request has one conversation.
         return number if _MESSAGES in row else -int(_IDS in row)
 
-    answer_rows(read_rows(field), arguments.batch_size, ask, kind)
+    example = json.dumps({field: "Once upon a time"})
+    form = f'a text in quotation marks, "Once upon a time", or an object, {example}'
+    answer_rows(read_rows(form, field), arguments.batch_size, ask, kind)
 
 
 def _read_form(rows: Sequence[Row], field: str) -> dict[str, Any]:
@@ -119,7 +131,7 @@ def _read_form(rows: Sequence[Row], field: str) -> dict[str, Any]:
         return {"prompts": None, "prompt_ids": [row[_IDS] for row in rows]}
     for row in rows:
         if not isinstance(row.get(field), str):
-            raise LogsteerError(
+            raise UnusableRowError(
                 f"no text under {field!r}, only {', '.join(row) or 'nothing'}; name one by --field"
             )
     return {"prompts": [row[field] for row in rows]}

@@ -8,23 +8,32 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from logsteer.cli import tables, token_tables
-from logsteer.cli.lines import STDIN, Row, add_batch_option, answer_rows, read_rows
+from logsteer.cli.lines import (
+    Row,
+    UnusableRowError,
+    add_batch_option,
+    answer_rows,
+    read_rows,
+)
 from logsteer.cli.options import add_options, add_policy_options, read_policy
 from logsteer.cli.steering_options import (
+    POSITIONS,
     add_probe_option,
     add_steering_options,
     parse_positions,
     read_changes,
 )
-from logsteer.cli.terminal import add_examples, given, parse_layers, show
+from logsteer.cli.terminal import STDIN, add_examples, given, parse_layers, show
 from logsteer.client import Client
-from logsteer.errors import AnswerError, LogsteerError
+from logsteer.errors import AnswerError
 from logsteer.schemas import GradientAnswer, ItemGradients, ItemScore, LogprobAnswer, LogprobItem
 
 _LINES = """
 With -, a line is an item: {"context": "…", "targets": ["…"]}, or with context_ids and target_ids,
 or messages and targets; or a line of `logsteer generate -`, whose completions are the targets. For
-each, a line is printed as soon as it is there: the object, with its result.
+each, a line is printed when its batch is done (--batch-size): the object, with its result. A batch
+that is refused is halved, so that what stands in front of the line that it is refused for is
+printed.
 """
 DIAGNOSTICS_EXAMPLES = f"""
   logsteer diagnostics "The capital of France is" " Paris" " London"
@@ -38,6 +47,7 @@ GRADIENT_EXAMPLES = f"""
   logsteer gradient - --layers 2 < items.jsonl | jq '.result.targets[0].norms'
 {_LINES}"""
 
+ITEM_FORM = '{"context": "…", "targets": ["…"]}'
 _DIAGNOSTICS = {"columns": "NAME", "window": "TOKENS", "precision": None}
 _READING = {"boundary": None, "bos": None, "on_overflow": None}
 
@@ -71,7 +81,7 @@ def add_gradient(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--hook", metavar="NAME", help="of the activations; default resid_post")
     group.add_argument(
         "--at", type=parse_positions, metavar="WHICH",
-        help="the activations' positions, written as --positions; default all",
+        help=f"the activations' positions: {POSITIONS}; default all",
     )  # fmt: skip
     add_options(parser, "gradient", _READING)
     add_steering_options(parser)
@@ -143,7 +153,7 @@ def _answer_lines(arguments: argparse.Namespace, ask: _Ask) -> None:
             one = result.model_dump(mode="json", exclude_unset=True, exclude_none=True)
             yield {"result": one}
 
-    answer_rows(read_rows(), arguments.batch_size, answer)
+    answer_rows(read_rows(ITEM_FORM), arguments.batch_size, answer)
 
 
 def _read_item(row: Row) -> dict[str, Any]:
@@ -152,11 +162,9 @@ def _read_item(row: Row) -> dict[str, Any]:
         try:
             targets = [completion["token_ids"] for completion in row["completions"]]
         except (KeyError, TypeError) as error:
-            raise LogsteerError("completions without token_ids") from error
+            raise UnusableRowError("completions without token_ids") from error
         return {"context_ids": row["prompt_ids"], "target_ids": targets}
     item = {name: row[name] for name in LogprobItem.model_fields if row.get(name) is not None}
     if not item:
-        raise LogsteerError(
-            f'no item such as {{"context": "…", "targets": ["…"]}}, only {", ".join(row) or "{}"}'
-        )
+        raise UnusableRowError(f"no item such as {ITEM_FORM}, only {', '.join(row) or '{}'}")
     return item

@@ -1,48 +1,49 @@
 """JSON lines from standard input and to standard output: commands with - in place of arguments."""
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby, islice
 from typing import Any, TypeAlias
 
-from pydantic_core import to_json
+from pydantic_core import PydanticSerializationError, to_json
 
-from logsteer.errors import LogsteerError
-
-STDIN = "-"
-"""What stands for standard input among the arguments of a command."""
+from logsteer.errors import DIVISIBLE, LogsteerError
+from logsteer.extras.json_lines import read_json_lines
 
 Row: TypeAlias = dict[str, Any]
 NumberedRow: TypeAlias = tuple[int, Row]
+
+
+class UnusableRowError(LogsteerError):
+    """No part of a request can be made of a line."""
 
 
 def add_batch_option(parser: argparse.ArgumentParser) -> None:
     """Give a command the option that says how many lines go into one request."""
     parser.add_argument(
         "--batch-size", type=_parse_count, default=32, metavar="N",
-        help="lines of one request, with -; default 32",
+        help="lines of one request, with -; default 32, and 1 answers each as it comes",
     )  # fmt: skip
 
 
-def read_rows(text_field: str | None = None) -> Iterator[NumberedRow]:
+def read_rows(form: str, text_field: str | None = None) -> Iterator[NumberedRow]:
     """Yield the lines of standard input as they come, each with its number from 1.
 
-    A line that is a string stands for an object with that text in `text_field`.
-    Raises LogsteerError for a line that is no JSON object.
+    A line that is a string stands for an object with that text in `text_field`. `form` is said in
+    errors: what to write in a line. Raises LogsteerError for a line that is no JSON object.
     """
-    for number, line in enumerate(sys.stdin.buffer, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise LogsteerError(f"standard input, line {number}: no JSON: {error}") from error
+    for number, row in read_json_lines(sys.stdin.buffer, "standard input", form):
         if isinstance(row, str) and text_field is not None:
             row = {text_field: row}
         if not isinstance(row, dict):
-            raise LogsteerError(f"standard input, line {number}: no JSON object")
+            raise LogsteerError(f"standard input, line {number}: no JSON object; write {form}")
+        try:
+            to_json(row)
+        except (PydanticSerializationError, ValueError) as error:
+            raise LogsteerError(
+                f"standard input, line {number}: it cannot be written again: it is nested too "
+                f"deeply, or has a lone surrogate ({error})"
+            ) from error
         yield number, row
 
 
@@ -54,20 +55,56 @@ def answer_rows(
 ) -> None:
     """Write a line for each row: its fields, and those that `ask` yields for it.
 
-    Neighbouring rows of one kind are asked about together, at most `size` of them.
-    Raises LogsteerError that names the lines it is about, after the lines in front of them.
+    Neighbouring rows of one kind are asked about together, at most `size` of them; where a part of
+    them may have been refused, they are asked about again in halves. Raises LogsteerError that
+    names the lines it is about, after the lines in front of them.
     """
-    for _, same in groupby(rows, kind):
-        while batch := list(islice(same, size)):
-            numbers = [number for number, _ in batch]
-            try:
-                answers = list(ask([row for _, row in batch]))
-            except LogsteerError as error:
-                last = f" to {numbers[-1]}" if len(numbers) > 1 else ""
-                raise LogsteerError(f"line {numbers[0]}{last}: {error}") from error
-            for (_, row), answer in zip(batch, answers, strict=True):
-                sys.stdout.write(to_json({**row, **answer}).decode() + "\n")
-            sys.stdout.flush()
+    for batch in _cut_batches(rows, size, kind):
+        _answer_batch(batch, ask)
+
+
+def _cut_batches(
+    rows: Iterable[NumberedRow], size: int, kind: Callable[[NumberedRow], Hashable]
+) -> Iterator[list[NumberedRow]]:
+    """Yield neighbouring rows of one kind; `size` of them as soon as they are there.
+
+    Raises what `rows` raises, after the rows in front of that.
+    """
+    batch: list[NumberedRow] = []
+    try:
+        for numbered in rows:
+            if batch and kind(numbered) != kind(batch[0]):
+                yield batch
+                batch = []
+            batch.append(numbered)
+            if len(batch) == size:
+                yield batch
+                batch = []
+    except LogsteerError:
+        if batch:
+            yield batch
+        raise
+    if batch:
+        yield batch
+
+
+def _answer_batch(
+    batch: Sequence[NumberedRow], ask: Callable[[Sequence[Row]], Iterable[Mapping[str, Any]]]
+) -> None:
+    try:
+        answers = list(ask([row for _, row in batch]))
+    except LogsteerError as error:
+        if len(batch) == 1 or not isinstance(error, (*DIVISIBLE, UnusableRowError)):
+            last = f" to {batch[-1][0]}" if len(batch) > 1 else ""
+            raise LogsteerError(f"line {batch[0][0]}{last}: {error}") from error
+    else:
+        for (_, row), answer in zip(batch, answers, strict=True):
+            sys.stdout.write(to_json({**row, **answer}).decode() + "\n")
+        sys.stdout.flush()
+        return
+    middle = len(batch) // 2
+    _answer_batch(batch[:middle], ask)
+    _answer_batch(batch[middle:], ask)
 
 
 def _parse_count(text: str) -> int:

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,24 +12,26 @@ from rich.text import Text
 
 from logsteer.cli import tables, token_tables
 from logsteer.cli.continuations import stream_one, stream_side_by_side
+from logsteer.cli.items import ITEM_FORM
 from logsteer.cli.options import add_options
 from logsteer.cli.steering_options import (
-    PARAMETERS,
     add_probe_option,
     add_steering_options,
+    read_parameters,
     read_steering,
 )
 from logsteer.cli.terminal import (
     given,
     parse_layers,
     parse_scales,
-    read_json_lines,
+    read_input,
     read_text,
     show,
     wants_json,
 )
 from logsteer.client import Client
 from logsteer.errors import AnswerError, LogsteerError
+from logsteer.extras.json_lines import read_json_lines
 from logsteer.extras.labels import label_sweep
 from logsteer.extras.plots import check_plot_path, plot_sweep
 
@@ -78,7 +81,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
         help="a context and its targets; repeatable",
     )
     group.add_argument(
-        "--items", metavar="FILE", help='a line an item: {"context": "…", "targets": ["…"]}'
+        "--items", metavar="FILE", help=f"a line an item: {ITEM_FORM}; - is standard input"
     )
     group.add_argument(
         "--text",
@@ -95,7 +98,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
 def _steer(client: Client, arguments: argparse.Namespace) -> None:
     steering = read_steering(arguments)
     assert steering is not None, "the parser requires it"
-    options: Any = given(arguments, *_SAMPLING, *PARAMETERS, "probes")
+    options: Any = {**given(arguments, *_SAMPLING, "probes"), **read_parameters(arguments)}
     prompt: str | None = arguments.prompt
     if arguments.chat:
         options = {**options, "messages": [{"role": "user", "content": prompt}]}
@@ -128,7 +131,7 @@ def _sweep(client: Client, arguments: argparse.Namespace) -> None:
         arguments.refuse("give --item, --items or --text: something to score at each scale")
     if arguments.plot:
         check_plot_path(arguments.plot)
-    options: Any = dict(given(arguments, *_SWEPT, "layers", *PARAMETERS))
+    options: Any = {**given(arguments, *_SWEPT, "layers"), **read_parameters(arguments)}
     if items:
         options["items"] = items
     if names:
@@ -155,9 +158,10 @@ def _read_items(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             refuse(f"--item {context!r} has no target: give a context and its targets")
         items.append({"context": context, "targets": targets})
     if arguments.items:
-        for number, item in read_json_lines(Path(arguments.items)):
+        name, data = read_input(arguments.items)
+        for number, item in read_json_lines(BytesIO(data), name, ITEM_FORM):
             if not isinstance(item, dict):
-                raise LogsteerError(f"{arguments.items}, line {number}: no JSON object")
+                raise LogsteerError(f"{name}, line {number}: no JSON object; write {ITEM_FORM}")
             items.append(item)
     return items
 

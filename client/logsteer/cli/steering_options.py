@@ -6,7 +6,7 @@ Those about steering are read into a steering object.
 import argparse
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -16,15 +16,15 @@ from logsteer.schemas import PositionName, ProbeRead
 from logsteer.schemas.steering import Operation, Unit
 
 _VECTOR = re.compile(r"(?P<name>[^:@]+)(:(?P<scale>[^:@]+))?(@(?P<layers>[^:@]+))?")
-PARAMETERS = ("adapter", "override")
-"""Options that change the model's parameters."""
+POSITIONS = f"{', '.join(get_args(PositionName))}, or slices as in 0:5,8:10"
+"""What `parse_positions` reads."""
 _PROBE = re.compile(r"(?P<name>[^:@]+)(@(?P<layers>[^:@]+))?(:(?P<read>[^:@]+))?")
 _BOUNDS = ("above", "below", "of")
 _DEPENDENT = ("op", "unit", "clamp", "positions", "when", *_BOUNDS)
 
 
 def add_steering_options(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
-    """Give a command the options that `read_steering` reads, and those of `PARAMETERS`."""
+    """Give a command the options that `read_steering` and `read_parameters` read."""
     group = parser.add_argument_group("steering")
     either = group.add_mutually_exclusive_group(required=required)
     either.add_argument(
@@ -45,7 +45,7 @@ def add_steering_options(parser: argparse.ArgumentParser, *, required: bool = Fa
         "--positions",
         type=parse_positions,
         metavar="WHICH",
-        help=f"{', '.join(get_args(PositionName))}, or slices as in 0:5,8:10; default all",
+        help=f"steered ones: {POSITIONS}; default all",
     )
     group.add_argument(
         "--when",
@@ -70,6 +70,11 @@ def add_steering_options(parser: argparse.ArgumentParser, *, required: bool = Fa
         type=_parse_override,
         metavar="NAME:ETA",
         help="a stored direction v, as in gradient:1e-3: the parameters are theta + ETA v",
+    )
+    parameters.add_argument(
+        "--cast",
+        choices=["float32"],
+        help="of --override: compute the model in this, its own activations included",
     )
     parser.set_defaults(refuse=parser.error)
 
@@ -112,10 +117,23 @@ def read_steering(arguments: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def read_changes(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return `steering` and `PARAMETERS` where they were given; fail as `read_steering` does."""
+    """Return `steering`, `adapter` and `override` where given; fail as `read_steering` does."""
     steering = read_steering(arguments)
     changes = {} if steering is None else {"steering": steering}
-    return {**changes, **given(arguments, *PARAMETERS)}
+    return {**changes, **read_parameters(arguments)}
+
+
+def read_parameters(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return `adapter` and `override` where they were given.
+
+    Exits with 2 where options do not go together.
+    """
+    changes: dict[str, Any] = dict(given(arguments, "adapter", "override"))
+    if arguments.cast is not None:
+        if "override" not in changes:
+            arguments.refuse("--cast: only with --override")
+        changes["override"] = {**changes["override"], "cast": arguments.cast}
+    return changes
 
 
 def load_steering(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
@@ -179,15 +197,16 @@ def _parse_bounds(text: str) -> dict[str, float]:
     return {name: _parse_number(part) for name, part in (("min", low), ("max", high)) if part}
 
 
-def parse_positions(text: str) -> str | dict[str, list[list[int]]]:
-    """Return positions by name, or slices as in 0:5,8:10; else raise ArgumentTypeError."""
-    if text in get_args(PositionName):
+def parse_positions(
+    text: str, names: Sequence[str] = get_args(PositionName)
+) -> str | dict[str, list[list[int]]]:
+    """Return one of the names, or slices as in 0:5,8:10; else raise ArgumentTypeError."""
+    if text in names:
         return text
     slices = [re.fullmatch(r"(\d+):(\d+)", part) for part in text.split(",")]
     if not all(slices):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is none of {', '.join(get_args(PositionName))}, nor slices as in 0:5,8:10"
-        )
+        known = f"none of {', '.join(names)}, nor" if len(names) > 1 else f"neither {names[0]} nor"
+        raise argparse.ArgumentTypeError(f"{text!r} is {known} slices as in 0:5,8:10")
     return {"slices": [[int(found[1]), int(found[2])] for found in slices if found]}
 
 

@@ -55,9 +55,14 @@ def draw_scores(result: ItemScore) -> Iterator[Table | Text]:
     for index, target in enumerate(result.targets):
         best = index == result.best
         share = result.choice_probs[index] if index < len(result.choice_probs) else None
-        cells = ["*" if best else "", repr(target.target), *_score_cells(target), _number(share)]
+        cells = [
+            "*" if best else "",
+            repr(target.target),
+            *_score_cells(target),
+            show_number(share),
+        ]
         if spaces:
-            cells.append(_number(target.logprob_any_space))
+            cells.append(show_number(target.logprob_any_space))
         table.add_row(*map(Text, cells), style="bold" if best else None)
     yield table
     for target in result.targets:
@@ -70,13 +75,13 @@ def draw_perplexity(answer: PerplexityAnswer) -> Table:
     """Draw a row per statistic of the whole."""
     total = answer.total
     table = _table("statistic", ">value")
-    interval = "" if total.stderr is None else f" ± {_number(total.stderr)}"
+    interval = "" if total.stderr is None else f" ± {show_number(total.stderr)}"
     rows = {
-        "perplexity": f"{_number(total.perplexity)}{interval}",
-        "word perplexity": _number(total.word_perplexity),
-        "byte perplexity": _number(total.byte_perplexity),
-        "bits per byte": _number(total.bits_per_byte),
-        "sum of logprobs": _number(total.sum_logprob),
+        "perplexity": f"{show_number(total.perplexity)}{interval}",
+        "word perplexity": show_number(total.word_perplexity),
+        "byte perplexity": show_number(total.byte_perplexity),
+        "bits per byte": show_number(total.bits_per_byte),
+        "sum of logprobs": show_number(total.sum_logprob),
         "tokens scored": f"{total.num_scored} of {total.num_tokens}",
         "words, bytes": f"{total.num_words}, {total.num_bytes}",
         "protocol": _describe_windows(answer.provenance),
@@ -133,7 +138,7 @@ def draw_adapters(cards: Sequence[AdapterCard]) -> Table:
     """Draw a row per adapter."""
     table = _table("name", "model", ">rank", ">alpha", "modules", "created", "sha256")
     for card in cards:
-        sizes = [str(card.rank), _number(card.alpha)]
+        sizes = [str(card.rank), show_number(card.alpha)]
         cells = [card.name, card.model, *sizes, ", ".join(card.modules), card.created, card.sha256]
         table.add_row(*map(Text, cells))
     return table
@@ -144,7 +149,7 @@ def draw_overrides(cards: Sequence[OverrideCard]) -> Table:
     table = _table("name", "model", ">tensors", ">moved", ">norm", "created", "sha256")
     for card in cards:
         moved = f"{card.moved} of {card.total}"
-        cells = [card.name, card.model, str(card.tensors), moved, _number(card.norm)]
+        cells = [card.name, card.model, str(card.tensors), moved, show_number(card.norm)]
         table.add_row(*map(Text, [*cells, card.created, card.sha256]))
     return table
 
@@ -196,7 +201,7 @@ def sum_up_completion(completion: Completion) -> str:
     """Return one line about a completion."""
     return (
         f"{completion.num_tokens} tokens, {completion.finish_reason}, "
-        f"logprob {_number(completion.logprob)}, seed {completion.seed}"
+        f"logprob {show_number(completion.logprob)}, seed {completion.seed}"
     )
 
 
@@ -206,7 +211,8 @@ def draw_changes(answer: AppliedParameters) -> Iterator[Table | Text]:
         yield Text(f"under adapter {answer.adapter.name} ({answer.adapter.sha256[:12]})")
     if answer.override is not None:
         used = answer.override
-        yield Text(f"under override {used.name} x {used.eta:g} ({used.sha256[:12]})")
+        cast = f" in {used.cast}" if used.cast else ""
+        yield Text(f"under override {used.name} x {used.eta:g}{cast} ({used.sha256[:12]})")
     if isinstance(answer, AppliedInterventions) and answer.steering is not None:
         yield from _draw_receipt(answer.steering)
 
@@ -221,7 +227,7 @@ def _draw_receipt(receipt: SteeringReceipt) -> Iterator[Table | Text]:
     yield Text(f"steered {receipt.tokens_steered} tokens by {used}")
     table = _table("layer", ">tokens", ">|change| / |activation|")
     for layer, site in receipt.layers.items():
-        table.add_row(*map(Text, [layer, str(site.tokens), _number(site.relative_norm)]))
+        table.add_row(*map(Text, [layer, str(site.tokens), show_number(site.relative_norm)]))
     yield table
 
 
@@ -297,13 +303,18 @@ def _item_cells(index: int, point: SweepPoint) -> list[Text]:
 
 def _text_cells(point: SweepPoint) -> list[Text]:
     return [
-        *(Text(_number(text.perplexity)) for text in point.texts),
+        *(Text(show_number(text.perplexity)) for text in point.texts),
         Text(_fix(point.relative_norm)),
     ]
 
 
 def _fix(value: float | None) -> str:
     return "n/a" if value is None else f"{value:.3f}"
+
+
+def show_number(value: float | None, digits: int = 5) -> str:
+    """Write a number with so many significant digits."""
+    return "n/a" if value is None else f"{value:.{digits}g}"
 
 
 def escape_controls(text: str) -> str:
@@ -318,7 +329,7 @@ def _draw_alternatives(target: ScoredTarget, top: TopAlternatives) -> Table:
     for index, (tokens, logprobs) in enumerate(zip(top.tokens, top.logprobs, strict=True)):
         token = repr(target.tokens[index]) if target.tokens else str(index)
         cells = [
-            f"{alternative!r} {_number(logprob)}"
+            f"{alternative!r} {show_number(logprob)}"
             for alternative, logprob in zip(tokens, logprobs, strict=True)
         ]
         table.add_row(*map(Text, [token, *cells]))
@@ -336,14 +347,14 @@ def _remarks(target: ScoredTarget) -> Iterator[str]:
     if target.variants:
         with_space, without = target.variants.with_space, target.variants.without_space
         yield (
-            f"{name}: logprob {_number(with_space.logprob)} with a leading space, "
-            f"{_number(without.logprob)} without"
+            f"{name}: logprob {show_number(with_space.logprob)} with a leading space, "
+            f"{show_number(without.logprob)} without"
         )
 
 
 def _score_cells(target: TargetScore) -> list[str]:
     numbers = [target.logprob, target.prob, target.perplexity]
-    return [*map(_number, numbers), str(target.num_tokens)]
+    return [*map(show_number, numbers), str(target.num_tokens)]
 
 
 def _table(*heads: str) -> Table:
@@ -354,10 +365,6 @@ def _table(*heads: str) -> Table:
             Text(head.removeprefix(">")), justify="right" if head[:1] == ">" else "left"
         )
     return table
-
-
-def _number(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:.5g}"
 
 
 def _plain(value: int | None) -> str:

@@ -1,9 +1,9 @@
 """What every command of the command line does with its arguments and its answer."""
 
 import argparse
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,9 @@ from logsteer.client import Client
 from logsteer.errors import LogsteerError
 
 Command = Callable[[Client, argparse.Namespace], None]
+
+STDIN = "-"
+"""What stands for standard input among the arguments of a command."""
 
 
 def add_examples(parser: argparse.ArgumentParser, examples: str) -> None:
@@ -62,18 +65,16 @@ def parse_scales(text: str) -> list[float]:
         raise argparse.ArgumentTypeError(f"{text!r} is no list such as -4,-2,0,2,4") from error
 
 
-def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the number, from 1, and the value of each line that is not blank.
+def read_input(name: str) -> tuple[str, bytes]:
+    """Return what a file is called in errors and its bytes, read once: it may be a pipe.
 
-    Raises LogsteerError for a line that is no JSON.
+    - is standard input. Raises LogsteerError where it is empty.
     """
-    for number, line in enumerate(read_text(path).split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            yield number, json.loads(line)
-        except ValueError as error:
-            raise LogsteerError(f"{path}, line {number}: no JSON: {error}") from error
+    place = "standard input" if name == STDIN else name
+    data = sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
+    if not data:
+        raise LogsteerError(f"{place} is empty")
+    return place, data
 
 
 def read_text(path: Path) -> str:

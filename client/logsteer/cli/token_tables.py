@@ -1,11 +1,12 @@
 """What answers say of single tokens, drawn as tables for a terminal."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from rich.table import Table
 from rich.text import Text
 
-from logsteer.cli.tables import draw_completions, draw_rows, sum_up_completion
+from logsteer.cli.tables import draw_completions, draw_rows, show_number, sum_up_completion
 from logsteer.schemas import Completion, GenerateAnswer, GradientAnswer, ItemScore, TargetGradient
 from logsteer.schemas.common import Aggregate, Float, RowColumns
 
@@ -14,8 +15,8 @@ def draw_diagnostics(result: ItemScore, with_tokens: bool) -> Iterator[Table | T
     """Draw what was read of each target: a row for each token if wanted, and the aggregates."""
     for target in result.targets:
         yield Text(
-            f"{target.target!r}: logprob {_show(target.logprob)}, perplexity "
-            f"{_show(target.perplexity)}, {target.num_tokens} tokens",
+            f"{target.target!r}: logprob {show_number(target.logprob)}, perplexity "
+            f"{show_number(target.perplexity)}, {target.num_tokens} tokens",
             "bold",
         )
         if with_tokens or target.probes is not None:
@@ -32,16 +33,23 @@ def draw_token_columns(
     if found.ranks is not None:
         columns["rank"] = found.ranks
     columns |= found.columns or {}
+    seen: Counter[str] = Counter()
     for read in found.probes or ():
-        name = f"{read.name or 'probe'}@{read.layer}"
+        name = f"{read.name or 'probe'}@{read.layer}:\n{read.read}"
+        seen[name] += 1
+        if seen[name] > 1:
+            name += f"\n({seen[name]})"
         columns[name] = read.before
         if read.after is not None:
-            columns[f"{name} after"] = read.after
+            columns[f"{name}\nafter"] = read.after
     rows = zip(tokens, *columns.values(), strict=True)
-    return draw_rows(
+    table = draw_rows(
         ["token", *(f">{name}" for name in columns)],
-        ([repr(token), *map(_show, values)] for token, *values in rows),
+        ([repr(token), *map(show_number, values)] for token, *values in rows),
     )
+    for column in table.columns:
+        column.overflow = "fold"  # a name that is cut off may be another's, too
+    return table
 
 
 def draw_end(completion: Completion) -> Iterator[Table | Text]:
@@ -56,7 +64,7 @@ def draw_aggregates(aggregates: Mapping[str, Aggregate]) -> Table:
     return draw_rows(
         ["over the tokens", ">mean", ">min", ">max", ">early", ">late", ">sum"],
         (
-            [name, *map(_show, [one.mean, one.min, one.max, one.early, one.late, one.sum])]
+            [name, *map(show_number, [one.mean, one.min, one.max, one.early, one.late, one.sum])]
             for name, one in aggregates.items()
         ),
     )
@@ -69,12 +77,12 @@ def draw_gradients(answer: GradientAnswer) -> Iterator[Table | Text]:
         yield Text(f"along {answer.along.name} ({answer.along.sha256[:12]})")
         rows = []
         for one in targets:
-            numbers = [_show(one.logprob), _show(one.directional)]
+            numbers = [show_number(one.logprob), show_number(one.directional)]
             rows.append([repr(one.target), *numbers, str(len(one.token_ids))])
         yield draw_rows(["target", ">logprob", ">d logprob / d eta", ">tokens"], rows)
         return
     for target in targets:
-        yield Text(f"{target.target!r}: logprob {_show(target.logprob)}", "bold")
+        yield Text(f"{target.target!r}: logprob {show_number(target.logprob)}", "bold")
         yield _draw_norms(target)
 
 
@@ -83,7 +91,7 @@ def _draw_norms(target: TargetGradient) -> Table:
     rows = []
     for position, *values in zip(target.positions or [], *norms.values(), strict=True):
         part = "context" if position < target.num_context else "target"
-        rows.append([str(position), part, *map(_show, values)])
+        rows.append([str(position), part, *map(show_number, values)])
     return draw_rows([">position", "part", *(f">norm at layer {layer}" for layer in norms)], rows)
 
 
@@ -99,7 +107,3 @@ def draw_generated(prompts: Sequence[str], answer: GenerateAnswer) -> Iterator[T
                 yield draw_token_columns(completion.tokens, completion.logprobs, completion)
             if completion.aggregates is not None:
                 yield draw_aggregates(completion.aggregates)
-
-
-def _show(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:.5g}"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rich.table import Table
 from rich.text import Text
 
-from logsteer.cli.tables import draw_rows
+from logsteer.cli.tables import draw_rows, show_number
 from logsteer.extras.dose_response import DoseResponse
 from logsteer.extras.labels import label_layers
 from logsteer.schemas import LayerQuality, TrainAnswer, VectorCard
@@ -117,7 +117,7 @@ def describe_readouts(card: VectorCard) -> list[str]:
 
 
 def _show(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:.4g}"
+    return show_number(value, 4)
 
 
 def _show_cosine(value: float | None) -> str:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from io import BytesIO
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,8 +15,7 @@ from logsteer.cli.terminal import (
     given,
     parse_layers,
     parse_scales,
-    read_json_lines,
-    read_text,
+    read_input,
     show,
 )
 from logsteer.cli.vector_tables import (
@@ -27,11 +27,14 @@ from logsteer.cli.vector_tables import (
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
 from logsteer.extras.dose_response import evaluate_vector
+from logsteer.extras.json_lines import read_json_lines
 from logsteer.extras.plots import check_plot_path, plot_doses
 from logsteer.extras.sae import import_feature
 from logsteer.schemas import ContentFormat
 
-_PAIRS = 'a line a pair: {"positive": "…", "negative": "…"}; or a JSON list of these'
+_PAIR = '{"positive": "…", "negative": "…"}'
+_PAIRS = f"a line a pair: {_PAIR}; or a JSON list of these; - is standard input"
+_SIDES = ("positive", "negative")
 _TRAINING = {"method": None, "whiten": None, "read": None, "hook": "NAME", "bos": None}
 
 
@@ -78,7 +81,11 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--feature", type=int, required=True, metavar="N", help="counted from 0")
     parser.add_argument(
-        "--layer", type=int, metavar="N", help="in place of the one that cfg.json names"
+        "--layer",
+        type=int,
+        metavar="N",
+        help="in place of the number in the hook that cfg.json names, or the block whose output is "
+        "read where it names none",
     )
     parser.add_argument(
         "--activation-scale",
@@ -109,7 +116,7 @@ def _get(client: Client, arguments: argparse.Namespace) -> None:
 
 
 def _train(client: Client, arguments: argparse.Namespace) -> None:
-    pairs = _read_pairs(Path(arguments.pairs))
+    pairs = _read_pairs(arguments.pairs)
     options: Any = given(arguments, *_TRAINING, "layers")
     answer = client.vectors.train(arguments.name, pairs, **options)
     card = answer.vector
@@ -120,7 +127,7 @@ def _train(client: Client, arguments: argparse.Namespace) -> None:
 def _evaluate(client: Client, arguments: argparse.Namespace) -> None:
     if arguments.plot:
         check_plot_path(arguments.plot)
-    pairs = _read_pairs(Path(arguments.pairs))
+    pairs = _read_pairs(arguments.pairs)
     options: Any = given(arguments, "scales", "layers")
     response = evaluate_vector(client, arguments.name, pairs, **options)
     notes = []
@@ -140,28 +147,32 @@ def _import_feature(client: Client, arguments: argparse.Namespace) -> None:
     show(arguments, stored, table, *map(Text, lines))
 
 
-def _read_pairs(path: Path) -> list[dict[str, str]]:
-    """Return the pairs of a JSON Lines file, or of a JSON list. Raises LogsteerError for others."""
-    if read_text(path).lstrip().startswith("["):
-        entries = [(f"pair {number}", pair) for number, pair in enumerate(_read_list(path), 1)]
+def _read_pairs(name: str) -> list[dict[str, str]]:
+    """Return the pairs of JSON lines, or of a JSON list. Raises LogsteerError for others."""
+    place, data = read_input(name)
+    if data.lstrip().startswith(b"["):
+        entries = [
+            (f"pair {number}", pair) for number, pair in enumerate(_read_list(data, place), 1)
+        ]
     else:
-        entries = [(f"line {number}", pair) for number, pair in read_json_lines(path)]
+        lines = read_json_lines(BytesIO(data), place, _PAIR)
+        entries = [(f"line {number}", pair) for number, pair in lines]
     pairs = []
-    for place, pair in entries:
-        try:
-            pairs.append({name: str(pair[name]) for name in ("positive", "negative")})
-        except (KeyError, TypeError) as error:
-            raise LogsteerError(
-                f'{path}, {place}: no {{"positive": "…", "negative": "…"}}'
-            ) from error
+    for where, pair in entries:
+        found = pair if isinstance(pair, dict) else {}
+        texts = {side: found[side] for side in _SIDES if isinstance(found.get(side), str)}
+        if len(texts) < len(_SIDES):
+            raise LogsteerError(f"{place}, {where}: no two texts; write {_PAIR}")
+        pairs.append(texts)
     if not pairs:
-        raise LogsteerError(f"{path} has no pairs")
+        raise LogsteerError(f"{place} has no pairs")
     return pairs
 
 
-def _read_list(path: Path) -> list[Any]:
+def _read_list(data: bytes, place: str) -> list[Any]:
     try:
-        found: list[Any] = json.loads(read_text(path))
-    except ValueError as error:
-        raise LogsteerError(f"{path}: no JSON list of pairs: {error}") from error
+        found: list[Any] = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise LogsteerError(f"{place}: no JSON list of pairs: {reason}") from error
     return found

@@ -1,11 +1,10 @@
 """Prompts from where they are stored: lists, JSON lines, and Hugging Face datasets.
 
-A source names its kind in front of a colon, `hf:openai/gsm8k/main@test`; a path that ends
-in `.jsonl` or `.json`, and every `Path`, is read as JSON lines. Further kinds are added by
-`register_dataset`.
+A source names its kind in front of a colon, `hf:openai/gsm8k/main@test`; a path that ends in
+`.jsonl` or `.json`, and every `Path`, is read as JSON lines, each an object or a text as a JSON
+string. Further kinds are added by `register_dataset`.
 """
 
-import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,15 +12,21 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, SupportsIndex, TypeAlias
 
-from logsteer.errors import InvalidRequestError
-from logsteer.extras.hub import load_rows
+from logsteer.errors import InvalidRequestError, LogsteerError
+from logsteer.extras.hub import cut_split, load_rows
+from logsteer.extras.json_lines import read_json_lines
 
 Row: TypeAlias = Mapping[str, Any]
-Reader: TypeAlias = Callable[[str], Iterable[Row]]
+Reader: TypeAlias = Callable[[str], Iterable[str | Row]]
 Source: TypeAlias = str | Path | Iterable[str | Row]
+
+EVALUATED_SPLIT = "test"
+"""The split that is evaluated where none is named."""
 
 PROMPT = "prompt"
 """The field of a row that is continued."""
+
+_FORM = 'an object, or a text in quotation marks, "Once upon a time"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +37,22 @@ class PromptRow:
     row: Row
 
 
-def _read_json_lines(path: str) -> Iterable[Row]:
-    with Path(path).open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise _refuse(f"{path}, line {number}: no JSON ({error.msg})") from error
-            yield {PROMPT: row} if isinstance(row, str) else row
+def _read_file(path: str) -> Iterable[str | Row]:
+    """Yield the rows of a file of JSON lines. Errors: InvalidRequestError, OSError."""
+    with Path(path).open("rb") as lines:
+        try:
+            for _, row in read_json_lines(lines, path, _FORM):
+                yield row
+        except LogsteerError as error:
+            raise _refuse(str(error)) from error
 
 
-_READERS: dict[str, Reader] = {"jsonl": _read_json_lines, "hf": load_rows}
+_HUB = "hf"
+_READERS: dict[str, Reader] = {"jsonl": _read_file, _HUB: load_rows}
 
 
 def register_dataset(kind: str, reader: Reader) -> None:
-    """Read sources `KIND:NAME` by `reader(NAME)`, which returns their rows, from now on."""
+    """Read sources `KIND:NAME` by `reader(NAME)`, which returns rows or texts, from now on."""
     _READERS[kind] = reader
 
 
@@ -59,29 +63,50 @@ def read_prompts(source: Source, field: str = PROMPT, limit: int | None = None) 
     """
     prompts = []
     for number, row in enumerate(islice(read_rows(source), limit)):
-        if isinstance(row, str):
-            row = {field: row}
-        prompt = row.get(field) if isinstance(row, Mapping) else None
-        if not isinstance(prompt, str) or not prompt:
-            fields = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
-            raise _refuse(f"row {number} has no text under {field!r}, only {fields}; name a field")
-        prompts.append(PromptRow(prompt, row))
+        prompt = read_row(row, number, field)
+        if not prompt:
+            raise _refuse(f"row {number} has an empty text under {field!r}; leave it out")
+        prompts.append(PromptRow(prompt, {field: row} if isinstance(row, str) else row))
     if not prompts:
         raise _refuse("the source has no prompts")
     return prompts
 
 
+def read_row(row: object, number: int, field: str, field_kind: str = "field") -> str:
+    """Return the text of a row: itself, or what it holds in `field`.
+
+    `number` and `field_kind`, what one calls a field there, are said in errors. Errors:
+    InvalidRequestError for a row without a text there.
+    """
+    if isinstance(row, str):
+        return row
+    if not isinstance(row, Mapping):
+        raise _refuse(f"row {number} is {row!r:.60}, neither a text nor an object with fields")
+    if field not in row:
+        fields = ", ".join(map(str, row)) or "nothing"
+        raise _refuse(
+            f"row {number} has no text under {field!r}, only {fields}; name a {field_kind}"
+        )
+    text = row[field]
+    if not isinstance(text, str):
+        raise _refuse(
+            f"row {number} has {text!r:.60} under {field!r}, no text; name another {field_kind}, "
+            "or leave the row out"
+        )
+    return text
+
+
 def read_rows(source: Source) -> Iterable[str | Row]:
     """Return the rows of a source. Errors: InvalidRequestError for a string that names none."""
     if isinstance(source, Path):
-        return _read_json_lines(str(source))
+        return _read_file(str(source))
     if not isinstance(source, str):
         return source
     kind, _, name = source.partition(":")
     if name and kind in _READERS:
         return _READERS[kind](name)
     if source.endswith((".jsonl", ".json")):
-        return _read_json_lines(source)
+        return _read_file(source)
     raise _refuse(
         f"{source!r} names no source: pass [text] for one prompt; hf:NAME for a data set, a path "
         f"that ends in .jsonl, or KIND:NAME of {', '.join(_READERS)}"
@@ -89,16 +114,22 @@ def read_rows(source: Source) -> Iterable[str | Row]:
 
 
 def name_source(name: str, split: str | None) -> str:
-    """Return the source that a name stands for: one of Hugging Face's, unless it says its kind.
+    """Return the source to evaluate that a name stands for, Hugging Face's unless it says its kind.
 
-    The split is `test` unless given. Errors: InvalidRequestError for a split of other kinds.
+    Those may name their split, `NAME@SPLIT`; it is `test` where neither that nor `split` says one.
+    Errors: InvalidRequestError for a split of other kinds, and for two splits.
     """
     kind, _, rest = name.partition(":")
-    if not (rest and kind in _READERS) and not name.endswith((".jsonl", ".json")):
-        return f"hf:{name}@{split or 'test'}"
-    if split is not None:
-        raise _refuse(f"{name} has no splits of that name; write hf:NAME@SPLIT, or leave it out")
-    return name
+    if not (rest and kind in _READERS):
+        kind, rest = ("jsonl" if name.endswith((".jsonl", ".json")) else _HUB), name
+    if kind != _HUB:
+        if split is not None:
+            raise _refuse(f"{name!r} has no splits; leave --split out")
+        return name
+    repository, named = cut_split(rest)
+    if named is not None and split is not None:
+        raise _refuse(f"{name} names split {named!r}, and --split {split!r}; give one of them")
+    return f"{_HUB}:{repository}@{named or split or EVALUATED_SPLIT}"
 
 
 def check_counts(**counts: int) -> None:

@@ -1,6 +1,7 @@
 """Data sets of the Hugging Face hub, or in directories laid out like those, through `datasets`.
 
-A name is `NAME[/CONFIG][@SPLIT]`. NAME is `owner/name` or `name` on the hub, or a directory.
+A name is `NAME[/CONFIG][@SPLIT]`. NAME is `owner/name` or `name` on the hub, or a directory; the
+split is `train` unless said, which most data sets have.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,6 +11,7 @@ from typing import Any
 from logsteer.errors import InvalidRequestError
 
 DEFAULT_SPLIT = "train"
+"""The split of a name without one, wherever a name is read."""
 _LOCAL = (".", "/", "~")
 """What a name begins with that is a path and nothing else."""
 
@@ -26,7 +28,8 @@ def load_rows(name: str) -> Iterable[Mapping[str, Any]]:
         raise _refuse(
             "data sets of Hugging Face need a package: pip install 'logsteer[datasets]'"
         ) from error
-    path, split = _split_name(name)
+    path, split = cut_split(name)
+    split = split or DEFAULT_SPLIT
     tried = []
     for repository, config in _list_readings(path):
         tried.append(f"{repository!r}" + (f", configuration {config!r}" if config else ""))
@@ -44,11 +47,14 @@ def load_rows(name: str) -> Iterable[Mapping[str, Any]]:
     raise _refuse(f"no data set {' and none '.join(tried)} was found: {reason}")
 
 
-def _split_name(name: str) -> tuple[str, str]:
-    """Cut `NAME@SPLIT` apart; a directory may have an @ in its name, a split has no slash."""
+def cut_split(name: str) -> tuple[str, str | None]:
+    """Return the two of `NAME@SPLIT`, None for a name without a split.
+
+    A directory may have an @ in its name; a split has no slash.
+    """
     path, at, split = name.rpartition("@")
     if not at or "/" in split or not split:
-        return name, DEFAULT_SPLIT
+        return name, None
     return path, split
 
 

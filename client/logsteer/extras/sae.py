@@ -83,7 +83,9 @@ def read_feature(
 ) -> SaeFeature:
     """Return a feature of the autoencoder that SAELens saved in a directory.
 
-    `layer` stands in for the layer that its configuration names; `activation_scale` is the constant
+    `layer` stands in for the number in the hook that its configuration names, so that layer 8 of a
+    `hook_resid_pre` is what enters block 8; it is the block whose output is read where there is no
+    hook, or none that is known. `activation_scale` is the constant
     that activations are multiplied by before the autoencoder, where its configuration says that
     there is one (SAELens' `norm_scaling_factor`). Raises LogsteerError for a directory that has no
     such autoencoder or feature, and OSError for files that cannot be read.
@@ -196,28 +198,39 @@ class SaeConfig:
         if self.get("hook_head_index", "hook_point_head_index") is not None:
             raise _refuse(f"{self._place}: it reads a single head, which no vector stands for")
         name = str(self.get("hook_name", "hook_point") or "")
-        named, hook = None, "resid_post"
+        chosen, hook = layer, "resid_post"
         if found := _BLOCK.fullmatch(name):
-            number = self.get("hook_layer", "hook_point_layer") if "{" in found[1] else found[1]
-            named = None if number is None else int(number)
             hook = "resid_post" if found[2] == "out" else found[2]
+            if layer is None:
+                chosen = self._read_layer() if "{" in found[1] else int(found[1])
         elif found := _MODULE.fullmatch(name):
-            named = int(found[1])
+            chosen = int(found[1]) if layer is None else layer
         elif name and layer is None:
             raise _refuse(
                 f"{self._place}: hook_name {name[:80]!r} is not known; give --layer (layer), the "
                 "block whose output it reads"
             )
-        if hook == "resid_pre" and (named or layer is not None):
-            # The stream that enters a block is the one that leaves the block before.
-            named, hook = (named or 0) - 1, "resid_post"
-        chosen = named if layer is None else layer
         if chosen is None:
             raise _refuse(
                 f"{self._place} names no hook: give --layer (layer), the block whose output it "
                 "reads"
             )
+        if chosen < 0:
+            raise _refuse(f"layer {chosen}: layers are counted from 0")
+        if hook == "resid_pre" and chosen:
+            # The stream that enters a block is the one that leaves the block before.
+            chosen, hook = chosen - 1, "resid_post"
         return chosen, hook
+
+    def _read_layer(self) -> int | None:
+        """Return `hook_layer`, None where it is not there. Raises LogsteerError."""
+        found = self.get("hook_layer", "hook_point_layer")
+        if found is not None and (type(found) is not int or found < 0):
+            raise _refuse(
+                f"{self._place}: hook_layer {found!r:.80} is no layer, which are counted from 0; "
+                "give --layer (layer)"
+            )
+        return found
 
 
 def _read(
@@ -315,9 +328,12 @@ def _remark(config: SaeConfig) -> list[str]:
 
 def _check_models(cards: Sequence[ModelCard], found: SaeFeature, model: str | None) -> None:
     """Refuse a feature that no model has a place for, as far as the server says their sizes."""
-    if not found.hook.startswith("resid_"):
-        return  # other activations have widths of their own
     asked = [card for card in cards if model in (None, card.id)]
+    if model is not None and not asked:
+        there = ", ".join(card.id for card in cards) or "none"
+        raise _refuse(f"no model {model!r} on this server: it has {there}")
+    if not asked or not found.hook.startswith("resid_"):
+        return  # other activations have widths of their own
     known = [card for card in asked if card.hidden_size is not None]
     fits = [card for card in known if card.hidden_size == found.width]
     if len(known) == len(asked) and not fits:

@@ -20,15 +20,12 @@ from typing_extensions import TypedDict
 from logsteer._calls import read_request
 from logsteer._parameters import NOT_GIVEN
 from logsteer._progress import CountingProgress
-from logsteer.errors import AnswerError, InvalidRequestError, LogsteerError, PayloadTooLargeError
+from logsteer.errors import DIVISIBLE, AnswerError, LogsteerError
 from logsteer.extras.datasets import Source, check_counts, draw_prompts, read_prompts
 from logsteer.extras.draws import FileDraws, MemoryDraws
 from logsteer.extras.rewards import Rating, Reward, call_reward, check_reward
 from logsteer.extras.samples import SampleFailure, Samples
 from logsteer.schemas import GenerateRequest
-
-_DIVISIBLE = (InvalidRequestError, PayloadTooLargeError)
-"""Refusals that may be for one prompt, such as one that is too long, or for too many of them."""
 
 _keep_all = with_config(ConfigDict(extra="allow"))
 
@@ -187,7 +184,7 @@ class SamplingRun:
 
     def fail(self, batch: range, error: LogsteerError) -> None:
         """Note why these draws failed; halve them where a part may have been refused."""
-        if isinstance(error, _DIVISIBLE) and len(batch) > 1:
+        if isinstance(error, DIVISIBLE) and len(batch) > 1:
             middle = batch.start + len(batch) // 2
             self._halves += [range(middle, batch.stop), range(batch.start, middle)]
             return

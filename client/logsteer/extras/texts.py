@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from logsteer.errors import InvalidRequestError
-from logsteer.extras.datasets import Row, Source, read_rows
+from logsteer.extras.datasets import Row, Source, read_row, read_rows
 
 JOIN = "\n\n"
 """What stands between two rows in the perplexity scripts of GPTQ, llama.cpp and ExLlamaV3."""
@@ -31,12 +31,18 @@ class JoinedRows(io.RawIOBase):
 
     def _encode(self, rows: Iterable[str | Row]) -> Iterator[bytes]:
         for number, row in enumerate(rows):
-            text: Any = row if isinstance(row, str) else row.get(self._column)
-            if not isinstance(text, str):
-                fields = ", ".join(map(str, row))
-                detail = f"row {number} has no text under {self._column!r}, only {fields}; "
-                raise InvalidRequestError("invalid_request", detail + "name a column")
-            yield ((self._join if number else "") + text).encode()
+            text = read_row(row, number, self._column, "column")
+            piece = (self._join if number else "") + text
+            try:
+                data = piece.encode()
+            except UnicodeEncodeError as error:
+                raise InvalidRequestError(
+                    "invalid_request",
+                    f"row {number} has a lone surrogate, {piece[error.start]!r}, which UTF-8 "
+                    "cannot express; write the whole character",
+                    param="source",
+                ) from error
+            yield data
 
     def readable(self) -> bool:
         """Return that it is read from."""
