@@ -230,7 +230,7 @@ _ACTIVATIONS = [
     # The client's method reads the answer's file: `_conveniences` has it.
     Endpoint(
         "activations", "POST", "/activations", "activations", s.ActivationsAnswer,
-        s.ActivationsRequest, positional=("items", "layers"),
+        s.ActivationsRequest, positional=("items", "layers"), scope="steer",
     ),
 ]  # fmt: skip
 

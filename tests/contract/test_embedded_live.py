@@ -388,6 +388,18 @@ def test_the_demo_trains_a_policy_and_draws_it(
     ]  # fmt: skip
 
 
+def test_blocks_narrower_than_the_embedding_are_computed_as_they_are(tokenizer: Any) -> None:
+    """Embedding in float32, all else in bfloat16: without a cast nothing is rounded in secret."""
+    module = load_model(DEMO_MODEL, torch.bfloat16)
+    plain = read_directly(module)
+    module.lm_head.weight = nn.Parameter(module.lm_head.weight.detach().clone())
+    module.model.embed_tokens.float()
+    module.model.embed_tokens.register_forward_hook(lambda _, __, output: output.bfloat16())
+    model = LocalModel(module, tokenizer)
+    for own, direct in zip(pick(model.columns(CONTEXTS, TARGETS)), plain, strict=True):
+        assert own.detach().numpy() == pytest.approx(direct.detach().float().numpy(), abs=0.1)
+
+
 def test_what_does_not_fit_is_refused(model: LocalModel, policy: Any, tokenizer: Any) -> None:
     for given, reason in (
         ((nn.Linear(2, 2), tokenizer), "no causal language model of transformers"),

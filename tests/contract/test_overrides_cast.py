@@ -121,6 +121,40 @@ def test_a_direction_of_one_parameter_has_the_whole_model_computed_in_float32(
     assert np.abs(found - score(coarse, whole(IDS, override=at(one, 0.0)))[0]).max() > 1e-3
 
 
+@pytest.mark.parametrize("cast", ["float32", None])
+def test_a_derivative_by_the_second_name_of_a_tied_parameter(
+    coarse: Any, direction: Direction, cast: Any, tmp_path: Path
+) -> None:
+    """Embedding and head are one tensor here; an override has it under the first name."""
+    model = load_widened(DEMO_MODEL)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    tensors = scale_with_gradient(model, IDS)
+    v = tensors["model.embed_tokens.weight"]
+    along = write_direction(tmp_path, {"lm_head.weight": v})
+    eta = TINY if cast else 0.01
+    job = GradientJob(IDS[:-1], IDS[1:], along=along, override=at(direction, eta, cast))
+    found = run(coarse, job)[0]
+    assert not isinstance(found, JobFailure), found
+    if cast is None:
+        first = write_direction(tmp_path, {"model.embed_tokens.weight": v})
+        same = run(coarse, GradientJob(IDS[:-1], IDS[1:], along=first, override=job.override))[0]
+        assert (found.directional == same.directional).all()
+        return
+    move(model, tensors, eta)
+    assert found.logprobs == pytest.approx(read_logprobs(model, IDS), abs=PER_TOKEN)
+    model.double()
+    step, plain = 3e-4, model.lm_head.weight.detach().clone()
+    sides = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            model.lm_head.weight.copy_(plain + sign * step * v.double())
+        sides.append(read_logprobs(model, IDS))
+    slope_R = (sides[0] - sides[1]) / (2 * step)
+    off = np.abs(found.directional - slope_R).max() / np.abs(slope_R).max()
+    print(f"\nderivative off by {off:.1e}")
+    assert off < 1e-3
+
+
 def test_what_moves_nothing_is_refused_wherever_it_is_asked(
     engine: Any, coarse: Any, direction: Direction, tmp_path: Path
 ) -> None:

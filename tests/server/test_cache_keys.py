@@ -112,6 +112,18 @@ def test_another_way_to_compute_has_another_scope(name: str, value: object) -> N
     assert digest_scope(INFO, SETTINGS) == digest_scope(INFO, renamed)
 
 
+@pytest.mark.parametrize("name", ["steering_probes", "capture_bytes"])
+def test_a_bound_on_what_is_read_leaves_the_scope(name: str) -> None:
+    other = SETTINGS.model_copy(update={name: getattr(SETTINGS, name) + 1})
+    assert digest_scope(INFO, SETTINGS) == digest_scope(INFO, other)
+
+
+@pytest.mark.parametrize(("name", "value"), [("capture_rows", 7), ("hook_widths", {"attn_out": 3})])
+def test_what_an_engine_gives_of_activations_leaves_the_scope(name: str, value: object) -> None:
+    other = replace(INFO, **{name: value})  # type: ignore[arg-type]
+    assert digest_scope(INFO, SETTINGS) == digest_scope(other, SETTINGS)
+
+
 @pytest.mark.parametrize("num_rows", [0, 1, 5])
 def test_an_output_comes_back_bit_for_bit(num_rows: int) -> None:
     table = np.arange(num_rows * 5, dtype=np.float32).reshape(num_rows, 5)

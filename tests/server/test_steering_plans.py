@@ -1,5 +1,6 @@
 """Planners of sweeps and of captured activations, with plain arguments: no engine, no request."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -7,20 +8,25 @@ from typing import Any
 import pytest
 
 from logsteer.errors import APIError
-from logsteer.schemas import ContrastPair, LogprobItem, Steering
+from logsteer.schemas import ActivationsRequest, ContrastPair, LogprobItem, Steering
 from logsteer_server.contract.jobs import ScoreJob
 from logsteer_server.interventions.interventions import UNCHANGED
+from logsteer_server.tasks.activations import ActivationsTask
 from logsteer_server.tasks.captures import CaptureSite
 from logsteer_server.tasks.columns import ColumnOptions
+from logsteer_server.tasks.planning import BYTES_PER_NUMBER, Capacity
+from logsteer_server.tasks.run import Run
 from logsteer_server.tasks.sweep import plan_settings, plan_sweep
 from logsteer_server.tasks.targets import TargetOptions
-from logsteer_server.tasks.training import plan_pairs
+from logsteer_server.tasks.training import list_texts, plan_pairs
+from logsteer_server.text.windows import Windowing
 from tests.server.plan_steps import finish
-from tests.server.scripted_model import INFO, STORES, load_codec
+from tests.server.scripted_model import INFO, SETTINGS, STORES, load_codec, make_model, register
 
 CODEC = load_codec()
 BOS = 1
 READ = ColumnOptions(("logprob", "rank"))
+WINDOWS = Windowing(bos="never").fit(INFO.context_length)
 ONE = [0.0] * (INFO.hidden_size - 1) + [1.0]
 
 
@@ -62,7 +68,9 @@ class TestSweeps:
             LogprobItem(context="Once", targets=[" upon"]),
         ]
         texts = ["Once upon a time there was", "a cat"]
-        made = finish(plan_sweep(items, texts, CODEC, INFO, TargetOptions(bos="never"), READ))
+        made = finish(
+            plan_sweep(items, texts, WINDOWS, CODEC, INFO, TargetOptions(bos="never"), READ)
+        )
         assert made.targets is not None
         assert [read_text(job) for job in made.next_jobs] == [
             ([5, 6], [7]),
@@ -79,13 +87,14 @@ class TestSweeps:
         item = LogprobItem(context_ids=[5, 6, 7, 8], target_ids=[[9, 10]])
         options = TargetOptions(on_overflow="truncate_left")
         info = replace(INFO, context_length=4)
-        made = finish(plan_sweep([item], [], CODEC, info, options, READ))
+        made = finish(plan_sweep([item], [], WINDOWS, CODEC, info, options, READ))
         assert read_text(made.next_jobs[0]) == ([6, 7, 8], [9])
 
     def test_precision_holds_for_all_that_is_scored(self) -> None:
         item = LogprobItem(context_ids=[5, 6], target_ids=[[7]])
         read = ColumnOptions.of((), precision="float64")
-        made = finish(plan_sweep([item], ["Once upon a time"], CODEC, INFO, TargetOptions(), read))
+        texts = ["Once upon a time"]
+        made = finish(plan_sweep([item], texts, WINDOWS, CODEC, INFO, TargetOptions(), read))
         assert [job.double for job in made.jobs] == [True, True, True]
 
 
@@ -97,7 +106,7 @@ class TestCaptures:
 
     def captures(self, site: CaptureSite, max_bytes: int = 10**6, **changes: Any) -> list[Any]:
         info = replace(INFO, **changes)
-        return finish(plan_pairs(self.PAIRS, site, "auto", CODEC, info, max_bytes))
+        return finish(plan_pairs(list_texts(self.PAIRS), site, "auto", CODEC, info, max_bytes))
 
     def test_positive_then_negative_of_each_pair(self) -> None:
         jobs = self.captures(CaptureSite("resid_post", [2, 0], "mean"))
@@ -145,3 +154,17 @@ class TestCaptures:
         with pytest.raises(APIError, match=f"{needed} bytes") as caught:
             self.captures(site, needed - 1)
         assert caught.value.code == "payload_too_large"
+
+    def test_ids_and_positions_count_among_the_numbers_of_an_answer(self) -> None:
+        """Of 30 tokens the last one's activation, its place, and all ids."""
+        body = ActivationsRequest(items=[{"token_ids": [5] * 30}], layers=[1], read="last")  # type: ignore[list-item]
+        numbers = INFO.hidden_size + 30 + 1
+
+        def ask(limit: int) -> dict[str, Any]:
+            task = ActivationsTask(body, register(make_model()), STORES)
+            settings = SETTINGS.model_copy(update={"max_activation_bytes": limit})
+            return asyncio.run(Run(task, Capacity(settings)).finish())
+
+        assert len(ask(numbers * BYTES_PER_NUMBER)["results"]) == 1
+        with pytest.raises(APIError, match="max_activation_bytes"):
+            ask(numbers * BYTES_PER_NUMBER - 1)

@@ -110,7 +110,9 @@ class TestPrompts:
 def cut(
     *texts: str, read: ColumnOptions = READ, info: EngineInfo = INFO, **options: Any
 ) -> tuple[list[Any], list[int]]:
-    return finish(cut_texts(texts, Windowing(**options), read, CODEC, info))
+    return finish(
+        cut_texts(texts, Windowing(**options).fit(info.context_length), read, CODEC, info)
+    )
 
 
 class TestTexts:
@@ -208,7 +210,7 @@ class TestTexts:
     def test_a_text_in_pieces_gives_the_windows_of_the_whole(
         self, seams: list[int], length: int, moves: tuple[Protocol, int | None], rows: int | None
     ) -> None:
-        options = Windowing(moves[0], length, moves[1], rows)
+        options = Windowing(moves[0], length, moves[1], rows).fit(INFO.context_length)
         text = StreamedText(options, READ, CODEC, INFO)
         edges = [0, *sorted(seams), len(TEXT)]
         windows = [window for a, b in pairwise(edges) for window in text.feed(TEXT[a:b])]

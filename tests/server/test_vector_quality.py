@@ -82,7 +82,7 @@ def test_lda_is_fisher_s_direction_and_its_normal_distributions_probability(
     shape: tuple[int, int],
 ) -> None:
     positive_ND, negative_ND = draw(*shape)
-    found = find_direction(positive_ND, negative_ND, "lda")
+    found = find_direction(positive_ND, negative_ND, "lda", whiten=False)
     covariance_DD, _ = ledoit_wolf(centre(positive_ND, negative_ND), assume_centered=True)
     means = positive_ND.mean(0), negative_ND.mean(0)
     apart_D = means[0] - means[1]
@@ -132,7 +132,7 @@ def test_pca_of_whitened_differences(shape: tuple[int, int]) -> None:
     assert abs(cosine(found, expected_D)) == pytest.approx(1)
     assert np.linalg.norm(found) == pytest.approx(1)
     assert (differences_ND @ found).sum() > 0
-    plain_D = find_direction(positive_ND, negative_ND, "pca").vector_D
+    plain_D = find_direction(positive_ND, negative_ND, "pca", whiten=False).vector_D
     assert abs(cosine(found, plain_D)) < 0.99
 
 
@@ -156,8 +156,8 @@ def test_each_pair_is_held_out_once(num_pairs: int) -> None:
 
 def test_quality_is_what_it_says() -> None:
     positive_ND, negative_ND = np.array([[3.0], [1.0]]), np.array([[0.0], [2.0]])
-    direction = find_direction(positive_ND, negative_ND, "mean_difference")
-    quality = judge_direction(direction, positive_ND, negative_ND, "mean_difference")
+    direction = find_direction(positive_ND, negative_ND, "mean_difference", False)
+    quality = judge_direction(direction, positive_ND, negative_ND, "mean_difference", False)
     # Of the second pair the direction is -1 and the middle -1.5: the first has -1.5, 1.5 of that.
     # Of the first pair they are 1 and 1.5: the second has -0.5 and 0.5.
     held = hold_out(positive_ND, negative_ND, "mean_difference", False)
@@ -174,21 +174,21 @@ def test_quality_is_what_it_says() -> None:
 def test_what_was_learnt_by_heart_counts_for_nothing(method: TrainMethod) -> None:
     """In more dimensions than texts, noise alone separates the texts that it was made from."""
     positive_ND, negative_ND = np.random.default_rng(3).standard_normal((2, 60, 400))
-    direction = find_direction(positive_ND, negative_ND, method)
+    direction = find_direction(positive_ND, negative_ND, method, False)
     inside = (positive_ND @ direction.vector_D > negative_ND @ direction.vector_D).mean()
-    quality = judge_direction(direction, positive_ND, negative_ND, method)
+    quality = judge_direction(direction, positive_ND, negative_ND, method, False)
     assert inside > 0.7 or method == "pca"  # noise is longest where it is, not where sides differ
     assert quality.auc is not None and 0.3 < quality.auc < 0.7
     apart_ND, _ = draw(60, 400, apart=12.0)
-    found = judge_direction(direction, apart_ND, negative_ND, method)
+    found = judge_direction(direction, apart_ND, negative_ND, method, False)
     assert found.auc is not None and found.auc > 0.9
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_one_pair_has_no_quality_but_a_scale(method: TrainMethod) -> None:
     positive_ND, negative_ND = draw(1, 12)
-    direction = find_direction(positive_ND, negative_ND, method)
-    quality = judge_direction(direction, positive_ND, negative_ND, method)
+    direction = find_direction(positive_ND, negative_ND, method, False)
+    quality = judge_direction(direction, positive_ND, negative_ND, method, False)
     assert quality.model_dump(exclude={"matching_scale", "activation_norm"}) == dict.fromkeys(
         ("accuracy", "auc", "pair_accuracy", "explained_variance", "effect_size")
     )
@@ -200,7 +200,7 @@ def test_one_pair_has_no_quality_but_a_scale(method: TrainMethod) -> None:
     assert recommend(LayerVectors({1: direction.vector_D}), {1: quality}) is None
 
 
-def quality(auc: float, effect: float, scale: float, norm: float = 10.0) -> LayerQuality:
+def quality(auc: float, effect: float | None, scale: float, norm: float = 10.0) -> LayerQuality:
     return LayerQuality(auc=auc, effect_size=effect, matching_scale=scale, activation_norm=norm)
 
 
@@ -219,6 +219,14 @@ def test_the_layer_and_the_scales_to_try() -> None:
     assert (found.scales, found.relative_norms) == ([0.5, 2.5], [0.1, 0.5])
     found = recommend(vectors, {1: quality(0.55, 0.1, 1)})
     assert found is not None and "may be chance" in (found.caution or "")
+
+
+def test_a_layer_without_spread_is_the_best_where_it_tells_texts_apart() -> None:
+    vectors = LayerVectors({1: np.array([2.0, 0]), 2: np.array([0, 1.0])})
+    found = recommend(vectors, {1: quality(1, 9, 1), 2: quality(1, None, 1)})
+    assert found is not None and (found.layer, "effect size" in found.reason) == (2, False)
+    found = recommend(vectors, {1: quality(0.5, 0.1, 1), 2: quality(0.5, None, 1)})
+    assert found is not None and found.layer == 1
 
 
 def test_cosines_between_layers() -> None:

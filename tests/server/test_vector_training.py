@@ -18,6 +18,7 @@ from logsteer_server.tasks.captures import CaptureSite
 from logsteer_server.tasks.training import (
     TrainedVectors,
     combine_vectors,
+    list_texts,
     plan_pairs,
     train_vectors,
 )
@@ -181,7 +182,7 @@ def plan(max_bytes: int = 2**30, **fields: Any) -> list[CaptureJob]:
     request = TrainRequest.model_validate({"name": "v", "pairs": [PAIR]} | fields)
     site = CaptureSite(request.hook, request.layers, request.read)
     codec = TextCodec.load(str(DEMO_MODEL))
-    return finish(plan_pairs(request.pairs, site, request.bos, codec, INFO, max_bytes))
+    return finish(plan_pairs(list_texts(request.pairs), site, request.bos, codec, INFO, max_bytes))
 
 
 def test_a_job_for_each_text() -> None:

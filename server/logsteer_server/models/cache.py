@@ -56,9 +56,10 @@ def digest_scope(info: EngineInfo, settings: ModelSettings) -> bytes:
     Settings that cannot are named here, so that a new one counts until somebody knows better.
     """
     engine = asdict(info)
-    for name in ("tokenizer_path", "columns", "lacks"):
+    for name in ("tokenizer_path", "columns", "lacks", "hook_widths", "capture_rows"):
         del engine[name]
     harmless = {"id", "path", "required", "memory", "max_model_len"}
+    harmless |= {"capture_bytes", "steering_probes"}
     facts = [VERSION, engine, settings.model_dump(mode="json", exclude=harmless)]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
 

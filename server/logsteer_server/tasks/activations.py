@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from logsteer.schemas import ActivationsRequest
-from logsteer_server.contract.captures import CaptureOutput
+from logsteer_server.contract.captures import CaptureJob, CaptureOutput
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.interventions.interventions import Interventions, Stores
 from logsteer_server.interventions.steering import place_positions
@@ -56,7 +56,7 @@ class ActivationsTask(Task):
         )
         self._planned = await planner.advance(self._plan(site, codec, info))
         jobs = [capture.job for capture in self._planned]
-        planner.expect_arrays(count_numbers(jobs, site.find_width(info)))
+        planner.expect_arrays(count_numbers(jobs, site.find_width(info)) + _count_ids(jobs))
         collector = Collector(jobs)
         yield Batch(jobs, collector.take)
         self._outputs = collector.outputs
@@ -107,6 +107,11 @@ def _count_chars(item: Any) -> int:
     if isinstance(item, str):
         return len(item)
     return sum(len(message.content) for message in item.messages or ())
+
+
+def _count_ids(jobs: Sequence[CaptureJob]) -> int:
+    """Return the numbers of the answer that say which tokens were read, and where."""
+    return sum(len(job.tokens) + len(job.places) for job in jobs)
 
 
 def _find_starts(sizes: Sequence[int]) -> Array:

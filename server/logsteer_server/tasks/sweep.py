@@ -84,12 +84,16 @@ def plan_settings(
 def plan_sweep(
     items: Sequence[LogprobItem],
     texts: Sequence[str],
+    windowing: Windowing,
     codec: TextCodec,
     info: EngineInfo,
     options: TargetOptions,
     read: ColumnOptions,
 ) -> Steps[SweepPlan]:
-    """Plan what is scored at each setting. Errors: those of `plan_targets` and `cut_texts`."""
+    """Plan what is scored at each setting; `windowing` fits the model.
+
+    Errors: those of `plan_targets` and `cut_texts`.
+    """
     targets = None
     next_jobs = []
     if items:
@@ -104,7 +108,7 @@ def plan_sweep(
             )
             for first in firsts
         ]
-    windows, _ = yield from cut_texts(texts, Windowing(bos=options.bos), read, codec, info)
+    windows, _ = yield from cut_texts(texts, windowing, read, codec, info)
     return SweepPlan(targets, next_jobs, windows, len(texts))
 
 
@@ -184,9 +188,10 @@ class SweepTask(Task):
         )
         options = TargetOptions(body.boundary, bos=body.bos, on_overflow=body.on_overflow)
         read = ColumnOptions.of((), precision=body.precision)
+        windowing = Windowing(bos=body.bos).fit(info.context_length)
         if body.texts:
-            self.windowing = Windowing(bos=body.bos).fit(info.context_length)
-        plan = yield from plan_sweep(body.items, body.texts, codec, info, options, read)
+            self.windowing = windowing
+        plan = yield from plan_sweep(body.items, body.texts, windowing, codec, info, options, read)
         steered = [setting for setting in self._settings if setting.interventions.steering]
         if steered:
             steered[0].interventions.check_reach(plan.jobs)

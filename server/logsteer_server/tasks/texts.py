@@ -40,9 +40,9 @@ class TextWindow:
 
 
 class TextWindows:
-    """Cuts one text, whole or in pieces, into windows to score.
+    """Cuts one text, whole or in pieces, into windows to score; `options` fit the model.
 
-    Errors: APIError `invalid_request`, `context_too_long` for options that cannot be met.
+    Errors: APIError `invalid_request` for options that cannot be met.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class TextWindows:
         self._in_front: list[int] | None = None
         self._counts = count_text("", [])[:0]
         self._counts_from = 0
-        self._cutter = self._make_cutter(options.fit(info.context_length))
+        self._cutter = self._make_cutter(options)
 
     def _make_cutter(self, options: Windowing) -> WindowCutter:
         special_id = None
@@ -128,7 +128,10 @@ def cut_texts(
     codec: TextCodec,
     info: EngineInfo,
 ) -> Steps[tuple[list[TextWindow], list[int]]]:
-    """Cut whole texts; return their windows in order, and the number of tokens of each text."""
+    """Cut whole texts; return their windows in order, and the number of tokens of each text.
+
+    `options` fit the model. Errors: those of `TextWindows`.
+    """
     windows: list[TextWindow] = []
     lengths: list[int] = []
     num_planned = 0
@@ -148,7 +151,10 @@ def cut_texts(
 
 
 class StreamedText:
-    """Windows of a text that arrives in pieces. Memory does not grow with the text."""
+    """Windows of a text that arrives in pieces. Memory does not grow with the text.
+
+    `options` fit the model. Errors: those of `TextWindows`.
+    """
 
     def __init__(
         self, options: Windowing, read: ColumnOptions, codec: TextCodec, info: EngineInfo

@@ -55,20 +55,24 @@ class TrainedVectors:
     quality: Mapping[int, LayerQuality]
 
 
+def list_texts(pairs: Sequence[ContrastPair]) -> list[str]:
+    """Return the texts of the pairs in order, of each the positive text first."""
+    return [text for pair in pairs for text in (pair.positive, pair.negative)]
+
+
 def plan_pairs(
-    pairs: Sequence[ContrastPair],
+    texts: Sequence[str],
     site: CaptureSite,
     bos: BosPolicy,
     codec: TextCodec,
     info: EngineInfo,
     max_bytes: int,
 ) -> Steps[list[CaptureJob]]:
-    """Plan one job for each text: the pairs in order, of each the positive text first.
+    """Plan one job for each of the texts of `list_texts`, in order.
 
     Errors: as `plan_captures`; APIError `payload_too_large` for activations of more than
     `max_bytes`.
     """
-    texts = [text for pair in pairs for text in (pair.positive, pair.negative)]
     needed = 4 * len(texts) * len(site.find_layers(info)) * site.find_width(info)
     if needed > max_bytes:
         detail = (
@@ -76,9 +80,8 @@ def plan_pairs(
             "fewer layers or pairs, or raise max_training_bytes."
         )
         raise api_error("payload_too_large", detail)
-    places = [
-        f"pairs[{i}].{which}" for i in range(len(pairs)) for which in ("positive", "negative")
-    ]
+    sides = ("positive", "negative")
+    places = [f"pairs[{n // 2}].{sides[n % 2]}" for n in range(len(texts))]
     planned = yield from plan_captures(read_texts(texts, places, bos, codec), site, info)
     return [capture.job for capture in planned]
 
@@ -87,7 +90,7 @@ def train_vectors(
     jobs: Sequence[CaptureJob],
     outputs: Sequence[CaptureOutput],
     method: TrainMethod,
-    whiten: bool = False,
+    whiten: bool,
 ) -> TrainedVectors:
     """Make vectors of the activations of `plan_pairs`' jobs.
 
@@ -221,9 +224,9 @@ class TrainTask(Task):
         codec, info = self.model.require()
         site = CaptureSite(body.hook, body.layers, body.read)
         limit = planner.settings.max_training_bytes
-        texts = [text for pair in body.pairs for text in (pair.positive, pair.negative)]
+        texts = list_texts(body.pairs)
         planner.cover_text(max(map(len, texts)))
-        jobs = await planner.advance(plan_pairs(body.pairs, site, body.bos, codec, info, limit))
+        jobs = await planner.advance(plan_pairs(texts, site, body.bos, codec, info, limit))
         collector = Collector(jobs)
         yield Batch(jobs, collector.take)
         trained = await planner.call_long(

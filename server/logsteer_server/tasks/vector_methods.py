@@ -31,7 +31,7 @@ class FoundDirection:
 
 
 def find_direction(
-    positive_ND: Double, negative_ND: Double, method: TrainMethod, whiten: bool = False
+    positive_ND: Double, negative_ND: Double, method: TrainMethod, whiten: bool
 ) -> FoundDirection:
     """Return the direction that a method finds; zeros where nothing differs."""
     covariance = WithinCovariance(positive_ND, negative_ND) if whiten or method == "lda" else None

@@ -3,6 +3,7 @@
 Axis letters: N pairs, L layers, D width of an activation, H pairs held out.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ LEAST_CHANGE, LARGEST_CHANGE = 0.1, 0.5
 `bench/vectors.py` measures it."""
 CHANCE = 0.6
 """An AUC up to this may well be chance."""
+NO_BETTER = 0.5
+"""The AUC of a direction that says nothing."""
 
 
 def plan_folds(num_pairs: int) -> list[slice]:
@@ -79,7 +82,7 @@ def judge_direction(
     positive_ND: Double,
     negative_ND: Double,
     method: TrainMethod,
-    whiten: bool = False,
+    whiten: bool,
 ) -> LayerQuality:
     """Judge what a method makes of one layer's texts; see `LayerQuality`."""
     norm = float(np.linalg.norm(direction.vector_D))
@@ -128,7 +131,7 @@ def recommend(vectors: LayerVectors, quality: Mapping[int, LayerQuality]) -> Rec
     }
     if not judged:
         return None
-    layer = max(judged, key=lambda n: (judged[n].auc or 0.0, judged[n].effect_size or 0.0))
+    layer = max(judged, key=lambda n: _rank(judged[n]))
     best = judged[layer]
     unit = norms[layer] / (best.activation_norm or 1.0)
     end = LARGEST_CHANGE / unit
@@ -153,6 +156,14 @@ def recommend(vectors: LayerVectors, quality: Mapping[int, LayerQuality]) -> Rec
         reason=reason,
         caution=caution,
     )
+
+
+def _rank(quality: LayerQuality) -> tuple[float, float]:
+    """Return AUC and effect size; without spread that is infinite where the sides differ at all."""
+    auc, effect = quality.auc or 0.0, quality.effect_size
+    if effect is None:
+        effect = math.inf if auc > NO_BETTER else 0.0
+    return auc, effect
 
 
 def compare_layers(vectors: LayerVectors) -> list[list[float | None]]:

@@ -60,13 +60,14 @@ def read_batch(
 ) -> Tensor:
     """Return the hidden states [B, T, D] of a batch, steered, with `hooks` after the steering.
 
-    The traces of the batch's steered rows then hold what was measured.
+    The jobs have one parameter delta, which the model is under. The traces of the batch's steered
+    rows then hold what was measured. Errors: as `CausalModel.read`.
     """
     steering = BatchSteering([entry.steered for entry in batch])
     tokens_BT = pad_right([entry.job.tokens for entry in batch])
     ranges = [TokenRange(0, 0, len(entry.job.tokens)) for entry in batch]
     with model.hooked([*steering.hooks(ranges, tokens_BT.shape[1]), *hooks]):
-        hidden_BTD = model.read(tokens_BT)
+        hidden_BTD = model.read(tokens_BT, cast=batch[0].job.delta.cast)
     steering.end_pass()
     steering.collect()
     return hidden_BTD

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from logsteer_server.contract.parameters import Cast
-from logsteer_server.engines.tlens.parameters import Parameters
+from logsteer_server.engines.tlens.parameters import HALF, Parameters
 from logsteer_server.engines.tlens.plain_forward import agree
 from logsteer_server.engines.tlens.points import HookFunction, Point, PointMap, RefusedJobError
 
@@ -97,11 +97,13 @@ class CausalModel(ABC):
         mask_BT: Tensor | None = None,
         positions_BT: Tensor | None = None,
         cache: DynamicCache | None = None,
+        cast: Cast | None = None,
     ) -> Tensor:
         """Return the hidden states [B, T, D] that the head is applied to.
 
         Without a mask, padding must stand behind each sequence, where nothing looks back at it.
-        With a cache, the tokens follow those in it, and the mask covers both.
+        With a cache, the tokens follow those in it, and the mask covers both. `cast` is that of the
+        parameters' delta. Errors: RefusedJobError where the model does not compute in it.
         """
         options: dict[str, Any] = {"use_cache": cache is not None}
         if cache is not None:
@@ -112,11 +114,11 @@ class CausalModel(ABC):
             options["position_ids"] = positions_BT.to(self.device)
         body = self._choose_body()
         hidden_BTD: Tensor = body(input_ids=tokens_BT.to(self.device), **options).last_hidden_state
-        if hidden_BTD.dtype.itemsize < self._embedding.weight.dtype.itemsize:
+        if cast and hidden_BTD.dtype in HALF:
             raise RefusedJobError(
                 "unsupported_by_engine",
                 f"this model's own code computes in {hidden_BTD.dtype} even where its parameters "
-                "are float32, and would round what an override's cast is for; leave cast out",
+                f"are {cast}, and would round what an override's cast is for; leave cast out",
             )
         return hidden_BTD
 

@@ -197,7 +197,9 @@ class RunningBatch:
             for pad in self._pads
         ]
         with self._model.hooked([*self._steering.hooks(ranges, width), *self._hooks]):
-            hidden_BTD = self._model.read(self._next_BT, mask_BT, positions_BT, self._cache)
+            hidden_BTD = self._model.read(
+                self._next_BT, mask_BT, positions_BT, self._cache, self.rows[0].job.delta.cast
+            )
         self._steering.end_pass()
         return self._model.project(hidden_BTD[:, -1])
 

@@ -106,15 +106,19 @@ class GradientQueue(JobQueue[GradientEntry]):
     def _make_duals(
         self, parameters: Mapping[str, Tensor], direction: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Return the parameters that the direction has, as dual numbers with it as tangent."""
-        duals = {}
+        """Return the parameters that the direction has, as dual numbers with it as tangent.
+
+        Each has the name by which `parameters` has it, whatever the direction calls it.
+        """
+        resident, duals = self._model.parameters, {}
         with warnings.catch_warnings():
             # The first one has torch compile its own formulas, in a way torch calls deprecated.
             warnings.simplefilter("ignore", DeprecationWarning)
             for name, v in direction.items():
-                primal = parameters.get(name, self._model.parameters.by_name[name]).detach()
+                own = resident.resolve(name)
+                primal = parameters.get(own, resident.by_name[own]).detach()
                 dual = forward_ad.make_dual(primal, v.to(primal))  # type: ignore[no-untyped-call]
-                duals[name] = dual
+                duals[own] = dual
         return duals
 
     def _run_reverse_mode(self, batch: Sequence[GradientEntry]) -> Results:

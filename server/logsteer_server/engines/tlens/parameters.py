@@ -104,6 +104,10 @@ class Parameters:
                 if tensor.dtype in HALF and self._first[id(tensor)] == name
             }
 
+    def resolve(self, name: str) -> str:
+        """Return the name that stands for a parameter wherever one is replaced: its first."""
+        return self._first[id(self.by_name[name])]
+
     def add_scaled(
         self, direction: Mapping[str, Tensor], eta: float, changed: dict[str, Tensor]
     ) -> bool:
@@ -116,7 +120,7 @@ class Parameters:
         # Outside of inference mode, because a gradient may be taken under them later.
         with torch.inference_mode(False), torch.no_grad():
             for name, v in direction.items():
-                own = self._first[id(self.by_name[name])]
+                own = self.resolve(name)
                 theta = changed.get(own, self.by_name[name])
                 changed[own] = _add_scaled(theta, v, eta)
                 has_moved = has_moved or not torch.equal(changed[own], theta)
