@@ -45,10 +45,10 @@ def make_jobs(count: int = 5, **fields: Any) -> list[Job]:
 def break_over_poison(engine: Any, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     read = engine._model.read
 
-    def read_or_break(tokens_BT: Any, *rest: Any) -> Any:
+    def read_or_break(tokens_BT: Any, *rest: Any, **options: Any) -> Any:
         if (tokens_BT == POISON).any():
             raise error
-        return read(tokens_BT, *rest)
+        return read(tokens_BT, *rest, **options)
 
     monkeypatch.setattr(engine._model, "read", read_or_break)
 
@@ -85,12 +85,12 @@ def test_a_batch_that_breaks_while_it_runs_begins_again(
     quiet = run_pieces(engine, jobs)
     read, calls = engine._model.read, 0
 
-    def break_once(*args: Any) -> Any:
+    def break_once(*args: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise IndexError("once")
-        return read(*args)
+        return read(*args, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(engine._model, "read", break_once)
