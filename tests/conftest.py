@@ -299,6 +299,13 @@ def vllm_client(vllm_server: Server) -> Iterator[Client]:
 
 
 @pytest.fixture(scope="session")
+def compiled_client(compiled_server: Server) -> Iterator[Client]:
+    """A client of the server with a compiled model, which requests go to."""
+    with Client(compiled_server.url, model="compiled", timeout=300) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
 def tlens_client(tlens_server: Server) -> Iterator[Client]:
     """A client of the TransformerLens server."""
     with Client(tlens_server.url, max_retries=0, timeout=300) as client:

@@ -40,12 +40,7 @@ def reference() -> HookedReference:
 @pytest.fixture(params=ENGINES)
 def client(request: pytest.FixtureRequest) -> Any:
     """A client of each engine."""
-    if request.param != "compiled":
-        yield request.getfixturevalue(f"{request.param}_client")
-        return
-    server = request.getfixturevalue("compiled_server")
-    with Client(server.url, model="compiled", timeout=300) as found:
-        yield found
+    return request.getfixturevalue(f"{request.param}_client")
 
 
 @pytest.fixture

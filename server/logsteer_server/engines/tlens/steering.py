@@ -281,11 +281,13 @@ class BatchSteering:
         """Return what steers and reads a forward pass [B, num_columns] with these tokens of each
         row; at one activation, what reads it before, steers it, reads it after.
         """
+        read = self._probes.points
+        if not read:
+            return self._steer_hooks(ranges, num_columns)
         begins = [(tokens.first, tokens.begin, tokens.end) for tokens in ranges]
         self._probes.begin(
             list_ranges(self._probed, begins, num_columns), len(ranges) * num_columns
         )
-        read = self._probes.points
         before = [(point, self._probes.read_hook(point, after=False)) for point in read]
         steering = self._steer_hooks(ranges, num_columns)
         if not steering:

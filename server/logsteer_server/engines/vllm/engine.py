@@ -218,6 +218,8 @@ class VllmEngine:
             for running, result in collected
             if result is not None and not result.failed and running.keeps_readings
         }
+        if not asked:
+            return list(collected)
         found = self._slots.read_readings(asked)
         return [
             (running, running.add_readings(result, found.get(running.request_id)))
