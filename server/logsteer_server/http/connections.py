@@ -12,6 +12,8 @@ one; where all have one, the new one is answered 503.
 """
 
 import asyncio
+import socket
+import struct
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +21,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from logsteer_server.settings import Settings
 
+NO_LINGER = struct.pack("ii", 1, 0)
+"""`struct linger` that ends a connection with RST; without it, bytes that nobody reads stay in the
+system's buffers for minutes."""
 MIN_WRITE_PROGRESS = 2**16
 """Bytes that a reader takes within `write_timeout_s` at least."""
 MAX_DISCARDED_BYTES = 2**24
@@ -80,7 +85,7 @@ class LimitedProtocol(HttpToolsProtocol):
             return False
         del self._limits.idle[oldest]
         self.connections.discard(oldest)
-        oldest.transport.abort()
+        oldest.cut()
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -160,7 +165,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.flow.read_paused:  # nothing comes because nothing is asked for
             self._wait_for_body()
         else:
-            self.transport.abort()
+            self.cut()
 
     def pause_writing(self) -> None:
         """Watch whether the caller reads what is written."""
@@ -176,7 +181,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if taken >= MIN_WRITE_PROGRESS:
             self._watch_writing()
         else:
-            self.transport.abort()
+            self.cut()
 
     def resume_writing(self) -> None:
         """Stop watching: the caller has read."""
@@ -185,6 +190,12 @@ class LimitedProtocol(HttpToolsProtocol):
             self._writing = None
         super().resume_writing()
 
+    def cut(self) -> None:
+        """End the connection now; what the system still holds to send is dropped, not kept."""
+        connection = self.transport.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
+        self.transport.abort()
+
     @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
@@ -192,7 +203,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _refuse(self, status: int, detail: str) -> None:
         """Answer what is no request yet, and close; in the middle of another answer, cut that."""
         if self._is_answering:
-            self.transport.abort()
+            self.cut()
             return
         body = f"{detail}\n".encode()
         head = b"content-type: text/plain; charset=utf-8\r\nconnection: close\r\ncontent-length: "
