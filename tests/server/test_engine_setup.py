@@ -9,7 +9,12 @@ import pytest
 import yaml
 
 from logsteer_server.contract.engine import EngineSpec
-from logsteer_server.engines.machine import describe_machine, show_devices
+from logsteer_server.engines.machine import (
+    COMPILED,
+    describe_machine,
+    separate_compiled_code,
+    show_devices,
+)
 from logsteer_server.engines.vllm.arguments import INSTEAD, ONE_IS_OFF, REFUSED, check_arguments
 from logsteer_server.engines.vllm.config import engine_args, fit_context_length, set_environment
 from logsteer_server.engines.weights import limit_context
@@ -152,6 +157,25 @@ class TestDevices:
         assert any("avx2" in fact.split() for fact in found)
         environment.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
         assert describe_machine("cpu") != found
+
+    def test_compiled_code_is_kept_apart_by_the_processor(
+        self, environment: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """A cache that two of them share gave wrong scores."""
+
+        def find_directories(capability: str) -> list[str]:
+            for name in COMPILED:
+                environment.delenv(name, raising=False)
+            environment.setenv("XDG_CACHE_HOME", str(tmp_path))
+            environment.setenv("ATEN_CPU_CAPABILITY", capability)
+            set_environment(EngineSpec("m", "vllm", "p"))
+            separate_compiled_code()  # in a process that inherits them: the same
+            return [os.environ[name] for name in COMPILED]
+
+        ours, others = find_directories("avx512"), find_directories("avx2")
+        assert len({*ours, *others}) == 2 * len(COMPILED)
+        assert all(str(tmp_path) in directory for directory in ours)
+        assert find_directories("avx512") == ours
 
 
 class TestArguments:

@@ -1,5 +1,6 @@
 """The machine that an engine runs on: which of its GPUs, and what its numbers depend on."""
 
+import hashlib
 import os
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -8,6 +9,23 @@ from pathlib import Path
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 CPU_FACTS = ("model name", "flags", "Features")
 """Lines of Linux's cpuinfo; the last is what ARM has for flags."""
+COMPILED = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "torchinductor"}
+"""Settings that say where code compiled for a model is kept; their names below the user's cache."""
+
+
+def separate_compiled_code() -> None:
+    """Keep compiled code in directories of this CPU's own; only before vLLM is imported.
+
+    PyTorch takes what its compiler made for AVX-512 on a CPU with AVX2, too, and then writes half
+    of the numbers: a home or a volume that two machines share gave wrong scores.
+    """
+    facts = [os.environ.get("ATEN_CPU_CAPABILITY", ""), *_read_cpu()]
+    cpu = "cpu-" + hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12]
+    caches = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    for name, directory in COMPILED.items():
+        given = Path(os.environ.get(name) or Path(caches, directory))
+        if given.name != cpu:
+            os.environ[name] = str(given / cpu)
 
 
 def show_devices(indices: Sequence[int]) -> None:

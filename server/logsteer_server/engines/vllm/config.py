@@ -8,7 +8,11 @@ from typing import Any
 
 from logsteer_server.contract.engine import EngineInfo, EngineSpec
 from logsteer_server.contract.jobs import Feature
-from logsteer_server.engines.machine import describe_machine, show_devices
+from logsteer_server.engines.machine import (
+    describe_machine,
+    separate_compiled_code,
+    show_devices,
+)
 from logsteer_server.engines.vllm.arguments import check_arguments
 from logsteer_server.engines.weights import digest_weights, find_eos, limit_context
 from logsteer_server.numerics.rows import PUBLIC_COLUMNS
@@ -35,6 +39,7 @@ def set_environment(spec: EngineSpec) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    separate_compiled_code()
     warnings.filterwarnings("ignore", category=FutureWarning)  # of torch's, about vLLM's own code
     ranks = spec.tensor_parallel * spec.pipeline_parallel
     if ranks > 1:
