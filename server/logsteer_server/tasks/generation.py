@@ -20,7 +20,7 @@ from logsteer_server.tasks.continuations import (
     show_diagnostics,
 )
 from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.run import Batch, Collector, Event, Task, check_count
+from logsteer_server.tasks.run import Batch, Collector, Event, Task, check_count, take_each
 from logsteer_server.text.tokenizer import TextCodec
 
 NO_TOKENS = np.zeros(0, dtype=np.int32)
@@ -67,7 +67,7 @@ class GenerationTask(Task):
         planner.expect_rows(tokens, 1 + len(self.columns))
         contexts = [job.prompt_len for job in self._continuations.jobs]
         planner.expect_readings(self.interventions, len(contexts), tokens, sum(contexts))
-        yield Batch(self._continuations.jobs, self._take)
+        yield Batch(self._continuations.jobs, take_each(self._take))
         if not self.columns:
             return
         self.precision = body.precision
