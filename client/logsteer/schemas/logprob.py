@@ -1,5 +1,6 @@
 """`POST /logprob`: the exact log-probability of targets given contexts."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -37,24 +38,24 @@ class LogprobItem(Request):
 
     @model_validator(mode="after")
     def _one_form(self) -> "LogprobItem":
+        texts, ids = self.targets, self.target_ids
         forms = [n for n in ("context", "context_ids", "messages") if getattr(self, n) is not None]
         if len(forms) != 1:
             raise ValueError(
                 f"give exactly one of context, context_ids, messages; got {forms or 'none'}"
             )
-        wanted = "target_ids" if forms == ["context_ids"] else "targets"
-        other = "targets" if wanted == "target_ids" else "target_ids"
-        if getattr(self, wanted) is None or getattr(self, other) is not None:
+        wanted, other = ("targets", "target_ids")
+        given: Sequence[str | list[int]] | None = texts
+        if self.context_ids is not None:
+            wanted, other, given = other, wanted, ids
+        if given is None or (texts is not None and ids is not None):
             raise ValueError(f"an item with {forms[0]} takes {wanted}, and no {other}")
-        self._refuse_empty(wanted)
+        if not all(given):
+            empty = [len(target) for target in given].index(0)
+            raise ValueError(
+                f"{wanted}[{empty}] is empty: a target needs at least one token; leave it out"
+            )
         return self
-
-    def _refuse_empty(self, field: str) -> None:
-        for index, target in enumerate(getattr(self, field)):
-            if len(target) == 0:
-                raise ValueError(
-                    f"{field}[{index}] is empty: a target needs at least one token; leave it out"
-                )
 
 
 class LogprobRequest(RowOptions, ActivationFields):

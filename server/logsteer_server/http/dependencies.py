@@ -29,6 +29,8 @@ LARGE_BODY = 2**20
 """Bytes of a body from which on it has to wait for its turn."""
 LARGE_BODY_PAUSE = 3
 """Times as long as a large body took to parse before the next one is."""
+NESTED = (dict, list)
+"""What a parsed body has other values in."""
 MAX_FIELDS = 1024
 """Fields of one JSON object."""
 
@@ -118,23 +120,30 @@ def _check_objects(document: Any, limit: int) -> None:
 
     Errors: APIError `payload_too_large`.
     """
-    waiting, count = [document], 0
-    while waiting:
-        entry = waiting.pop()
-        if isinstance(entry, dict):
-            count += 1
-            if count > limit:
-                detail = (
-                    f"The body has more than {limit} objects: split the request, or raise "
-                    "max_body_objects."
-                )
-                raise api_error("payload_too_large", detail)
-            if len(entry) > MAX_FIELDS:
-                detail = f"An object of the body has {len(entry)} fields, at most {MAX_FIELDS} are."
-                raise api_error("payload_too_large", detail)
-            waiting += [value for value in entry.values() if isinstance(value, dict | list)]
-        elif entry and isinstance(entry[0], dict | list):
-            waiting += [value for value in entry if isinstance(value, dict | list)]
+    level, count = [document], 0
+    while level:
+        objects = [entry for entry in level if type(entry) is dict]
+        lists = [entry for entry in level if type(entry) is list and entry]
+        count += len(objects)
+        if count > limit:
+            detail = (
+                f"The body has more than {limit} objects: split the request, or raise "
+                "max_body_objects."
+            )
+            raise api_error("payload_too_large", detail)
+        most = max(map(len, objects), default=0)
+        if most > MAX_FIELDS:
+            detail = f"An object of the body has {most} fields, at most {MAX_FIELDS} are."
+            raise api_error("payload_too_large", detail)
+        level = [
+            value for entry in objects for value in entry.values() if type(value) in NESTED
+        ] + [
+            value
+            for entry in lists
+            if type(entry[0]) in NESTED
+            for value in entry
+            if type(value) in NESTED
+        ]
 
 
 class LimitedRoute(KeyedRoute):

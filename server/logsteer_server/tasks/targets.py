@@ -46,8 +46,10 @@ def find_longest(items: Sequence[LogprobItem]) -> int:
 
 
 def _count_chars(item: LogprobItem) -> int:
-    turns = sum(len(message.content) for message in item.messages or ())
-    return len(item.context or "") + turns + max(map(len, item.targets or ()), default=0)
+    if item.targets is None:
+        return 0
+    turns = sum(len(message.content) for message in item.messages) if item.messages else 0
+    return len(item.context or "") + turns + max(map(len, item.targets))
 
 
 class PlannedTarget(NamedTuple):
