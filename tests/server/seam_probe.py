@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
@@ -15,6 +16,10 @@ from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.engines.vllm.config import set_environment
 from logsteer_server.engines.vllm.seam import INTERNALS
 from logsteer_server.engines.vllm.seam.internal import Internal
+from logsteer_server.imports import leave_out_unused
+
+UNASKED = ("sklearn", "pandas", "pyarrow", "datasets", "transformer_lens")
+"""What an engine's process does without, and would import for seconds."""
 
 
 def find(name: str) -> Any:
@@ -132,14 +137,18 @@ def find_collisions() -> list[str]:
 def main() -> None:
     """Print what is wrong with each row, in their order, and names that collide."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    leave_out_unused()
     set_environment(EngineSpec("probe", "vllm", "."))
+    import_module("vllm.plugins").load_general_plugins()
+    import_module("vllm.transformers_utils.config")
+    unasked = [name for name in UNASKED if name in sys.modules]
     wrong = []
     for row in INTERNALS:
         try:
             wrong.append(check(row))
         except (ImportError, AttributeError) as error:
             wrong.append(f"is gone: {error}")
-    print(json.dumps({"wrong": wrong, "collisions": find_collisions()}))
+    print(json.dumps({"wrong": wrong, "collisions": find_collisions(), "unasked": unasked}))
 
 
 if __name__ == "__main__":

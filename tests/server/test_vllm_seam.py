@@ -74,6 +74,10 @@ def test_our_runner_and_worker_hide_nothing_of_vllms(probe: dict[str, Any]) -> N
     assert probe["collisions"] == []
 
 
+def test_vllm_imports_nothing_that_the_engine_does_without(probe: dict[str, Any]) -> None:
+    assert probe["unasked"] == []
+
+
 def test_no_row_stands_twice() -> None:
     counts = Counter((row.name, row.kind, row.relies_on, row.used_in) for row in INTERNALS)
     assert [row for row, count in counts.items() if count > 1] == []

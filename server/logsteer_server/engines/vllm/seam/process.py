@@ -15,7 +15,7 @@ START = (
             "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER", "VLLM_NO_USAGE_STATS",
             "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_LOGGING_LEVEL",
             "VLLM_CPU_OMP_THREADS_BIND", "VLLM_USE_FLASHINFER_SAMPLER", "VLLM_CPU_INT4_W4A8",
-            "VLLM_RPC_BASE_PATH",
+            "VLLM_RPC_BASE_PATH", "VLLM_PLUGINS",
         )
     ),
     row("name", "vllm.envs.VLLM_BATCH_INVARIANT", "", "what the engine says of itself", "config"),
