@@ -4,7 +4,6 @@ A process of its own, because vLLM reads its environment once and leaves a proce
 """
 
 import inspect
-import json
 import os
 import re
 import sys
@@ -16,7 +15,8 @@ from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.engines.vllm.config import set_environment
 from logsteer_server.engines.vllm.seam import INTERNALS
 from logsteer_server.engines.vllm.seam.internal import Internal
-from logsteer_server.imports import leave_out_unused
+from logsteer_server.imports import hold_collector, leave_out_unused
+from tests.probes import finish
 
 UNASKED = ("sklearn", "pandas", "pyarrow", "datasets", "transformer_lens")
 """What an engine's process does without, and would import for seconds."""
@@ -137,10 +137,11 @@ def find_collisions() -> list[str]:
 def main() -> None:
     """Print what is wrong with each row, in their order, and names that collide."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    leave_out_unused()
     set_environment(EngineSpec("probe", "vllm", "."))
-    import_module("vllm.plugins").load_general_plugins()
-    import_module("vllm.transformers_utils.config")
+    with hold_collector():
+        leave_out_unused()
+        import_module("vllm.plugins").load_general_plugins()
+        import_module("vllm.transformers_utils.config")
     unasked = [name for name in UNASKED if name in sys.modules]
     wrong = []
     for row in INTERNALS:
@@ -148,7 +149,7 @@ def main() -> None:
             wrong.append(check(row))
         except (ImportError, AttributeError) as error:
             wrong.append(f"is gone: {error}")
-    print(json.dumps({"wrong": wrong, "collisions": find_collisions(), "unasked": unasked}))
+    finish({"wrong": wrong, "collisions": find_collisions(), "unasked": unasked})
 
 
 if __name__ == "__main__":

@@ -1,13 +1,9 @@
 """Each internal of vLLM that the engine relies on is as it was, and none is touched unnamed."""
 
 import ast
-import json
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +11,7 @@ import pytest
 from logsteer_server.engines.vllm.seam import INTERNALS
 from logsteer_server.engines.vllm.seam.internal import Internal
 from tests.conftest import ROOT
+from tests.probes import run_probe
 
 pytestmark = pytest.mark.engine  # it imports all of vLLM
 
@@ -49,12 +46,7 @@ PLAIN = {"keys", "update", "pop", "type", "num_hidden_layers", "get_text_config"
 @pytest.fixture(scope="module")
 def probe() -> dict[str, Any]:
     """What `seam_probe.py` found in the vLLM that is installed."""
-    script = Path(__file__).with_name("seam_probe.py")
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found = run_probe("tests.server.seam_probe")
     assert len(found["wrong"]) == len(INTERNALS)
     return found
 
