@@ -4,6 +4,7 @@ A process of its own, because vLLM leaves none clean. The steps are so short tha
 cut up, and running requests are thrown out of the cache in the middle of theirs.
 """
 
+import resource
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -160,6 +161,8 @@ def main() -> None:
                    max_model_len=320, memory="2MiB", capture_bytes=CAPTURE_BYTES,
                    engine_args=args)
     )  # fmt: skip
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    children_s = ended.ru_utime + ended.ru_stime
     scheduler = engine._vllm.engine_core.scheduler
     preempt = scheduler._preempt_request
     preempted: list[Any] = []
@@ -194,7 +197,7 @@ def main() -> None:
         kept |= step(engine)
     finish({
         "alone": alone, "together": together, "kept": kept, "cancelled": cancelled,
-        "preempted": times_preempted, "left": len(engine._running),
+        "preempted": times_preempted, "left": len(engine._running), "children_s": children_s,
     }, engine)  # fmt: skip
 
 

@@ -262,9 +262,12 @@ def compare(one: Sequence[ScoredTarget], two: Sequence[ScoredTarget]) -> float:
     return max(differ(a.logprobs, b.logprobs) for a, b in zip(one, two, strict=True))
 
 
-def test_chunked_prefill_preemption_and_abort_change_nothing() -> None:
+def test_chunked_prefill_preemption_and_abort_change_nothing(tmp_path: Path) -> None:
     """`engine_probe.py` says what its engine did under pressure."""
-    probe = run_probe("tests.contract.engine_probe", str(DEMO_MODEL))
+    caches = {"VLLM_CACHE_ROOT": str(tmp_path)}
+    probe = run_probe("tests.contract.engine_probe", str(DEMO_MODEL), **caches)
+    assert list(tmp_path.rglob("*LlamaForCausalLM.json")), "the caches were empty"
+    assert probe["children_s"] < 2, "a first start imports vLLM once"
     assert probe["preempted"] > 10
     assert probe["together"].keys() == probe["alone"].keys()
     worst = max(differ(probe["alone"][i], probe["together"][i]) for i in probe["alone"])
