@@ -156,7 +156,8 @@ def configure_longrope(directory: Path) -> Configuration:
 
 CONFIGURATIONS: dict[str, Callable[[Path], Configuration]] = {
     "vllm": configure_vllm,
-    "tlens": lambda _: uncached(tlens_model("demo")),
+    # Room for all adapters of test_adapters.py.
+    "tlens": lambda _: uncached(tlens_model("demo"), max_adapter_bytes=2**20),
     # vLLM with a compiled model, and with one that is never steered.
     "compiled": lambda _: uncached(
         vllm_model("compiled", compile=True), vllm_model("unsteered", steering_slots=0)
@@ -180,12 +181,11 @@ CONFIGURATIONS_OF_ONE_FILE: dict[str, Callable[[Path], Configuration]] = {
     "vllm_adapters": lambda _: uncached(
         vllm_model("demo", adapter_slots=2, adapter_rank=8), max_adapter_bytes=2**20
     ),
-    "tlens_adapters": lambda _: uncached(tlens_model("demo"), max_adapter_bytes=2**20),
-    "tlens_cached": lambda _: {"models": [tlens_model("demo")]},
+    # With a result cache, which the others have not, and little room for what is sent and asked.
     "tlens_limited": lambda _: {
         "models": [tlens_model("demo")],
         "max_gradient_numbers": 128 * 20,
-        "max_override_bytes": 2048,
+        "max_override_bytes": 2**22,
     },
 }
 """Servers by name that end after the one file whose tests name their fixture."""

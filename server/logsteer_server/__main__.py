@@ -7,6 +7,8 @@ wait for what only the HTTP process needs: so that is imported where it is run.
 import sys
 from importlib import import_module
 
+from logsteer_server.imports import hold_collector
+
 COMMANDS = {
     "keys": "logsteer_server.keys.commands",
     "store": "logsteer_server.store_commands",
@@ -20,7 +22,8 @@ def main(argv: list[str] | None = None) -> int:
     if argv and argv[0] in COMMANDS:
         status: int = import_module(COMMANDS[argv[0]]).main(argv[1:])
         return status
-    from logsteer_server import serving
+    with hold_collector():
+        from logsteer_server import serving
 
     return serving.main(argv)
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, Job, Policy, ScoreJob
+from tests.probes import finish, start_vllm
 
 POLICIES = [
     Policy(), Policy(1e-3), Policy(0.0), Policy(1e-6, top_k=3), Policy(0.7, top_p=0.9),
@@ -44,11 +45,9 @@ def score(job: GenerateJob, drawn: list[int]) -> ScoreJob:
 
 def start(path: str, **fields: Any) -> Any:
     """An engine whose steps are so short that prefills are cut up; more fields of its spec."""
-    from logsteer_server.engines.vllm.engine import VllmEngine
-
     args = {"max_num_batched_tokens": 32, "max_num_seqs": 16}
     spec = EngineSpec("probe", "vllm", path, dtype="float32", compile=False, max_model_len=320)
-    return VllmEngine(replace(spec, memory="4MiB", engine_args=args, **fields))
+    return start_vllm(replace(spec, memory="4MiB", engine_args=args, **fields))
 
 
 def run(engine: Any, jobs: dict[int, Job], preempt_every: int = 0) -> dict[int, Any]:
@@ -99,11 +98,10 @@ def main() -> None:
         i: {name: values.tolist() for name, values in result.columns.items()}
         for i, result in scored.items()
     }
-    print(json.dumps({
+    finish({
         "eos_ids": engine.info.eos_ids, "alone": alone, "together": together,
         "preempted": thrown_out, "num_preempted": len(preempted), "columns": columns,
-    }))  # fmt: skip
-    engine.close()
+    }, engine)  # fmt: skip
 
 
 if __name__ == "__main__":

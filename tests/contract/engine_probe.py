@@ -4,7 +4,7 @@ A process of its own, because vLLM leaves none clean. The steps are so short tha
 cut up, and running requests are thrown out of the cache in the middle of theirs.
 """
 
-import json
+import resource
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +31,7 @@ from logsteer_server.contract.plan import (
     SteeringPlan,
 )
 from logsteer_server.engines.vllm.engine import VllmEngine
+from tests.probes import finish, start_vllm
 
 GREEDY = Policy(temperature=0.0)
 CAPTURE_BYTES = 460 * 4 * 128
@@ -155,11 +156,13 @@ def cancel_refused(engine: VllmEngine) -> None:
 def main() -> None:
     """Run the jobs with and without pressure, and with half of them cancelled in the middle."""
     args = {"max_num_batched_tokens": 32, "max_num_seqs": 16}
-    engine = VllmEngine(
+    engine = start_vllm(
         EngineSpec("probe", "vllm", sys.argv[1], dtype="float32", compile=False,
                    max_model_len=320, memory="2MiB", capture_bytes=CAPTURE_BYTES,
                    engine_args=args)
     )  # fmt: skip
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    children_s = ended.ru_utime + ended.ru_stime
     scheduler = engine._vllm.engine_core.scheduler
     preempt = scheduler._preempt_request
     preempted: list[Any] = []
@@ -192,11 +195,10 @@ def main() -> None:
     engine.cancel(cancelled)
     while engine.busy:
         kept |= step(engine)
-    print(json.dumps({
+    finish({
         "alone": alone, "together": together, "kept": kept, "cancelled": cancelled,
-        "preempted": times_preempted, "left": len(engine._running),
-    }))  # fmt: skip
-    engine.close()
+        "preempted": times_preempted, "left": len(engine._running), "children_s": children_s,
+    }, engine)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ A process of its own, because oneDNN reads `ONEDNN_MAX_CPU_ISA` once, and vLLM l
 """
 
 import itertools
-import json
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from vllm.platforms import current_platform
 from vllm.scalar_type import scalar_types
 
 from logsteer_server.engines.vllm import cpu_kernels
+from tests.probes import finish
 
 WIDTHS = [400, 200]
 """Rows of two layers that vLLM makes one of: more than a block of ours together."""
@@ -116,7 +116,7 @@ def main() -> None:
         for dtype in (torch.float32, torch.bfloat16)
         for config in configs
     ]
-    print(json.dumps({"layers": layers, "is_exact": is_exact(), "float32": refusal_of_float32()}))
+    finish({"layers": layers, "is_exact": is_exact(), "float32": refusal_of_float32()})
 
 
 if __name__ == "__main__":

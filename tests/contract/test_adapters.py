@@ -41,7 +41,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     ]
 
 
-@pytest.fixture(scope="module", params=["vllm_adapters", "tlens_adapters"])
+@pytest.fixture(scope="module", params=["vllm_adapters", "tlens"])
 def client(request: pytest.FixtureRequest, directories: list[Path]) -> Iterator[Client]:
     """A client of a server that keeps all of them and, on vLLM, has room for SLOTS."""
     server = request.getfixturevalue(f"{request.param}_server")

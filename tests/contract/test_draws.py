@@ -6,8 +6,6 @@ configuration that name different ends of sequence, all of them tokens that are 
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from logsteer_server.numerics.sampling import is_greedy, shape_rows
 from tests.conftest import DEMO_MODEL
 from tests.contract import draws_probe, tlens_cases
 from tests.contract.draws_probe import make_jobs
+from tests.probes import run_probe
 
 pytestmark = pytest.mark.engine
 
@@ -52,10 +51,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def probe(checkpoint: Path, prompt: np.ndarray) -> dict[str, Any]:
     """What `draws_probe.py` drew on vLLM."""
-    command = [sys.executable, draws_probe.__file__, str(checkpoint), json.dumps(prompt.tolist())]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found: dict[str, Any] = json.loads(output.splitlines()[-1])
-    return found
+    return run_probe("tests.contract.draws_probe", str(checkpoint), json.dumps(prompt.tolist()))
 
 
 @pytest.fixture(scope="module")

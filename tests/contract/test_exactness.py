@@ -1,9 +1,6 @@
 """vLLM through HTTP against transformers in float32: alone, batched, in any order, on two ranks."""
 
-import json
 import random
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ from tests.conftest import (
 from tests.contract.engine_probe import make_jobs
 from tests.contract.steering import HookedReference
 from tests.contract.tlens_cases import BATCH
+from tests.probes import run_probe
 
 pytestmark = pytest.mark.engine
 
@@ -264,12 +262,12 @@ def compare(one: Sequence[ScoredTarget], two: Sequence[ScoredTarget]) -> float:
     return max(differ(a.logprobs, b.logprobs) for a, b in zip(one, two, strict=True))
 
 
-def test_chunked_prefill_preemption_and_abort_change_nothing() -> None:
+def test_chunked_prefill_preemption_and_abort_change_nothing(tmp_path: Path) -> None:
     """`engine_probe.py` says what its engine did under pressure."""
-    script = Path(__file__).with_name("engine_probe.py")
-    command = [sys.executable, str(script), str(DEMO_MODEL)]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    probe = json.loads(output.splitlines()[-1])
+    caches = {"VLLM_CACHE_ROOT": str(tmp_path)}
+    probe = run_probe("tests.contract.engine_probe", str(DEMO_MODEL), **caches)
+    assert list(tmp_path.rglob("*LlamaForCausalLM.json")), "the caches were empty"
+    assert probe["children_s"] < 2, "a first start imports vLLM once"
     assert probe["preempted"] > 10
     assert probe["together"].keys() == probe["alone"].keys()
     worst = max(differ(probe["alone"][i], probe["together"][i]) for i in probe["alone"])

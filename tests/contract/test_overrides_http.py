@@ -169,8 +169,8 @@ def test_diagnostics_of_a_generation_are_under_its_override(client: Client) -> N
     assert found.logprobs == pytest.approx(completion.logprobs, abs=PER_TOKEN)
 
 
-def test_cached_results_know_the_override(tlens_cached_server: Server, tensors: Any) -> None:
-    with Client(tlens_cached_server.url, timeout=300) as client:
+def test_cached_results_know_the_override(tlens_limited_server: Server, tensors: Any) -> None:
+    with Client(tlens_limited_server.url, timeout=300) as client:
         client.overrides.put("v", save(tensors))
         etas = [None, 0.0, ETA, -ETA]
         used = [eta if eta is None else {"name": "v", "eta": eta} for eta in etas]
@@ -332,13 +332,14 @@ def test_bad_uploads_are_refused_and_leave_nothing(client: Client, name: str) ->
 
 def test_limits_of_uploads_and_gradients(tlens_limited_server: Server) -> None:
     server = tlens_limited_server
-    data = save({"model.norm.weight": torch.ones(128)}) + bytes(4096)
-    pieces = (data[i : i + 1024] for i in range(0, len(data), 1024))
+    data = save({"model.norm.weight": torch.ones(128)}) + bytes(2**22)
+    pieces = (data[i : i + 2**16] for i in range(0, len(data), 2**16))
+    directory = server.config_path.parent / "logsteer" / "overrides"
+    before = sorted(directory.rglob("*"))
     for content in (data, pieces):
         found = httpx.put(f"{server.url}/overrides/big", content=content, timeout=60)
         refused(found, 413, "payload_too_large", "max_override_bytes")
-    override_files = server.config_path.parent / "logsteer" / "overrides"
-    assert not [path for path in override_files.rglob("*") if path.suffix != "" and path.is_file()]
+    assert sorted(directory.rglob("*")) == before, "nothing of what was refused stays"
     item = {"context_ids": CONTEXT, "target_ids": [TARGET]}
     with Client(server.url, timeout=300) as client:
         client.gradient([item], {"layers": [1]})

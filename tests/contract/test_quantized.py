@@ -3,11 +3,8 @@
 All of it holds on CPUs without AVX-512, too: `make test-avx2`.
 """
 
-import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +28,7 @@ from tests.contract.quantized_cases import (
     make_float_layer,
     quantized_layers,
 )
+from tests.probes import run_probe
 
 pytestmark = pytest.mark.engine
 
@@ -233,14 +231,7 @@ def test_the_other_direction_of_the_divergence_is_told_apart(
 @pytest.fixture(scope="module")
 def kernels() -> dict[str, Any]:
     """What `int8_probe.py` found with oneDNN as on a CPU without AVX-512 and VNNI."""
-    script = Path(__file__).with_name("int8_probe.py")
-    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return run_probe("tests.contract.int8_probe", ONEDNN_MAX_CPU_ISA="AVX2")
 
 
 def test_int8_layers_are_exact_where_the_instructions_saturate(kernels: dict[str, Any]) -> None:

@@ -34,6 +34,7 @@ from logsteer_server.contract.jobs import (
 from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
 from logsteer_server.engines.process import build_engine
 from logsteer_server.engines.vllm.config import set_environment
+from logsteer_server.imports import hold_collector
 from tests.contract.steering import HookedReference, turn
 
 LAYER = 1
@@ -235,10 +236,14 @@ def probe(engine: str, compiled: bool, dtype: str, path: Path) -> None:
 def main() -> None:
     """Measure checkpoints one after another, each in a process forked off after all imports."""
     engine, mode, dtype, *paths = sys.argv[1:]
+    with hold_collector():
+        if engine == "vllm":
+            set_environment(EngineSpec("probe", engine, paths[0]))
+            for module in ("core", "worker"):
+                import_module(f"logsteer_server.engines.vllm.{module}")
+        else:
+            import_module("logsteer_server.engines.tlens.engine")
     if engine == "vllm":
-        set_environment(EngineSpec("probe", engine, paths[0]))
-        for module in ("core", "worker"):
-            import_module(f"logsteer_server.engines.vllm.{module}")
         # vLLM would import itself once more for every family, to look at its class.
         registry = import_module("vllm.model_executor.models.registry")
         registry._run_in_subprocess = lambda look: look()

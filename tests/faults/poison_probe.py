@@ -4,7 +4,6 @@ A process of its own, because vLLM leaves none clean. The key-value cache has so
 every neighbour gets blocks that a steered request has had.
 """
 
-import json
 import sys
 from typing import Any
 
@@ -14,6 +13,7 @@ from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob, Job, JobResult, Policy, ScoreJob
 from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
 from logsteer_server.engines.vllm.engine import VllmEngine
+from tests.probes import finish, start_vllm
 
 NEIGHBOURS = 50
 BLOCKS = 60
@@ -105,7 +105,7 @@ def count_prefixes(scheduler: Any) -> int:
 def main() -> None:
     """Run the neighbours alone; beside and behind poison that ends; behind poison cancelled."""
     args = {"num_gpu_blocks_override": BLOCKS, "max_num_batched_tokens": 512}
-    engine = VllmEngine(
+    engine = start_vllm(
         EngineSpec("probe", "vllm", sys.argv[1], dtype="float32", compile=sys.argv[2] == "compiled",
                    max_model_len=320, engine_args=args)
     )  # fmt: skip
@@ -139,8 +139,7 @@ def main() -> None:
     engine.cancel(list(cancelled))
     found["cancelled"] = run(engine, neighbours)
     found["left"] = len(engine._running)
-    print(json.dumps(found))
-    engine.close()
+    finish(found, engine)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,6 @@
 """Steering that leaves the numbers of float32 fails, and reaches nobody else."""
 
 import asyncio
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +14,7 @@ from logsteer_server.contract.plan import Site, SteeringPlan, SteeringTrace
 from logsteer_server.models.cache import MissingJob, ResultCache, make_keys
 from tests.conftest import DEMO_MODEL
 from tests.faults.poison_probe import NEIGHBOURS
+from tests.probes import run_probe
 
 IDS = np.arange(4, dtype=np.int32)
 PLAN = SteeringPlan((Site(0, "resid_post", np.ones(4, np.float32)),))
@@ -26,12 +23,7 @@ PLAN = SteeringPlan((Site(0, "resid_post", np.ones(4, np.float32)),))
 @pytest.fixture(scope="module", params=["eager"])
 def probe(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What `poison_probe.py` saw; `compiled` is another mode of it."""
-    script = Path(__file__).with_name("poison_probe.py")
-    command = [sys.executable, str(script), str(DEMO_MODEL), request.param]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return run_probe("tests.faults.poison_probe", str(DEMO_MODEL), request.param)
 
 
 @pytest.mark.engine

@@ -4,9 +4,9 @@ A process of its own, because vLLM reads its environment once and leaves a proce
 """
 
 import inspect
-import json
 import os
 import re
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
@@ -15,6 +15,11 @@ from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.engines.vllm.config import set_environment
 from logsteer_server.engines.vllm.seam import INTERNALS
 from logsteer_server.engines.vllm.seam.internal import Internal
+from logsteer_server.imports import hold_collector, leave_out_unused
+from tests.probes import finish
+
+UNASKED = ("sklearn", "pandas", "pyarrow", "datasets", "transformer_lens")
+"""What an engine's process does without, and would import for seconds."""
 
 
 def find(name: str) -> Any:
@@ -133,13 +138,18 @@ def main() -> None:
     """Print what is wrong with each row, in their order, and names that collide."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     set_environment(EngineSpec("probe", "vllm", "."))
+    with hold_collector():
+        leave_out_unused()
+        import_module("vllm.plugins").load_general_plugins()
+        import_module("vllm.transformers_utils.config")
+    unasked = [name for name in UNASKED if name in sys.modules]
     wrong = []
     for row in INTERNALS:
         try:
             wrong.append(check(row))
         except (ImportError, AttributeError) as error:
             wrong.append(f"is gone: {error}")
-    print(json.dumps({"wrong": wrong, "collisions": find_collisions()}))
+    finish({"wrong": wrong, "collisions": find_collisions(), "unasked": unasked})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What engines are set up with: environment, devices, arguments, the context that they read."""
 
 import os
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,6 +122,19 @@ class TestEnvironment:
         environment.setenv("VLLM_USE_FLASHINFER_SAMPLER", "1")
         set_environment(SPEC)
         assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "1"
+
+    def test_vllm_loads_its_own_plugins_and_the_users_but_not_that_of_transformer_lens(
+        self, environment: pytest.MonkeyPatch
+    ) -> None:
+        environment.delenv("VLLM_PLUGINS", raising=False)
+        set_environment(SPEC)
+        names = os.environ["VLLM_PLUGINS"].split(",")
+        assert "lora_filesystem_resolver" in names
+        assert "tl_vllm_capture" in {p.name for p in entry_points(group="vllm.general_plugins")}
+        assert "tl_vllm_capture" not in names
+        environment.setenv("VLLM_PLUGINS", "mine")
+        set_environment(SPEC)
+        assert os.environ["VLLM_PLUGINS"] == "mine"
 
 
 class TestDevices:

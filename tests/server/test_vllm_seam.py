@@ -1,13 +1,9 @@
 """Each internal of vLLM that the engine relies on is as it was, and none is touched unnamed."""
 
 import ast
-import json
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +11,7 @@ import pytest
 from logsteer_server.engines.vllm.seam import INTERNALS
 from logsteer_server.engines.vllm.seam.internal import Internal
 from tests.conftest import ROOT
+from tests.probes import run_probe
 
 pytestmark = pytest.mark.engine  # it imports all of vLLM
 
@@ -49,12 +46,7 @@ PLAIN = {"keys", "update", "pop", "type", "num_hidden_layers", "get_text_config"
 @pytest.fixture(scope="module")
 def probe() -> dict[str, Any]:
     """What `seam_probe.py` found in the vLLM that is installed."""
-    script = Path(__file__).with_name("seam_probe.py")
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found = run_probe("tests.server.seam_probe")
     assert len(found["wrong"]) == len(INTERNALS)
     return found
 
@@ -72,6 +64,10 @@ def test_vllm_has_what_is_relied_on(probe: dict[str, Any], number: int) -> None:
 
 def test_our_runner_and_worker_hide_nothing_of_vllms(probe: dict[str, Any]) -> None:
     assert probe["collisions"] == []
+
+
+def test_vllm_imports_nothing_that_the_engine_does_without(probe: dict[str, Any]) -> None:
+    assert probe["unasked"] == []
 
 
 def test_no_row_stands_twice() -> None:

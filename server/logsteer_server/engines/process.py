@@ -19,6 +19,7 @@ from logsteer_server.contract.jobs import Job, JobResult
 from logsteer_server.contract.results import ResultPart
 from logsteer_server.engines.failures import lacks_memory
 from logsteer_server.engines.lifetime import follow_parent
+from logsteer_server.imports import hold_collector, leave_out_unused
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,8 @@ ENGINES = {
     "fake": "logsteer_server.engines.fake:FakeEngine",
 }
 """Engine classes by name, imported only in the process that runs one."""
+ON_TRANSFORMERS = {"vllm", "transformer_lens"}
+"""Engines that import transformers."""
 
 
 class JobGroup(NamedTuple):
@@ -103,7 +106,11 @@ FromEngine = Ready | Finished | Cancelled | Beat | Failed
 def build_engine(spec: EngineSpec) -> Engine:
     """Build the engine that the specification names, with its model loaded."""
     module, _, name = ENGINES[spec.engine].partition(":")
-    engine: Engine = getattr(import_module(module), name)(spec)
+    with hold_collector():
+        if spec.engine in ON_TRANSFORMERS:
+            leave_out_unused()
+        kind = getattr(import_module(module), name)
+    engine: Engine = kind(spec)
     return engine
 
 

@@ -96,6 +96,7 @@ class ResidentModel:
 
     async def load_codec(self) -> None:
         """Load the tokenizer when the engine is ready; the handle's state says if that fails."""
+        await asyncio.to_thread(TextCodec.import_transformers)
         await self.handle.ready.wait()
         assert self.handle.info is not None
         try:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from logsteer.errors import api_error
 from logsteer.schemas import BosPolicy, Message
+from logsteer_server.imports import hold_collector
 
 Offsets = list[tuple[int, int]]
 ENCODED_AT_ONCE = 65_536
@@ -44,6 +45,12 @@ class TextCodec:
         self._anchor = self._backend.encode("a", add_special_tokens=False).ids[-1:]
         self._anchor_length = len(self._decode(self._anchor))
         self.piece = lru_cache(maxsize=65_536)(self._piece)
+
+    @staticmethod
+    def import_transformers() -> None:
+        """Import what most tokenizers are loaded with, which takes longer than to load one."""
+        with _import_lock, hold_collector():
+            from transformers import PreTrainedTokenizerFast  # noqa: F401
 
     @classmethod
     def load(cls, path: str) -> "TextCodec":

@@ -3,6 +3,7 @@
 import os
 import warnings
 from dataclasses import asdict, dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from logsteer_server.engines.vllm.arguments import check_arguments
 from logsteer_server.engines.weights import digest_weights, find_eos, limit_context
 from logsteer_server.numerics.rows import PUBLIC_COLUMNS
 
+WORKER = "logsteer_server.engines.vllm.worker.LogsteerWorker"
+"""The class that runs the model, by which every executor finds it."""
 CPU_BLOCK_SIZE = 32
 """Tokens per cache block on CPU; vLLM's own default of 128 shares no short context."""
 
@@ -38,6 +41,7 @@ def set_environment(spec: EngineSpec) -> None:
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is compiled at start, by nvcc
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_PLUGINS", ",".join(_list_plugins()))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     separate_compiled_code()
     warnings.filterwarnings("ignore", category=FutureWarning)  # of torch's, about vLLM's own code
@@ -46,6 +50,21 @@ def set_environment(spec: EngineSpec) -> None:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _bind_cores(ranks))
     if not isinstance(spec.devices, str):
         show_devices(spec.devices)
+
+
+def _list_plugins() -> list[str]:
+    """Return the plugins of vLLM that are installed, without that of TransformerLens.
+
+    That one is for its own way into vLLM, and imports 600 modules.
+    """
+    found = entry_points()
+    return [
+        plugin.name
+        for group in found.groups
+        if group.startswith("vllm.")
+        for plugin in found.select(group=group)
+        if not plugin.module.startswith("transformer_lens.")
+    ]
 
 
 MAX_SOCKET_PATH = 107
@@ -96,7 +115,7 @@ def engine_args(spec: EngineSpec, path: Path | str, on_cpu: bool, limit: int) ->
         "async_scheduling": False,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
-        "worker_cls": "logsteer_server.engines.vllm.worker.LogsteerWorker",
+        "worker_cls": WORKER,
         # A part of vLLM's hash of the configuration, so that compiled models are kept apart by it.
         "additional_config": {
             "logsteer": {"chunk_bytes": spec.chunk_bytes, "steering": asdict(steering_size(spec))}

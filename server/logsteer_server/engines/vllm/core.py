@@ -16,6 +16,7 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -38,6 +39,8 @@ class VllmCore:
             raise ValueError("devices: cpu needs vLLM's build for CPUs; this is the one for GPUs")
         self.context_length = context_length(path, spec.max_model_len)
         args = engine_args(spec, path, on_cpu, self.context_length)
+        if spec.tensor_parallel * spec.pipeline_parallel == 1:
+            look_at_models_here()
         self.config = EngineArgs(**args).create_engine_config()
         if on_cpu and self.config.model_config.is_hybrid:
             # The operations of state space layers give no states for the cache on the CPU.
@@ -167,6 +170,15 @@ class VllmCore:
     def close(self) -> None:
         """Stop vLLM and its worker processes."""
         self.engine_core.shutdown()
+
+
+def look_at_models_here() -> None:
+    """Have vLLM look at a model's class in this process, where its model will run.
+
+    It does that in a process that imports all of vLLM again, so that CUDA is not in use before
+    workers are forked off; a single rank has none.
+    """
+    registry._run_in_subprocess = lambda look: look()
 
 
 class PrefixHitLimit:

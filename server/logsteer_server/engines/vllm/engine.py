@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 from logsteer_server.contract.captures import CaptureJob
@@ -21,6 +22,7 @@ from logsteer_server.engines.failures import describe_error
 from logsteer_server.engines.scratch import ScratchDirectory
 from logsteer_server.engines.vllm.adapters import AdapterSlot, AdapterSlots, UnfitAdapterError
 from logsteer_server.engines.vllm.config import (
+    WORKER,
     describe,
     set_environment,
     set_scratch,
@@ -38,6 +40,7 @@ from logsteer_server.engines.vllm.steering_slots import SteeringSlot, SteeringSl
 from logsteer_server.engines.vllm.stream import UnknownStreamError
 from logsteer_server.engines.vllm.stream_form import ask_stream_form
 from logsteer_server.engines.weights import locate_model
+from logsteer_server.imports import hold_collector
 
 ADAPTER_ANSWERS: dict[type[Job], Output] = {CheckAdapterJob: CheckAdapterOutput()}
 """Jobs that are done as soon as their adapter is loaded, and what they answer."""
@@ -52,7 +55,10 @@ class VllmEngine:
         set_scratch(self._scratch.path)
         path = locate_model(spec.path)
 
-        from logsteer_server.engines.vllm.core import VllmCore
+        with hold_collector():
+            from logsteer_server.engines.vllm.core import VllmCore
+
+            import_module(WORKER.rpartition(".")[0])
 
         self._vllm = VllmCore(spec, path)
         info = describe(

@@ -1,0 +1,39 @@
+"""How processes import what they run: most of a start, and thousands of modules that then stay."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def hold_collector() -> Iterator[None]:
+    """Keep the garbage collector from what the block imports, while it runs and ever after.
+
+    What modules consist of is never garbage, and an engine's are a million objects: to look through
+    all of them takes half a second, many times in the block, whenever vLLM asks for it while it
+    loads a model, and while requests run.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_on:
+            gc.enable()
+
+
+def leave_out_unused() -> None:
+    """Have transformers import neither sklearn nor scipy, and with them pandas and pyarrow.
+
+    It asks whether they are installed before it imports them, for assisted decoding and the losses
+    of object detection, which no engine uses. Only before transformers loads a model does it count.
+    """
+    import transformers.utils as asked
+
+    for name in ("is_sklearn_available", "is_scipy_available"):
+        setattr(asked, name, _is_left_out)
+
+
+def _is_left_out() -> bool:
+    return False

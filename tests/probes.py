@@ -1,0 +1,49 @@
+"""Processes in which tests try vLLM: it leaves none as it was. They print JSON and end."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from logsteer_server.contract.engine import EngineSpec
+
+if TYPE_CHECKING:
+    from logsteer_server.engines.vllm.engine import VllmEngine
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_probe(module: str, *arguments: str, **environment: str) -> dict[str, Any]:
+    """What the `main` of a module of the tests finds, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        cwd=ROOT,
+        env=os.environ | environment,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def start_vllm(spec: EngineSpec) -> "VllmEngine":
+    """An engine, built as in the process of one."""
+    from logsteer_server.engines.process import build_engine
+    from logsteer_server.engines.vllm.engine import VllmEngine
+
+    engine = build_engine(spec)
+    assert isinstance(engine, VllmEngine)
+    return engine
+
+
+def finish(found: dict[str, Any], engine: "VllmEngine | None" = None) -> NoReturn:
+    """Print what was found, and end: to free vLLM's modules one by one takes seconds."""
+    print(json.dumps(found), flush=True)
+    if engine is not None:
+        engine.close()
+    os._exit(0)
