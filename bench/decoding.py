@@ -1,4 +1,4 @@
-"""Decodes with vLLM as told on stdin: `decoding.py ours|stock MODEL SLOTS DEPTH eager|compiled`.
+"""Decodes with vLLM as told on stdin: `decoding.py ours|stock MODEL SLOTS DEPTH SETTINGS`.
 
 Each line of stdin is a `Work` as JSON, each `answer` line of stdout what came of it. Two of these
 live at once and are told in turn, so that their runs alternate.
@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from logsteer.schemas import ProbeRequest, Steering
 from logsteer_server.contract.engine import Engine, EngineInfo, EngineSpec
@@ -29,8 +30,9 @@ from logsteer_server.stores.vectors import StoredVectors
 SEQUENCES, PROMPT, GENERATED = 32, 16, 64
 """A prompt is shorter than a block of the cache, so no batch finds those of another there."""
 GREEDY = Policy(temperature=0.0)
-MEMORY = "128MiB"
-"""Cached keys and values: filled by the uncounted runs, so that no counted one gets new pages."""
+MEMORY = "1GiB" if torch.cuda.is_available() else "128MiB"
+"""Cached keys and values: on a CPU filled by the uncounted runs, so that no counted one gets new
+pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,10 +240,10 @@ def answer(decoder: Ours | Stock, work: Work) -> Answer:
 
 def main() -> None:
     """Load the model, say so, and answer until stdin ends."""
-    kind, path, slots, depth, mode = sys.argv[1:]
+    kind, path, slots, depth, settings = sys.argv[1:]
     spec = EngineSpec(
-        "bench", "vllm", path, dtype="float32", compile=mode == "compiled", memory=MEMORY,
-        steering_slots=int(slots), steering_depth=int(depth),
+        "bench", "vllm", path, steering_slots=int(slots), steering_depth=int(depth),
+        **(json.loads(settings) | {"memory": MEMORY}),
     )  # fmt: skip
     decoder = Ours(spec) if kind == "ours" else Stock(spec)
     print("ready", flush=True)
