@@ -8,16 +8,17 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from continuation import GREEDY, generate
 from logsteer.schemas import ProbeRequest, Steering
-from logsteer_server.contract.engine import Engine, EngineInfo, EngineSpec
-from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, Policy
+from logsteer_server.contract.engine import EngineInfo, EngineSpec
+from logsteer_server.contract.jobs import GenerateJob
 from logsteer_server.contract.plan import SteeringPlan
 from logsteer_server.engines.vllm.config import context_length, engine_args, set_environment
 from logsteer_server.engines.vllm.engine import VllmEngine
@@ -29,7 +30,6 @@ from logsteer_server.stores.vectors import StoredVectors
 
 SEQUENCES, PROMPT, GENERATED = 32, 16, 64
 """A prompt is shorter than a block of the cache, so no batch finds those of another there."""
-GREEDY = Policy(temperature=0.0)
 MEMORY = "1GiB" if torch.cuda.is_available() else "128MiB"
 """Cached keys and values: on a CPU filled by the uncounted runs, so that no counted one gets new
 pages."""
@@ -134,18 +134,6 @@ def make_prompts(seed: int, vocab: int) -> list[np.ndarray]:
     """Return random prompts, the same for the same seed."""
     rng = np.random.default_rng(seed)
     return list(rng.integers(10, vocab, (SEQUENCES, PROMPT), dtype=np.int32))
-
-
-def generate(engine: Engine, jobs: Sequence[GenerateJob]) -> list[list[int]]:
-    """Return the tokens of each job. Errors: RuntimeError where one fails."""
-    engine.add(list(enumerate(jobs)))
-    tokens: dict[int, list[int]] = {}
-    while engine.busy:
-        for index, result in engine.step():
-            if not isinstance(result, GenerateOutput):
-                raise RuntimeError(str(result))
-            tokens[index] = result.token_ids.tolist()
-    return [tokens[index] for index in range(len(jobs))]
 
 
 class Ours:

@@ -12,7 +12,7 @@ from timing import summarize, time_in_turn
 from workplace import Workplace
 
 SEED = 20_000
-"""The first seed of a row that shares its server: no row may find the contexts of another cached."""
+"""The first seed: no row that shares the server may find the contexts of another cached."""
 LENGTHS = (50, 100, 200, 400, 800)
 TARGETS = (1, 2, 4, 8, 16)
 CALLERS = (1, 2, 4, 8, 16)

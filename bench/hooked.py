@@ -1,7 +1,8 @@
 """Steered generation with TransformerLens: `hooked.py MODEL DTYPE RUNS BATCH…`, in its own process.
 
-A batch with a plus, `8+`, is also continued by reading the whole sequences again. Every way continues the same prompts greedily by the same number of tokens, with the same vector
-added behind the same layer for every token.
+Every way continues the same prompts greedily by the same number of tokens, with the same vector
+added behind the same layer for every token. A batch with a plus, `8+`, is also continued by reading
+the whole sequences again for every token.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from decoding import GREEDY, generate
+from continuation import GREEDY, generate
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob
 from logsteer_server.contract.plan import Site, SteeringPlan

@@ -34,7 +34,8 @@ import http_process
 import sampling
 import scoring
 import steering
-from bars import write_table
+import stock
+from bars import BARS, write_table
 from timing import spread
 from workplace import Workplace
 
@@ -43,11 +44,14 @@ BENCH = Path(__file__).resolve().parent
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A row: what measures it, how many counted runs of each way, whether it takes any model."""
+    """A row: what measures it, how many counted runs of each way, whether it takes a model of the
+    user's, and whether it runs only with one.
+    """
 
     measure: Callable[[Workplace, int], dict[str, Any]]
     runs: int = 3
     any_model: bool = False
+    needs_model: bool = False
 
 
 def in_directory(measure: Callable[[Path, int], dict[str, Any]]) -> Benchmark:
@@ -79,6 +83,8 @@ BENCHMARKS = {
     "steering_cost": Benchmark(steering.measure_cost, runs=5, any_model=True),
     "steering_tlens": Benchmark(steering.compare_tlens, any_model=True),
     "diagnostics": Benchmark(sampling.compare_diagnostics, any_model=True),
+    "throughput": Benchmark(stock.compare_throughput, any_model=True, needs_model=True),
+    "lm_eval_vllm": Benchmark(stock.compare_harness_on_vllm, any_model=True, needs_model=True),
     "memory": Benchmark(measure_memory, runs=1),
     "http_cpu": in_directory(http_process.measure_cpu),
     "http_memory": in_directory(http_process.measure_memory),
@@ -150,12 +156,18 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="a checkpoint to measure with")
     parser.add_argument("--dtype", default="auto", help="of that checkpoint")
     parser.add_argument("--table", action="store_true", help="print the table, run nothing")
+    parser.add_argument("--list", action="store_true", help="print the rows that have a bar")
     options = parser.parse_args()
+    if options.list:
+        print(*(name for name in BENCHMARKS if any(bar.row == name for bar in BARS)))
+        return 0
     if options.table:
         print(write_table(json.loads(options.output.read_text())))
         return 0
     wanted = options.only or [
-        name for name, row in BENCHMARKS.items() if row.any_model or options.model is None
+        name
+        for name, row in BENCHMARKS.items()
+        if (row.any_model if options.model else not row.needs_model)
     ]
     failed = run_all(list(filter(wanted.__contains__, BENCHMARKS)), options)
     if "growth" in wanted and "growth" not in failed:

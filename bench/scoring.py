@@ -23,7 +23,7 @@ UNCOUNTED = 8
 """Runs before those that count: each fills a part of the cache that no page was given to yet."""
 CONTEXTS, CONTEXTS_ON_STOCK, TARGETS = 32, 16, 4
 OVERHEAD_SEED = 10_000
-"""The first seed of a row that shares its server: no row may find the contexts of another cached."""
+"""The first seed: no row that shares the server may find the contexts of another cached."""
 
 
 def make_choices(
