@@ -1,4 +1,4 @@
-"""Runs the benchmarks, prints their ratios and what is asked of them, writes bench/results.json.
+"""Runs the benchmarks, prints what is asked of them, writes bench/results.json and results.md.
 
     make bench                      everything
     .venv/bin/python bench/run.py --only choices --runs 7
@@ -36,6 +36,7 @@ import scoring
 import steering
 import stock
 from bars import BARS, write_table
+from results_page import write_page
 from timing import spread
 from workplace import Workplace
 
@@ -134,6 +135,7 @@ def run_all(names: list[str], options: argparse.Namespace) -> list[str]:
                 "machine": f"{os.cpu_count()} cores, {platform.machine()}",
             }  # fmt: skip
             path.write_text(json.dumps(results, indent=1) + "\n")
+            path.with_suffix(".md").write_text(write_page(results))
             show(name, results[name])
     print(f"\n{write_table(results, set(names))}")
     return failed

@@ -54,7 +54,7 @@ def define(logits_RV: Tensor, policy: Policy) -> Shaped:
 def check_policies(options: Options, found: Findings) -> None:
     """Compare log q of every token with the definition, and time the draw."""
     device = torch.device(options.device)
-    rows = 256 if options.on_cuda else 8
+    rows = 256 if options.on_cuda else 4
     table = Table(
         f"`shape_rows` against float64, {rows} rows of logits of standard deviation {SPREAD:g}; "
         "and the time of `RowSampler.draw` for them.",
