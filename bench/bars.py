@@ -74,10 +74,6 @@ BARS = (
         "http_memory", "HTTP process, 65,536 items in one call of 8 MB, MiB above idle",
         ("figures", "HTTP process, MiB above idle"), most=400,
     ),
-    Bar(
-        "bookkeeping", "vLLM's bookkeeping of a short item, against stock vLLM's `LLM`",
-        ("ours_to_stock", "bookkeeping"), most=0.5,
-    ),
     bar_ratio(
         "lm_eval", "6,000 short sequences through lm-evaluation-harness, against `hf` in-process",
         "logsteer / hf in-process", least=1.3, all_above=1.0,
@@ -128,14 +124,6 @@ BARS = (
         )
         for model in TLENS_MODELS
         for batch in (1, 8, 32)
-    ),
-    bar_ratio(
-        "arrivals", "TransformerLens, 32 callers within 5 s, against the same as one batch",
-        "arriving / one batch", least=0.8,
-    ),
-    Bar(
-        "start", "a start that finds its caches filled, seconds to the first answer",
-        ("figures", "s to the first answer"), most=12,
     ),
     Bar(
         "memory", "2,048 rows over a vocabulary of 128,256, MiB added",

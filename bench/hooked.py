@@ -103,7 +103,7 @@ def make_bridge_ways(path: str, vector: Tensor) -> dict[str, Way]:
 
 
 def make_repeng(path: str, vector: Tensor) -> dict[str, Way]:
-    """`ControlModel.generate` of repeng; nothing where repeng is not installed."""
+    """`ControlModel.generate` of repeng; nothing where it is not installed, as on a bare host."""
     if importlib.util.find_spec("repeng") is None:
         return {}
     if not hasattr(np, "float_"):
