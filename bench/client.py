@@ -33,11 +33,10 @@ def measure_sampling(directory: Path, runs: int) -> dict[str, Any]:
     """Measure 32,768 draws with replacement from 1,000 prompts, by what is done with them."""
     engine = {"vocab_size": 512, "context_length": 512}
     ways: dict[str, list[str]] = {
-        "Client, in memory": [],
-        "Client, into a file": ["--file"],
-        "Client, into a file, with rewards": ["--file", "--reward"],
-        "AsyncClient, into a file": ["--file", "--asynchronous"],
-        "Client, into a file, 64 tokens and two columns": ["--file", "--long"],
+        "Client, into a file": [],
+        "the same, with rewards": ["--reward"],
+        "AsyncClient, into a file": ["--asynchronous"],
+        "Client, into a file, 64 tokens and two columns": ["--long"],
     }
     found: dict[str, Any] = {}
     with run_logsteer({"fake": DEMO}, directory, engine="fake", engine_args=engine) as url:
@@ -78,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("url")
     parser.add_argument("directory", type=Path)
-    for flag in ("--file", "--reward", "--asynchronous", "--long"):
+    for flag in ("--reward", "--asynchronous", "--long"):
         parser.add_argument(flag, action="store_true")
     given = parser.parse_args()
     prompts = [f"Once upon a time there were {number} cats" for number in range(POOL)]
@@ -94,7 +93,7 @@ def main() -> None:
     def sample(count: int) -> None:
         path = given.directory / "samples.jsonl"
         path.unlink(missing_ok=True)
-        own = {**options, "count": count, "file": path if given.file else None}
+        own = {**options, "count": count, "file": path}
         if given.asynchronous:
             found = asyncio.run(_sample_async(given.url, prompts, **own))
         else:
