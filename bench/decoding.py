@@ -1,4 +1,4 @@
-"""Decodes with vLLM as told on stdin: `decoding.py ours|stock MODEL SLOTS DEPTH eager|compiled`.
+"""Decodes with vLLM as told on stdin: `decoding.py ours|stock MODEL SLOTS DEPTH SETTINGS`.
 
 Each line of stdin is a `Work` as JSON, each `answer` line of stdout what came of it. Two of these
 live at once and are told in turn, so that their runs alternate.
@@ -8,15 +8,17 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
+from continuation import GREEDY, generate
 from logsteer.schemas import ProbeRequest, Steering
-from logsteer_server.contract.engine import Engine, EngineInfo, EngineSpec
-from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, Policy
+from logsteer_server.contract.engine import EngineInfo, EngineSpec
+from logsteer_server.contract.jobs import GenerateJob
 from logsteer_server.contract.plan import SteeringPlan
 from logsteer_server.engines.vllm.config import context_length, engine_args, set_environment
 from logsteer_server.engines.vllm.engine import VllmEngine
@@ -28,9 +30,9 @@ from logsteer_server.stores.vectors import StoredVectors
 
 SEQUENCES, PROMPT, GENERATED = 32, 16, 64
 """A prompt is shorter than a block of the cache, so no batch finds those of another there."""
-GREEDY = Policy(temperature=0.0)
-MEMORY = "128MiB"
-"""Cached keys and values: filled by the uncounted runs, so that no counted one gets new pages."""
+MEMORY = "1GiB" if torch.cuda.is_available() else "128MiB"
+"""Cached keys and values: on a CPU filled by the uncounted runs, so that no counted one gets new
+pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,18 +136,6 @@ def make_prompts(seed: int, vocab: int) -> list[np.ndarray]:
     return list(rng.integers(10, vocab, (SEQUENCES, PROMPT), dtype=np.int32))
 
 
-def generate(engine: Engine, jobs: Sequence[GenerateJob]) -> list[list[int]]:
-    """Return the tokens of each job. Errors: RuntimeError where one fails."""
-    engine.add(list(enumerate(jobs)))
-    tokens: dict[int, list[int]] = {}
-    while engine.busy:
-        for index, result in engine.step():
-            if not isinstance(result, GenerateOutput):
-                raise RuntimeError(str(result))
-            tokens[index] = result.token_ids.tolist()
-    return [tokens[index] for index in range(len(jobs))]
-
-
 class Ours:
     """The engine of logsteer; resolving the steering objects is a part of the work."""
 
@@ -238,10 +228,10 @@ def answer(decoder: Ours | Stock, work: Work) -> Answer:
 
 def main() -> None:
     """Load the model, say so, and answer until stdin ends."""
-    kind, path, slots, depth, mode = sys.argv[1:]
+    kind, path, slots, depth, settings = sys.argv[1:]
     spec = EngineSpec(
-        "bench", "vllm", path, dtype="float32", compile=mode == "compiled", memory=MEMORY,
-        steering_slots=int(slots), steering_depth=int(depth),
+        "bench", "vllm", path, steering_slots=int(slots), steering_depth=int(depth),
+        **(json.loads(settings) | {"memory": MEMORY}),
     )  # fmt: skip
     decoder = Ours(spec) if kind == "ours" else Stock(spec)
     print("ready", flush=True)

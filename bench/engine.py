@@ -1,9 +1,8 @@
-"""Measures the vLLM engine without HTTP: `engine.py full_text|seeds MODEL RUNS`."""
+"""Measures the vLLM engine without HTTP: `engine.py full_text|seeds MODEL RUNS SETTINGS`."""
 
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import ScoreJob
 from logsteer_server.engines.vllm.engine import VllmEngine
 from scoring import make_choices
-from timing import summarize, time_in_turn
+from timing import compare_with_first, summarize, time_in_turn
 
 TEXTS, LENGTH = 16, 512
 
@@ -36,7 +35,8 @@ def measure_full_text(engine: VllmEngine, vocab: int, hidden: int, runs: int) ->
     rng = np.random.default_rng(0)
     worker = engine._vllm.engine_core.model_executor.driver_worker.worker
     project = worker.model_runner.model.compute_logits
-    hidden_RD = torch.randn(TEXTS * (LENGTH - 1), hidden, device=worker.device)
+    dtype = worker.model_runner.dtype
+    hidden_RD = torch.randn(TEXTS * (LENGTH - 1), hidden, device=worker.device, dtype=dtype)
 
     def texts() -> list[list[int]]:
         return [rng.integers(10, vocab, LENGTH).tolist() for _ in range(TEXTS)]
@@ -54,8 +54,9 @@ def measure_full_text(engine: VllmEngine, vocab: int, hidden: int, runs: int) ->
     with torch.inference_mode():
         seconds = time_in_turn({"scored": score, "prefill": prefill, "product": multiply}, runs)
     limit = [a + b for a, b in zip(seconds["prefill"], seconds["product"], strict=True)]
-    ways = {"limit: prefill + bare product": limit, "all rows scored": seconds["scored"]}
-    return summarize(ways, TEXTS * (LENGTH - 1), "tokens") | {"parts_s": seconds}
+    ways = {"all rows scored": seconds["scored"], "limit: prefill + bare product": limit}
+    result = summarize(ways, TEXTS * (LENGTH - 1), "tokens")
+    return result | {"ratios": compare_with_first(ways), "parts_s": seconds}
 
 
 def answer_seeds(engine: VllmEngine, vocab: int) -> None:
@@ -70,13 +71,11 @@ def answer_seeds(engine: VllmEngine, vocab: int) -> None:
 
 def main() -> None:
     """Measure full texts and print what was found, or answer seeds until stdin ends."""
-    part, path, runs = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    config = json.loads(Path(path, "config.json").read_text())
-    spec = EngineSpec("bench", "vllm", path, dtype="float32", compile=False, memory="1GiB")
-    engine = VllmEngine(spec)
+    part, path, runs, settings = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+    engine = VllmEngine(EngineSpec("bench", "vllm", path, **json.loads(settings)))
     vocab = engine.info.vocab_size
     if part == "full_text":
-        result = measure_full_text(engine, vocab, config["hidden_size"], runs)
+        result = measure_full_text(engine, vocab, engine.info.hidden_size, runs)
         print("result", json.dumps(result))
     else:
         answer_seeds(engine, vocab)

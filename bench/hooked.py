@@ -1,7 +1,8 @@
-"""Steered generation with TransformerLens: `hooked.py MODEL RUNS BATCH…`, a process of its own.
+"""Steered generation with TransformerLens: `hooked.py MODEL DTYPE RUNS BATCH…`, in its own process.
 
 Every way continues the same prompts greedily by the same number of tokens, with the same vector
-added behind the same layer for every token.
+added behind the same layer for every token. A batch with a plus, `8+`, is also continued by reading
+the whole sequences again for every token.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from decoding import GREEDY, generate
+from continuation import GREEDY, generate
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob
 from logsteer_server.contract.plan import Site, SteeringPlan
@@ -40,21 +41,31 @@ PROMPTS = (
 )
 LENGTH = 12
 """Tokens that every prompt is cut to, because the peers differ in how they pad."""
+EXTRA = 100
+"""A token that any model has."""
 
 Way = Callable[[Tensor], list[list[int]]]
+AGAIN = "whole sequence again, TransformerLens run_with_hooks"
 
 
 def make_prompts(path: str, batch: int) -> Tensor:
-    """The first prompts' tokens [B, T]."""
+    """The first prompts' tokens [B, T]; those of the second eight end in other tokens, and so on.
+
+    So no two sequences of a batch are the same.
+    """
     tokenizer = AutoTokenizer.from_pretrained(path)
-    ids_BT = [tokenizer(text)["input_ids"][:LENGTH] for text in PROMPTS[:batch]]
-    return torch.tensor(ids_BT, device=DEVICE)
+    ids_BT = [
+        tokenizer(text)["input_ids"][: LENGTH - round_] + [EXTRA + round_] * round_
+        for round_ in range(-(-batch // len(PROMPTS)))
+        for text in PROMPTS
+    ]
+    return torch.tensor(ids_BT[:batch], device=DEVICE)
 
 
-def make_engine(path: str, vector: Tensor) -> Way:
+def make_engine(path: str, dtype: str, vector: Tensor) -> Way:
     """logsteer's engine; a job for each prompt."""
-    engine = TransformerLensEngine(EngineSpec("bench", "transformer_lens", path, dtype="float32"))
-    plan = SteeringPlan((Site(LAYER, "resid_post", vector.cpu().numpy()),))
+    engine = TransformerLensEngine(EngineSpec("bench", "transformer_lens", path, dtype=dtype))
+    plan = SteeringPlan((Site(LAYER, "resid_post", vector.float().cpu().numpy()),))
 
     def run(prompts_BT: Tensor) -> list[list[int]]:
         ids_BT = prompts_BT.cpu().numpy().astype(np.int32)
@@ -66,23 +77,18 @@ def make_engine(path: str, vector: Tensor) -> Way:
     return run
 
 
-def repeat(read: Callable[[Tensor], Tensor]) -> Way:
-    """A loop that reads the whole sequences again for every token; `read` gives their logits."""
-
-    def run(prompts_BT: Tensor) -> list[list[int]]:
-        ids_BT = prompts_BT
-        for _ in range(GENERATED):
-            next_B1 = read(ids_BT)[:, -1].argmax(-1, keepdim=True)
-            ids_BT = torch.cat([ids_BT, next_B1], dim=-1)
-        return _cut(ids_BT)
-
-    return run
-
-
 def make_bridge_ways(path: str, vector: Tensor) -> dict[str, Way]:
     """TransformerLens's own: `run_with_hooks` again and again, and `generate` under hooks."""
-    bridge = TransformerBridge.boot_transformers(path, device=DEVICE, dtype=torch.float32)
+    bridge = TransformerBridge.boot_transformers(path, device=DEVICE, dtype=vector.dtype)
     hooks: list[Any] = [(f"blocks.{LAYER}.hook_out", lambda x, hook: x + vector)]  # noqa: ARG005
+
+    def repeat(prompts_BT: Tensor) -> list[list[int]]:
+        ids_BT = prompts_BT
+        for _ in range(GENERATED):
+            logits_BTV = bridge.run_with_hooks(ids_BT, fwd_hooks=hooks)
+            next_B1 = logits_BTV[:, -1].argmax(-1, keepdim=True)
+            ids_BT = torch.cat([ids_BT, next_B1], dim=-1)
+        return _cut(ids_BT)
 
     def continue_(prompts_BT: Tensor) -> list[list[int]]:
         with bridge.hooks(fwd_hooks=hooks):
@@ -93,47 +99,24 @@ def make_bridge_ways(path: str, vector: Tensor) -> dict[str, Way]:
         assert isinstance(ids_BT, Tensor)
         return _cut(ids_BT)
 
-    return {
-        "whole sequence again, TransformerLens run_with_hooks": repeat(
-            lambda ids_BT: bridge.run_with_hooks(ids_BT, fwd_hooks=hooks)
-        ),
-        "TransformerLens generate with hooks": continue_,
-    }
-
-
-def make_transformers_ways(path: str, vector: Tensor) -> dict[str, Way]:
-    """Bare transformers with a forward hook: the whole sequence again, and `generate`."""
-    model = _load(path)
-
-    def add(_module: object, _args: object, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (output[0] + vector, *output[1:])
-        return output + vector
-
-    model.model.layers[LAYER].register_forward_hook(add)
-    return {
-        "whole sequence again, transformers with a hook": repeat(
-            lambda ids_BT: model(ids_BT, use_cache=False).logits
-        ),
-        "transformers generate with a hook": lambda ids_BT: _generate(model, ids_BT),
-    }
+    return {AGAIN: repeat, "TransformerLens generate with hooks": continue_}
 
 
 def make_repeng(path: str, vector: Tensor) -> dict[str, Way]:
-    """`ControlModel.generate` of repeng; nothing where repeng is not installed."""
+    """`ControlModel.generate` of repeng; nothing where it is not installed, as on a bare host."""
     if importlib.util.find_spec("repeng") is None:
         return {}
     if not hasattr(np, "float_"):
         np.float_ = np.float64  # repeng 0.4.0 names it when imported, and NumPy 2 has dropped it
     from repeng import ControlModel
 
-    model = ControlModel(_load(path), [LAYER])
+    model = ControlModel(_load(path, vector.dtype), [LAYER])
     model.set_raw_control({LAYER: vector})
     return {"repeng ControlModel generate": lambda ids_BT: _generate(model, ids_BT)}
 
 
-def _load(path: str) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().to(DEVICE)
+def _load(path: str, dtype: torch.dtype) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval().to(DEVICE)
     model.generation_config.eos_token_id = None  # so that `generate` never ends early
     return model
 
@@ -170,15 +153,22 @@ def measure(ways: dict[str, Way], prompts_BT: Tensor, runs: int) -> dict[str, An
 
 def main() -> None:
     """Measure every batch and print what was found."""
-    path, (runs, *batches) = sys.argv[1], map(int, sys.argv[2:])
-    width = json.loads(Path(path, "config.json").read_text())["hidden_size"]
+    path, named, runs, *batches = sys.argv[1:]
+    config = json.loads(Path(path, "config.json").read_text())
+    if named == "auto":
+        named = str(config.get("dtype", config.get("torch_dtype", "float32")))
     rng = np.random.default_rng(3)
-    vector = torch.tensor(rng.normal(size=width, scale=0.3).astype(np.float32), device=DEVICE)
+    drawn_D = rng.normal(size=config["hidden_size"], scale=0.3).astype(np.float32)
+    vector = torch.tensor(drawn_D, device=DEVICE, dtype=getattr(torch, named))
     repeng = make_repeng(path, vector)
     with contextlib.redirect_stdout(sys.stderr):
-        ways: dict[str, Way] = {"the engine": make_engine(path, vector)}
-        ways |= make_transformers_ways(path, vector) | make_bridge_ways(path, vector) | repeng
-    found = {f"batch {b}": measure(ways, make_prompts(path, b), runs) for b in batches}
+        ways: dict[str, Way] = {"the engine": make_engine(path, named, vector)}
+        ways |= make_bridge_ways(path, vector) | repeng
+    found = {}
+    for batch in batches:
+        count = int(batch.removesuffix("+"))
+        own = {name: way for name, way in ways.items() if name != AGAIN or batch.endswith("+")}
+        found[f"batch {count}"] = measure(own, make_prompts(path, count), int(runs))
     result = join_results(found)
     result["notes"] = [] if repeng else ["repeng is not installed; it was left out"]
     print("result", json.dumps(result))

@@ -1,12 +1,16 @@
-"""Runs the benchmarks, prints the ratios, and writes bench/results.json.
+"""Runs the benchmarks, prints what is asked of them, writes bench/results.json and results.md.
 
     make bench                      everything
     .venv/bin/python bench/run.py --only choices --runs 7
+    .venv/bin/python bench/run.py --table
+    .venv/bin/python bench/run.py --model CHECKPOINT --output bench/gpu-results.json
 
-Peers run on the same machine, in turn with logsteer: one run of each, then the next of each.
+Peers run on the same machine, in turn with logsteer: one run of each, then the next of each. With a
+checkpoint of the user's, the rows that can take one run with it, and the others are left out.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -14,7 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,76 +28,157 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 import client
+import growth
 import harness
+import http_process
 import sampling
 import scoring
 import steering
+import stock
+from bars import BARS, write_table
+from results_page import write_page
+from timing import spread
+from workplace import Workplace
 
 BENCH = Path(__file__).resolve().parent
 
-BENCHMARKS: dict[str, Callable[[Path, int], dict[str, Any]]] = {
-    "lm_eval": harness.compare_harnesses,
-    "lm_eval_defaults": harness.compare_defaults,
-    "choices": scoring.compare_choices,
-    "full_text": scoring.compare_full_text,
-    "overhead": scoring.compare_with_own_engine,
-    "growth": scoring.measure_growth,
-    "steered_decoding": steering.compare_decoding,
-    "steering_cost": steering.measure_cost,
-    "steering_tlens": steering.compare_tlens,
-    "diagnostics": sampling.compare_diagnostics,
-    "adapters": sampling.compare_adapters,
-    "client_sampling": client.measure_sampling,
-}
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """A row: what measures it, how many counted runs of each way, whether it takes a model of the
+    user's, and whether it runs only with one.
+    """
+
+    measure: Callable[[Workplace, int], dict[str, Any]]
+    runs: int = 3
+    any_model: bool = False
+    needs_model: bool = False
 
 
-def measure_memory() -> dict[str, Any]:
+def in_directory(measure: Callable[[Path, int], dict[str, Any]]) -> Benchmark:
+    """Return the row of a function that only wants a directory for its files."""
+    return Benchmark(lambda place, runs: measure(place.directory, runs))
+
+
+def measure_memory(_place: Workplace, runs: int) -> dict[str, Any]:
     """What `bench/rows.py` says of 2,048 tokens and a vocabulary of 128 k, on a GPU if any."""
     command = [
         sys.executable, str(BENCH / "rows.py"), "--dtype", "float32", "--hidden", "256",
-        "--runs", "3", "--chunk-mib", "64",
+        "--runs", str(runs), "--chunk-mib", "64",
     ]  # fmt: skip
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found: dict[str, Any] = json.loads(output)
-    return found
+    added = [way["peak_mib_added"] for name, way in found["ways"].items() if "rows" in name]
+    return found | {"figures": {"MiB added at most": spread([max(added)])}}
+
+
+# The rows that share a server come first, one after another.
+BENCHMARKS = {
+    "choices": Benchmark(scoring.compare_choices, any_model=True),
+    "overhead": Benchmark(scoring.compare_with_own_engine, runs=5, any_model=True),
+    "growth": Benchmark(growth.measure_growth, any_model=True),
+    "adapters": Benchmark(sampling.compare_adapters),
+    "lm_eval": Benchmark(harness.compare_harnesses, any_model=True),
+    "full_text": Benchmark(scoring.compare_full_text, runs=5, any_model=True),
+    "steered_decoding": Benchmark(steering.compare_decoding, runs=5, any_model=True),
+    "steering_cost": Benchmark(steering.measure_cost, any_model=True),
+    "steering_tlens": Benchmark(steering.compare_tlens, any_model=True),
+    "diagnostics": Benchmark(sampling.compare_diagnostics, any_model=True),
+    "throughput": Benchmark(stock.compare_throughput, any_model=True, needs_model=True),
+    "lm_eval_vllm": Benchmark(stock.compare_harness_on_vllm, any_model=True, needs_model=True),
+    "memory": Benchmark(measure_memory, runs=1),
+    "http_cpu": in_directory(http_process.measure_cpu),
+    "http_memory": in_directory(http_process.measure_memory),
+    "client_sampling": in_directory(client.measure_sampling),
+}
+SHARING = ("choices", "overhead", "growth", "adapters")
+"""Rows whose server is the same one."""
 
 
 def show(name: str, result: dict[str, Any]) -> None:
     """Print one benchmark's ways, ratios and notes, a line each."""
-    print(f"\n{name}")
+    print(f"\n{name} ({result['seconds_taken']} s): {result['command']}")
     for way, values in result.get("ways", {}).items():
         print(f"  {way:<52} {json.dumps(values)}")
-    for ratio, (low, median, high) in result.get("ratios", {}).items():
+    for ratio, (low, median, high) in (
+        result.get("ratios", {}) | result.get("figures", {})
+    ).items():
         print(f"  {ratio:<72} {median} ({low} to {high})")
     for note in result.get("notes", []):
         print(f"  {note}")
+    sys.stdout.flush()
 
 
-def main() -> None:
-    """Run what was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=[*BENCHMARKS, "memory"], default=None)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=BENCH / "results.json")
-    options = parser.parse_args()
-    wanted = options.only or [*BENCHMARKS, "memory"]
-    path = options.output
+def run_all(names: list[str], options: argparse.Namespace) -> list[str]:
+    """Run these rows, write the results after each; return the names of those that failed."""
+    path: Path = options.output
     results = json.loads(path.read_text()) if path.is_file() else {}
-    with tempfile.TemporaryDirectory(prefix="logsteer-bench-") as directory:
-        for name in wanted:
-            started = time.monotonic()
-            if name == "memory":
-                results[name] = measure_memory()
-            else:
-                results[name] = BENCHMARKS[name](Path(directory), options.runs)
-            results[name]["seconds_taken"] = round(time.monotonic() - started)
-            results[name]["command"] = f".venv/bin/python bench/run.py --only {name}"
-            results[name]["machine"] = f"{os.cpu_count()} cores, {platform.machine()}"
+    failed = []
+    with (
+        tempfile.TemporaryDirectory(prefix="logsteer-bench-") as directory,
+        contextlib.ExitStack() as stack,
+    ):
+        place = Workplace(Path(directory), stack, options.model, options.dtype)
+        for name in names:
+            if name not in SHARING:
+                place.stop_shared()
+            benchmark, started = BENCHMARKS[name], time.monotonic()
+            try:
+                result = benchmark.measure(place, options.runs or benchmark.runs)
+            except Exception:
+                traceback.print_exc()
+                failed.append(name)
+                continue
+            results[name] = result | place.describe() | {
+                "seconds_taken": round(time.monotonic() - started),
+                "command": write_command(name, options),
+                "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+            }  # fmt: skip
             path.write_text(json.dumps(results, indent=1) + "\n")
+            path.with_suffix(".md").write_text(write_page(results))
             show(name, results[name])
-    if "growth" in wanted:
-        subprocess.run([sys.executable, str(BENCH / "plot.py")], check=True)
+    print(f"\n{write_table(results, set(names))}")
+    return failed
+
+
+def write_command(name: str, options: argparse.Namespace) -> str:
+    """Return what runs this row again."""
+    words = [".venv/bin/python bench/run.py --only", name]
+    if options.model is not None:
+        words += ["--model", options.model.name, "--dtype", options.dtype]
+    return " ".join(words)
+
+
+def main() -> int:
+    """Run what was asked for; the exit status is 1 where a row failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=list(BENCHMARKS), metavar="ROW")
+    parser.add_argument("--runs", type=int, help="counted runs of each way; else the row's own")
+    parser.add_argument("--output", type=Path, default=BENCH / "results.json")
+    parser.add_argument("--model", type=Path, help="a checkpoint to measure with")
+    parser.add_argument("--dtype", default="auto", help="of that checkpoint")
+    parser.add_argument("--table", action="store_true", help="print the table, run nothing")
+    parser.add_argument("--list", action="store_true", help="print the rows that have a bar")
+    options = parser.parse_args()
+    if options.list:
+        print(*(name for name in BENCHMARKS if any(bar.row == name for bar in BARS)))
+        return 0
+    if options.table:
+        print(write_table(json.loads(options.output.read_text())))
+        return 0
+    wanted = options.only or [
+        name
+        for name, row in BENCHMARKS.items()
+        if (row.any_model if options.model else not row.needs_model)
+    ]
+    failed = run_all(list(filter(wanted.__contains__, BENCHMARKS)), options)
+    if "growth" in wanted and "growth" not in failed:
+        plot = [sys.executable, str(BENCH / "plot.py"), str(options.output)]
+        subprocess.run(plot, check=True)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,29 +3,27 @@
 import itertools
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from logsteer import Client
-from models import make_adapter, make_model, read_vocab
-from servers import run_logsteer
+from models import make_adapter, read_vocab
 from timing import compare, join_results, summarize, time_in_turn
+from workplace import Workplace
 
 PROMPTS, PROMPT, SAMPLES, GENERATED = 16, 32, 2, 64
 ITEMS, CONTEXT, TARGET = 32, 200, 20
 POLICY: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9}
 ADAPTERS = 4
+ADAPTER_SEED = 30_000
+"""The first seed of a row that shares its server."""
 
 
-def compare_diagnostics(directory: Path, runs: int) -> dict[str, Any]:
+def compare_diagnostics(place: Workplace, runs: int) -> dict[str, Any]:
     """32 sampled continuations of 64 tokens on each engine, by what is told of them."""
     found = {}
+    path = place.find_model(sharpness=10.0)
     for engine in ("vllm", "transformer_lens"):
-        path = make_model(directory, sharpness=10.0)
-        with (
-            run_logsteer({"model": path}, directory, engine=engine) as url,
-            Client(url, timeout=600) as client,
-        ):
+        with place.serve(path, engine) as url, Client(url, timeout=600) as client:
             found[engine] = _time_diagnostics(client, read_vocab(path), runs)
     return join_results(found)
 
@@ -53,39 +51,32 @@ def _time_diagnostics(client: Client, vocab: int, runs: int) -> dict[str, Any]:
     return _compare(ways, runs, PROMPTS * SAMPLES * GENERATED)
 
 
-def compare_adapters(directory: Path, runs: int) -> dict[str, Any]:
+def compare_adapters(place: Workplace, runs: int) -> dict[str, Any]:
     """32 sequences of 220 tokens, 20 scored, on vLLM with and without room for adapters."""
-    path = make_model(directory)
+    path = place.find_model()
     vocab = read_vocab(path)
-    seeds = itertools.count()
+    seeds = itertools.count(ADAPTER_SEED)
     with (
-        run_logsteer({"model": path}, directory) as bare,
-        run_logsteer({"model": path}, directory, adapter_slots=ADAPTERS) as roomy,
-        Client(bare, timeout=600) as without,
+        place.serve(path, adapter_slots=ADAPTERS) as roomy,
+        Client(place.share(), timeout=600) as without,
         Client(roomy, timeout=600) as client,
     ):
-        for number in range(ADAPTERS):
-            client.adapters.put(f"a{number}", make_adapter(path, directory / f"a{number}", number))
+        client.adapters.put("a", make_adapter(path, place.directory / "a", seed=0))
 
-        def score(client: Client, *adapters: str | None) -> Callable[[], object]:
+        def score(client: Client, adapter: str | None = None) -> Callable[[], object]:
             def run() -> None:
                 both = _draw(next(seeds), vocab, ITEMS, CONTEXT + TARGET)
                 items = [
                     {"context_ids": ids[:CONTEXT], "target_ids": [ids[CONTEXT:]]} for ids in both
                 ]
-                for number, adapter in enumerate(adapters):
-                    client.logprob(items[number :: len(adapters)], adapter=adapter)
+                client.logprob(items, adapter=adapter)
 
             return run
 
         ways = {
-            "no slots": score(without, None),
-            "slots, no adapter": score(client, None),
-            "slots, one adapter": score(client, "a0"),
-            "no slots, in four requests": score(without, *[None] * ADAPTERS),
-            "slots, four adapters, a request each": score(
-                client, *(f"a{number}" for number in range(ADAPTERS))
-            ),
+            "no slots": score(without),
+            "slots, no adapter": score(client),
+            "slots, one adapter": score(client, "a"),
         }
         return _compare(ways, runs, ITEMS * (CONTEXT + TARGET))
 

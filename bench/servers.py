@@ -6,11 +6,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import yaml
 
 START_TIMEOUT_S = 400
@@ -55,12 +56,26 @@ def _wait(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
     raise RuntimeError(f"no answer from {url}:\n{log.read_text()[-3000:]}")
 
 
+def find_process(url: str) -> psutil.Process:
+    """Return the process of ours that serves at a URL. Errors: LookupError where there is none."""
+    port = url.rpartition(":")[2]
+    for child in psutil.Process().children():
+        command = child.cmdline()
+        if "--port" in command and command[command.index("--port") + 1] == port:
+            return child
+    raise LookupError(f"no process of this one serves at {url}")
+
+
 def run_logsteer(
-    models: dict[str, Path], directory: Path, engine: str = "vllm", **settings: Any
+    models: Mapping[str, Path],
+    directory: Path,
+    engine: str = "vllm",
+    server: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> contextlib.AbstractContextManager[str]:
     """logsteer's own server with these models by id, in float32, without a result cache.
 
-    `settings` are those of each model; on vLLM they run eagerly.
+    `server` are settings of the server, `settings` those of each model; on vLLM they run eagerly.
     """
     if engine == "vllm":
         settings = {"memory": "1GiB", "compile": False} | settings
@@ -68,31 +83,36 @@ def run_logsteer(
         {"id": name, "path": str(path), "dtype": "float32", "engine": engine} | settings
         for name, path in models.items()
     ]
-    config = directory / "models.yaml"
-    stores = {"store_directory": str(directory / "stores")}
-    config.write_text(yaml.safe_dump({"models": entries, "cache_bytes": 0} | stores))
     port = find_port()
+    config = directory / f"models-{port}.yaml"
+    own = {"cache_bytes": 0, "store_directory": str(directory / f"stores-{port}"), **(server or {})}
+    config.write_text(yaml.safe_dump({"models": entries} | own))
     command = [
-        sys.executable,
-        "-m",
-        "logsteer_server",
-        "--config",
-        str(config),
-        "--port",
-        str(port),
-    ]
+        sys.executable, "-m", "logsteer_server", "--config", str(config), "--port", str(port),
+    ]  # fmt: skip
     return run_server(
         command, f"http://127.0.0.1:{port}", "/readyz", directory / f"logsteer-{port}.log"
     )
 
 
-def run_stock(path: Path, directory: Path) -> contextlib.AbstractContextManager[str]:
-    """vLLM's own server with one model, eager, in float32, its other settings as they come."""
+def run_stock(
+    path: Path,
+    directory: Path,
+    *,
+    dtype: str = "float32",
+    compiled: bool = False,
+    memory: str | None = None,
+) -> contextlib.AbstractContextManager[str]:
+    """vLLM's own server with one model, its other settings as they come.
+
+    `memory`: bytes of its cache, where it is not a CPU's of 1 GiB.
+    """
     port = find_port()
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path),
-        "--served-model-name", "stock", "--dtype", "float32", "--enforce-eager",
-        "--port", str(port), "--host", "127.0.0.1",
+        "--served-model-name", "stock", "--dtype", dtype, "--port", str(port),
+        "--host", "127.0.0.1", *([] if compiled else ["--enforce-eager"]),
+        *([] if memory is None else ["--kv-cache-memory-bytes", memory]),
     ]  # fmt: skip
     return run_server(
         command, f"http://127.0.0.1:{port}", "/health", directory / f"stock-{port}.log"

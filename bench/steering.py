@@ -4,7 +4,7 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from decoding import GENERATED, SEQUENCES, Answer, Work
 from models import DEMO, make_model
 from timing import compare, join_results, summarize
+from workplace import Workplace
 
 DECODING = Path(__file__).with_name("decoding.py")
 HOOKED = Path(__file__).with_name("hooked.py")
@@ -28,18 +29,11 @@ COST_DEPTHS = {"8 conditions": 8}
 COSTS: dict[str, dict[str, Any]] = {
     "unsteered": {},
     "add, 1 plan, 1 layer, 1 vector": {"plans": 1},
-    "8 plans": {"plans": 8},
-    "32 plans": {"plans": 32},
     "32 plans, new in each run": {"plans": 32, "fresh": True},
-    "2 layers": {"plans": 1, "layers": 2},
-    "all layers": {"plans": 1, "layers": None},
     "32 plans, all layers": {"plans": 32, "layers": None},
     "8 vectors": {"plans": 1, "vectors": 8},
-    "ablate": {"plans": 1, "op": "ablate"},
     "ablate, all layers": {"plans": 1, "op": "ablate", "layers": None},
     "rotate": {"plans": 1, "op": "rotate"},
-    "1 probe": {"probes": 1},
-    "8 probes": {"probes": 8},
     "8 plans, 8 probes": {"plans": 8, "probes": 8},
     "1 condition": {"plans": 1, "of": "token"},
     "1 condition on the prompt": {"plans": 1, "of": "prompt"},
@@ -75,11 +69,12 @@ class Decoder:
 
 @contextlib.contextmanager
 def start_decoder(
-    directory: Path, path: Path, kind: str, mode: str, slots: int = 0, depth: int = DEPTH
+    place: Workplace, kind: str, compiled: bool, slots: int = 0, depth: int = DEPTH
 ) -> Iterator[Decoder]:
     """A process with the model loaded and warm; it is stopped at the end."""
-    log = directory / f"decoding-{kind}-{slots}-{depth}-{mode}.log"
-    command = [sys.executable, str(DECODING), kind, str(path), str(slots), str(depth), mode]
+    log = place.directory / f"decoding-{kind}-{slots}-{depth}.log"
+    path, settings = place.find_model(), json.dumps(place.settings | {"compile": compiled})
+    command = [sys.executable, str(DECODING), kind, str(path), str(slots), str(depth), settings]
     with (
         log.open("w") as errors,
         subprocess.Popen(
@@ -124,25 +119,19 @@ def run_in_turn(
     return found
 
 
-def compare_decoding(directory: Path, runs: int) -> dict[str, Any]:
+def compare_decoding(place: Workplace, runs: int) -> dict[str, Any]:
     """32 sequences of 64 tokens, steered and not, with room for steering and not, stock vLLM.
 
-    Unsteered, every way is expected to give the same sequences; half steered, those of the steered
-    and of the unsteered way in turn.
+    All run the compiled model. Unsteered, every way is expected to give the same sequences; half
+    steered, those of the steered and of the unsteered way in turn.
     """
-    path = make_model(directory)
-    results = {mode: _compare_mode(directory, path, mode, runs) for mode in ("compiled", "eager")}
-    return join_results(results)
-
-
-def _compare_mode(directory: Path, path: Path, mode: str, runs: int) -> dict[str, Any]:
     plain, all_, half = "unsteered, 64 slots", "steered", "half steered"
     without, stock = "unsteered, 0 slots", "stock vLLM"
     ours_bare, bare = (f"{name}, no log-probabilities" for name in (plain, stock))
     with (
-        start_decoder(directory, path, "ours", mode, SLOTS) as ours,
-        start_decoder(directory, path, "ours", mode) as ours_without,
-        start_decoder(directory, path, "stock", mode) as vllm,
+        start_decoder(place, "ours", True, SLOTS) as ours,
+        start_decoder(place, "ours", True) as ours_without,
+        start_decoder(place, "stock", True) as vllm,
     ):
         found = run_in_turn(
             {
@@ -172,17 +161,17 @@ def _compare_mode(directory: Path, path: Path, mode: str, runs: int) -> dict[str
     return result
 
 
-def measure_cost(directory: Path, runs: int) -> dict[str, Any]:
-    """32 sequences of 64 tokens by number of plans, layers and vectors, and by operation; eager.
+def measure_cost(place: Workplace, runs: int) -> dict[str, Any]:
+    """32 sequences of 64 tokens by number of plans, layers and vectors, and by operation.
 
     `ratios` is how many times as long each way takes as unsteered decoding.
     """
-    path = make_model(directory)
-    layers = int(json.loads((path / "config.json").read_text())["num_hidden_layers"])
+    config = json.loads((place.find_model() / "config.json").read_text())
+    layers = int(config["num_hidden_layers"])
     with contextlib.ExitStack() as stack:
         decoders = {
             depth: stack.enter_context(
-                start_decoder(directory, path, "ours", "eager", COST_SLOTS, depth)
+                start_decoder(place, "ours", place.settings["compile"], COST_SLOTS, depth)
             )
             for depth in sorted({DEPTH, *COST_DEPTHS.values()})
         }
@@ -205,15 +194,26 @@ def measure_cost(directory: Path, runs: int) -> dict[str, Any]:
     return result
 
 
-def compare_tlens(directory: Path, runs: int) -> dict[str, Any]:
-    """150 steered tokens from the TransformerLens engine and from its peers, for two models."""
-    demo = _run_hooked(DEMO, runs, batches=(1, 8))
-    larger = _run_hooked(make_model(directory), runs, batches=(1, 8))
-    return join_results({"demo model": demo, "18 M model": larger}) | {"notes": demo["notes"]}
+def compare_tlens(place: Workplace, runs: int) -> dict[str, Any]:
+    """150 steered tokens from the TransformerLens engine and its peers: two models, or the user's.
+
+    The loop that reads the whole sequences again takes part where a run of it takes seconds.
+    """
+    if place.given is not None:
+        return _run_hooked(place, place.given, runs, batches={1: True, 8: False, 32: False})
+    demo = _run_hooked(place, DEMO, runs, batches={1: True, 8: True, 32: False})
+    larger = make_model(place.directory)
+    found = _run_hooked(place, larger, runs, batches={1: True, 8: False, 32: False})
+    return join_results({"demo model": demo, "18 M model": found}) | {"notes": demo["notes"]}
 
 
-def _run_hooked(path: Path, runs: int, batches: Sequence[int]) -> dict[str, Any]:
-    command = [sys.executable, str(HOOKED), str(path), str(runs), *map(str, batches)]
+def _run_hooked(
+    place: Workplace, path: Path, runs: int, batches: Mapping[int, bool]
+) -> dict[str, Any]:
+    """What `bench/hooked.py` says of these batches, with the whole sequence again or without."""
+    dtype = place.settings["dtype"]
+    asked = [str(path), dtype, str(runs), *(f"{n}{'+' * again}" for n, again in batches.items())]
+    command = [sys.executable, str(HOOKED), *asked]
     output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     line = next(line for line in output.splitlines() if line.startswith("result "))
     result: dict[str, Any] = json.loads(line.removeprefix("result "))

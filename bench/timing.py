@@ -11,11 +11,17 @@ def time_in_turn(ways: dict[str, Callable[[], object]], runs: int) -> dict[str, 
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for index in range(runs + 1):
         for name, work in ways.items():
-            started = time.perf_counter()
-            work()
+            taken = time_call(work)
             if index:
-                seconds[name].append(time.perf_counter() - started)
+                seconds[name].append(taken)
     return seconds
+
+
+def time_call(work: Callable[[], object]) -> float:
+    """Seconds that some work takes."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
 
 
 def summarize(seconds: dict[str, list[float]], amount: float, unit: str) -> dict[str, Any]:
@@ -27,15 +33,26 @@ def summarize(seconds: dict[str, list[float]], amount: float, unit: str) -> dict
     ways = {}
     for name, times in seconds.items():
         ways[name] = {
-            f"{unit}_per_s": _spread([amount / t for t in times]),
-            "first_is_faster_by": _spread([t / f for t, f in zip(times, first, strict=True)]),
+            f"{unit}_per_s": spread([amount / t for t in times]),
+            "first_is_faster_by": spread([t / f for t, f in zip(times, first, strict=True)]),
         }
     return {"runs": len(first), "amount": amount, "unit": unit, "ways": ways}
 
 
 def compare(seconds: Sequence[float], others: Sequence[float]) -> list[float]:
     """How many times as fast a way is as another, pair by pair: [minimum, median, maximum]."""
-    return _spread([other / own for own, other in zip(seconds, others, strict=True)])
+    return spread([other / own for own, other in zip(seconds, others, strict=True)])
+
+
+def compare_with_first(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """How many times as fast the first way is as each of the others: `first / other`."""
+    first, *others = seconds
+    return {f"{first} / {name}": compare(seconds[first], seconds[name]) for name in others}
+
+
+def divide(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    """How many times as large values are as others, pair by pair: [minimum, median, maximum]."""
+    return spread([value / other for value, other in zip(values, others, strict=True)])
 
 
 def join_results(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
@@ -48,5 +65,6 @@ def join_results(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     return joined
 
 
-def _spread(values: list[float]) -> list[float]:
+def spread(values: Sequence[float]) -> list[float]:
+    """[minimum, median, maximum], with four digits."""
     return [float(f"{f(values):.4g}") for f in (min, statistics.median, max)]

@@ -33,11 +33,15 @@ PARTS = {
     "machine": Part("Machine", "machine", 120),
     "kernel": Part("Steering kernel", "kernel", 1800),
     "rows": Part("Reading scored rows", "rows", 1800),
+    "sampling": Part("Sampling", "sampling", 900),
+    "tlens": Part("TransformerLens engine", "tlens", 3600),
     "contract": Part("Exactness, steering and adapter tests", "contract", 5400),
     "graphs": Part("CUDA graphs", "graphs", 3600),
     "families": Part("Five families of models", "families", 3600),
     "speed": Part("Speed", "speed", 4 * 3600),
 }
+BARE = ("machine", "kernel", "rows", "sampling", "tlens")
+"""Parts that need neither vLLM nor a network."""
 
 
 def run_one(name: str, device: str, quick: bool, directory: Path) -> PartResult:
@@ -97,11 +101,13 @@ def main() -> int:
     """Run what was asked for, write the report, return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "bench", help="directory")
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--only", nargs="+", choices=list(PARTS))
+    parser.add_argument("--bare", action="store_true", help=f"alone {', '.join(BARE)}")
     parser.add_argument("--quick", action=argparse.BooleanOptionalAction, default=None)
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    report = check(options.only, options.quick, options.output)
+    names = options.only or (BARE if options.bare else list(PARTS))
+    report = check(names, options.quick, options.output)
     print(f"the report is in {options.output}: gpu-check.md and gpu-check.json")
     return report.exit_status
 

@@ -85,6 +85,18 @@ def find_line(lines: Iterable[str], mark: str) -> str:
     return found[-1]
 
 
+def spread(name: str, value: float | Sequence[float] | str | None) -> list[Cell]:
+    """Return a measure's name, median, smallest and largest value.
+
+    The value is [smallest, median, largest], or one alone, which is taken for the median.
+    """
+    words = name.replace("_", " ")
+    if isinstance(value, list):
+        low, median, high = map(float, value)
+        return [words, median, low, high]
+    return [words, value, None, None]  # type: ignore[list-item]
+
+
 def run_command(command: Sequence[str], timeout_s: float, **environment: str) -> str:
     """Run a command in the project's directory; return what it printed.
 

@@ -1,11 +1,15 @@
 """The GPU check's report and exit status; the parts themselves are run by `make gpu-check`."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from bench.bars import BARS, Bar, find_figure
+from bench.bars import write_table as write_bars
 from bench.gpu_check import __main__ as gpu_check
 from bench.gpu_check.contract import read_results
 from bench.gpu_check.part import Findings, Table, run_command
@@ -119,3 +123,75 @@ def test_a_command_that_fails_or_hangs_says_so() -> None:
         run_command([sys.executable, "-c", "import sys; print('oh no'); sys.exit(3)"], 60)
     with pytest.raises(RuntimeError, match=r"longer than 0\.2 s"):
         run_command([sys.executable, "-c", "import time; time.sleep(60)"], 0.2)
+
+
+BARE_IMPORTS = (
+    *(f"bench.gpu_check.{gpu_check.PARTS[name].module}" for name in gpu_check.BARE),
+    "logsteer_server.engines.vllm.kernel",
+    "logsteer_server.engines.tlens.engine",
+)
+ROOT = Path(gpu_check.__file__).parents[2]
+
+
+@pytest.fixture
+def without_vllm(tmp_path: Path) -> dict[str, str]:
+    """An environment in which importing vLLM is an error."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise AssertionError('vLLM was imported')")
+    places = (tmp_path, ROOT / "client", ROOT / "server", ROOT)
+    return os.environ | {"PYTHON": sys.executable, "PYTHONPATH": ":".join(map(str, places))}
+
+
+def test_the_bare_check_runs_from_its_script(without_vllm: dict[str, str], tmp_path: Path) -> None:
+    output = tmp_path / "found"
+    command = ["bench/gpu.sh", "--bare", "--only", "machine", "sampling", "--output", str(output)]
+    subprocess.run(command, cwd=ROOT, env=without_vllm, check=True, timeout=300)
+    report = json.loads((output / "gpu-check.json").read_text())
+    results = {part["name"]: part["status"] for part in report["parts"]}
+    assert results["machine"] == results["sampling"] == "passed"
+    assert results["kernel"] == "not run"
+
+
+def test_the_bare_parts_import_no_vllm(without_vllm: dict[str, str]) -> None:
+    code = f"import importlib; [importlib.import_module(name) for name in {BARE_IMPORTS}]"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=without_vllm, check=True)
+
+
+def test_the_script_wants_a_model() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "MODEL"}
+    done = subprocess.run(
+        ["bench/gpu.sh"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "MODEL=" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("bar", "figure", "met"),
+    [
+        (Bar("row", "", ("ratios", "a / b"), least=0.9), [0.5, 0.9, 1.0], True),
+        (Bar("row", "", ("ratios", "a / b"), least=0.91), [0.5, 0.9, 1.0], False),
+        (Bar("row", "", ("ratios", "a / b"), most=2), [1.5, 2.0, 9.0], True),
+        (Bar("row", "", ("ratios", "a / b"), most=1.9), [1.5, 2.0, 9.0], False),
+        (Bar("row", "", ("ratios", "a / b"), least=1.3, all_above=1), [1.1, 1.4, 2.0], True),
+        (Bar("row", "", ("ratios", "a / b"), least=1.3, all_above=1), [1.0, 1.4, 2.0], False),
+    ],
+)
+def test_a_bar_judges_the_median_and_where_asked_the_spread(
+    bar: Bar, figure: list[float], met: bool
+) -> None:
+    found = find_figure(bar, {"row": {"ratios": {"a / b": figure}}})
+    assert found == tuple(figure)
+    assert bar.is_met(found) == met
+
+
+def test_every_bar_is_of_a_row_and_what_was_not_measured_is_said() -> None:
+    command = [sys.executable, "bench/run.py", "--list"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert {bar.row for bar in BARS} == set(done.stdout.split())
+    first = BARS[0]
+    results = {first.row: {first.path[0]: {first.path[1]: [1.0, 1.5, 2.5]}}}
+    lines = write_bars(results).splitlines()
+    assert "| 1.5 | 1 to 2.5 |" in lines[2]
+    assert "not measured" in lines[-1]
+    assert len(lines) == len(BARS) + 2

@@ -1,0 +1,166 @@
+"""What is asked of each figure, and the table that says which of it is met.
+
+A figure is where a row's result in `bench/results.json` has it: [smallest, median, largest].
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A limit of the median of a figure: the least it may be, or the most.
+
+    `path` leads to the figure in the result of the row. The whole spread is to be above
+    `all_above`, where that is given.
+    """
+
+    row: str
+    what: str
+    path: tuple[str, ...]
+    least: float | None = None
+    most: float | None = None
+    all_above: float | None = None
+
+    @property
+    def limit(self) -> str:
+        """The limit in words."""
+        words = f"at least {self.least:g}" if self.most is None else f"at most {self.most:g}"
+        return words if self.all_above is None else f"{words}, all above {self.all_above:g}"
+
+    def is_met(self, figure: tuple[float, float, float]) -> bool:
+        """Return whether smallest, median and largest are within the limit."""
+        smallest, median, _ = figure
+        return (
+            (self.least is None or median >= self.least)
+            and (self.most is None or median <= self.most)
+            and (self.all_above is None or smallest > self.all_above)
+        )
+
+
+def bar_ratio(
+    row: str,
+    what: str,
+    name: str,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    all_above: float | None = None,
+) -> Bar:
+    """Return the bar of one of a row's ratios."""
+    return Bar(row, what, ("ratios", name), least, most, all_above)
+
+
+ALONE = "tokenising and JSON alone"
+AGAIN = "whole sequence again, TransformerLens run_with_hooks"
+REPENG = "repeng ControlModel generate"
+TLENS_MODELS = ("demo model", "18 M model")
+
+BARS = (
+    bar_ratio(
+        "http_cpu", "HTTP process, text in, JSON out, against tokenising and JSON",
+        f"HTTP process, text in, JSON out / {ALONE}", most=2,
+    ),
+    bar_ratio(
+        "http_cpu", "HTTP process, ids in, MessagePack out, against tokenising and JSON",
+        f"HTTP process, ids in, MessagePack out / {ALONE}", most=1,
+    ),
+    bar_ratio(
+        "http_cpu", "pipe and engine loop, text in, JSON out, against tokenising and JSON",
+        f"pipe and engine loop, text in, JSON out / {ALONE}", most=0.6,
+    ),
+    Bar(
+        "http_memory", "HTTP process, 65,536 items in one call of 8 MB, MiB above idle",
+        ("figures", "HTTP process, MiB above idle"), most=400,
+    ),
+    bar_ratio(
+        "lm_eval", "6,000 short sequences through lm-evaluation-harness, against `hf` in-process",
+        "logsteer / hf in-process", least=1.3, all_above=1.0,
+    ),
+    bar_ratio(
+        "lm_eval", "the same against tuned `local-completions` on stock vLLM, both compiled",
+        "logsteer / local-completions on stock vLLM, 4 x 64", least=6,
+    ),
+    bar_ratio(
+        "choices", "32 contexts, 4 targets each, over HTTP, against the stock server",
+        "logsteer / stock vLLM server", least=8,
+    ),
+    bar_ratio(
+        "full_text", "full text, against prefill plus a bare product with the head",
+        "all rows scored / limit: prefill + bare product", least=0.9,
+    ),
+    bar_ratio(
+        "overhead", "the service against its own engine in-process",
+        "logsteer over HTTP / its engine in-process", least=0.9,
+    ),
+    bar_ratio(
+        "steered_decoding", "steered decoding against unsteered",
+        "steered / unsteered, 64 slots", least=0.97,
+    ),
+    bar_ratio(
+        "steered_decoding", "unsteered decoding, steering compiled in, against stock vLLM",
+        "unsteered, 64 slots / stock vLLM", least=0.97,
+    ),
+    bar_ratio(
+        "diagnostics", "generation with `log_q` and `rb_entropy` against without, vLLM",
+        "vllm, log_q and rb_entropy / without diagnostics", least=0.92,
+    ),
+    bar_ratio(
+        "diagnostics", "generation with all columns against without, vLLM",
+        "vllm, all columns / without diagnostics", least=0.85,
+    ),
+    *(
+        bar_ratio(
+            "steering_tlens", f"150 steered tokens, one sequence, against the whole again: {model}",
+            f"{model}, batch 1, the engine / {AGAIN}", least=10,
+        )
+        for model in TLENS_MODELS
+    ),
+    *(
+        bar_ratio(
+            "steering_tlens", f"150 steered tokens against repeng, batch {batch}: {model}",
+            f"{model}, batch {batch}, the engine / {REPENG}", least=1,
+        )
+        for model in TLENS_MODELS
+        for batch in (1, 8, 32)
+    ),
+    Bar(
+        "memory", "2,048 rows over a vocabulary of 128,256, MiB added",
+        ("figures", "MiB added at most"), most=256,
+    ),
+    Bar(
+        "client_sampling", "the client, into a file, CPU microseconds a draw",
+        ("ways", "Client, into a file", "us_per_draw"), most=40,
+    ),
+)  # fmt: skip
+
+
+def find_figure(bar: Bar, results: Mapping[str, Any]) -> tuple[float, float, float] | None:
+    """Return smallest, median and largest of a bar's figure; None where it was not measured."""
+    found: Any = results.get(bar.row)
+    for name in bar.path:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    if found is None:
+        return None
+    low, median, high = found if isinstance(found, list) else [found] * 3
+    return float(low), float(median), float(high)
+
+
+def write_table(results: Mapping[str, Any], rows: set[str] | None = None) -> str:
+    """Return a table of Markdown: each bar of these rows (None: all), its figure, whether it is
+    met.
+    """
+    lines = ["| row | what | median | spread | bar | met |", "|---|---|---|---|---|---|"]
+    for bar in BARS:
+        if rows is not None and bar.row not in rows:
+            continue
+        figure = find_figure(bar, results)
+        if figure is None:
+            cells = ["", "", bar.limit, "not measured"]
+        else:
+            low, median, high = figure
+            met = "yes" if bar.is_met(figure) else "**no**"
+            cells = [f"{median:g}", f"{low:g} to {high:g}", bar.limit, met]
+        lines.append("| " + " | ".join([f"`{bar.row}`", bar.what, *cells]) + " |")
+    return "\n".join(lines)
