@@ -90,7 +90,9 @@ def start_stock(path: Path, compiled: bool) -> tuple[Worker, Any]:
         return sum(
             row[token].logprob
             for output in outputs
-            for token, row in list(zip(output.prompt_token_ids, output.prompt_logprobs))[1:]
+            for token, row in list(
+                zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+            )[1:]
         )
 
     core = llm.llm_engine.engine_core.engine_core
