@@ -153,8 +153,42 @@ def cancel_refused(engine: VllmEngine) -> None:
     assert not engine.busy
 
 
+def run_pressed(engine: VllmEngine, jobs: dict[int, Job]) -> dict[int, list[float]]:
+    """The numbers of jobs that run together, and are thrown out of the cache in between."""
+    scheduler = engine._vllm.engine_core.scheduler
+    scheduler.reset_prefix_cache()
+    engine.add(list(jobs.items()))
+    found: dict[int, list[float]] = {}
+    for _ in range(12):
+        found |= step(engine)
+        found |= step(engine)
+        scheduler.reset_prefix_cache(reset_running_requests=True)  # throws all running ones out
+    while engine.busy:
+        found |= step(engine)
+    return found
+
+
+def run_cancelled(
+    engine: VllmEngine, jobs: dict[int, Job], cancelled: list[int]
+) -> dict[int, list[float]]:
+    """The numbers of jobs of which some are cancelled after three steps."""
+    engine._vllm.engine_core.scheduler.reset_prefix_cache()
+    engine.add(list(jobs.items()))
+    kept: dict[int, list[float]] = {}
+    for _ in range(3):
+        kept |= step(engine)
+    engine.cancel(cancelled)
+    while engine.busy:
+        kept |= step(engine)
+    return kept
+
+
 def main() -> None:
-    """Run the jobs with and without pressure, and with half of them cancelled in the middle."""
+    """Run the jobs with and without pressure, and with half of them cancelled in the middle.
+
+    Then once more as on a device that works beside this process, where each step is begun before
+    the results of the one before it are made.
+    """
     args = {"max_num_batched_tokens": 32, "max_num_seqs": 16}
     engine = start_vllm(
         EngineSpec("probe", "vllm", sys.argv[1], dtype="float32", compile=False,
@@ -175,30 +209,26 @@ def main() -> None:
     cancel_refused(engine)
     jobs = dict(enumerate(make_jobs(engine.info.vocab_size, engine.info.hidden_size)))
     alone = {index: run(engine, {index: job})[index] for index, job in jobs.items()}
-    scheduler.reset_prefix_cache()
-    preempted.clear()
-    engine.add(list(jobs.items()))
-    together: dict[int, list[float]] = {}
-    for _ in range(12):
-        together |= step(engine)
-        together |= step(engine)
-        scheduler.reset_prefix_cache(reset_running_requests=True)  # throws all running ones out
-    while engine.busy:
-        together |= step(engine)
-    times_preempted = len(preempted)
-    scheduler.reset_prefix_cache()
-    engine.add(list(jobs.items()))
-    kept: dict[int, list[float]] = {}
-    for _ in range(3):
-        kept |= step(engine)
     cancelled = [index for index in jobs if index % 2]
-    engine.cancel(cancelled)
-    while engine.busy:
-        kept |= step(engine)
-    finish({
-        "alone": alone, "together": together, "kept": kept, "cancelled": cancelled,
-        "preempted": times_preempted, "left": len(engine._running), "children_s": children_s,
-    }, engine)  # fmt: skip
+    runs = {}
+    for overlaps in (False, True):
+        engine._vllm.overlaps = overlaps
+        preempted.clear()
+        together = run_pressed(engine, jobs)
+        times_preempted = len(preempted)
+        kept = run_cancelled(engine, jobs, cancelled)
+        runs["overlapped" if overlaps else "in turn"] = {
+            "together": together, "kept": kept, "preempted": times_preempted,
+            "left": len(engine._running),
+        }  # fmt: skip
+    engine.add([(0, jobs[0])])
+    engine.step()
+    in_flight = engine._vllm.has_step
+    finish(
+        {"alone": alone, "cancelled": cancelled, "in_flight": in_flight, "runs": runs,
+         "children_s": children_s},
+        engine,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -40,8 +40,12 @@ class FreedPrefixes:
         self._freed[request_id] = self._manager.coordinator.get_blocks(request_id)
         self._free(request)
 
-    def begin_step(self) -> None:
-        """Forget which blocks were freed: from now on others may have them."""
+    def forget(self) -> None:
+        """Forget which blocks were freed: the next step that ends frees others.
+
+        Where the step after it has begun, others may have them when they are asked for. Those lose
+        no more than what the cache knows of theirs.
+        """
         self._freed = {}
 
     def evict(self, request_id: str) -> None:

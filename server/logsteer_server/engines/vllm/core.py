@@ -6,10 +6,14 @@ token. `seam.INTERNALS` names all that is relied on. The module imports vLLM, so
 after `config.set_environment`.
 """
 
+import gc
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from copy import copy
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +33,30 @@ from logsteer_server.engines.vllm.blocks import FreedPrefixes, clear_new_blocks
 from logsteer_server.engines.vllm.config import context_length, engine_args
 from logsteer_server.engines.vllm.extra_args import SCORE
 
+YOUNG_OBJECTS = 50_000
+"""Objects that Python's collector looks at together: those of some thousand short requests.
+
+At its default of 700 it looks at the same waiting requests again and again, for a tenth of what a
+short one costs.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _StepInFlight:
+    """A step that was handed to the device: what was scheduled, and how to wait for its output."""
+
+    scheduled: Any
+    wait: Callable[[], Any]
+    sample: Callable[[], Any]
+
 
 class VllmCore:
-    """Run a model in vLLM. Errors: ValueError where the specification cannot be served."""
+    """Run a model in vLLM. Errors: ValueError where the specification cannot be served.
+
+    A step is begun and ended apart. Where `overlaps`, the device or worker processes work on it in
+    between, and this process is free for something else; where not, it has run when `begin_step`
+    returns, and what does not depend on it should not wait for it.
+    """
 
     def __init__(self, spec: EngineSpec, path: Path | str) -> None:
         on_cpu = current_platform.is_cpu()
@@ -50,10 +75,17 @@ class VllmCore:
         executor = Executor.get_class(self.config)
         self._front = LLMEngine(self.config, executor, log_stats=False)
         self.engine_core = self._front.engine_core.engine_core
+        gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
         manager = self.engine_core.scheduler.kv_cache_manager
         PrefixHitLimit(manager)
         self.freed_prefixes = FreedPrefixes(manager)
         self.split_ids: set[str] = set()
+        ranks = spec.tensor_parallel * spec.pipeline_parallel
+        self._has_workers = ranks > 1
+        # Pipeline stages have a queue of their own, in vLLM, to keep all of them busy.
+        self._fills_pipeline = spec.pipeline_parallel > 1
+        self.overlaps = not self._fills_pipeline and (self._has_workers or not on_cpu)
+        self._in_flight: _StepInFlight | None = None
         self._serial = itertools.count()
         self._params = SamplingParams(
             temperature=0.0, max_tokens=1, detokenize=False, skip_reading_prefix_cache=False
@@ -74,7 +106,10 @@ class VllmCore:
     ) -> str:
         """Hand a prompt that nothing is generated for to the scheduler; return its request's id."""
         params = copy(self._params)
-        params.skip_reading_prefix_cache = not use_cache
+        first_row = extra_args[SCORE]["first_row"] if SCORE in extra_args else len(tokens)
+        # In front of the first wanted row there has to be a block, or there is nothing to look up.
+        may_hit = first_row >= self.engine_core.scheduler.hash_block_size
+        params.skip_reading_prefix_cache = not (use_cache and may_hit)
         params.extra_args = extra_args
         request_id = str(next(self._serial))
         self.engine_core.add_request(
@@ -121,21 +156,59 @@ class VllmCore:
         request_id: str = self._front.add_request(output_id, prompt, params, lora_request=adapter)
         return request_id, output_id
 
-    def step(self) -> list[Any]:
-        """Run one step of the scheduler and the model; return an `EngineCoreOutput` a request.
+    @property
+    def has_step(self) -> bool:
+        """Whether a step was begun and not ended."""
+        return self._in_flight is not None
+
+    def begin_step(self) -> None:
+        """Schedule a step and hand it to the device, if there is something to run."""
+        scheduler, executor = self.engine_core.scheduler, self.engine_core.model_executor
+        if self._fills_pipeline or not scheduler.has_unfinished_requests():
+            return
+        assert self._in_flight is None
+        scheduled = scheduler.schedule()
+        sample = partial(executor.sample_tokens, None)
+        try:
+            executed = executor.execute_model(scheduled, non_block=True)
+            if self._has_workers and scheduled.total_num_scheduled_tokens:
+                # They need not be told again once they have run the model.
+                sample = executor.sample_tokens(None, non_block=True).result
+        except Exception as error:  # of this step, and not of whoever reports the one before
+            executed = Future()
+            executed.set_exception(error)
+        self._in_flight = _StepInFlight(scheduled, executed.result, sample)
+
+    def end_step(self) -> list[Any]:
+        """Wait for the step that was begun; return an `EngineCoreOutput` a request.
 
         `split_ids` then has the ids of requests that it read a part of, besides those it had.
+        Errors: whatever the model raises.
         """
-        self.freed_prefixes.begin_step()
-        outputs, executed = self.engine_core.step_fn()
-        self.engine_core.post_step(model_executed=executed)
+        self.freed_prefixes.forget()
+        scheduler = self.engine_core.scheduler
+        if self._fills_pipeline:
+            outputs, executed = self.engine_core.step_fn()
+            self.engine_core.post_step(model_executed=executed)
+        elif (step := self._in_flight) is not None:
+            self._in_flight = None
+            found = step.wait()
+            output = step.sample() if found is None else found
+            outputs = scheduler.update_from_output(step.scheduled, output)
+        else:
+            return []
         self.split_ids |= {
             request.request_id
-            for request in self.engine_core.scheduler.running
+            for request in scheduler.running
             if request.num_computed_tokens < request.num_prompt_tokens
         }
         # None while pipeline stages are being filled
         return [output for batch in (outputs or {}).values() for output in batch.outputs]
+
+    def step(self) -> list[Any]:
+        """Run one step of the scheduler and the model, as `begin_step` and `end_step`."""
+        self.begin_step()
+        return self.end_step()
 
     def process(self, outputs: Sequence[Any]) -> list[Any]:
         """Detokenize outputs of a step and look for stop strings; return `RequestOutput`s."""

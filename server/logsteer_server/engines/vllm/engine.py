@@ -102,7 +102,7 @@ class VllmEngine:
     @property
     def busy(self) -> bool:
         """Whether a job is unfinished."""
-        return bool(self._running or self._waiting or self._known)
+        return bool(self._running or self._waiting or self._known or self._vllm.has_step)
 
     def add(self, jobs: Sequence[tuple[int, Job]]) -> None:
         """Hand jobs to vLLM; those that need a slot of steering or adapters in turn."""
@@ -196,13 +196,41 @@ class VllmEngine:
         self._admit()
 
     def step(self) -> list[tuple[int, JobResult]]:
-        """Run one step of vLLM and return the results that it had."""
+        """Run one step of vLLM and return the results that it had.
+
+        Where the device works beside this process, the step after it is begun in between, so that
+        it runs while results are made, sent, and jobs taken in. What a step has measured in the
+        workers is read before the next one.
+        """
         results, self._known = self._known, []
-        if not self._running:
+        if not self._vllm.overlaps:
+            self._vllm.begin_step()
+        outputs = self._find_running(self._vllm.end_step())
+        if not self._vllm.overlaps:
+            results += self._collect(outputs)
+            self._admit()
             return results
+        results += self._collect([each for each in outputs if not each[0].is_in_its_output])
+        self._admit()
+        self._vllm.begin_step()
+        return results + self._collect([each for each in outputs if each[0].is_in_its_output])
+
+    def _find_running(self, outputs: Sequence[Any]) -> list[tuple[RunningJob, Any]]:
+        """Return outputs of a step with their jobs, without those that were cancelled."""
+        found = self._by_request_id
+        return [
+            (found[output.request_id], output) for output in outputs if output.request_id in found
+        ]
+
+    def _collect(self, outputs: Sequence[tuple[RunningJob, Any]]) -> list[tuple[int, JobResult]]:
+        """Make results of outputs of a step; run once more what the prefix cache has cut off."""
+        by_kind: dict[JobRequests, list[tuple[RunningJob, Any]]] = {}
+        for running, output in outputs:
+            by_kind.setdefault(running.kind, []).append((running, output))
+        results: list[tuple[int, JobResult]] = []
         ended: list[tuple[RunningJob, JobResult]] = []
-        for kind, outputs in self._run_step().items():
-            for running, result in self._add_readings(kind.collect(outputs)):
+        for kind, own in by_kind.items():
+            for running, result in self._add_readings(kind.collect(own)):
                 if result is None:
                     if running.asks_prompt:  # whose reading was not there to decide
                         self._vllm.freed_prefixes.evict(running.request_id)
@@ -213,9 +241,7 @@ class VllmEngine:
                     ended.append((running, result))
                 else:
                     results.append((running.job_id, result))
-        results += self._end(ended)
-        self._admit()
-        return results
+        return results + self._end(ended)
 
     def _add_readings(self, collected: Sequence[Collected]) -> list[Collected]:
         """Return the outputs with what probes have read of their tokens."""
@@ -233,14 +259,6 @@ class VllmEngine:
             else (running, result)
             for running, result in collected
         ]
-
-    def _run_step(self) -> dict[JobRequests, list[tuple[RunningJob, Any]]]:
-        """Run one step of vLLM; return its outputs by the kind of their requests."""
-        by_kind: dict[JobRequests, list[tuple[RunningJob, Any]]] = {}
-        for output in self._vllm.step():
-            if running := self._by_request_id.get(output.request_id):
-                by_kind.setdefault(running.kind, []).append((running, output))
-        return by_kind
 
     def _end(self, ended: Sequence[tuple[RunningJob, JobResult]]) -> list[tuple[int, JobResult]]:
         """Return last results of jobs, with traces of those steered, and free their slots."""

@@ -47,6 +47,11 @@ class RunningJob:
         return self.adapter and self.adapter.lora_request
 
     @property
+    def is_in_its_output(self) -> bool:
+        """Whether vLLM's output has all of the result, and the job holds nothing in the workers."""
+        return isinstance(self.job, ScoreJob) and self.slot.pool is None and self.adapter is None
+
+    @property
     def keeps_readings(self) -> bool:
         """Whether outputs have what the plan's probes read."""
         return self.job.plan is not None and self.job.plan.kept != "none"

@@ -19,6 +19,9 @@ from logsteer_server.numerics.drawing import RowSampler
 WARM_UP = Policy(top_p=0.9)
 """What rows of no request are drawn by, from which vLLM learns how much memory drawing takes."""
 
+UNDRAWN = Policy(temperature=0.0), 0
+"""Policy and seed of a request that generates nothing: its token is the most probable one."""
+
 
 class PolicySampler(Sampler):  # type: ignore[misc]
     """Draw each request's token by its own policy, seed, and the number of its tokens so far."""
@@ -68,6 +71,8 @@ class PolicySampler(Sampler):  # type: ignore[misc]
 
 
 def _read_draw(params: Any) -> tuple[Policy, int]:
-    """Return policy and seed of a request; greedy where nothing is generated."""
-    *policy, seed = (params.extra_args or {}).get(DRAW, (0.0, 0))
+    """Return policy and seed of a request."""
+    if not params.extra_args or DRAW not in params.extra_args:
+        return UNDRAWN
+    *policy, seed = params.extra_args[DRAW]
     return Policy(*policy), seed
