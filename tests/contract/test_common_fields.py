@@ -286,12 +286,11 @@ def check_precision(http: httpx.Client, path: str) -> None:
     assert counts[0] == counts[2] == 0 < counts[1]
 
 
-def test_a_generation_without_columns_computes_nothing_in_float64(http: httpx.Client) -> None:
+def test_tokens_are_drawn_in_the_precision_asked_for(http: httpx.Client) -> None:
     body = {"prompts": ["Once"], "max_tokens": 2, "precision": "float64"}
-    assert document_of(post(http, "/generate", body))["provenance"]["precision"] == "float32"
-    columns = {"columns": ["entropy"]}
-    named = document_of(post(http, "/generate", body | columns))["provenance"]["precision"]
-    assert named == "float64"
+    for columns in ({}, {"columns": ["entropy"]}):
+        answer = document_of(post(http, "/generate", body | columns))
+        assert answer["provenance"]["precision"] == "float64"
 
 
 def check_on_overflow(http: httpx.Client, path: str) -> None:

@@ -31,9 +31,9 @@ from logsteer_server.settings import Settings
 from logsteer_server.tasks.planning import Capacity, Planner
 from logsteer_server.text.windows import Windowing
 
-Purpose = Literal["work", "reread", "reference"]
-"""What a batch counts for: `work` for usage and receipts, `reread` (what was generated is scored)
-for usage alone, `reference` (what others are compared with) for neither."""
+Purpose = Literal["work", "reference"]
+"""What a batch counts for: `work` for usage and receipts, `reference` (what others are compared
+with) for neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,9 +259,10 @@ class Run:
 
     def _count(self, batch: Batch, index: int, output: Output) -> None:
         job = batch.jobs[index]
-        if batch.purpose != "reference":
-            self._usage.add(job, output)
-        if batch.purpose == "work" and output.is_last and job.plan is not None:
+        if batch.purpose == "reference":
+            return
+        self._usage.add(job, output)
+        if output.is_last and job.plan is not None:
             self._applied.add(output)
 
     @property
