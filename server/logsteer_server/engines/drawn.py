@@ -17,7 +17,8 @@ class DrawnValues:
 
     def add(self, values_NW: np.ndarray) -> None:
         """Take in the values of the next N tokens; others may stand behind them in a row."""
-        self._parts_NW.append(values_NW[:, : self._spec.width])
+        if self._spec.width:
+            self._parts_NW.append(values_NW[:, : self._spec.width])
 
     def take(self, count: int) -> dict[str, Any]:
         """Return those of the next `count` tokens, as fields of a `GenerateOutput`.
