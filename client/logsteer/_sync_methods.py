@@ -604,8 +604,8 @@ class ClientMethods(Caller):
             ignore_eos: Go on after the end of sequence. Default False.
             columns: Columns of each generated token, read from the logits that it was drawn
                 from, under the policy that drew it. None: none.
-            diagnostics: Add aggregates of the columns, and all columns unless named. The
-                aggregates of a stream come with its result. Default False.
+            diagnostics: Add aggregates of the columns, and all columns unless named. Those of a
+                stream come with its result. Default False.
             window: Tokens that `early` and `late` are means over. Default 16.
         """
         answer: GenerateAnswer = self._ask(
@@ -712,8 +712,8 @@ class ClientMethods(Caller):
             ignore_eos: Go on after the end of sequence. Default False.
             columns: Columns of each generated token, read from the logits that it was drawn
                 from, under the policy that drew it. None: none.
-            diagnostics: Add aggregates of the columns, and all columns unless named. The
-                aggregates of a stream come with its result. Default False.
+            diagnostics: Add aggregates of the columns, and all columns unless named. Those of a
+                stream come with its result. Default False.
             window: Tokens that `early` and `late` are means over. Default 16.
         """
         return self._listen(
@@ -1330,8 +1330,8 @@ class ClientMethods(Caller):
             ignore_eos: Go on after the end of sequence. Default False.
             columns: Columns of each generated token, read from the logits that it was drawn
                 from, under the policy that drew it. None: none.
-            diagnostics: Add aggregates of the columns, and all columns unless named. The
-                aggregates of a stream come with its result. Default False.
+            diagnostics: Add aggregates of the columns, and all columns unless named. Those of a
+                stream come with its result. Default False.
             window: Tokens that `early` and `late` are means over. Default 16.
         """
         return self._sample(
