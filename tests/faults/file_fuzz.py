@@ -33,8 +33,9 @@ from safetensors.numpy import save
 
 from logsteer.errors import APIError
 from logsteer.schemas import Steering, VectorCard
+from logsteer_server.contract.batches import ScoreOutputs
 from logsteer_server.interventions.steering import resolve_steering
-from logsteer_server.models.cache import pack_output, unpack_output
+from logsteer_server.models.cache import pack_outputs, unpack_output
 from logsteer_server.models.cachefile import CacheFile
 from logsteer_server.settings import ConfigurationError
 from logsteer_server.stores.formats import vector_file
@@ -279,7 +280,7 @@ def read_card(data: bytes, place: Path) -> None:
 
 
 def make_values() -> list[bytes]:
-    return [pack_output(output_of(JOB), JOB.columns)]
+    return [pack_outputs(ScoreOutputs.of([output_of(JOB)]), JOB.columns)[0]]
 
 
 def read_value(data: bytes, _place: Path) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from logsteer_server.contract.batches import ScoreOutputs
 from logsteer_server.contract.finite import find_failure, is_finite
 from logsteer_server.contract.jobs import GenerateJob, ScoreJob, ScoreOutput
 from logsteer_server.contract.parameters import Adapter, Direction, Override
 from logsteer_server.contract.plan import Site, SteeringPlan, SteeringTrace
-from logsteer_server.models.cache import ResultCache, make_key
+from logsteer_server.models.cache import MissingJob, ResultCache, make_keys
 from tests.conftest import DEMO_MODEL
 from tests.faults.poison_probe import NEIGHBOURS
 
@@ -77,12 +78,12 @@ def output_of(*logprobs: float, **columns: list[float]) -> ScoreOutput:
 def test_what_is_not_finite_is_never_kept(output: ScoreOutput, finite: bool) -> None:
     assert is_finite(output) is finite
     job = ScoreJob(IDS[: len(output.columns["logprob"])], IDS[:1], tuple(output.columns))
-    key = make_key(b"scope", job)
+    (key,) = make_keys(b"scope", [job])
     assert key is not None
 
     async def find() -> int:
         cache = ResultCache(2**20)
-        cache.keep([(key, job, output)])
+        cache.keep([([MissingJob(key, [0], job.columns)], ScoreOutputs.of([output]))])
         found = len((await cache.find(b"scope", [job])).hits)
         cache.close()
         return found

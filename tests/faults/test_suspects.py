@@ -89,7 +89,11 @@ class TestQuarantine:
     def take(self) -> list[int]:
         """The numbers of the jobs that the engine is sent now."""
         self.taken = self.queue.take()
-        return [int(sent.tokens[1]) for _, sent in self.taken.jobs]
+        return [
+            int(call.job(job_id).tokens[1])
+            for call, own in self.taken.by_call.items()
+            for job_id in own
+        ]
 
     def die(self, *numbers: int) -> list[int]:
         """The engine dies with these jobs; the numbers of those that are convicted."""
@@ -110,7 +114,7 @@ class TestQuarantine:
         answered = []
         while (sent := self.take()) != [13]:
             assert len(sent) == 1, "one suspect at a time"
-            self.answer(self.taken.jobs[0][0], sent[0])
+            self.answer(self.taken.order[0], sent[0])
             answered += sent
         assert answered == list(range(13))
         assert self.die(13) == [13]
@@ -123,7 +127,7 @@ class TestQuarantine:
                 assert (self.taken.refused, order) == ([41 - 1 + 13], [])
             if not sent:
                 break
-            for (job_id, _), number in zip(self.taken.jobs, sent, strict=True):
+            for job_id, number in zip(self.taken.order, sent, strict=True):
                 self.answer(job_id, number)
                 order.append(number)
         assert sorted(order) == [number for number in range(20) if number != 13]

@@ -7,7 +7,8 @@ import pytest
 
 from logsteer.errors import OverloadedError
 from logsteer_server.contract.engine import EngineSpec
-from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, JobResult
+from logsteer_server.contract.jobs import GenerateJob, GenerateOutput
+from logsteer_server.contract.results import ResultPart
 from logsteer_server.engines.supervisor import EngineHandle, SupervisionLimits
 from logsteer_server.http.respond import EventBuffer
 
@@ -26,13 +27,12 @@ def test_a_call_whose_results_are_not_read_is_ended() -> None:
     job = GenerateJob(np.arange(3, dtype=np.int32), 100, stream=True)
 
     def deliver(count: int) -> None:
-        results: list[tuple[int, JobResult, float]] = [(0, piece(), 0.0)] * count
-        handle._deliver(results)
+        handle._deliver(ResultPart([0] * count, [piece()] * count, 0.0))
 
     async def read() -> list[int]:
         found = []
-        async for output in handle.run([job]):
-            found.append(output.index)
+        async for part in handle.run([job]):
+            found += part.numbers
             if len(found) == 1:  # and then it does not come back for a while
                 for _ in range(4):
                     deliver(3)
@@ -57,16 +57,18 @@ def test_a_reader_who_keeps_up_is_never_ended() -> None:
 
     async def run() -> int:
         found = 0
-        async for _ in handle.run([job]):
-            found += 1
+        async for part in handle.run([job]):
+            found += len(part.numbers)
             if found % 5 == 0:
-                handle._deliver([(0, piece(ends=found == 100), 0.0)] * (1 if found == 100 else 5))
+                count = 1 if found == 100 else 5
+                own = [piece(ends=found == 100)] * count
+                handle._deliver(ResultPart([0] * count, own, 0.0))
         return found
 
     async def start() -> int:
         reading = asyncio.create_task(run())
         await asyncio.sleep(0)
-        handle._deliver([(0, piece(), 0.0)] * 5)
+        handle._deliver(ResultPart([0] * 5, [piece()] * 5, 0.0))
         return await reading
 
     assert asyncio.run(start()) == 101

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
+from logsteer_server.contract.jobs import Job, ScoreJob, ScoreOutput
 from logsteer_server.models.cache import (
     Findings,
+    MissingJob,
     ResultCache,
-    make_key,
+    make_keys,
 )
 from logsteer_server.settings import ModelSettings
 from tests.server import steering_cases
@@ -21,6 +22,12 @@ SETTINGS = ModelSettings(id="a", path="here")
 JOB = ScoreJob(
     np.array([1, 2, 3], dtype=np.int32), np.array([3, 4], dtype=np.int32), ("logprob", "rank")
 )
+
+
+def make_key(scope: bytes, job: Job) -> bytes | None:
+    """The key of one job's result."""
+    (key,) = make_keys(scope, [job])
+    return key
 
 
 def job_of(number: int, length: int = 4) -> ScoreJob:
@@ -44,7 +51,8 @@ def same_bits(a: ScoreOutput, b: ScoreOutput) -> bool:
 
 
 def fill(cache: ResultCache, jobs: Sequence[ScoreJob]) -> None:
-    cache.keep([(make_key(SCOPE, job), job, output_of(job)) for job in jobs])
+    missing = [MissingJob(make_key(SCOPE, job), [n], job.columns) for n, job in enumerate(jobs)]
+    cache.keep([(missing, [output_of(job) for job in jobs])])
 
 
 def find(cache: ResultCache, jobs: Sequence[ScoreJob]) -> Findings:

@@ -22,7 +22,8 @@ from logsteer_server.contract.jobs import (
 )
 from logsteer_server.contract.lane import Lane
 from logsteer_server.contract.plan import Site, SteeringPlan, SteeringTrace
-from logsteer_server.engines.supervisor import TimedOutput, now
+from logsteer_server.contract.results import ResultPart
+from logsteer_server.engines.supervisor import now
 from tests.server import scripted_model
 from tests.server.scripted_model import ScriptedHandle
 
@@ -160,7 +161,7 @@ class HonestEngine(ScriptedHandle):
 
     async def run(
         self, jobs: Sequence[Job], lane: Lane | None = None
-    ) -> AsyncGenerator[TimedOutput, None]:
+    ) -> AsyncGenerator[ResultPart, None]:
         self.calls.append(list(jobs))
         self._serial += 1
         used = 0
@@ -183,7 +184,7 @@ class HonestEngine(ScriptedHandle):
                     output = CaptureOutput(np.array([[last_D]]))
                 case _:
                     raise AssertionError(job)
-            yield TimedOutput(index, output, now())
+            yield ResultPart([index], [output], now())
 
 
 def apply_site(site: Site, x_D: np.ndarray) -> np.ndarray:

@@ -21,13 +21,14 @@ from logsteer_server.contract.jobs import (
     ScoreJob,
 )
 from logsteer_server.contract.lane import Lane
+from logsteer_server.contract.results import ResultPart
 from logsteer_server.engines.fake import (
     FAKE_COLUMNS,
     fake_activations,
     fake_generation,
     fake_scores,
 )
-from logsteer_server.engines.supervisor import TimedOutput, now
+from logsteer_server.engines.supervisor import now
 from logsteer_server.interventions.interventions import Stores
 from logsteer_server.metrics import Metrics
 from logsteer_server.models.admission import Admission
@@ -113,7 +114,7 @@ class ScriptedHandle:
 
     async def run(
         self, jobs: Sequence[Job], lane: Lane | None = None
-    ) -> AsyncGenerator[TimedOutput, None]:
+    ) -> AsyncGenerator[ResultPart, None]:
         self.calls.append(list(jobs))
         self.open += 1
         try:
@@ -122,7 +123,7 @@ class ScriptedHandle:
                     await asyncio.sleep(0)
                     if isinstance(output, JobFailure):
                         raise api_error(output.code, output.detail)
-                    yield TimedOutput(index, output, now())
+                    yield ResultPart([index], [output], now())
         finally:
             self.open -= 1
 

@@ -5,16 +5,16 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
+from logsteer_server.contract.batches import ScoreOutputs
 from logsteer_server.contract.jobs import Policy, ScoreJob, ScoreOutput
 from logsteer_server.contract.parameters import Adapter, Direction, Override
 from logsteer_server.contract.plan import Positions, Site, SteeringPlan, SteeringTrace
 from logsteer_server.models.cache import (
     digest_scope,
-    make_key,
-    pack_output,
+    pack_outputs,
     unpack_output,
 )
-from tests.server.cached_jobs import INFO, JOB, SCOPE, SETTINGS, same_bits
+from tests.server.cached_jobs import INFO, JOB, SCOPE, SETTINGS, make_key, same_bits
 
 
 def plan_of(scale: float, positions: str = "all") -> SteeringPlan:
@@ -134,7 +134,9 @@ def test_an_output_comes_back_bit_for_bit(num_rows: int) -> None:
         cached_tokens=3,
         trace=SteeringTrace(num_rows, {"2": (num_rows, 0.25), "3.attn_out": (0, 0.0)}, (2, 0)),
     )
-    again = unpack_output(pack_output(output, ("logprob", "rank")), ("logprob", "rank"))
+    columns = ("logprob", "rank")
+    (packed,) = pack_outputs(ScoreOutputs.of([output]), columns)
+    again = unpack_output(packed, columns)
     assert same_bits(again, output)
     assert again.cached_tokens == 0
     assert again.trace == output.trace

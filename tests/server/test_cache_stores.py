@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from logsteer_server.__main__ import main
+from logsteer_server.contract.batches import ScoreOutputs
 from logsteer_server.models.cache import (
     ENTRY_BYTES,
     ResultCache,
-    pack_output,
+    pack_outputs,
 )
 from logsteer_server.models.cachefile import CacheFile
 from logsteer_server.settings import ConfigurationError
@@ -40,7 +41,7 @@ def test_equal_jobs_are_computed_once_and_others_each(caches: list[ResultCache])
 
 
 def test_the_least_recently_used_makes_room(caches: list[ResultCache]) -> None:
-    size = ENTRY_BYTES + len(pack_output(output_of(JOB), JOB.columns))
+    size = ENTRY_BYTES + len(pack_outputs(ScoreOutputs.of([output_of(JOB)]), JOB.columns)[0])
     caches.append(cache := ResultCache(3 * size))
     fill(cache, [job_of(number) for number in (1, 2, 3)])
     assert known(cache, [job_of(1)]) == [0]  # used again, so 2 is the oldest

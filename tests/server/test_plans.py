@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from logsteer.errors import APIError
 from logsteer.schemas import Boundary, LogprobItem, Message
+from logsteer_server.contract.batches import ScoreOutputs
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import GenerateJob, Policy, ScoreJob
 from logsteer_server.contract.parameters import Direction
@@ -22,13 +23,8 @@ from logsteer_server.engines.fake import fake_scores
 from logsteer_server.tasks.columns import ColumnOptions
 from logsteer_server.tasks.continuations import Prompts, plan_continuations
 from logsteer_server.tasks.gradient import plan_gradients
-from logsteer_server.tasks.targets import (
-    Shown,
-    TargetOptions,
-    TargetPlan,
-    assemble_targets,
-    plan_targets,
-)
+from logsteer_server.tasks.target_scores import Shown, assemble_targets
+from logsteer_server.tasks.targets import TargetOptions, TargetPlan, plan_targets
 from logsteer_server.text.tokenizer import TextCodec
 from tests.server.plan_steps import finish
 from tests.server.scripted_model import INFO, load_codec
@@ -205,8 +201,8 @@ class TestTargets:
 
         def score(*some: dict[str, Any]) -> list[Any]:
             made = plan(*some, info=info, options=options)
-            outputs = [fake_scores(job)[0] for job in made.jobs]
-            return finish(assemble_targets(made, outputs, CODEC, Shown(READ.columns)))  # type: ignore[arg-type]
+            outputs = ScoreOutputs.of([fake_scores(job)[0] for job in made.jobs])
+            return finish(assemble_targets(made, outputs, CODEC, Shown(READ.columns)))
 
         together = score(*items)
         for item, found in zip(items, together, strict=True):

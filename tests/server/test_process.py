@@ -19,10 +19,16 @@ from logsteer_server.engines.process import (
     Close,
     EngineLoop,
     Finished,
+    JobGroup,
 )
 
 JOB = Job(np.zeros(1, np.int32))
 FAILURE = JobFailure("invalid_request", "this one cannot run")
+
+
+def add(*ids: int) -> Add:
+    """The message that brings jobs of one call."""
+    return Add([JobGroup(ids, [JOB] * len(ids))], ids)
 
 
 class RefusingEngine:
@@ -89,14 +95,14 @@ def test_cancelling_a_job_that_has_failed_leaves_the_engine_running(
 ) -> None:
     engine = RefusingEngine()
     loop = EngineLoop(ends[1], engine)
-    for message in (Add([(7, JOB), (8, JOB)]), Cancel([7])):
+    for message in (add(7, 8), Cancel([7])):
         loop._handle(message)
     loop._report(engine.step())
     assert engine.cancelled == [7]
     assert ends[0].recv() == Cancelled([7])
     finished = ends[0].recv()
-    assert [(job_id, result) for job_id, result, _ in finished.results] == [(8, FAILURE)]
-    loop._handle(Add([(9, JOB)]))
+    assert [(part.numbers, part.results) for part in finished.parts] == [([8], [FAILURE])]
+    loop._handle(add(9))
     loop._handle(Cancel([9]))
     assert ends[0].recv() == Cancelled([9])
     loop._report(engine.step())
@@ -104,19 +110,30 @@ def test_cancelling_a_job_that_has_failed_leaves_the_engine_running(
 
 
 def test_messages_are_taken_before_the_engine_steps(ends: tuple[Connection, Connection]) -> None:
-    answers = serve(RefusingEngine(), ends, Add([(1, JOB)]), Cancel([5]), Close())
+    answers = serve(RefusingEngine(), ends, add(1), Cancel([5]), Close())
     assert [type(answer) for answer in answers] == [Cancelled, Finished]
 
 
 def test_a_job_is_reported_until_its_last_result(ends: tuple[Connection, Connection]) -> None:
     loop = EngineLoop(ends[1], RefusingEngine())
-    loop._handle(Add([(1, JOB)]))
+    loop._handle(add(1))
     sent: list[Finished] = []
     for result in (Piece(), Output(), Output()):
         loop._report([(1, result)])
         if ends[0].poll():
             sent.append(ends[0].recv())
-    assert [message.results[0][1].is_last for message in sent] == [False, True]
+    assert [message.parts[0].results[0].is_last for message in sent] == [False, True]
+
+
+def test_jobs_of_several_calls_come_in_their_order_and_go_back_call_by_call(
+    ends: tuple[Connection, Connection],
+) -> None:
+    engine = RefusingEngine()
+    loop = EngineLoop(ends[1], engine)
+    loop._handle(Add([JobGroup([1, 2], [JOB] * 2), JobGroup([7], [JOB])], [1, 7, 2]))
+    assert [job_id for job_id, _ in engine.failed] == [1, 7, 2]
+    loop._report(engine.step())
+    assert [part.numbers for part in ends[0].recv().parts] == [[1, 2], [7]]
 
 
 class SlowEngine(RefusingEngine):
@@ -148,7 +165,7 @@ def test_heartbeats_say_how_far_the_loop_is_and_come_from_within_a_step(
     idle = [read_beat(here) for _ in range(10)]
     assert not any(beat.in_engine for beat in idle)
     assert idle[-1].turns > idle[0].turns, "the loop turns without work, too"
-    here.send(Add([(1, JOB)]))
+    here.send(add(1))
     assert engine.stepping.wait(10)
     while not (first := read_beat(here)).in_engine:
         pass

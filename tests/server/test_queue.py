@@ -21,7 +21,7 @@ def make_call(first_id: int, *sizes: int) -> EngineCall:
 
 
 def ids(queue: FairQueue) -> list[int]:
-    return [job_id for job_id, _ in queue.take().jobs]
+    return queue.take().order
 
 
 def test_calls_take_turns_and_keep_the_order_of_their_jobs() -> None:

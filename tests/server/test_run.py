@@ -25,7 +25,7 @@ from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.planning import Capacity, Planner
-from logsteer_server.tasks.run import Batch, Event, Run, Task, check_count
+from logsteer_server.tasks.run import Batch, Event, Run, Task, check_count, take_each
 from tests.server.scripted_model import (
     INFO,
     SETTINGS,
@@ -191,7 +191,7 @@ def test_the_plan_goes_on_after_the_last_output_was_taken() -> None:
             def take(index: int, _output: Output, name: str = name) -> None:
                 order.append(f"take {name}{index}")
 
-            yield Batch(jobs, take)
+            yield Batch(jobs, take_each(take))
         order.append("end")
 
     finish(ScriptedTask(make_model(), plan))
@@ -267,7 +267,7 @@ def test_pieces_are_taken_one_by_one_and_tokens_counted_once() -> None:
         pieces.append(output)
         return Event("piece", {"index": index, "last": output.is_last})
 
-    found = events_of(ScriptedTask(make_model(), plan_of(Batch([generate(4)], take))))
+    found = events_of(ScriptedTask(make_model(), plan_of(Batch([generate(4)], take_each(take)))))
     assert [event.name for event in found] == ["start", *["piece"] * 4, "result"]
     assert [event.document["last"] for event in found[1:-1]] == [False, False, False, True]
     usage = found[-1].document["usage"]
@@ -278,7 +278,7 @@ def test_start_comes_first_and_with_the_first_batch_that_is_not_silent() -> None
     handle = ScriptedHandle()
     calls_at: list[tuple[str, int]] = []
     silent = Batch(score(1), silent=True)
-    batches = [silent, silent, Batch(score(2), show_all)]
+    batches = [silent, silent, Batch(score(2), take_each(show_all))]
 
     async def watch() -> None:
         run = Run(ScriptedTask(make_model(handle), plan_of(*batches)), Capacity(SETTINGS))
@@ -333,7 +333,7 @@ def test_what_fails_while_it_is_taken_ends_the_jobs_too() -> None:
     async def run() -> None:
         with pytest.raises(RuntimeError):
             await Run(
-                ScriptedTask(model, plan_of(Batch(score(3), take))), Capacity(SETTINGS)
+                ScriptedTask(model, plan_of(Batch(score(3), take_each(take)))), Capacity(SETTINGS)
             ).finish()
         assert (handle.open, model.admission.pending) == (0, 0)
 
@@ -343,7 +343,7 @@ def test_what_fails_while_it_is_taken_ends_the_jobs_too() -> None:
 def test_closing_the_events_ends_jobs_plan_and_reservation_at_once() -> None:
     handle = ScriptedHandle()
     model = make_model(handle)
-    task = ScriptedTask(model, plan_of(Batch(score(3), show_all)))
+    task = ScriptedTask(model, plan_of(Batch(score(3), take_each(show_all))))
 
     async def leave() -> None:
         events = Run(task, Capacity(SETTINGS)).events()

@@ -7,6 +7,7 @@ text that it does not hold; its scores are given as they are, NaN, and become nu
 
 import numpy as np
 
+from logsteer_server.contract.batches import ScoreOutputs
 from logsteer_server.contract.captures import CaptureOutput
 from logsteer_server.contract.jobs import (
     GenerateOutput,
@@ -36,6 +37,16 @@ def is_finite(output: Output) -> bool:
         case CaptureOutput():
             return bool(np.isfinite(output.activations_LTD).all())
     return True
+
+
+def find_finite(outputs: ScoreOutputs) -> list[bool]:
+    """Return for each output whether it is finite, as `is_finite` says."""
+    columns = outputs.columns
+    is_number_R = ~np.any([np.isnan(values) for values in columns.values()], axis=0)
+    if "rank" in columns:
+        is_number_R &= columns["rank"] > 0
+    found: list[bool] = np.logical_and.reduceat(is_number_R, outputs.row_starts[:-1]).tolist()
+    return found
 
 
 def find_failure(job: Job, output: Output) -> JobFailure | None:

@@ -33,6 +33,8 @@ class Policy:
     min_p: float = 0.0
 
 
+FINGERPRINT_HEAD = struct.Struct("<IIII?")
+
 MAX_DRAWN_SEED = 2**31
 
 
@@ -214,6 +216,16 @@ class ScoreJob(Job):
 
         Lengths stand before what they measure, so two different jobs never give the same bytes.
         """
+        options = self.write_options()
+        if options is None:
+            return None
+        plan = b"" if self.plan is None else self.plan.digest(self.prompt_len)
+        return self.digest(
+            options, self.tokens.tobytes(), self.targets.tobytes(), self.shares_row, plan
+        )
+
+    def write_options(self) -> bytes | None:
+        """Return all that scores depend on beside tokens and plan; None without a fingerprint."""
         keeps = self.plan is not None and self.plan.kept != "none"
         if keeps or self.export is not None or self.reference is not None:
             return None
@@ -221,18 +233,16 @@ class ScoreJob(Job):
         adapter = self.adapter and self.adapter.sha256
         salted = (self.salt,) if self.salt else ()
         changes = (override, adapter, *salted)
-        options = repr((self.columns, astuple(self.policy), self.double, *changes))
-        head = struct.pack(
-            "<IIII?",
-            len(self.tokens),
-            len(self.targets),
-            len(options),
-            self.top,
-            self.shares_row,
+        return repr((self.columns, astuple(self.policy), self.double, *changes)).encode()
+
+    def digest(
+        self, options: bytes, tokens: bytes, targets: bytes, shares_row: bool, plan: bytes
+    ) -> bytes:
+        """Return SHA-256 of a job like this one, with other tokens and targets."""
+        head = FINGERPRINT_HEAD.pack(
+            len(tokens) // 4, len(targets) // 4, len(options), self.top, shares_row
         )
-        plan = b"" if self.plan is None else self.plan.digest(self.prompt_len)
-        arrays = self.tokens.tobytes() + self.targets.tobytes()
-        return hashlib.sha256(head + options.encode() + arrays + plan).digest()
+        return hashlib.sha256(b"".join((head, options, tokens, targets, plan))).digest()
 
 
 @dataclass(frozen=True, slots=True)

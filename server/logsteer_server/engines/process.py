@@ -7,13 +7,16 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from multiprocessing import util
 from multiprocessing.connection import Connection
+from typing import NamedTuple
 
+from logsteer_server.contract.batches import pack_results
 from logsteer_server.contract.engine import Engine, EngineInfo, EngineSpec
 from logsteer_server.contract.jobs import Job, JobResult
+from logsteer_server.contract.results import ResultPart
 from logsteer_server.engines.failures import lacks_memory
 from logsteer_server.engines.lifetime import follow_parent
 
@@ -27,11 +30,19 @@ ENGINES = {
 """Engine classes by name, imported only in the process that runs one."""
 
 
+class JobGroup(NamedTuple):
+    """Jobs of one call, and the ids under which their results come back."""
+
+    ids: Sequence[int]
+    jobs: Sequence[Job]
+
+
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Jobs for the engine, with the ids under which their results come back."""
+    """Jobs for the engine, which takes them in this `order` of their ids."""
 
-    jobs: Sequence[tuple[int, Job]]
+    groups: Sequence[JobGroup]
+    order: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +66,9 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Results of one step: id, result, and when the engine took the job (monotonic seconds)."""
+    """Results of one step, in parts of one call's each; the numbers of jobs are their ids."""
 
-    results: Sequence[tuple[int, JobResult, float]]
+    parts: Sequence[ResultPart]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +145,20 @@ def _serve(connection: Connection, spec: EngineSpec, beat_every_s: float) -> Non
         engine.close()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _TakenGroup:
+    """Jobs that came together; `at`: when, by `time.monotonic`."""
+
+    at: float = field(default_factory=time.monotonic)
+
+
 class EngineLoop:
     """Take messages whenever there are any, and step the engine as long as it has work."""
 
     def __init__(self, connection: Connection, engine: Engine) -> None:
         self._connection = connection
         self._engine = engine
-        self._taken_at: dict[int, float] = {}
+        self._groups: dict[int, _TakenGroup] = {}
         self._open = True
         self._sending = threading.Lock()
         self._turns = 0
@@ -183,29 +201,37 @@ class EngineLoop:
 
     def _handle(self, message: ToEngine) -> None:
         match message:
-            case Add(jobs):
-                now = time.monotonic()
-                self._taken_at |= dict.fromkeys((job_id for job_id, _ in jobs), now)
+            case Add(groups, order):
+                added: dict[int, Job] = {}
+                for ids, jobs in groups:
+                    added.update(zip(ids, jobs, strict=True))
+                    self._groups |= dict.fromkeys(ids, _TakenGroup())
                 with self._call():
-                    self._engine.add(jobs)
+                    self._engine.add([(job_id, added[job_id]) for job_id in order])
             case Cancel(job_ids):
                 with self._call():
                     self._engine.cancel(job_ids)
                 for job_id in job_ids:
-                    self._taken_at.pop(job_id, None)
+                    self._groups.pop(job_id, None)
                 self.send(Cancelled(job_ids))
             case Close():
                 self._open = False
 
     def _report(self, stepped: Sequence[tuple[int, JobResult]]) -> None:
         """Send the results of a step, without those of jobs that were cancelled."""
-        results = [
-            (job_id, result, self._taken_at[job_id])
-            for job_id, result in stepped
-            if job_id in self._taken_at
-        ]
-        for job_id, result, _ in results:
+        found: dict[_TakenGroup, tuple[list[int], list[JobResult]]] = {}
+        for job_id, result in stepped:
+            group = self._groups.get(job_id)
+            if group is None:
+                continue
+            ids, results = found.setdefault(group, ([], []))
+            ids.append(job_id)
+            results.append(result)
             if result.is_last:
-                del self._taken_at[job_id]
-        if results:
-            self.send(Finished(results))
+                del self._groups[job_id]
+        if found:
+            parts = [
+                ResultPart(ids, pack_results(results), group.at)
+                for group, (ids, results) in found.items()
+            ]
+            self.send(Finished(parts))

@@ -1,22 +1,31 @@
 """A queue of calls in front of one engine: nobody's long call keeps those of others waiting."""
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
-from logsteer_server.contract.jobs import Job
 from logsteer_server.engines.suspects import Quarantine
 from logsteer_server.engines.turns import EngineCall, TurnQueue
 
 
 @dataclass(slots=True)
 class NextJobs:
-    """What the engine is sent now, and jobs that no engine is given.
+    """The ids of the jobs that the engine is sent now, in order and by their calls, and of those
+    that no engine is given.
 
     With `wait_s`, jobs are held back that may be sent after so many seconds.
     """
 
-    jobs: list[tuple[int, Job]] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
+    by_call: dict[EngineCall, list[int]] = field(default_factory=dict)
     refused: list[int] = field(default_factory=list)
     wait_s: float | None = None
+
+    def add(self, call: EngineCall, ids: Sequence[int]) -> None:
+        """Append jobs of a call."""
+        self.order += ids
+        self.by_call.setdefault(call, []).extend(ids)
 
 
 class FairQueue:
@@ -44,7 +53,11 @@ class FairQueue:
         passed = 0
         while passed < len(self._waiting) and self._has_room(self._waiting.peek()):
             call = self._waiting.peek()
-            job = call.job(call.unsent[0])
+            job_id = call.unsent[0]
+            if self._quarantine.is_quiet and len(self._waiting) == 1:
+                self._take_run(call, taken)
+                continue
+            job = call.job(job_id)
             verdict = self._quarantine.judge(job, engine_is_empty=not self._sent_tokens)
             if verdict == "hold":
                 taken.wait_s = self._quarantine.wait_s
@@ -54,18 +67,30 @@ class FairQueue:
                 passed += 1
                 continue
             passed = 0
-            job_id, job = self._waiting.pop()
+            self._waiting.pop()
             if verdict == "refuse":
                 taken.refused.append(job_id)
                 continue
             self._quarantine.note_sent(job_id, job)
-            self._sent_tokens[job_id] = job.num_positions
-            self._tokens_in_engine += job.num_positions
-            taken.jobs.append((job_id, job))
+            self._send(call, [job_id], taken)
         return taken
 
+    def _take_run(self, call: EngineCall, taken: NextJobs) -> None:
+        """Take the next jobs of the only call that waits, as many as there is room for."""
+        room = self._max_tokens - self._tokens_in_engine
+        count = max(1, bisect_right(list(accumulate(map(call.size, call.unsent))), room))
+        ids = self._waiting.pop_run(count)
+        self._quarantine.note_sent(ids[-1], call.job(ids[-1]))
+        self._send(call, ids, taken)
+
+    def _send(self, call: EngineCall, ids: Sequence[int], taken: NextJobs) -> None:
+        sizes = [call.size(job_id) for job_id in ids]
+        self._sent_tokens.update(zip(ids, sizes, strict=True))
+        self._tokens_in_engine += sum(sizes)
+        taken.add(call, ids)
+
     def _has_room(self, call: EngineCall) -> bool:
-        size = call.job(call.unsent[0]).num_positions
+        size = call.size(call.unsent[0])
         return not self._sent_tokens or self._tokens_in_engine + size <= self._max_tokens
 
     def finish(self, job_id: int) -> None:

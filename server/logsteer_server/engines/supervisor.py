@@ -4,15 +4,16 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import ModelState
 from logsteer_server.contract.engine import EngineInfo, EngineSpec
-from logsteer_server.contract.jobs import Job, JobResult, Output
+from logsteer_server.contract.jobs import Job
 from logsteer_server.contract.lane import Lane
+from logsteer_server.contract.results import ResultPart, count_last, find_first_failure, find_last
 from logsteer_server.engines.engine_process import Ended, EngineProcess
 from logsteer_server.engines.process import (
     Add,
@@ -21,6 +22,7 @@ from logsteer_server.engines.process import (
     Failed,
     Finished,
     FromEngine,
+    JobGroup,
     Ready,
 )
 from logsteer_server.engines.queue import FairQueue
@@ -29,15 +31,6 @@ from logsteer_server.engines.turns import EngineCall
 from logsteer_server.engines.watchdog import RestartBudget, Watchdog, WatchLimits
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class TimedOutput:
-    """A result of one job of a call: its index, the output, and when the engine took the job."""
-
-    index: int
-    output: Output
-    taken_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +52,7 @@ class _Waiter:
 
     call: EngineCall
     unread: int = 0
-    results: asyncio.Queue[Sequence[tuple[int, JobResult, float]] | APIError] = field(
-        default_factory=asyncio.Queue
-    )
+    results: asyncio.Queue[ResultPart | APIError] = field(default_factory=asyncio.Queue)
 
 
 class EngineHandle:
@@ -90,7 +81,7 @@ class EngineHandle:
         )
         self._watchdog = Watchdog(self._limits.watch)
         self._waiters: dict[int, _Waiter] = {}
-        self._in_engine: dict[int, Job] = {}
+        self._in_engine: dict[int, EngineCall] = {}
         self._ids = itertools.count()
         self._process: EngineProcess | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -173,25 +164,26 @@ class EngineHandle:
 
     async def run(
         self, jobs: Sequence[Job], lane: Lane | None = None
-    ) -> AsyncGenerator[TimedOutput, None]:
-        """Yield the results of jobs as they come, in any order; leaving early cancels the rest.
+    ) -> AsyncGenerator[ResultPart, None]:
+        """Yield the results of jobs as they come, by the jobs' indices and in any order.
 
-        Errors: APIError, where a job failed or the engine died.
+        Leaving early cancels the rest. Errors: APIError, where a job failed or the engine died.
         """
         self.check_ready()
         waiter = self._enter(jobs, lane or Lane())
         try:
             missing = len(jobs)
             while missing:
-                results = await waiter.results.get()
-                if isinstance(results, APIError):
-                    raise results
-                waiter.unread -= len(results)
-                missing -= sum(result.is_last for _, result, _ in results)
-                for job_id, result, taken_at in results:
-                    if result.failed:
-                        raise api_error(result.code, result.detail)
-                    yield TimedOutput(job_id - waiter.call.first_id, result, taken_at)
+                part = await waiter.results.get()
+                if isinstance(part, APIError):
+                    raise part
+                waiter.unread -= len(part.numbers)
+                missing -= count_last(part.results)
+                failure = find_first_failure(part.results)
+                if failure is not None:
+                    raise api_error(failure.code, failure.detail)
+                first = waiter.call.first_id
+                yield part._replace(numbers=[job_id - first for job_id in part.numbers])
         finally:
             self._leave(waiter)
 
@@ -221,9 +213,11 @@ class EngineHandle:
         for job_id in taken.refused:
             if waiter := self._waiters.get(job_id):
                 waiter.results.put_nowait(self._refuse_poison())
-        if taken.jobs and self._process is not None:
-            self._in_engine.update(taken.jobs)
-            self._process.send(Add(taken.jobs))
+        if taken.order and self._process is not None:
+            for call, ids in taken.by_call.items():
+                self._in_engine |= dict.fromkeys(ids, call)
+            groups = [JobGroup(ids, call.select(ids)) for call, ids in taken.by_call.items()]
+            self._process.send(Add(groups, taken.order))
         if taken.wait_s is not None and self._loop is not None:
             self._wake = self._loop.call_later(taken.wait_s, self._send_jobs)
 
@@ -239,8 +233,10 @@ class EngineHandle:
         if process is not self._process or self._closing:
             return
         match message:
-            case Finished(results):
-                self._deliver(results)
+            case Finished(parts):
+                for part in parts:
+                    self._deliver(part)
+                self._send_jobs()
             case Cancelled(job_ids):
                 for job_id in job_ids:
                     self._forget(job_id)
@@ -253,26 +249,25 @@ class EngineHandle:
             case Ended():
                 self._lose(message)
 
-    def _forget(self, job_id: int) -> Job | None:
-        """Note that the engine no longer has a job, and return it."""
+    def _forget(self, job_id: int) -> EngineCall | None:
+        """Note that the engine no longer has a job, and return the call that it is of."""
         self._queue.finish(job_id)
         return self._in_engine.pop(job_id, None)
 
-    def _deliver(self, results: Iterable[tuple[int, JobResult, float]]) -> None:
-        by_waiter: dict[_Waiter, list[tuple[int, JobResult, float]]] = {}
-        for result in results:
-            last = result[1].is_last
-            if last and (job := self._forget(result[0])) is not None:
-                self._quarantine.acquit(job)
-            find = self._waiters.pop if last else self._waiters.get
-            if waiter := find(result[0], None):
-                by_waiter.setdefault(waiter, []).append(result)
-        for waiter, own in by_waiter.items():
-            waiter.results.put_nowait(own)
-            waiter.unread += len(own)
-            if waiter.unread > self._limits.max_unread_results:
-                self._give_up_reading(waiter)
-        self._send_jobs()
+    def _deliver(self, part: ResultPart) -> None:
+        """Hand results of one call to whoever waits for them."""
+        waiter = self._waiters.get(part.numbers[0])
+        for job_id in find_last(part):
+            call = self._forget(job_id)
+            if call is not None and self._quarantine.has_suspects:
+                self._quarantine.acquit(call.job(job_id))
+            self._waiters.pop(job_id, None)
+        if waiter is None:
+            return
+        waiter.results.put_nowait(part)
+        waiter.unread += len(part.numbers)
+        if waiter.unread > self._limits.max_unread_results:
+            self._give_up_reading(waiter)
 
     def _give_up_reading(self, waiter: _Waiter) -> None:
         """End a call whose results are not read, and drop them."""
@@ -294,25 +289,29 @@ class EngineHandle:
             self.state = "restarting"
         code = "out_of_memory" if failure.out_of_memory else "engine_restarting"
         error = api_error(code, self._restarting_detail(), retry_after=10)
-        self._answer_all(error, self._quarantine.accuse(self._in_engine.values()))
+        self._answer_all(error, self._quarantine.accuse(self._list_jobs()))
 
     def _lose(self, ended: Ended) -> None:
         """Answer everyone whose jobs the process had, and start another in its place."""
         self._process = None
         if not self._said_why:
             self.detail = ended.detail
-        accused = () if ended.from_outside else self._in_engine.values()
+        accused = [] if ended.from_outside else self._list_jobs()
         error = api_error("engine_restarting", self._restarting_detail(), retry_after=10)
         self._answer_all(error, self._quarantine.accuse(accused))
         if self.state != "failed":
             self._restart()
 
+    def _list_jobs(self) -> list[Job]:
+        """Return the jobs that the engine has."""
+        return [call.job(job_id) for job_id, call in self._in_engine.items()]
+
     def _answer_all(self, error: APIError, convicted: Collection[bytes] = ()) -> None:
         """End every call with an error: that of poison where the engine had a convicted job."""
         poisoned = {
             self._waiters.get(job_id)
-            for job_id, job in self._in_engine.items()
-            if convicted and identify(job) in convicted
+            for job_id, call in self._in_engine.items()
+            if convicted and identify(call.job(job_id)) in convicted
         }
         waiters, self._waiters = set(self._waiters.values()), {}
         self._in_engine.clear()

@@ -90,6 +90,11 @@ class Quarantine:
             return None
         return found
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether every job is sent: there are no suspects, and none is on trial."""
+        return not self._suspects and self._on_trial is None
+
     def judge(self, job: Job, engine_is_empty: bool) -> Verdict:
         """Return what becomes of a job whose turn it is."""
         now = self._clock()
@@ -116,10 +121,14 @@ class Quarantine:
         if self._on_trial is not None and self._on_trial[0] == job_id:
             self._on_trial = None
 
+    @property
+    def has_suspects(self) -> bool:
+        """Whether any job is remembered, so that those that are answered have to be acquitted."""
+        return bool(self._suspects)
+
     def acquit(self, job: Job) -> None:
         """Forget a job that the engine has answered."""
-        if self._suspects:
-            self._suspects.pop(identify(job), None)
+        self._suspects.pop(identify(job), None)
 
     def clear_engine(self) -> None:
         """Note that the engine has no jobs any more."""

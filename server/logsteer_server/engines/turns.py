@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
+from logsteer_server.contract.batches import count_positions, select_jobs
 from logsteer_server.contract.jobs import Job
 from logsteer_server.contract.lane import Lane, Priority
 
@@ -30,13 +31,23 @@ class EngineCall:
     first_id: int
     lane: Lane = field(default_factory=Lane)
     unsent: deque[int] = field(init=False)
+    _sizes: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.unsent = deque(range(self.first_id, self.first_id + len(self.jobs)))
+        self._sizes = count_positions(self.jobs)
 
     def job(self, job_id: int) -> Job:
         """Return the job of that id."""
         return self.jobs[job_id - self.first_id]
+
+    def size(self, job_id: int) -> int:
+        """Return the `num_positions` of the job of that id."""
+        return self._sizes[job_id - self.first_id]
+
+    def select(self, ids: Sequence[int]) -> Sequence[Job]:
+        """Return the jobs of these ids."""
+        return select_jobs(self.jobs, [job_id - self.first_id for job_id in ids])
 
 
 class TenantQueue:
@@ -77,20 +88,31 @@ class TenantQueue:
             return next(iter(self._calls))
         return min(self._calls, key=self._served.__getitem__)
 
-    def pop(self) -> tuple[int, Job]:
+    def pop(self) -> tuple[EngineCall, int]:
         """Take the next job of the call whose turn it is; that has its next turn later."""
         tenant = self._choose()
         calls = self._calls[tenant]
         call = calls.popleft()
         job_id = call.unsent.popleft()
-        job = call.job(job_id)
         self._reached = max(self._reached, self._served[tenant])
-        self._served[tenant] += max(1, job.num_positions)
+        self._served[tenant] += max(1, call.size(job_id))
         if call.unsent:
             calls.append(call)
         if not calls:
             self._forget(tenant)
-        return job_id, job
+        return call, job_id
+
+    def pop_run(self, count: int) -> list[int]:
+        """Take the next jobs, so many, of the one call that waits; return their ids."""
+        ((tenant, calls),) = self._calls.items()
+        call = calls[0]
+        ids = [call.unsent.popleft() for _ in range(count)]
+        self._reached = max(self._reached, self._served[tenant])
+        self._served[tenant] += sum(max(1, call.size(job_id)) for job_id in ids)
+        if not call.unsent:
+            calls.clear()
+            self._forget(tenant)
+        return ids
 
     def pass_by(self) -> None:
         """Have the call whose turn it is wait until everybody else had one."""
@@ -140,9 +162,13 @@ class TurnQueue:
         """Return the call whose turn it is; it stays so until the turn is taken."""
         return self._choose().peek()
 
-    def pop(self) -> tuple[int, Job]:
-        """Take the next job of the call whose turn it is, and its id."""
+    def pop(self) -> tuple[EngineCall, int]:
+        """Take the next job of the call whose turn it is; return the call and the job's id."""
         return self._take_turn().pop()
+
+    def pop_run(self, count: int) -> list[int]:
+        """Take the next jobs, so many, of the one call that waits; return their ids."""
+        return self._take_turn().pop_run(count)
 
     def pass_by(self) -> None:
         """Have the call whose turn it is wait for a later one."""

@@ -33,13 +33,20 @@ def encode_msgpack(document: Any) -> bytes:
     return packed
 
 
+PLAIN = frozenset({str, int, bool, type(None), bytes, np.ndarray})
+"""Types of values that MessagePack takes as they are."""
+
+
 def _finite(value: Any) -> Any:
+    """Return a document with None in the place of numbers that are not finite."""
     match value:
         case float():
             return value if math.isfinite(value) else None
         case dict():
-            return {key: _finite(entry) for key, entry in value.items()}
+            return {k: v if type(v) in PLAIN else _finite(v) for k, v in value.items()}
         case list() | tuple():
+            if PLAIN.issuperset(map(type, value)):
+                return value
             return [_finite(entry) for entry in value]
         case _:
             return value
@@ -49,7 +56,8 @@ def _to_buffer(value: Any) -> Any:
     if not isinstance(value, np.ndarray):
         raise TypeError(f"cannot encode {type(value).__name__}")
     dtype = "<i4" if value.dtype.kind in "iu" else "<f4"
-    return {"dtype": dtype, "shape": list(value.shape), "data": value.astype(dtype).tobytes()}
+    data = value if value.dtype.str == dtype else value.astype(dtype)
+    return {"dtype": dtype, "shape": value.shape, "data": data.tobytes()}
 
 
 TENSOR_TYPES = {"f": ("F32", "<f4"), "i": ("I32", "<i4")}

@@ -13,6 +13,7 @@ from logsteer.schemas import (
     OverrideCard,
     ParameterFields,
 )
+from logsteer_server.contract.batches import change_all
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Job, Output
 from logsteer_server.contract.plan import Kept, Readings, SteeringPlan
@@ -123,10 +124,10 @@ class Interventions:
         if self.steering is not None:
             check_reach(self.steering, jobs)
 
-    def apply(self, jobs: Sequence[J]) -> list[J]:
+    def apply(self, jobs: Sequence[J]) -> Sequence[J]:
         """Return the jobs on the changed model. Errors: as `check_reach`."""
         self.check_reach(jobs)
-        return [self.change(job) for job in jobs]
+        return change_all(jobs, self.change)
 
     def change(self, job: J) -> J:
         """Return the job on the changed model."""

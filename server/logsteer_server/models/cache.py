@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import math
 import re
 import threading
 from collections.abc import Iterable, Sequence
@@ -25,8 +26,9 @@ import numpy as np
 import numpy.typing as npt
 from cachetools import LRUCache
 
+from logsteer_server.contract.batches import ScoreJobs, ScoreOutputs, make_fingerprints
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.finite import is_finite
+from logsteer_server.contract.finite import find_finite
 from logsteer_server.contract.jobs import Job, Output, ScoreJob, ScoreOutput
 from logsteer_server.contract.plan import SteeringTrace
 from logsteer_server.models.cachefile import CacheFile
@@ -64,30 +66,40 @@ def digest_scope(info: EngineInfo, settings: ModelSettings) -> bytes:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
 
 
-def make_key(scope: bytes, job: Job) -> bytes | None:
-    """Return the key of a job's result; None for a job whose result is used once."""
-    own = job.fingerprint
-    return None if own is None else hashlib.sha256(scope + own).digest()
+def make_keys(scope: bytes, jobs: Sequence[Job]) -> list[bytes | None]:
+    """Return the key of each job's result; None for a job whose result is used once."""
+    return [
+        None if own is None else hashlib.sha256(scope + own).digest()
+        for own in make_fingerprints(jobs)
+    ]
 
 
-def pack_output(output: ScoreOutput, columns: Iterable[str]) -> bytes:
-    """Pack the trace of an output, then its arrays: dtype, width (0: no table), buffer of each."""
-    arrays: list[npt.NDArray[np.generic]] = [output.columns[name] for name in columns]
-    if output.top_ids is not None and output.top_logprobs is not None:
-        arrays += [output.top_ids, output.top_logprobs]
-    trace = None
-    if output.trace is not None:
-        sites = {name: list(measured) for name, measured in output.trace.sites.items()}
-        trace = [output.trace.tokens, sites, list(output.trace.passed)]
-    fields: list[Any] = [trace]
-    for array in arrays:
-        fields += array.dtype.str, array.shape[1] if array.ndim > 1 else 0, array.tobytes()
-    packed: bytes = msgpack.packb(fields)
+def pack_outputs(outputs: ScoreOutputs, columns: Iterable[str]) -> list[bytes]:
+    """Pack each output: its trace, and of each array dtype, width (0: no table), buffer."""
+    arrays: list[npt.NDArray[np.generic]] = [outputs.columns[name] for name in columns]
+    if outputs.top_ids is not None and outputs.top_logprobs is not None:
+        arrays += [outputs.top_ids, outputs.top_logprobs]
+    row_bytes = [array.dtype.itemsize * math.prod(array.shape[1:]) for array in arrays]
+    heads = [(array.dtype.str, array.shape[1] if array.ndim > 1 else 0) for array in arrays]
+    buffers = [array.tobytes() for array in arrays]
+    starts = outputs.row_starts.tolist()
+    pack = msgpack.Packer().pack
+    packed: list[bytes] = []
+    for n, trace in enumerate(outputs.traces or [None] * len(outputs)):
+        fields: list[Any] = [trace and _write_trace(trace)]
+        for (dtype, width), buffer, size in zip(heads, buffers, row_bytes, strict=True):
+            fields += dtype, width, buffer[starts[n] * size : starts[n + 1] * size]
+        packed.append(pack(fields))
     return packed
 
 
+def _write_trace(trace: SteeringTrace) -> list[Any]:
+    sites = {name: list(measured) for name, measured in trace.sites.items()}
+    return [trace.tokens, sites, list(trace.passed)]
+
+
 def unpack_output(value: bytes, columns: Sequence[str]) -> ScoreOutput:
-    """Unpack what `pack_output` packed, with read-only arrays. No token of it was read again.
+    """Unpack what `pack_outputs` packed, with read-only arrays. No token of it was read again.
 
     Errors: ValueError for anything else.
     """
@@ -125,10 +137,14 @@ def _check_dtype(name: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MissingJob:
-    """A job to compute, for all `indices` at which the call has it; it is kept under `key`."""
+    """A job to compute, for all `indices` at which the call has it.
+
+    Its `columns` are kept under `key`.
+    """
 
     key: bytes | None
     indices: list[int]
+    columns: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +163,8 @@ class Findings:
         return list(self.by_key.values())
 
 
-Computed = tuple[bytes, Job, Output]
+Computed = tuple[Sequence[MissingJob], Sequence[Output]]
+"""Jobs that were missing, and what came of each."""
 
 
 class ResultCache:
@@ -194,33 +211,32 @@ class ResultCache:
                 continue
             values = await loop.run_in_executor(self._disk_thread, self._file.read, keys)
             if values:
-                add = partial(self._add, found, jobs, values)
+                add = partial(self._add, found, values)
                 await loop.run_in_executor(self._memory_thread, add)
         return found
 
     def _find(self, scope: bytes, jobs: Sequence[Job], part: range, found: Findings) -> list[bytes]:
         """Look for some of the jobs in memory; return the keys that are new among those missing."""
         new: list[bytes] = []
-        for index in part:
-            job = jobs[index]
-            key = make_key(scope, job)
+        own = jobs[part.start : part.stop]
+        for index, key, columns in zip(part, make_keys(scope, own), list_columns(own), strict=True):
             if key is None:
-                found.by_key[index] = MissingJob(None, [index])
+                found.by_key[index] = MissingJob(None, [index], columns)
             elif (value := self._values.get(key)) is not None:
-                found.hits.append((index, unpack_output(value, _columns(job))))
+                found.hits.append((index, unpack_output(value, columns)))
             elif key in found.by_key:
                 found.by_key[key].indices.append(index)
             else:
-                found.by_key[key] = MissingJob(key, [index])
+                found.by_key[key] = MissingJob(key, [index], columns)
                 new.append(key)
         return new
 
-    def _add(self, found: Findings, jobs: Sequence[Job], values: dict[bytes, bytes]) -> None:
+    def _add(self, found: Findings, values: dict[bytes, bytes]) -> None:
         """Move what the disk had to the hits; it stays in memory from now on."""
         for key, value in values.items():
-            indices = found.by_key[key].indices
+            entry = found.by_key[key]
             try:
-                hits = [(i, unpack_output(value, _columns(jobs[i]))) for i in indices]
+                hits = [(index, unpack_output(value, entry.columns)) for index in entry.indices]
             except ValueError as error:
                 log.warning("a result in the cache's file is passed by: %s", error)
                 continue
@@ -241,11 +257,7 @@ class ResultCache:
             self._memory_thread.submit(self._keep, computed).add_done_callback(_report)
 
     def _keep(self, computed: Sequence[Computed]) -> None:
-        packed = [
-            (k, pack_output(cast(ScoreOutput, out), _columns(job)))
-            for k, job, out in computed
-            if is_finite(out)
-        ]
+        packed = [entry for missing, outputs in computed for entry in _pack(missing, outputs)]
         for key, value in packed:
             self._remember(key, value)
         if self._file is None or not packed:
@@ -266,8 +278,28 @@ class ResultCache:
         self._disk_thread.shutdown()
 
 
-def _columns(job: Job) -> tuple[str, ...]:
-    return cast(ScoreJob, job).columns  # no other job has a fingerprint, and so a key
+def list_columns(jobs: Sequence[Job]) -> list[tuple[str, ...]]:
+    """Return the columns of each job; none of one that is no score job, which is not kept."""
+    if isinstance(jobs, ScoreJobs):
+        return [jobs.like.columns] * len(jobs)
+    return [job.columns if isinstance(job, ScoreJob) else () for job in jobs]
+
+
+def _pack(missing: Sequence[MissingJob], outputs: Sequence[Output]) -> list[tuple[bytes, bytes]]:
+    """Return keys and values of what is kept: all but results with a NaN."""
+    if not isinstance(outputs, ScoreOutputs):
+        pairs = [(e, o) for e, o in zip(missing, outputs, strict=True) if e.key is not None]
+        return [
+            kept
+            for entry, output in pairs
+            for kept in _pack([entry], ScoreOutputs.of([cast(ScoreOutput, output)]))
+        ]
+    values = pack_outputs(outputs, missing[0].columns)
+    return [
+        (entry.key, value)
+        for entry, value, is_number in zip(missing, values, find_finite(outputs), strict=True)
+        if entry.key is not None and is_number
+    ]
 
 
 def _measure(value: bytes) -> int:

@@ -3,17 +3,21 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 from logsteer.errors import api_error
 from logsteer.schemas import ModelCard, ModelState, Precision, Provenance
+from logsteer_server.contract.batches import change_all, count_positions, select_jobs
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Job, Output
 from logsteer_server.contract.lane import Lane
 from logsteer_server.contract.parameters import Cast
+from logsteer_server.contract.results import OutputPart, WorkCounts, count_work
 from logsteer_server.engines.supervisor import EngineHandle
 from logsteer_server.metrics import ModelCounters, ModelReading
 from logsteer_server.models.admission import Admission
@@ -48,13 +52,21 @@ class PreparedJobs:
     @property
     def num_tokens(self) -> int:
         """Positions of the context that the jobs to compute may come to use."""
-        return sum(job.num_positions for job in self.jobs)
+        return sum(count_positions(self.jobs))
 
     @property
     def num_known(self) -> int:
         """Jobs that the engine will not see: known ones, and repetitions within the call."""
         repeated = sum(len(entry.indices) - 1 for entry in self.missing or ())
         return len(self.hits) + repeated
+
+
+def _repeat(entries: Sequence[MissingJob], outputs: Sequence[Output]) -> Iterator[OutputPart]:
+    """Yield outputs of jobs that were missing, for every index at which the call has them."""
+    yield OutputPart([entry.indices[0] for entry in entries], outputs)
+    for entry, output in zip(entries, outputs, strict=True):
+        if others := entry.indices[1:]:
+            yield OutputPart(others, [replace(output, cached_tokens=0)] * len(others))
 
 
 class ResidentModel:
@@ -130,13 +142,13 @@ class ResidentModel:
     ) -> PreparedJobs:
         """Look jobs up in the result cache, where `cache` allows it; equal ones go together."""
         if lane is not None and lane.salt:
-            jobs = [replace(job, salt=lane.salt) for job in jobs]
+            jobs = change_all(jobs, partial(replace, salt=lane.salt))
         if not (cache and self._results.is_on):
             return PreparedJobs(jobs)
         scope = digest_scope(self.handle.check_ready(), self.settings)
         found = await self._results.find(scope, jobs)
         missing = found.missing
-        unknown = [jobs[entry.indices[0]] for entry in missing]
+        unknown = select_jobs(jobs, [entry.indices[0] for entry in missing])
         prepared = PreparedJobs(unknown, found.hits, missing)
         self._counters.cache_hits.inc(prepared.num_known)
         self._counters.cache_misses.inc(sum(entry.key is not None for entry in missing))
@@ -144,62 +156,57 @@ class ResidentModel:
 
     async def run(
         self, prepared: PreparedJobs, timer: WorkTimer | None = None, lane: Lane | None = None
-    ) -> AsyncGenerator[tuple[int, Output], None]:
-        """Yield index and output of each job as it ends, piece by piece where it streams.
+    ) -> AsyncGenerator[OutputPart, None]:
+        """Yield indices and outputs of jobs as they end, piece by piece where they stream.
 
         The jobs wait for the engine in `lane`, with which they were prepared.
         Known results come first; what is computed is kept for later. Leaving the loop early
         cancels the rest. Errors: as `EngineHandle.run`.
         """
-        for index, output in prepared.hits:
-            yield index, output
-        missing = prepared.missing
+        if prepared.hits:
+            yield OutputPart([n for n, _ in prepared.hits], [output for _, output in prepared.hits])
         computed: list[Computed] = []
         try:
-            async with aclosing(self._compute(prepared.jobs, timer, lane)) as outputs:
-                async for index, output in outputs:
-                    if missing is None:
-                        yield index, output
+            async with aclosing(self._compute(prepared.jobs, timer, lane)) as parts:
+                async for part in parts:
+                    if prepared.missing is None:
+                        yield part
                         continue
-                    entry = missing[index]
-                    if entry.key is not None:
-                        computed.append((entry.key, prepared.jobs[index], output))
-                    if len(computed) == STORED_AT_ONCE:
+                    entries = [prepared.missing[index] for index in part.indices]
+                    computed.append((entries, part.outputs))
+                    if sum(len(own) for own, _ in computed) >= STORED_AT_ONCE:
                         self._results.keep(computed)
                         computed = []
-                    first, *others = entry.indices
-                    yield first, output
-                    for other in others:
-                        yield other, replace(output, cached_tokens=0)
+                    for again in _repeat(entries, part.outputs):
+                        yield again
         finally:
             self._results.keep(computed)
 
     async def _compute(
         self, jobs: Sequence[Job], timer: WorkTimer | None, lane: Lane | None
-    ) -> AsyncGenerator[tuple[int, Output], None]:
+    ) -> AsyncGenerator[OutputPart, None]:
         if not jobs:
             return
         started = time.monotonic()
-        async with aclosing(self.handle.run(jobs, lane)) as ends:
-            async for end in ends:
+        async with aclosing(self.handle.run(jobs, lane)) as parts:
+            async for part in parts:
                 if timer is not None:
-                    timer.note(end)
-                self._count(jobs[end.index], end.output)
-                yield end.index, end.output
-        num_tokens = sum(job.num_positions for job in jobs)
+                    timer.note(part.taken_at)
+                found = OutputPart(part.numbers, cast(Sequence[Output], part.results))
+                self._count(count_work(jobs, found))
+                yield found
+        num_tokens = sum(count_positions(jobs))
         self.admission.note_speed(num_tokens, time.monotonic() - started)
 
     async def check(self, job: Job) -> Output:
         """Run one job that reads no tokens. Errors: APIError where it fails."""
-        (output,) = [end.output async for end in self.handle.run([job])]
-        return output
+        (output,) = [output async for part in self.handle.run([job]) for output in part.results]
+        return cast(Output, output)
 
-    def _count(self, job: Job, output: Output) -> None:
-        if not output.is_last:
-            return
-        self._counters.prompt_tokens.inc(len(job.tokens))
-        self._counters.prefix_cached_tokens.inc(output.cached_tokens)
-        self._counters.scored_tokens.inc(job.num_scored)
+    def _count(self, work: WorkCounts) -> None:
+        self._counters.prompt_tokens.inc(work.prompt_tokens)
+        self._counters.prefix_cached_tokens.inc(work.cached_tokens)
+        self._counters.scored_tokens.inc(work.scored_tokens)
 
     def read(self) -> ModelReading:
         """Return what the model is at right now."""

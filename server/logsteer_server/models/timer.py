@@ -1,6 +1,6 @@
 """The times of one request, as its answer reports them."""
 
-from logsteer_server.engines.supervisor import TimedOutput, now
+from logsteer_server.engines.supervisor import now
 
 
 class WorkTimer:
@@ -10,9 +10,9 @@ class WorkTimer:
         self._accepted = now()
         self._taken: float | None = None
 
-    def note(self, end: TimedOutput) -> None:
-        """Count a finished job in."""
-        self._taken = end.taken_at if self._taken is None else min(self._taken, end.taken_at)
+    def note(self, taken_at: float) -> None:
+        """Count finished jobs in, which the engine took then."""
+        self._taken = taken_at if self._taken is None else min(self._taken, taken_at)
 
     def read(self) -> dict[str, float]:
         """Return the fields of `Timing`."""

@@ -18,7 +18,7 @@ from logsteer_server.tasks.continuations import (
     plan_continuations,
 )
 from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.run import Batch, Event, Task, check_count
+from logsteer_server.tasks.run import Batch, Event, Task, check_count, take_each
 from logsteer_server.text.tokenizer import TextCodec
 
 NO_TOKENS = np.zeros(0, dtype=np.int32)
@@ -65,7 +65,7 @@ class GenerationTask(Task):
         planner.expect_rows(tokens, 1 + len(self.columns))
         contexts = [job.prompt_len for job in self._continuations.jobs]
         planner.expect_readings(self.interventions, len(contexts), tokens, sum(contexts))
-        yield Batch(self._continuations.jobs, self._take)
+        yield Batch(self._continuations.jobs, take_each(self._take))
 
     def _plan(self, codec: TextCodec, info: EngineInfo) -> Steps[Continuations]:
         body = self._body

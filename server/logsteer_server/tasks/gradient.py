@@ -147,7 +147,7 @@ class GradientTask(Task):
 
     def _plan(
         self, codec: TextCodec, info: EngineInfo, max_numbers: int
-    ) -> Steps[tuple[TargetPlan, list[GradientJob]]]:
+    ) -> Steps[tuple[TargetPlan, Sequence[GradientJob]]]:
         body, wrt = self._body, self._body.wrt
         check_feature("gradient", info, None)
         self.interventions = Interventions.resolve(body, self._stores, info)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -118,7 +118,7 @@ class LabelTask(Task):
         longest = max((len(item) for item in items if isinstance(item, str)), default=0)
         return longest + (len(self._body.query) if isinstance(self._body.query, str) else 0)
 
-    def _plan(self, codec: TextCodec, info: EngineInfo) -> Steps[list[ScoreJob]]:
+    def _plan(self, codec: TextCodec, info: EngineInfo) -> Steps[Sequence[ScoreJob]]:
         self.interventions = Interventions.resolve(self._body, self._stores, info)
         jobs = yield from plan_labels(self._body, codec, info)
         return self.interventions.apply(jobs)

@@ -1,6 +1,6 @@
 """`/logprob` and `/diagnostics`: exact log-probabilities of targets given contexts."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +12,11 @@ from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.columns import ColumnOptions
 from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.run import Batch, Collector, Task
+from logsteer_server.tasks.run import Batch, ScoreCollector, Task
+from logsteer_server.tasks.target_scores import Shown, assemble_targets
 from logsteer_server.tasks.targets import (
-    Shown,
     TargetOptions,
     TargetPlan,
-    assemble_targets,
     check_items,
     find_longest,
     plan_targets,
@@ -48,18 +47,21 @@ class LogprobTask(Task):
         codec, info = self.model.require()
         planner.cover_text(find_longest(body.items))
         plan, jobs = await planner.advance(self._plan(codec, info))
-        rows = sum(job.num_scored for job in jobs)
+        rows = len(plan.jobs.targets)
         planner.expect_rows(rows, len(body.columns), min(body.top, info.vocab_size))
-        contexts = [plan.jobs[target.job].prompt_len for target in plan.planned]
-        planner.expect_readings(self.interventions, len(contexts), rows, sum(contexts))
-        collector = Collector(jobs)
+        if self.interventions.probes:
+            contexts = [plan.jobs[target.job].prompt_len for target in plan.planned]
+            planner.expect_readings(self.interventions, len(contexts), rows, sum(contexts))
+        collector = ScoreCollector()
         yield Batch(jobs, collector.take, cache=body.cache)
         found = collector.outputs
         shown = replace(self._shown, interventions=self.interventions)
         steps = assemble_targets(plan, found, codec, shown)
         self._results = await planner.advance(steps)
 
-    def _plan(self, codec: TextCodec, info: EngineInfo) -> Steps[tuple[TargetPlan, list[ScoreJob]]]:
+    def _plan(
+        self, codec: TextCodec, info: EngineInfo
+    ) -> Steps[tuple[TargetPlan, Sequence[ScoreJob]]]:
         body = self._body
         self.interventions = Interventions.resolve(body, self._stores, info)
         options = TargetOptions(body.boundary, body.space, body.bos, body.on_overflow)

@@ -31,7 +31,15 @@ from logsteer_server.tasks.completions import (
 )
 from logsteer_server.tasks.continuations import find_longest_prompt
 from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.run import Batch, Collector, Event, Facts, Task, check_count
+from logsteer_server.tasks.run import (
+    Batch,
+    Collector,
+    Event,
+    Facts,
+    Task,
+    check_count,
+    take_each,
+)
 from logsteer_server.text.tokenizer import TextCodec
 
 
@@ -74,7 +82,7 @@ class OpenAITask(Task):
             for event in self._show_echoes(collector.outputs):
                 yield event
         if samples:
-            yield Batch(samples, self._show)
+            yield Batch(samples, take_each(self._show))
         if self._sampling.includes_usage:
             yield Event("chunk", {**self._head, "choices": [], "usage": self._count_usage()})
 
@@ -85,7 +93,7 @@ class OpenAITask(Task):
 
     def _plan(
         self, codec: TextCodec, info: EngineInfo
-    ) -> Steps[tuple[list[CompletionPrompt], list[Job]]]:
+    ) -> Steps[tuple[list[CompletionPrompt], Sequence[Job]]]:
         self.interventions = Interventions.resolve(self._sampling, self._stores, info)
         prompts = yield from self._plan_prompts(codec, info)
         return prompts, self.interventions.apply([job for each in prompts for job in each.jobs])

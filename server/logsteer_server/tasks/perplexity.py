@@ -21,7 +21,7 @@ from logsteer_server.tasks.comparison import (
     export_jobs,
 )
 from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.run import Batch, Event, Task, check_count
+from logsteer_server.tasks.run import Batch, Event, Task, check_count, take_each
 from logsteer_server.tasks.texts import (
     StreamedText,
     TextScores,
@@ -118,7 +118,7 @@ class PerplexityTask(WindowTask):
             planner.expect_bytes(len(windows) * BYTES_PER_WINDOW)
         jobs = self.interventions.apply([window.job for window in windows])
         if self._comparison is None:
-            yield Batch(jobs, self._take, cache=body.cache)
+            yield Batch(jobs, take_each(self._take), cache=body.cache)
             return
         parts = list(self._comparison.split(jobs, settings.max_reference_bytes // COMPARED_AT_ONCE))
         own = [jobs[part.start : part.stop] for part in parts]
@@ -131,7 +131,7 @@ class PerplexityTask(WindowTask):
                 async with export_files(compared, vocab_size, planner) as files:
                     batch = export_jobs(compared, files)
                     yield Batch(batch, model=reference, purpose="reference", silent=True, room=room)
-                    take = partial(self._take_compared, part.start)
+                    take = take_each(partial(self._take_compared, part.start))
                     yield Batch(compare_jobs(compared, files), take, room=room)
 
     def _cut(self) -> Steps[list[TextWindow]]:
@@ -225,7 +225,7 @@ class PerplexityStreamTask(WindowTask):
         if not self._windows_done:
             self.interventions.check_reach([window.job for window in windows])
         jobs = [self.interventions.change(window.job) for window in windows]
-        return Batch(jobs, self._take, cache=self._query.cache, silent=silent)
+        return Batch(jobs, take_each(self._take), cache=self._query.cache, silent=silent)
 
     def _take(self, index: int, output: ScoreOutput) -> Event | None:
         return self._take_window(self._windows[index], output, windows=False, tokens=False)

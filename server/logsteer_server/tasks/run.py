@@ -12,16 +12,19 @@ deadline, and a caller who hangs up, cancel the run; what it reserved and starte
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
+import numpy as np
 import numpy.typing as npt
 
 from logsteer.errors import api_error
 from logsteer.schemas import Precision, Provenance
-from logsteer_server.contract.jobs import Job, Output
+from logsteer_server.contract.batches import ScoreOutputs
+from logsteer_server.contract.jobs import Job, ScoreOutput
+from logsteer_server.contract.results import OutputPart, WorkCounts, count_work, find_steered
 from logsteer_server.interventions.interventions import UNCHANGED, AppliedReport, Interventions
 from logsteer_server.keys.caller import Requester
 from logsteer_server.models.admission import Admission, Reservation
@@ -44,22 +47,36 @@ class Event:
     document: dict[str, Any]
 
 
-def ignore(_index: int, _output: Output) -> None:
-    """Take an output that nobody needs."""
+def ignore(_part: OutputPart) -> Iterable[Event]:
+    """Take outputs that nobody needs."""
+    return ()
+
+
+def take_each(
+    take: Callable[[int, Any], Event | None],
+) -> Callable[[OutputPart], Iterator[Event]]:
+    """Return what takes outputs one by one: each with its job's index, for an event to show."""
+
+    def take_all(part: OutputPart) -> Iterator[Event]:
+        for index, output in zip(part.indices, part.outputs, strict=True):
+            if (event := take(index, output)) is not None:
+                yield event
+
+    return take_all
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Jobs that are run together, and what takes their outputs as they come.
 
-    `take` is given the index of a job and an output (or a piece of one), and may return an event to
-    show. `model` is where they run: None for the task's own. `cache` says whether results may come
-    from earlier work, which those of score jobs alone can. A `silent` batch does not open the
-    stream of events. `room` tokens are reserved at least, where later batches need more than this.
+    `take` is given outputs of some of the jobs, or pieces of them, and gives events to show.
+    `model` is where they run: None for the task's own. `cache` says whether results may come from
+    earlier work, which those of score jobs alone can. A `silent` batch does not open the stream of
+    events. `room` tokens are reserved at least, where later batches need more than this.
     """
 
     jobs: Sequence[Job]
-    take: Callable[[int, Any], Event | None] = ignore
+    take: Callable[[OutputPart], Iterable[Event]] = ignore
     model: ResidentModel | None = None
     cache: bool = False
     purpose: Purpose = "work"
@@ -73,9 +90,31 @@ class Collector:
     def __init__(self, jobs: Sequence[Job]) -> None:
         self.outputs: list[Any] = [None] * len(jobs)
 
-    def take(self, index: int, output: Output) -> None:
-        """Take the output of a job."""
-        self.outputs[index] = output
+    def take(self, part: OutputPart) -> Iterable[Event]:
+        """Take outputs of some of the jobs."""
+        for index, output in zip(part.indices, part.outputs, strict=True):
+            self.outputs[index] = output
+        return ()
+
+
+class ScoreCollector:
+    """Outputs of a batch of score jobs of the same columns."""
+
+    def __init__(self) -> None:
+        self._indices: list[int] = []
+        self._parts: list[ScoreOutputs] = []
+
+    def take(self, part: OutputPart) -> Iterable[Event]:
+        """Take outputs of some of the jobs."""
+        self._indices += part.indices
+        self._parts.append(ScoreOutputs.of(cast(Sequence[ScoreOutput], part.outputs)))
+        return ()
+
+    @property
+    def outputs(self) -> ScoreOutputs:
+        """All outputs, in the order of the jobs."""
+        order = np.argsort(np.array(self._indices, dtype=np.int64))
+        return ScoreOutputs.join(self._parts).select(order)
 
 
 class Task(ABC):
@@ -170,13 +209,12 @@ class UsageCounter:
     cached_tokens: int = 0
     cached_results: int = 0
 
-    def add(self, job: Job, output: Output) -> None:
-        """Count an output, or a piece of one; the job's own tokens with its last."""
-        self.generated_tokens += output.num_generated
-        if output.is_last:
-            self.prompt_tokens += len(job.tokens)
-            self.scored_tokens += job.num_scored
-            self.cached_tokens += output.cached_tokens
+    def add(self, work: WorkCounts) -> None:
+        """Count work in."""
+        self.prompt_tokens += work.prompt_tokens
+        self.scored_tokens += work.scored_tokens
+        self.generated_tokens += work.generated_tokens
+        self.cached_tokens += work.cached_tokens
 
     def read(self) -> dict[str, int]:
         """Return the counts by name."""
@@ -241,10 +279,10 @@ class Run:
                     timer = self._timer if batch.purpose != "reference" else None
                     if batch.purpose != "reference":
                         self._usage.cached_results += prepared.num_known
-                    async with aclosing(model.run(prepared, timer, lane)) as outputs:
-                        async for index, output in outputs:
-                            self._count(batch, index, output)
-                            if (event := batch.take(index, output)) is not None:
+                    async with aclosing(model.run(prepared, timer, lane)) as parts:
+                        async for part in parts:
+                            self._count(batch, part)
+                            for event in batch.take(part):
                                 yield event
             if not has_started:
                 yield self._open()
@@ -257,12 +295,11 @@ class Run:
             )
         return self._reservations[admission]
 
-    def _count(self, batch: Batch, index: int, output: Output) -> None:
-        job = batch.jobs[index]
+    def _count(self, batch: Batch, part: OutputPart) -> None:
         if batch.purpose == "reference":
             return
-        self._usage.add(job, output)
-        if output.is_last and job.plan is not None:
+        self._usage.add(count_work(batch.jobs, part))
+        for output in find_steered(batch.jobs, part):
             self._applied.add(output)
 
     @property

@@ -12,6 +12,7 @@ import numpy as np
 
 from logsteer.errors import api_error
 from logsteer.schemas import LogprobItem, Steering, SweepRequest
+from logsteer_server.contract.batches import ScoreOutputs
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
 from logsteer_server.interventions.interventions import Interventions, Stores
@@ -27,6 +28,7 @@ from logsteer_server.tasks.comparison import (
 )
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import Batch, Collector, Task, check_count
+from logsteer_server.tasks.target_scores import sum_targets
 from logsteer_server.tasks.targets import TargetOptions, TargetPlan, find_longest, plan_targets
 from logsteer_server.tasks.texts import TextWindow, cut_texts
 from logsteer_server.text.sums import exp_mean
@@ -216,9 +218,9 @@ def _assemble(
 
 
 def _sum_targets(plan: SweepPlan, outputs: Sequence[ScoreOutput]) -> list[float]:
-    planned = plan.targets.planned if plan.targets else []
-    picked = [target.pick(outputs).columns["logprob"] for target in planned]
-    return [float(column.astype(np.float64).sum()) for column in picked]
+    if plan.targets is None:
+        return []
+    return sum_targets(plan.targets, ScoreOutputs.of(outputs[: len(plan.targets.jobs)]))
 
 
 def _write_point(

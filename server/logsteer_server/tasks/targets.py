@@ -1,25 +1,25 @@
-"""Contexts and targets as score jobs, and the jobs' outputs as their scores."""
+"""Contexts and targets as score jobs."""
 
 import hashlib
-import math
+from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
 from logsteer.errors import api_error
 from logsteer.schemas import BosPolicy, LogprobItem, OverflowPolicy
 from logsteer.schemas.logprob import Boundary, BoundaryFinding, SpacePolicy
+from logsteer_server.contract.batches import ScoreJobs, Starts, find_starts
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import Ids, ScoreJob, ScoreOutput
-from logsteer_server.interventions.interventions import UNCHANGED, Interventions
+from logsteer_server.contract.jobs import Ids, ScoreJob
 from logsteer_server.settings import Settings
-from logsteer_server.tasks.columns import ColumnOptions, aggregate_columns, show_columns
+from logsteer_server.tasks.columns import ColumnOptions
 from logsteer_server.tasks.planning import Steps
 from logsteer_server.tasks.run import check_count
 from logsteer_server.text.boundaries import Cut, Pair, cut_pairs, space_variants
-from logsteer_server.text.sums import exp_mean, log_sum_exp
 from logsteer_server.text.tokenizer import Offsets, TextCodec
 
 
@@ -50,8 +50,7 @@ def _count_chars(item: LogprobItem) -> int:
     return len(item.context or "") + turns + max(map(len, item.targets or ()), default=0)
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedTarget:
+class PlannedTarget(NamedTuple):
     """One string or id sequence to score: its tokens, and where its scores will be.
 
     They are all of job `job`'s rows, or only entry `slot` where the job shares a row.
@@ -65,22 +64,8 @@ class PlannedTarget:
     job: int
     slot: int | None
 
-    def pick(self, outputs: Sequence[ScoreOutput]) -> ScoreOutput:
-        """Return the target's own rows of the jobs' outputs."""
-        output = outputs[self.job]
-        if self.slot is None:
-            return output
-        own = slice(self.slot, self.slot + 1)
-        return replace(
-            output,
-            columns={name: values[own] for name, values in output.columns.items()},
-            top_ids=None if output.top_ids is None else output.top_ids[own],
-            top_logprobs=None if output.top_logprobs is None else output.top_logprobs[own],
-        )
 
-
-@dataclass(frozen=True, slots=True)
-class PlannedItem:
+class PlannedItem(NamedTuple):
     """One item's targets as given; with `space: both`, the indices of each target's variants."""
 
     targets: list[int]
@@ -93,12 +78,21 @@ class TargetPlan:
 
     planned: list[PlannedTarget]
     items: list[PlannedItem]
-    jobs: list[ScoreJob]
+    jobs: ScoreJobs
 
     def context(self, target: PlannedTarget) -> Ids:
         """Return what the model reads in front of a target."""
-        tokens = self.jobs[target.job].tokens
-        return tokens[: len(tokens) - len(target.token_ids) + 1]
+        starts = self.jobs.token_starts
+        end = starts[target.job + 1] - len(target.token_ids) + 1
+        return self.jobs.tokens[starts[target.job] : end]
+
+    def find_rows(self, row_starts: Starts) -> tuple[Starts, Starts]:
+        """Return where each target's rows begin and end, among those of the jobs' outputs."""
+        jobs = np.array([target.job for target in self.planned])
+        slots = np.array([target.slot or 0 for target in self.planned])
+        counts = np.array([len(target.token_ids) for target in self.planned])
+        begins = row_starts[jobs] + slots
+        return begins, begins + counts
 
 
 def plan_targets(
@@ -115,14 +109,16 @@ def plan_targets(
     texts: list[str] = []
     pairs: list[Pair] = []
     items: list[PlannedItem] = []
-    by_ids: dict[int, Cut] = {}
+    by_ids: list[Cut] = []
+    places: list[int] = []
     for index, item in enumerate(given):
         yield 0
         first = len(texts)
         if item.context_ids is not None:
             for cut in _cut_ids(codec, info, options.bos, index, item):
-                by_ids[len(texts)] = cut
-                texts.append(codec.decode(cut.target_ids))
+                by_ids.append(cut)
+                places.append(len(texts))
+                texts.append("")
                 yield 0
             items.append(PlannedItem(list(range(first, len(texts))), None))
             continue
@@ -132,14 +128,19 @@ def plan_targets(
         as_given, variants = _lay_out(item.targets or [], options.space == "both", texts)
         pairs += [Pair(context, text, rendered) for text in texts[first:]]
         items.append(PlannedItem(as_given, variants))
+    decoded = codec.decode_lazily([cut.target_ids for cut in by_ids])
+    for place, text in zip(places, decoded, strict=True):
+        texts[place] = text
+        yield 0
+    id_cuts = dict(zip(places, by_ids, strict=True))
     text_cuts = cut_pairs(codec, pairs, options.boundary, options.bos)
-    builder = _JobBuilder(options.on_overflow, read, info)
+    builder = _JobBuilder(options.on_overflow, info)
     planned = []
     for place, text in enumerate(texts):
-        cut = by_ids[place] if place in by_ids else next(text_cuts)
+        cut = id_cuts[place] if place in id_cuts else next(text_cuts)
         planned.append(builder.place(text, cut))
         yield builder.num_tokens
-    return TargetPlan(planned, items, builder.make_jobs())
+    return TargetPlan(planned, items, builder.make_jobs(read))
 
 
 def _lay_out(
@@ -192,7 +193,7 @@ class _Context:
 
     def __init__(self, ids: list[int]) -> None:
         self.ids = ids
-        self.tokens = np.array(ids, dtype=np.int32)
+        self.tokens = array("i", ids)
         self.job: int | None = None
 
 
@@ -203,33 +204,38 @@ class _JobBuilder:
     targets " 4" and " 5" are two entries of the last row of one job.
     """
 
-    def __init__(self, on_overflow: OverflowPolicy, read: ColumnOptions, info: EngineInfo) -> None:
+    def __init__(self, on_overflow: OverflowPolicy, info: EngineInfo) -> None:
         self._on_overflow = on_overflow
-        self._read = read
         self._limit = info.context_length
-        self.num_tokens = 0
-        self._tokens: list[Ids] = []
+        self._tokens = array("i")
+        self._lengths: list[int] = []
         self._context = _Context([])
         self._targets: list[list[int]] = []
         self._sharing: dict[bytes, int] = {}
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the model reads for the jobs so far."""
+        return len(self._tokens)
+
     def place(self, text: str, cut: Cut) -> PlannedTarget:
         """Put a target into a job. Errors: APIError `context_too_long`."""
-        count, num_read = len(cut.target_ids), len(cut.context_ids) + len(cut.target_ids) - 1
+        count = len(cut.target_ids)
+        num_read = len(cut.context_ids) + count - 1
         excess = fit_context(num_read, count, self._limit, self._on_overflow)
         if self._context.ids is not cut.context_ids:
             self._context = _Context(cut.context_ids)
         context, slot = self._context, None
         if count > 1:
-            read = np.array(cut.target_ids[:-1], dtype=np.int32)
-            job = self._open(np.concatenate([context.tokens, read])[excess:], cut.target_ids)
+            read = context.tokens + array("i", cut.target_ids[:-1])
+            job = self._open(read[excess:] if excess else read, cut.target_ids)
         else:
             job = context.job = self._share(context, excess)
             slot = len(self._targets[job])
             self._targets[job].append(cut.target_ids[0])
         return PlannedTarget(text, cut.target_ids, cut.offsets, cut.finding, excess, job, slot)
 
-    def _share(self, context: "_Context", excess: int) -> int:
+    def _share(self, context: _Context, excess: int) -> int:
         """Return the job of the single tokens after a context."""
         if context.job is not None:
             return context.job
@@ -239,27 +245,27 @@ class _JobBuilder:
             self._sharing[key] = self._open(tokens, [])
         return self._sharing[key]
 
-    def _open(self, tokens: Ids, targets: list[int]) -> int:
-        self.num_tokens += len(tokens)
-        self._tokens.append(tokens)
-        self._targets.append(list(targets))
-        return len(self._tokens) - 1
+    def _open(self, tokens: "array[int]", targets: list[int]) -> int:
+        self._tokens.extend(tokens)
+        self._lengths.append(len(tokens))
+        self._targets.append(targets)
+        return len(self._lengths) - 1
 
-    def make_jobs(self) -> list[ScoreJob]:
-        """Return the jobs, by their numbers."""
-        shared = set(self._sharing.values())
-        return [
-            ScoreJob(
-                tokens,
-                np.array(targets, dtype=np.int32),
-                self._read.columns,
-                self._read.top,
-                shares_row=job in shared and len(targets) > 1,
-                policy=self._read.policy,
-                double=self._read.double,
-            )
-            for job, (tokens, targets) in enumerate(zip(self._tokens, self._targets, strict=True))
-        ]
+    def make_jobs(self, read: ColumnOptions) -> ScoreJobs:
+        """Return the jobs, by their numbers, which read these columns."""
+        none = np.zeros(0, dtype=np.int32)
+        like = ScoreJob(none, none, read.columns, read.top, policy=read.policy, double=read.double)
+        counts = np.array([len(targets) for targets in self._targets])
+        shares_row = np.zeros(len(counts), dtype=bool)
+        shares_row[list(self._sharing.values())] = True
+        return ScoreJobs(
+            like,
+            np.frombuffer(self._tokens, dtype=np.int32),
+            find_starts(self._lengths),
+            np.array(list(chain.from_iterable(self._targets)), dtype=np.int32),
+            find_starts(counts),
+            shares_row & (counts > 1),
+        )
 
 
 def fit_context(num_read: int, num_targets: int, limit: int, policy: OverflowPolicy) -> int:
@@ -283,97 +289,3 @@ def fit_context(num_read: int, num_targets: int, limit: int, policy: OverflowPol
         )
         raise api_error("context_too_long", detail)
     return excess
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """What an answer shows of each target: its tokens, these columns, what probes of the
-    interventions have read, aggregates over `window`.
-    """
-
-    columns: Sequence[str]
-    per_token: bool = True
-    window: int | None = None
-    interventions: Interventions = UNCHANGED
-
-
-def assemble_targets(
-    plan: TargetPlan, outputs: Sequence[ScoreOutput], codec: TextCodec, shown: Shown
-) -> Steps[list[dict[str, Any]]]:
-    """Return the `results` of an answer, as `ItemScore`, with numpy arrays for columns."""
-    scores = []
-    for target in plan.planned:
-        score = _score(target, target.pick(outputs), shown, codec)
-        readings, first_row = outputs[target.job].readings, plan.jobs[target.job].first_row
-        scores.append(score | shown.interventions.show_readings(readings, first_row))
-        yield 0
-    return [_score_item(item, scores) for item in plan.items]
-
-
-def _score_item(item: PlannedItem, scores: list[dict[str, Any]]) -> dict[str, Any]:
-    targets = [dict(scores[index]) for index in item.targets]
-    if item.variants is None:
-        ranking = [target["logprob"] for target in targets]
-    else:
-        ranking = []
-        for target, (with_space, without_space) in zip(targets, item.variants, strict=True):
-            both = (scores[with_space], scores[without_space])
-            target["variants"] = {"with_space": both[0], "without_space": both[1]}
-            known = [v["logprob"] for v in both if v["logprob"] is not None]
-            target["logprob_any_space"] = log_sum_exp(known) if known else None
-            ranking.append(target["logprob_any_space"])
-    return {"targets": targets, **_rank_choices(ranking)}
-
-
-def _rank_choices(logprobs: Sequence[float | None]) -> dict[str, Any]:
-    known = [value for value in logprobs if value is not None]
-    if not known:
-        return {"best": None, "choice_probs": [None] * len(logprobs)}
-    total = log_sum_exp(known)
-    probs = [None if value is None else math.exp(value - total) for value in logprobs]
-    return {"best": logprobs.index(max(known)), "choice_probs": probs}
-
-
-def _score(
-    target: PlannedTarget, output: ScoreOutput, shown: Shown, codec: TextCodec
-) -> dict[str, Any]:
-    total = float(output.columns["logprob"].astype(np.float64).sum())
-    count = len(target.token_ids)
-    finite = math.isfinite(total)
-    ranks = output.columns.get("rank")
-    score: dict[str, Any] = {
-        "target": target.text,
-        "logprob": total if finite else None,
-        "prob": math.exp(total) if finite else None,
-        "perplexity": exp_mean(-total, count),
-        "num_tokens": count,
-        "num_bytes": len(target.text.encode()),
-        "is_greedy": bool((ranks == 1).all()) if ranks is not None else None,
-        "boundary": target.finding,
-        "truncated_tokens": target.truncated,
-        "flags": [] if finite else ["non_finite"],
-    }
-    if shown.window is not None:
-        asked = {name: output.columns[name] for name in shown.columns}
-        score["aggregates"] = aggregate_columns(asked, shown.window)
-    if shown.per_token:
-        score |= dict(_list_tokens(target, output, shown, codec))
-    return score
-
-
-def _list_tokens(
-    target: PlannedTarget, output: ScoreOutput, shown: Shown, codec: TextCodec
-) -> Iterator[tuple[str, Any]]:
-    yield "token_ids", target.token_ids
-    yield "tokens", [codec.piece(token_id) for token_id in target.token_ids]
-    yield "offsets", target.offsets
-    yield from show_columns(output.columns, shown.columns).items()
-    if output.top_ids is not None:
-        yield (
-            "top",
-            {
-                "token_ids": output.top_ids,
-                "tokens": [[codec.piece(i) for i in row] for row in output.top_ids.tolist()],
-                "logprobs": output.top_logprobs,
-            },
-        )

@@ -14,7 +14,7 @@ A conversation keeps the white space that its template ends in: generation reads
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from logsteer.errors import api_error
 from logsteer.schemas import BosPolicy, Boundary, BoundaryFinding
@@ -26,8 +26,7 @@ from logsteer_server.text.tokenizer import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(NamedTuple):
     """A context and a target as text. `is_rendered`: the context came from a chat template.
 
     It then has its BOS already, and its end is where a generated answer would begin.
@@ -38,8 +37,7 @@ class Pair:
     is_rendered: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(NamedTuple):
     """A pair as tokens. `offsets` count characters from the target's first one."""
 
     context_ids: list[int]
@@ -109,6 +107,8 @@ def _with_bos(codec: TextCodec, cut: Cut, bos: BosPolicy) -> Cut:
             "give a context, or send bos: always."
         )
         raise api_error("boundary_empty", detail)
+    if not front:
+        return cut
     return Cut(front + cut.context_ids, cut.target_ids, cut.offsets, cut.finding)
 
 

@@ -2,11 +2,10 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 from logsteer.errors import api_error
 from logsteer.schemas import BosPolicy, Message
@@ -14,11 +13,12 @@ from logsteer.schemas import BosPolicy, Message
 Offsets = list[tuple[int, int]]
 ENCODED_AT_ONCE = 65_536
 """Characters of the texts that are encoded by one call; one that is longer is encoded alone."""
+DECODED_AT_ONCE = 16_384
+"""Tokens of the sequences that are decoded by one call."""
 _import_lock = Lock()  # two threads that import transformers at once find it half imported
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedText:
+class EncodedText(NamedTuple):
     """The tokens of one text, without any that the text does not contain."""
 
     ids: list[int]
@@ -130,6 +130,12 @@ class TextCodec:
     def decode(self, ids: Sequence[int]) -> str:
         """Decode token ids, special tokens written out."""
         return self._decode(list(ids))
+
+    def decode_lazily(self, sequences: Sequence[list[int]]) -> Iterator[str]:
+        """Yield the text of each sequence, of so many at once that no call takes long."""
+        for part in split_sizes([1 + len(ids) for ids in sequences], DECODED_AT_ONCE):
+            own = list(sequences[part.start : part.stop])
+            yield from self._backend.decode_batch(own, skip_special_tokens=False)
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._backend.decode(ids, skip_special_tokens=False))

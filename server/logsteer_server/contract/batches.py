@@ -1,0 +1,351 @@
+"""Score jobs of one call, and what came of them, as a few arrays: no object a job on their way.
+
+Jobs that differ in their tokens alone lie behind one another, and so do their outputs:
+
+    tokens         5 6 7 | 5 6 | 9 3 8       three jobs
+    token_starts   0       3     5       8
+
+Both are sequences, so whoever works on single jobs takes them by their index.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from logsteer_server.contract.jobs import (
+    Ids,
+    Job,
+    JobResult,
+    ScoreJob,
+    ScoreOutput,
+    Scores,
+)
+from logsteer_server.contract.plan import Readings, SteeringTrace
+
+T = TypeVar("T")
+
+Starts = npt.NDArray[np.int64]
+"""[N + 1]: where each of N entries begins, and behind the last one the end."""
+Indices = npt.NDArray[np.int64]
+
+
+def find_starts(lengths: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Starts:
+    """Return where entries of these lengths begin that lie behind one another."""
+    starts = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    return starts
+
+
+def gather(values: npt.NDArray[Any], starts: Starts, indices: Indices) -> npt.NDArray[Any]:
+    """Return the entries at `indices`, behind one another, of those that lie in `values`."""
+    lengths = (starts[1:] - starts[:-1])[indices]
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    places = np.arange(total) + np.repeat(starts[:-1][indices] - (ends - lengths), lengths)
+    found: npt.NDArray[Any] = values[places]
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreJobs(Sequence[ScoreJob]):
+    """N score jobs that are like one another but for their tokens and targets.
+
+    `shares_row` [N] is each job's own; the tokens, targets and `shares_row` of `like` are nobody's.
+    """
+
+    like: ScoreJob
+    tokens: Ids
+    token_starts: Starts
+    targets: Ids
+    target_starts: Starts
+    shares_row: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, jobs: Sequence[ScoreJob]) -> "ScoreJobs":
+        """Return jobs, one at least, that are like the first but for tokens and targets."""
+        return cls(
+            jobs[0],
+            np.concatenate([job.tokens for job in jobs]),
+            find_starts([len(job.tokens) for job in jobs]),
+            np.concatenate([job.targets for job in jobs]),
+            find_starts([len(job.targets) for job in jobs]),
+            np.array([job.shares_row for job in jobs]),
+        )
+
+    def __len__(self) -> int:
+        """Return N."""
+        return len(self.shares_row)
+
+    @overload
+    def __getitem__(self, index: int) -> ScoreJob: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "ScoreJobs": ...
+
+    def __getitem__(self, index: int | slice) -> "ScoreJob | ScoreJobs":
+        """Return the job of that index, whose arrays are views, or the batch of a slice."""
+        if isinstance(index, slice):
+            return self.select(np.arange(len(self))[index])
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        read, scored = self.token_starts, self.target_starts
+        return self._make(
+            self.tokens[read[index] : read[index + 1]],
+            self.targets[scored[index] : scored[index + 1]],
+            bool(self.shares_row[index]),
+        )
+
+    def __iter__(self) -> Iterator[ScoreJob]:
+        """Yield the jobs in order."""
+        read, scored = self.token_starts.tolist(), self.target_starts.tolist()
+        for n, shares_row in enumerate(self.shares_row.tolist()):
+            yield self._make(
+                self.tokens[read[n] : read[n + 1]],
+                self.targets[scored[n] : scored[n + 1]],
+                shares_row,
+            )
+
+    def _make(self, tokens: Ids, targets: Ids, shares_row: bool) -> ScoreJob:
+        like = self.like
+        return ScoreJob(
+            tokens,
+            targets,
+            like.columns,
+            like.top,
+            shares_row,
+            like.export,
+            like.reference,
+            like.policy,
+            like.double,
+            plan=like.plan,
+            override=like.override,
+            adapter=like.adapter,
+            salt=like.salt,
+        )
+
+    def select(self, indices: Indices) -> "ScoreJobs":
+        """Return the batch of the jobs at these indices."""
+        if len(indices) == len(self) and (indices == np.arange(len(self))).all():
+            return self
+        return replace(
+            self,
+            tokens=gather(self.tokens, self.token_starts, indices),
+            token_starts=find_starts(np.diff(self.token_starts)[indices]),
+            targets=gather(self.targets, self.target_starts, indices),
+            target_starts=find_starts(np.diff(self.target_starts)[indices]),
+            shares_row=self.shares_row[indices],
+        )
+
+    def make_fingerprints(self) -> list[bytes | None]:
+        """Return each job's `fingerprint`."""
+        like = self.like
+        options = like.write_options()
+        if options is None:
+            return [None] * len(self)
+        if like.plan is not None:
+            return [job.fingerprint for job in self]
+        tokens, targets = self.tokens.tobytes(), self.targets.tobytes()
+        read, scored = (4 * self.token_starts).tolist(), (4 * self.target_starts).tolist()
+        return [
+            like.digest(options, tokens[first:last], targets[begin:end], shares_row, b"")
+            for first, last, begin, end, shares_row in zip(
+                read, read[1:], scored, scored[1:], self.shares_row.tolist(), strict=False
+            )
+        ]
+
+    @property
+    def num_tokens(self) -> npt.NDArray[np.int64]:
+        """[N]: tokens that the model reads for each job, which are its positions, too."""
+        return np.diff(self.token_starts)
+
+    @property
+    def num_targets(self) -> npt.NDArray[np.int64]:
+        """[N]: tokens whose log-probability is read for each job."""
+        return np.diff(self.target_starts)
+
+
+def change_all(jobs: Sequence[Job], change: Callable[[Any], Any]) -> Sequence[Any]:
+    """Return jobs with a change that is the same for all and leaves their tokens as they are."""
+    if isinstance(jobs, ScoreJobs):
+        return replace(jobs, like=change(jobs.like))
+    return [change(job) for job in jobs]
+
+
+def select_jobs(jobs: Sequence[Job], indices: Sequence[int]) -> Sequence[Job]:
+    """Return the jobs at these indices."""
+    if isinstance(jobs, ScoreJobs):
+        return jobs.select(np.array(indices, dtype=np.int64))
+    return [jobs[index] for index in indices]
+
+
+def make_fingerprints(jobs: Sequence[Job]) -> list[bytes | None]:
+    """Return each job's `fingerprint`."""
+    if isinstance(jobs, ScoreJobs):
+        return jobs.make_fingerprints()
+    return [job.fingerprint for job in jobs]
+
+
+def count_positions(jobs: Sequence[Job]) -> list[int]:
+    """Return each job's `num_positions`."""
+    if isinstance(jobs, ScoreJobs):
+        found: list[int] = jobs.num_tokens.tolist()
+        return found
+    return [job.num_positions for job in jobs]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreOutputs(Sequence[ScoreOutput]):
+    """Outputs of N score jobs that have the same columns.
+
+    `columns` have the rows of all, behind one another; alternatives are [rows, top]. `traces` and
+    `readings` are None where no output has any.
+    """
+
+    columns: dict[str, npt.NDArray[Any]]
+    row_starts: Starts
+    cached_tokens: npt.NDArray[np.int32]
+    was_split: npt.NDArray[np.bool_]
+    top_ids: Ids | None = None
+    top_logprobs: Scores | None = None
+    traces: Sequence[SteeringTrace | None] | None = None
+    readings: Sequence[Readings | None] | None = None
+
+    @classmethod
+    def of(cls, outputs: Sequence[ScoreOutput]) -> "ScoreOutputs":
+        """Return outputs, one at least, of the same columns."""
+        if isinstance(outputs, ScoreOutputs):
+            return outputs
+        first = outputs[0]
+        traces = [output.trace for output in outputs]
+        readings = [output.readings for output in outputs]
+        has_top = first.top_ids is not None
+        return cls(
+            {
+                name: np.concatenate([output.columns[name] for output in outputs])
+                for name in first.columns
+            },
+            find_starts([len(next(iter(output.columns.values()))) for output in outputs]),
+            np.array([output.cached_tokens for output in outputs], dtype=np.int32),
+            np.array([output.was_split for output in outputs]),
+            np.concatenate([o.top_ids for o in outputs]) if has_top else None,
+            np.concatenate([o.top_logprobs for o in outputs]) if has_top else None,
+            traces if any(trace is not None for trace in traces) else None,
+            readings if any(reading is not None for reading in readings) else None,
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence["ScoreOutputs"]) -> "ScoreOutputs":
+        """Return the outputs of all parts, one at least, which have the same columns."""
+        first = parts[0]
+        if len(parts) == 1:
+            return first
+        has_top = first.top_ids is not None
+        return cls(
+            {
+                name: np.concatenate([part.columns[name] for part in parts])
+                for name in first.columns
+            },
+            find_starts(np.concatenate([np.diff(part.row_starts) for part in parts])),
+            np.concatenate([part.cached_tokens for part in parts]),
+            np.concatenate([part.was_split for part in parts]),
+            np.concatenate([p.top_ids for p in parts]) if has_top else None,
+            np.concatenate([p.top_logprobs for p in parts]) if has_top else None,
+            _join_optional([(len(part), part.traces) for part in parts]),
+            _join_optional([(len(part), part.readings) for part in parts]),
+        )
+
+    def __len__(self) -> int:
+        """Return N."""
+        return len(self.cached_tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> ScoreOutput: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "ScoreOutputs": ...
+
+    def __getitem__(self, index: int | slice) -> "ScoreOutput | ScoreOutputs":
+        """Return the output of that index, whose arrays are views, or those of a slice."""
+        if isinstance(index, slice):
+            return self.select(np.arange(len(self))[index])
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        rows = slice(self.row_starts[index], self.row_starts[index + 1])
+        return ScoreOutput(
+            {name: values[rows] for name, values in self.columns.items()},
+            None if self.top_ids is None else self.top_ids[rows],
+            None if self.top_logprobs is None else self.top_logprobs[rows],
+            cached_tokens=int(self.cached_tokens[index]),
+            was_split=bool(self.was_split[index]),
+            trace=self.traces[index] if self.traces else None,
+            readings=self.readings[index] if self.readings else None,
+        )
+
+    def select(self, indices: Indices) -> "ScoreOutputs":
+        """Return the outputs at these indices."""
+        if len(indices) == len(self) and (indices == np.arange(len(self))).all():
+            return self
+
+        def pick(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            return gather(values, self.row_starts, indices)
+
+        chosen = indices.tolist()
+        return ScoreOutputs(
+            {name: pick(values) for name, values in self.columns.items()},
+            find_starts(np.diff(self.row_starts)[indices]),
+            self.cached_tokens[indices],
+            self.was_split[indices],
+            None if self.top_ids is None else pick(self.top_ids),
+            None if self.top_logprobs is None else pick(self.top_logprobs),
+            [self.traces[n] for n in chosen] if self.traces else None,
+            [self.readings[n] for n in chosen] if self.readings else None,
+        )
+
+    def add_between(self, name: str, begins: Starts, ends: Starts) -> npt.NDArray[np.float64]:
+        """Return the sums of a column's rows from each of `begins` to its end, in float64.
+
+        Each has one row at least.
+        """
+        return _add_between(self.columns[name].astype(np.float64), begins, ends)
+
+    def count_between(
+        self, marked: npt.NDArray[np.bool_], begins: Starts, ends: Starts
+    ) -> npt.NDArray[np.int64]:
+        """Return how many rows are marked from each of `begins` to its end."""
+        return _add_between(marked.astype(np.int64), begins, ends)
+
+
+def _add_between(values: npt.NDArray[Any], begins: Starts, ends: Starts) -> npt.NDArray[Any]:
+    """Return the sum of the values from each of `begins` to its end, which lies behind it."""
+    ended = np.append(values, values.dtype.type(0))  # an end is a place in it, the last one, too
+    sums: npt.NDArray[Any] = np.add.reduceat(ended, np.stack([begins, ends], -1).ravel())[::2]
+    return sums
+
+
+def _join_optional(
+    parts: Sequence[tuple[int, Sequence[T | None] | None]],
+) -> list[T | None] | None:
+    """Return the entries of all parts, so many each; None where no part has any."""
+    if all(entries is None for _, entries in parts):
+        return None
+    return [entry for count, entries in parts for entry in entries or [None] * count]
+
+
+def pack_results(results: Sequence[JobResult]) -> Sequence[JobResult]:
+    """Return results of one call's jobs, as arrays where all have the same columns."""
+    shapes = {_describe_shape(result) for result in results}
+    if len(shapes) > 1 or None in shapes:
+        return results
+    return ScoreOutputs.of(cast(Sequence[ScoreOutput], results))
+
+
+def _describe_shape(result: JobResult) -> tuple[Hashable, ...] | None:
+    """Return the columns of an output and its number of alternatives; None of what has none."""
+    if not isinstance(result, ScoreOutput):
+        return None
+    return (*result.columns, None if result.top_ids is None else result.top_ids.shape[1])

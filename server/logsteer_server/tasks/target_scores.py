@@ -1,0 +1,132 @@
+"""Outputs of score jobs as the scores of an answer's targets."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from logsteer_server.contract.batches import ScoreOutputs
+from logsteer_server.interventions.interventions import UNCHANGED, Interventions
+from logsteer_server.tasks.columns import aggregate_columns, show_columns
+from logsteer_server.tasks.planning import Steps
+from logsteer_server.tasks.targets import PlannedItem, PlannedTarget, TargetPlan
+from logsteer_server.text.sums import exp_mean, log_sum_exp
+from logsteer_server.text.tokenizer import TextCodec
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What an answer shows of each target: its tokens, these columns, what probes of the
+    interventions have read, aggregates over `window`.
+    """
+
+    columns: Sequence[str]
+    per_token: bool = True
+    window: int | None = None
+    interventions: Interventions = UNCHANGED
+
+
+def sum_targets(plan: TargetPlan, outputs: ScoreOutputs) -> list[float]:
+    """Return the log-probability of each target, summed over its tokens in float64."""
+    sums: list[float] = outputs.add_between("logprob", *plan.find_rows(outputs.row_starts)).tolist()
+    return sums
+
+
+def assemble_targets(
+    plan: TargetPlan, outputs: ScoreOutputs, codec: TextCodec, shown: Shown
+) -> Steps[list[dict[str, Any]]]:
+    """Return the `results` of an answer, as `ItemScore`, with numpy arrays for columns."""
+    begins, ends = plan.find_rows(outputs.row_starts)
+    totals = outputs.add_between("logprob", begins, ends).tolist()
+    greedy: list[bool | None] = [None] * len(totals)
+    if "rank" in outputs.columns:
+        firsts = outputs.count_between(outputs.columns["rank"] == 1, begins, ends)
+        greedy = (firsts == ends - begins).tolist()
+    scores = []
+    writer = _ScoreWriter(outputs, codec, shown)
+    for target, begin, end, total, is_greedy in zip(
+        plan.planned, begins.tolist(), ends.tolist(), totals, greedy, strict=True
+    ):
+        score = writer.write(target, slice(begin, end), total, is_greedy)
+        if shown.interventions.probes:
+            first_row = plan.jobs[target.job].first_row
+            readings = outputs.readings[target.job] if outputs.readings else None
+            score |= shown.interventions.show_readings(readings, first_row)
+        scores.append(score)
+        yield 0
+    return [_score_item(item, scores) for item in plan.items]
+
+
+def _score_item(item: PlannedItem, scores: list[dict[str, Any]]) -> dict[str, Any]:
+    if item.variants is None:
+        targets = [scores[index] for index in item.targets]
+        ranking = [target["logprob"] for target in targets]
+    else:
+        targets = [dict(scores[index]) for index in item.targets]
+        ranking = []
+        for target, (with_space, without_space) in zip(targets, item.variants, strict=True):
+            both = (scores[with_space], scores[without_space])
+            target["variants"] = {"with_space": both[0], "without_space": both[1]}
+            known = [v["logprob"] for v in both if v["logprob"] is not None]
+            target["logprob_any_space"] = log_sum_exp(known) if known else None
+            ranking.append(target["logprob_any_space"])
+    return {"targets": targets, **_rank_choices(ranking)}
+
+
+def _rank_choices(logprobs: Sequence[float | None]) -> dict[str, Any]:
+    known = [value for value in logprobs if value is not None]
+    if len(known) == len(logprobs) == 1:
+        return {"best": 0, "choice_probs": [1.0]}
+    if not known:
+        return {"best": None, "choice_probs": [None] * len(logprobs)}
+    total = log_sum_exp(known)
+    probs = [None if value is None else math.exp(value - total) for value in logprobs]
+    return {"best": logprobs.index(max(known)), "choice_probs": probs}
+
+
+class _ScoreWriter:
+    """Writes targets as `TargetScore`."""
+
+    def __init__(self, outputs: ScoreOutputs, codec: TextCodec, shown: Shown) -> None:
+        self._outputs = outputs
+        self._codec = codec
+        self._shown = shown
+
+    def write(
+        self, target: PlannedTarget, rows: slice, total: float, is_greedy: bool | None
+    ) -> dict[str, Any]:
+        """Return the score of a target that has these rows and this sum."""
+        count = len(target.token_ids)
+        finite = math.isfinite(total)
+        score: dict[str, Any] = {
+            "target": target.text,
+            "logprob": total if finite else None,
+            "prob": math.exp(total) if finite else None,
+            "perplexity": exp_mean(-total, count),
+            "num_tokens": count,
+            "num_bytes": len(target.text.encode()),
+            "is_greedy": is_greedy,
+            "boundary": target.finding,
+            "truncated_tokens": target.truncated,
+            "flags": [] if finite else ["non_finite"],
+        }
+        shown, columns = self._shown, self._outputs.columns
+        if shown.window is not None:
+            asked = {name: columns[name][rows] for name in shown.columns}
+            score["aggregates"] = aggregate_columns(asked, shown.window)
+        if shown.per_token:
+            self._add_tokens(score, target, rows)
+        return score
+
+    def _add_tokens(self, score: dict[str, Any], target: PlannedTarget, rows: slice) -> None:
+        outputs, piece = self._outputs, self._codec.piece
+        score["token_ids"] = target.token_ids
+        score["tokens"] = [piece(token_id) for token_id in target.token_ids]
+        score["offsets"] = target.offsets
+        read = {name: values[rows] for name, values in outputs.columns.items()}
+        score.update(show_columns(read, self._shown.columns))
+        if outputs.top_ids is not None and outputs.top_logprobs is not None:
+            top_ids = outputs.top_ids[rows]
+            tokens = [[piece(token_id) for token_id in row] for row in top_ids.tolist()]
+            logprobs = outputs.top_logprobs[rows]
+            score["top"] = {"token_ids": top_ids, "tokens": tokens, "logprobs": logprobs}
