@@ -190,8 +190,9 @@ class AsyncClientMethods(AsyncCaller):
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
-            precision: What softmax and columns are computed in, from the model's logits.
-                Numbers of MessagePack answers are float32 all the same. Default float32.
+            precision: What softmax and columns are computed in, from the model's logits, and
+                tokens drawn in. Numbers of MessagePack answers are float32 all the same.
+                Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -265,8 +266,9 @@ class AsyncClientMethods(AsyncCaller):
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
-            precision: What softmax and columns are computed in, from the model's logits.
-                Numbers of MessagePack answers are float32 all the same. Default float32.
+            precision: What softmax and columns are computed in, from the model's logits, and
+                tokens drawn in. Numbers of MessagePack answers are float32 all the same.
+                Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -341,8 +343,9 @@ class AsyncClientMethods(AsyncCaller):
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
-            precision: What softmax and columns are computed in, from the model's logits.
-                Numbers of MessagePack answers are float32 all the same. Default float32.
+            precision: What softmax and columns are computed in, from the model's logits, and
+                tokens drawn in. Numbers of MessagePack answers are float32 all the same.
+                Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -421,8 +424,9 @@ class AsyncClientMethods(AsyncCaller):
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
-            precision: What softmax and columns are computed in, from the model's logits.
-                Numbers of MessagePack answers are float32 all the same. Default float32.
+            precision: What softmax and columns are computed in, from the model's logits, and
+                tokens drawn in. Numbers of MessagePack answers are float32 all the same.
+                Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -491,8 +495,9 @@ class AsyncClientMethods(AsyncCaller):
 
         Args:
             source: A path, an open file, or an iterable of bytes or text.
-            precision: What softmax and columns are computed in, from the model's logits.
-                Numbers of MessagePack answers are float32 all the same. Default float32.
+            precision: What softmax and columns are computed in, from the model's logits, and
+                tokens drawn in. Numbers of MessagePack answers are float32 all the same.
+                Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -567,8 +572,9 @@ class AsyncClientMethods(AsyncCaller):
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
-            precision: What softmax and columns are computed in, from the model's logits.
-                Numbers of MessagePack answers are float32 all the same. Default float32.
+            precision: What softmax and columns are computed in, from the model's logits, and
+                tokens drawn in. Numbers of MessagePack answers are float32 all the same.
+                Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -596,10 +602,10 @@ class AsyncClientMethods(AsyncCaller):
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
             ignore_eos: Go on after the end of sequence. Default False.
-            columns: Columns of each generated token, under the policy that drew it. They are
-                read in a second pass over what was generated. None: none.
-            diagnostics: Add aggregates of the columns, and all columns unless named. Default
-                False.
+            columns: Columns of each generated token, read from the logits that it was drawn
+                from, under the policy that drew it. None: none.
+            diagnostics: Add aggregates of the columns, and all columns unless named. Those of a
+                stream come with its result. Default False.
             window: Tokens that `early` and `late` are means over. Default 16.
         """
         answer: GenerateAnswer = await self._ask(
@@ -674,8 +680,9 @@ class AsyncClientMethods(AsyncCaller):
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
-            precision: What softmax and columns are computed in, from the model's logits.
-                Numbers of MessagePack answers are float32 all the same. Default float32.
+            precision: What softmax and columns are computed in, from the model's logits, and
+                tokens drawn in. Numbers of MessagePack answers are float32 all the same.
+                Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -703,10 +710,10 @@ class AsyncClientMethods(AsyncCaller):
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
             ignore_eos: Go on after the end of sequence. Default False.
-            columns: Columns of each generated token, under the policy that drew it. They are
-                read in a second pass over what was generated. None: none.
-            diagnostics: Add aggregates of the columns, and all columns unless named. Default
-                False.
+            columns: Columns of each generated token, read from the logits that it was drawn
+                from, under the policy that drew it. None: none.
+            diagnostics: Add aggregates of the columns, and all columns unless named. Those of a
+                stream come with its result. Default False.
             window: Tokens that `early` and `late` are means over. Default 16.
         """
         return self._listen(
@@ -777,8 +784,9 @@ class AsyncClientMethods(AsyncCaller):
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
-            precision: What softmax and columns are computed in, from the model's logits.
-                Numbers of MessagePack answers are float32 all the same. Default float32.
+            precision: What softmax and columns are computed in, from the model's logits, and
+                tokens drawn in. Numbers of MessagePack answers are float32 all the same.
+                Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -806,8 +814,8 @@ class AsyncClientMethods(AsyncCaller):
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
             ignore_eos: Go on after the end of sequence. Default False.
-            columns: Columns of each generated token, under the policy that drew it. They are
-                read in a second pass over what was generated. None: none.
+            columns: Columns of each generated token, read from the logits that it was drawn
+                from, under the policy that drew it. None: none.
             baseline: Also continue without steering, with the same seeds. Default False.
         """
         answer: SteerAnswer = await self._ask(
@@ -880,8 +888,9 @@ class AsyncClientMethods(AsyncCaller):
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
-            precision: What softmax and columns are computed in, from the model's logits.
-                Numbers of MessagePack answers are float32 all the same. Default float32.
+            precision: What softmax and columns are computed in, from the model's logits, and
+                tokens drawn in. Numbers of MessagePack answers are float32 all the same.
+                Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -909,8 +918,8 @@ class AsyncClientMethods(AsyncCaller):
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
             ignore_eos: Go on after the end of sequence. Default False.
-            columns: Columns of each generated token, under the policy that drew it. They are
-                read in a second pass over what was generated. None: none.
+            columns: Columns of each generated token, read from the logits that it was drawn
+                from, under the policy that drew it. None: none.
             baseline: Also continue without steering, with the same seeds. Default False.
         """
         return self._listen(
@@ -965,8 +974,9 @@ class AsyncClientMethods(AsyncCaller):
             scales: Factors of the vectors' own scales; 0 is unsteered.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
-            precision: What softmax and columns are computed in, from the model's logits.
-                Numbers of MessagePack answers are float32 all the same. Default float32.
+            precision: What softmax and columns are computed in, from the model's logits, and
+                tokens drawn in. Numbers of MessagePack answers are float32 all the same.
+                Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -1119,8 +1129,9 @@ class AsyncClientMethods(AsyncCaller):
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
-            precision: What softmax and columns are computed in, from the model's logits.
-                Numbers of MessagePack answers are float32 all the same. Default float32.
+            precision: What softmax and columns are computed in, from the model's logits, and
+                tokens drawn in. Numbers of MessagePack answers are float32 all the same.
+                Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -1189,8 +1200,9 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
-            precision: What softmax and columns are computed in, from the model's logits.
-                Numbers of MessagePack answers are float32 all the same. Default float32.
+            precision: What softmax and columns are computed in, from the model's logits, and
+                tokens drawn in. Numbers of MessagePack answers are float32 all the same.
+                Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -1288,8 +1300,9 @@ class AsyncClientMethods(AsyncCaller):
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
-            precision: What softmax and columns are computed in, from the model's logits.
-                Numbers of MessagePack answers are float32 all the same. Default float32.
+            precision: What softmax and columns are computed in, from the model's logits, and
+                tokens drawn in. Numbers of MessagePack answers are float32 all the same.
+                Default float32.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -1315,10 +1328,10 @@ class AsyncClientMethods(AsyncCaller):
             include_stop: Keep the stop string that ended a completion in its text. Default
                 False.
             ignore_eos: Go on after the end of sequence. Default False.
-            columns: Columns of each generated token, under the policy that drew it. They are
-                read in a second pass over what was generated. None: none.
-            diagnostics: Add aggregates of the columns, and all columns unless named. Default
-                False.
+            columns: Columns of each generated token, read from the logits that it was drawn
+                from, under the policy that drew it. None: none.
+            diagnostics: Add aggregates of the columns, and all columns unless named. Those of a
+                stream come with its result. Default False.
             window: Tokens that `early` and `late` are means over. Default 16.
         """
         return await self._sample(

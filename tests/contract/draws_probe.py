@@ -30,6 +30,8 @@ def make_jobs(prompt: list[int]) -> list[GenerateJob]:
         GenerateJob(
             np.tile(ids, 1 + index % 5), LENGTH, policy, seed=seed, top=index % 3,
             logprobs=index % 4 < 3, ignore_eos=ignore_eos,
+            columns=(("rank", "log_q", "eos_prob"), (), ("log_q",))[index % 3],
+            double=index % 5 == 4,
         )
         for ignore_eos in (True, False)
         for index, (policy, seed) in enumerate(zip(POLICIES, SEEDS, strict=True))
@@ -40,7 +42,8 @@ def score(job: GenerateJob, drawn: list[int]) -> ScoreJob:
     """The job that reads what was drawn under the policy that drew it."""
     ids = np.array(drawn, np.int32)
     tokens = np.concatenate([job.tokens, ids[:-1]])
-    return ScoreJob(tokens, ids, ("log_q", "eos_prob"), policy=job.policy)
+    columns = ("logprob", "rank", "log_q", "eos_prob")
+    return ScoreJob(tokens, ids, columns, policy=job.policy, double=job.double)
 
 
 def start(path: str, **fields: Any) -> Any:
@@ -79,9 +82,18 @@ def count_preempted(engine: Any) -> list[Any]:
 
 
 def show(results: dict[int, Any]) -> dict[int, list[Any]]:
-    """What was drawn, and why each ended."""
+    """What was drawn, why each ended, and what was read with the tokens."""
     assert all(isinstance(result, GenerateOutput) for result in results.values()), results
-    return {i: [r.token_ids.tolist(), r.text, r.finish_reason] for i, r in results.items()}
+    return {
+        i: [r.token_ids.tolist(), r.text, r.finish_reason, show_read(r)] for i, r in results.items()
+    }
+
+
+def show_read(output: GenerateOutput) -> dict[str, Any]:
+    """What was read with the tokens, by name."""
+    tops = {"top_ids": output.top_ids.tolist(), "top_logprobs": output.top_logprobs.tolist()}
+    columns = {name: values.tolist() for name, values in output.columns.items()}
+    return {"logprob": output.logprobs.tolist(), **tops, **columns}
 
 
 def main() -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from logsteer import APIError, Client
-from logsteer.schemas import ALL_COLUMNS
+from logsteer import Client
+from logsteer.schemas import ALL_COLUMNS, GenerateAnswer, SteerPiece
 from logsteer_server.contract.jobs import Policy
 from tests.conftest import DEMO_MODEL
 from tests.contract.steering import DATA, HookedReference
@@ -83,9 +83,11 @@ def test_samples_are_those_of_one_request_whatever_their_batches(
 
 def test_diagnostics_of_a_sample_are_those_it_was_generated_with(client: Client) -> None:
     answer = client.generate(PROMPTS, diagnostics=True, **SAMPLING)
-    assert answer.usage.generated_tokens == answer.usage.scored_tokens
-    for prompt, result in zip(PROMPTS, answer.results, strict=True):
-        context = client.tokenize(prompt).results[0].token_ids
+    contexts = [client.tokenize(prompt).results[0].token_ids for prompt in PROMPTS]
+    assert answer.usage.generated_tokens > 0
+    assert answer.usage.scored_tokens == 0, "what is generated is not read again"
+    assert answer.usage.prompt_tokens == SAMPLING["n"] * sum(map(len, contexts))
+    for context, result in zip(contexts, answer.results, strict=True):
         targets = [completion.token_ids for completion in result.completions]
         again = client.diagnostics(
             [{"context_ids": context, "target_ids": targets}], policy=POLICY, cache=False
@@ -96,9 +98,12 @@ def test_diagnostics_of_a_sample_are_those_it_was_generated_with(client: Client)
             assert target.aggregates is not None
             assert target.columns is not None
             assert target.logprobs == pytest.approx(completion.logprobs, abs=1e-4)
-            for name in ("log_q", "rb_entropy", "head_mass", "margin"):
-                values = finite(target.columns[name])
-                assert values == pytest.approx(finite(completion.columns[name]), abs=1e-4)
+            for name in ALL_COLUMNS:
+                if name in target.columns:
+                    values = finite(target.columns[name])
+                    found = finite(completion.columns[name])
+                    assert values == pytest.approx(found, abs=1e-4, rel=1e-4), name
+            assert target.ranks == completion.ranks
             assert completion.aggregates["surprisal"].sum == pytest.approx(
                 -(completion.logprob or 0), abs=1e-3
             )
@@ -150,6 +155,50 @@ def test_steered_samples_have_steered_diagnostics(client: Client) -> None:
         assert total == pytest.approx(completion.logprob, abs=1e-4 * completion.num_tokens)
 
 
-def test_diagnostics_are_not_streamed(client: Client) -> None:
-    with pytest.raises(APIError, match="diagnostics are not streamed"):
-        list(client.generate_events("Once", diagnostics=True))
+def test_streamed_pieces_have_the_columns_of_their_tokens(client: Client) -> None:
+    options: Any = SAMPLING | {"stop": ["."], "diagnostics": True, "window": 3}
+    whole = client.generate(PROMPTS, **options)
+    events = list(client.generate_events(PROMPTS, **options))
+    last = events[-1]
+    assert isinstance(last, GenerateAnswer)
+    for prompt, result in enumerate(whole.results):
+        for index, completion in enumerate(result.completions):
+            assert completion.columns is not None
+            own = [
+                event
+                for event in events
+                if isinstance(event, SteerPiece)
+                and (event.prompt, event.completion) == (prompt, index)
+            ]
+            streamed = last.results[prompt].completions[index]
+            ranks = [rank for piece in own for rank in piece.ranks or []]
+            assert len(ranks) == completion.num_tokens
+            assert ranks == completion.ranks == streamed.ranks
+            assert streamed.aggregates is not None
+            assert completion.aggregates is not None
+            assert streamed.aggregates.keys() == completion.aggregates.keys()
+            for name, values in completion.columns.items():
+                told = [value for piece in own for value in (piece.columns or {})[name]]
+                assert finite(told) == pytest.approx(finite(values), abs=1e-4, rel=1e-4), name
+                assert streamed.columns is not None
+                assert streamed.columns[name] == told
+
+
+def test_columns_of_float64_are_of_what_drew_the_tokens(client: Client) -> None:
+    columns: Any = ["logprob", "log_q", "rb_entropy", "rank"]
+    coarse, fine = (
+        client.generate(PROMPTS, columns=columns, precision=precision, **SAMPLING)
+        for precision in ("float32", "float64")
+    )
+    assert fine.provenance.precision == "float64"
+    for one, other in zip(coarse.results, fine.results, strict=True):
+        for few, many in zip(one.completions, other.completions, strict=True):
+            assert few.token_ids == many.token_ids
+            assert many.columns is not None and few.columns is not None
+            assert set(many.columns) == {"log_q", "rb_entropy"}
+            for name in many.columns:
+                assert finite(many.columns[name]) == pytest.approx(
+                    finite(few.columns[name]), abs=1e-4
+                )
+            rounded = np.array(many.logprobs, np.float64).astype(np.float32).astype(np.float64)
+            assert (rounded != np.array(many.logprobs, np.float64)).any(), "more digits"

@@ -69,6 +69,21 @@ def test_scores_are_those_of_the_profile(
     assert found == pytest.approx(reference(dtype, head), abs=PER_TOKEN)
 
 
+def test_log_q_of_what_was_drawn_is_finite_in_half_precision(client: Client) -> None:
+    """Where many tokens are as probable as the last one of the `top_k`, and rounding decides."""
+    for model in ("vllm", "tlens", "half"):
+        for policy in ({"top_k": 5}, {"top_p": 0.5, "temperature": 1.5}):
+            answer = client.generate(
+                "Once upon a time", model=model, n=16, max_tokens=24, seed=1, ignore_eos=True,
+                columns=["log_q", "head_mass"], **policy,
+            )  # fmt: skip
+            for completion in answer.results[0].completions:
+                assert completion.columns is not None
+                values = np.array(completion.columns["log_q"], np.float64)
+                assert len(values) == 24 and np.isfinite(values).all()
+                assert (values >= np.array(completion.logprobs) - 1e-6).all() or "top_p" in policy
+
+
 def test_the_precision_of_a_request_is_told(client: Client) -> None:
     wanted = reference(torch.float64, torch.float64)
     answers = {

@@ -1,15 +1,24 @@
 """The draw: its noise is uniform and follows from seeds; its tokens have the frequencies of q."""
 
 import math
+from collections.abc import Sequence
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from logsteer_server.contract.jobs import Policy
+from logsteer_server.contract.jobs import GenerateJob, Policy
 from logsteer_server.numerics import drawing
-from logsteer_server.numerics.drawing import RowSampler, draw_rows, find_uniform, mix_bits
+from logsteer_server.numerics.drawing import (
+    Drawn,
+    RowSampler,
+    draw_rows,
+    find_uniform,
+    mix_bits,
+    spec_of_draw,
+)
+from logsteer_server.numerics.rows import COLUMNS, PUBLIC_COLUMNS, Rows, RowSpec, unpack
 from tests.server.test_sampling import define, is_close_call
 
 LARGEST = 1 - 2.0**-52
@@ -18,6 +27,11 @@ GREEDY = Policy(temperature=0.0)
 
 def as_words(*numbers: int) -> np.ndarray:
     return np.array([number % 2**64 for number in numbers], dtype=np.uint64)
+
+
+def sample_by(policies: Sequence[Policy], seeds: Sequence[int]) -> RowSampler:
+    """A sampler of which nothing but tokens is wanted."""
+    return RowSampler([RowSpec((), policy=policy) for policy in policies], seeds)
 
 
 def chi_square(counts_N: np.ndarray, expected_N: np.ndarray) -> float:
@@ -122,11 +136,11 @@ def test_100_000_draws_fit_q_ties_included(policy: Policy) -> None:
     if policy.temperature == 1.0:
         assert not is_close_call(TIED.tolist(), policy)
     rows, steps = 500, 200
-    sampler = RowSampler([policy] * rows, range(rows))
+    sampler = sample_by([policy] * rows, range(rows))
     logits_RV = TIED.expand(rows, -1)
     counts_V = np.zeros(len(TIED))
     for step in range(steps):
-        ids_R = sampler.draw(logits_RV, np.full(rows, step))
+        ids_R = sampler.draw(logits_RV, np.full(rows, step)).ids_R
         counts_V += ids_R.bincount(minlength=len(TIED)).numpy()
     q_V = np.array(define(TIED.tolist(), policy))
     assert not counts_V[q_V == 0].any()
@@ -144,31 +158,111 @@ def test_the_edges_of_the_cuts_part_ties() -> None:
     assert (q_V[(least == TIED).numpy()] == 0).any()
 
 
+POLICIES = [GREEDY, Policy(), Policy(top_k=9), Policy(0.7, top_p=0.8), Policy(min_p=0.1)]
+SEEDS = [7, -3, 2**63 - 1, 2**64 + 5, 0, 1]
+
+
 def test_a_row_draws_the_same_whatever_the_others_are() -> None:
     generator = torch.Generator().manual_seed(5)
     logits_RV = 3 * torch.randn((60, 700), generator=generator)
-    policies = [GREEDY, Policy(), Policy(top_k=9), Policy(0.7, top_p=0.8), Policy(min_p=0.1)] * 12
-    seeds = [7, -3, 2**63 - 1, 2**64 + 5, 0, 1] * 10
-    index_R = np.arange(60)
-    together_R = RowSampler(policies, seeds).draw(logits_RV, index_R)
+    policies, seeds, index_R = POLICIES * 12, SEEDS * 10, np.arange(60)
+    together_R = sample_by(policies, seeds).draw(logits_RV, index_R).ids_R
     with mock.patch.object(drawing, "CHUNK_LOGITS", {"cpu": 1}):
-        assert torch.equal(RowSampler(policies, seeds).draw(logits_RV, index_R), together_R)
+        assert torch.equal(sample_by(policies, seeds).draw(logits_RV, index_R).ids_R, together_R)
     for r, policy in enumerate(policies):
-        alone = RowSampler([policy], [seeds[r]]).draw(logits_RV[r : r + 1], index_R[r : r + 1])
-        assert alone.item() == together_R[r]
+        alone = sample_by([policy], [seeds[r]]).draw(logits_RV[r : r + 1], index_R[r : r + 1])
+        assert alone.ids_R.item() == together_R[r]
     assert torch.equal(together_R[::5], logits_RV[::5].argmax(-1))
-    other_R = RowSampler(policies, seeds).draw(logits_RV, index_R + 1)
+    other_R = sample_by(policies, seeds).draw(logits_RV, index_R + 1).ids_R
     assert (other_R != together_R).sum() > 20
 
 
 def test_seeds_count_modulo_64_bits() -> None:
     logits_RV = torch.zeros((2, 5000))
-    one, other = RowSampler([Policy()] * 2, [-1, 2**64 - 1]).draw(logits_RV, np.array([4, 4]))
+    one, other = sample_by([Policy()] * 2, [-1, 2**64 - 1]).draw(logits_RV, np.array([4, 4])).ids_R
     assert one == other
+
+
+FOUR = [GREEDY, Policy(), Policy(top_p=0.5), Policy(top_k=3, min_p=0.1)]
 
 
 def test_logits_that_are_not_numbers_draw_a_token_of_the_vocabulary() -> None:
     logits_RV = torch.full((4, 1000), math.nan)
-    policies = [GREEDY, Policy(), Policy(top_p=0.5), Policy(top_k=3, min_p=0.1)]
-    ids_R = RowSampler(policies, [0, 1, 2, 3]).draw(logits_RV, np.zeros(4, np.int64))
-    assert ((ids_R >= 0) & (ids_R < 1000)).all()
+    drawn = sample_by(FOUR, range(4)).draw(logits_RV, np.zeros(4, np.int64))
+    assert ((drawn.ids_R >= 0) & (drawn.ids_R < 1000)).all()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_one_logit_that_is_no_number_marks_its_row(value: float) -> None:
+    """Also where the token that is drawn has a finite one."""
+    logits_RV = torch.randn((8, 1000), generator=torch.Generator().manual_seed(1))
+    logits_RV[::2, 500] = value
+    columns = RowSpec(("logprob", "log_q"))
+    for spec in (RowSpec(()), columns):
+        specs = [RowSpec(spec.columns, policy=policy) for policy in FOUR for _ in range(2)]
+        drawn = RowSampler(specs, range(8)).draw(logits_RV, np.zeros(8, np.int64))
+        assert drawn.finite_R.tolist() == [False, True] * 4
+
+
+def check_values(drawn: Drawn, specs: Sequence[RowSpec | None], logits_RV: torch.Tensor) -> None:
+    """Check what was read with each token against the same columns of that row by itself."""
+    for r, spec in enumerate(specs):
+        values_1W = drawn.values_RW[r : r + 1]
+        if spec is None:
+            assert (drawn.ids_R[r], drawn.finite_R[r], values_1W.any()) == (0, True, False)
+            continue
+        found = unpack(values_1W[:, : spec.width].numpy(), spec)
+        own_1V, ids_1 = logits_RV[r : r + 1], drawn.ids_R[r : r + 1]
+        rows = Rows(own_1V, ids_1, None, spec.policy, spec.eos_ids, spec.double)
+        for name in spec.columns:
+            wanted = COLUMNS[name](rows).item()
+            assert found.columns[name].item() == pytest.approx(wanted, rel=1e-5, abs=2e-6), name
+            assert math.isfinite(wanted), name
+        if spec.top:
+            assert found.top_ids is not None and found.top_logprobs is not None
+            wanted_K = own_1V.topk(spec.top).indices
+            assert found.top_ids.tolist() == wanted_K.tolist()
+            best = rows.log_probs_RV.gather(-1, wanted_K).squeeze(0).tolist()
+            assert found.top_logprobs[0].tolist() == pytest.approx(best, abs=2e-6)
+        assert not values_1W[:, spec.width :].any()
+
+
+@pytest.mark.parametrize("chunk", [1, 2**18])
+def test_each_row_has_the_columns_that_it_wants_of_what_drew_its_token(chunk: int) -> None:
+    """Rows of several columns, alternatives and policies, some in float64, some of nobody."""
+    generator = torch.Generator().manual_seed(9)
+    logits_RV = 4 * torch.randn((60, 700), generator=generator)
+    wishes: list[tuple[tuple[str, ...], int, bool]] = [
+        (("logprob",), 0, False), (PUBLIC_COLUMNS, 0, False), (("logprob",), 3, False),
+        (("logprob", "log_q"), 2, False), ((), 0, False), (PUBLIC_COLUMNS, 1, True),
+    ]  # fmt: skip
+    specs: list[RowSpec | None] = [
+        RowSpec(*wishes[r // 5 % 6][:2], POLICIES[r % 5], (3, 5), wishes[r // 5 % 6][2])
+        for r in range(60)
+    ]
+    specs[7] = specs[30] = None
+    with mock.patch.object(drawing, "CHUNK_LOGITS", {"cpu": chunk}):
+        drawn = RowSampler(specs, range(60)).draw(logits_RV, np.arange(60))
+    check_values(drawn, specs, logits_RV)
+    plain_R = sample_by(POLICIES * 12, range(60)).draw(logits_RV, np.arange(60)).ids_R
+    own_R = torch.tensor([spec is not None for spec in specs])
+    assert torch.equal(drawn.ids_R[own_R], plain_R[own_R]), "what is read changes no token"
+
+
+def test_log_q_of_a_drawn_token_is_finite_in_half_precision() -> None:
+    """Many tokens of a bfloat16 head are as probable as the last one that is not cut."""
+    policies = [Policy(top_k=TOP_K), Policy(0.7, TOP_K), Policy(top_p=TOP_P), Policy(min_p=0.05)]
+    specs = [RowSpec(("logprob", "log_q"), policy=policy) for policy in policies] * 100
+    logits_RV = TIED.bfloat16().expand(400, -1)
+    drawn = RowSampler(specs, range(400)).draw(logits_RV, np.zeros(400, np.int64))
+    check_values(drawn, specs, logits_RV)
+    logprob_R, log_q_R = drawn.values_RW.unbind(-1)
+    assert log_q_R.isfinite().all()
+    assert (log_q_R[::4] > logprob_R[::4]).all(), "what is left has a larger part"
+
+
+def test_a_job_without_log_probabilities_wants_nothing_read() -> None:
+    job = GenerateJob(np.array([5], np.int32), 3, top=2, columns=("rank", "logprob"))
+    assert spec_of_draw(job, (2,)) == RowSpec(("logprob", "rank"), 2, Policy(), (2,))
+    silent = GenerateJob(job.tokens, 3, top=2, logprobs=False, columns=("rank",))
+    assert spec_of_draw(silent, (2,)).width == 0

@@ -120,7 +120,9 @@ def test_the_contract_imports_nothing_of_the_project() -> None:
         assert all(part_of(m) == "contract" for m in project_imports(path)), path
 
 
-SHARED_BY_ENGINES = ("weights", "machine", "lifetime", "scratch", "failures", "readings")
+SHARED_BY_ENGINES = (
+    "weights", "machine", "lifetime", "scratch", "failures", "readings", "drawn",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("engine", ["vllm", "tlens"])

@@ -199,11 +199,11 @@ def test_the_plan_goes_on_after_the_last_output_was_taken() -> None:
 
 
 def test_only_work_counts_for_all() -> None:
-    """A reread counts for usage alone; what others are compared with counts for nothing."""
+    """What others are compared with counts for nothing."""
     steering = Steering(vectors=[{"data": {"1": [1.0] * INFO.hidden_size}}])  # type: ignore[list-item]
     interventions = Interventions(resolve_steering(steering, STORES.vectors, INFO))
     answer = {}
-    for purpose in ("work", "reread", "reference"):
+    for purpose in ("work", "reference"):
 
         async def plan(task: Task, purpose: Any = purpose) -> AsyncGenerator[Batch, None]:
             task.interventions = interventions
@@ -216,9 +216,9 @@ def test_only_work_counts_for_all() -> None:
         purpose: [found["usage"][f"{kind}_tokens"] for kind in ("prompt", "scored", "generated")]
         for purpose, found in answer.items()
     }
-    assert usage == {"work": [24, 4, 3], "reread": [24, 4, 3], "reference": [10, 2, 0]}
+    assert usage == {"work": [24, 4, 3], "reference": [10, 2, 0]}
     steered = {purpose: found["steering"]["tokens_steered"] for purpose, found in answer.items()}
-    assert steered == {"work": 20, "reread": 10, "reference": 10}
+    assert steered == {"work": 20, "reference": 10}
     for found in answer.values():
         assert found["steering"]["layers"]["1"]["relative_norm"] == 0.5
     timed = [answer[purpose]["timing"]["engine_ms"] for purpose in answer]

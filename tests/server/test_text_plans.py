@@ -32,7 +32,6 @@ from logsteer_server.tasks.continuations import (
     Continuations,
     Prompts,
     plan_continuations,
-    show_diagnostics,
 )
 from logsteer_server.tasks.openai import CompletionTask
 from logsteer_server.tasks.planning import Capacity
@@ -264,19 +263,21 @@ class TestContinuations:
         with pytest.raises(APIError):
             continue_(cut_, context_length=4)
 
-    def test_a_completion_is_scored_under_the_policy_that_drew_it(self) -> None:
+    def test_a_completion_is_its_pieces(self) -> None:
         (job,), _ = continue_(Prompts([[5, 6]]))
-        whole = Continuation(job)
-        for piece in fake_generation(job):
+        whole = Continuation(replace(job, columns=("rank", "entropy")))
+        for piece in fake_generation(whole.job):
             assert isinstance(piece, GenerateOutput)
             whole.pieces.append(piece)
+        assert len(whole.pieces) == 4
         assert whole.token_ids == [5, 6, 5, 6]
-        reread = whole.score_job(ColumnOptions.of(["log_q"], precision="float64"))
-        assert (reread.tokens.tolist(), reread.targets.tolist()) == ([5, 6, 5, 6, 5], [5, 6, 5, 6])
-        assert (reread.prompt_len, reread.policy, reread.double) == (2, Policy(0.7, 5), True)
-        assert reread.num_positions <= job.num_positions, "a reread needs no more room"
-        written = whole.write(CODEC, UNCHANGED)
+        written = whole.write(CODEC, UNCHANGED, 2)
         assert (written["logprob"], written["num_tokens"], written["seed"]) == (-2.0, 4, 11)
+        assert written["ranks"].tolist() == [1] * 4
+        assert written["columns"]["entropy"].tolist() == [0.25] * 4
+        assert written["aggregates"]["surprisal"]["sum"] == 2.0
+        assert written["aggregates"].keys() == {"logprob", "rank", "entropy", "surprisal"}
+        assert "aggregates" not in whole.write(CODEC, UNCHANGED, None)
 
     def test_pieces_find_their_prompt_completion_and_baseline(self) -> None:
         own, truncated = continue_(Prompts([[5], [6]]), 2)
@@ -288,17 +289,11 @@ class TestContinuations:
                 told = all_.add(index, piece, UNCHANGED)
             places.append((told["prompt"], told["completion"]))
         assert places == [(0, 0), (0, 1), (1, 0), (1, 1)] * 2
-        more = [{"columns": index} for index in range(8)]
-        results = all_.write(CODEC, UNCHANGED, truncated, more)
+        results = all_.write(CODEC, UNCHANGED, truncated)
         assert [result["prompt_ids"].tolist() for result in results] == [[5], [6]]
-        assert [[c["columns"] for c in result["completions"]] for result in results] == [
-            [0, 1],
-            [2, 3],
-        ]
-        assert [[c["columns"] for c in result["baseline"]] for result in results] == [
-            [4, 5],
-            [6, 7],
-        ]
+        for name in ("completions", "baseline"):
+            seeds = [[completion["seed"] for completion in result[name]] for result in results]
+            assert seeds == [[11, 12], [13, 14]]
 
 
 GREEDY = {"max_tokens": 1, "temperature": 0}
@@ -465,14 +460,6 @@ class TestColumns:
         (found,) = aggregate_columns({"log_q": np.array(values, np.float32)}, window).values()
         assert all(value is None or math.isfinite(value) for value in found.values())
         assert (found["sum"] is None) == (not all(map(math.isfinite, values)))
-
-    def test_a_completion_has_its_log_probabilities_already(self) -> None:
-        job = ScoreJob(np.array([5, 6], np.int32), np.array([7], np.int32), READ.columns)
-        (output,) = fake_scores(job)
-        shown = show_diagnostics(output, ["logprob", "rank", "entropy"], None)  # type: ignore[arg-type]
-        assert shown.keys() == {"ranks", "columns"}
-        with_sums = show_diagnostics(output, ["rank"], 4)  # type: ignore[arg-type]
-        assert with_sums["aggregates"].keys() == {"logprob", "rank", "entropy", "surprisal"}
 
 
 def job_of(rows: int) -> ScoreJob:

@@ -159,8 +159,8 @@ class PrecisionOption(Request):
 
     precision: Precision = Field(
         default="float32",
-        description="What softmax and columns are computed in, from the model's logits. Numbers of "
-        "MessagePack answers are float32 all the same.",
+        description="What softmax and columns are computed in, from the model's logits, and tokens "
+        "drawn in. Numbers of MessagePack answers are float32 all the same.",
     )
 
 
@@ -244,7 +244,9 @@ class Usage(Reply):
     prompt_tokens: int = Field(
         description="Tokens that the model was given to read, now or for a cached result."
     )
-    scored_tokens: int = Field(description="Tokens whose log-probability was read.")
+    scored_tokens: int = Field(
+        description="Given tokens whose log-probability was read; generated ones count below."
+    )
     generated_tokens: int = 0
     cached_tokens: int = Field(
         default=0, description="Prompt tokens that came from the prefix cache."

@@ -17,7 +17,6 @@ from logsteer.schemas.common import (
     Message,
     NamedRefusals,
     PrecisionOption,
-    ProbeReadings,
     Provenance,
     Reply,
     RequestOptions,
@@ -81,15 +80,9 @@ class PromptRequest(RequestOptions, PrecisionOption, ActivationFields, NamedRefu
     stream: bool = Field(default=False, description="Answer with server-sent events.")
     columns: Columns | None = Field(
         default=None,
-        description="Columns of each generated token, under the policy that drew it. They are read "
-        "in a second pass over what was generated. Null: none.",
+        description="Columns of each generated token, read from the logits that it was drawn from, "
+        "under the policy that drew it. Null: none.",
     )
-
-    @model_validator(mode="after")
-    def _streams_have_no_columns(self) -> Self:
-        if self.stream and self.columns:
-            raise ValueError("columns are not streamed; leave out stream or columns")
-        return self
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
@@ -114,15 +107,11 @@ class GenerateRequest(PromptRequest):
     """Prompts to continue, with what the sampling policy saw at every step where asked for."""
 
     diagnostics: bool = Field(
-        default=False, description="Add aggregates of the columns, and all columns unless named."
+        default=False,
+        description="Add aggregates of the columns, and all columns unless named. Those of a "
+        "stream come with its result.",
     )
     window: Window = 16
-
-    @model_validator(mode="after")
-    def _streams_have_no_diagnostics(self) -> Self:
-        if self.stream and self.diagnostics:
-            raise ValueError("diagnostics are not streamed; leave out stream or diagnostics")
-        return self
 
 
 class Completion(RowColumns):
@@ -178,8 +167,8 @@ class SteerStart(Reply):
     provenance: Provenance
 
 
-class SteerPiece(Reply):
-    """New tokens of one completion."""
+class SteerPiece(RowColumns):
+    """New tokens of one completion; the arrays have one entry per token."""
 
     prompt: int
     completion: int
@@ -188,7 +177,6 @@ class SteerPiece(Reply):
     token_ids: list[int]
     logprobs: list[Float]
     finish_reason: FinishReason | None
-    probes: list[ProbeReadings] | None = None
 
 
 class SweepRequest(RequestOptions, PrecisionOption, ParameterFields, NamedRefusals):

@@ -261,8 +261,12 @@ class GenerateJob(Job):
     The same seed gives the same tokens whatever else is in the batch; a job without one has a seed
     drawn. Generation ends at a token that ends the sequence, or where the text contains a string of
     `stop`, which is left out unless `include_stop`; with `ignore_eos` only at the latter. With
-    `stream` the output comes in pieces. Without `logprobs` an engine may leave log-probabilities
-    and alternatives out.
+    `stream` the output comes in pieces. Without `logprobs` log-probabilities, columns and
+    alternatives are left out.
+
+    `columns` are read beside the log-probability from the logits that each token is drawn from; the
+    policy columns are of the distribution that draws it. With `double` all of this, the draw
+    included, is computed in float64.
     """
 
     max_tokens: int
@@ -274,6 +278,8 @@ class GenerateJob(Job):
     top: int = 0
     logprobs: bool = True
     stream: bool = False
+    columns: tuple[str, ...] = ()
+    double: bool = False
 
     @property
     def num_read(self) -> int:
@@ -290,10 +296,10 @@ class GenerateJob(Job):
 class GenerateOutput(Output):
     """A piece of a job's continuation: N new tokens and their text.
 
-    `logprobs` [N] are of the model, at temperature 1 and without any cut; alternatives are
-    [N, top]. `finish_reason` is None until the last piece: `stop` or `length`. That one has the
-    trace of a steered job. Readings are of the rows that the tokens were drawn from; those of the
-    prompt's other tokens, where the plan keeps them, come with the first piece.
+    `logprobs` [N] are of the model, at temperature 1 and without any cut; `columns` are [N] each,
+    alternatives [N, top]. `finish_reason` is None until the last piece: `stop` or `length`. That
+    one has the trace of a steered job. Readings are of the rows that the tokens were drawn from;
+    those of the prompt's other tokens, where the plan keeps them, come with the first piece.
     """
 
     token_ids: Ids
@@ -302,6 +308,7 @@ class GenerateOutput(Output):
     top_ids: Ids
     top_logprobs: Scores
     finish_reason: str | None = None
+    columns: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
 
     @property
     def is_last(self) -> bool:

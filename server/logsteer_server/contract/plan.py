@@ -9,7 +9,7 @@ Axis letters: T tokens, D width of an activation, G probes.
 import hashlib
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf, isfinite
 from typing import Literal
@@ -180,11 +180,6 @@ class SteeringPlan:
     def first_kept(self, prompt_len: int) -> int | None:
         """Return the position of the first token whose readings are kept; None where none is."""
         return {"none": None, "scored": prompt_len - 1, "all": 0}[self.kept]
-
-    @cached_property
-    def without_readings(self) -> "SteeringPlan | None":
-        """The same changes, of which no reading is kept; None where there is none."""
-        return replace(self, kept="none") if self.sites else None
 
     @cached_property
     def content_digest(self) -> bytes:

@@ -94,23 +94,29 @@ def fake_generation(job: GenerateJob) -> list[JobResult]:
                 np.zeros(shape, dtype=np.int32),
                 np.zeros(shape, dtype=np.float32),
                 "length" if start + size >= job.max_tokens else None,
+                fake_columns(job.columns, np.full(len(part), -0.5, dtype=np.float32)),
                 readings=own,
             )
         )
     return pieces
 
 
-def fake_scores(job: ScoreJob) -> list[JobResult]:
+def fake_columns(names: Sequence[str], logprobs: np.ndarray) -> dict[str, np.ndarray]:
     """Return columns made of the log-probabilities, each in the range that it really has."""
-    logprobs = fake_logprobs(job)
-    values = dict.fromkeys(job.columns, -logprobs / 3) | {
+    values = dict.fromkeys(names, -logprobs / 3) | {
         "logprob": logprobs,
         "rank": (1 - logprobs).astype(np.int32),
         "entropy": -logprobs / 2,
         "kl": np.zeros_like(logprobs),
         "top1_agrees": np.ones_like(logprobs),
     }
-    columns = {name: values[name] for name in job.columns}
+    return {name: values[name] for name in names}
+
+
+def fake_scores(job: ScoreJob) -> list[JobResult]:
+    """Return the columns of `fake_columns`, and alternatives."""
+    logprobs = fake_logprobs(job)
+    columns = fake_columns(job.columns, logprobs)
     readings = fake_readings(job, job.tokens)
     if not job.top:
         return [ScoreOutput(columns, readings=readings)]

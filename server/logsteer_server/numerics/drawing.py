@@ -1,17 +1,20 @@
-"""The draw: uniform numbers that follow from seeds, and the tokens that they draw.
+"""The draw: uniform numbers that follow from seeds, the tokens that they draw, their columns.
 
 A token is a function of its row's logits, policy and seed and of its place in the continuation, so
-it is the same on every engine and device, in every batch, and when it is drawn once more. Axis
-letters: R rows, V vocabulary.
+it is the same on every engine and device, in every batch, and when it is drawn once more. What is
+told of it is read from the very logits, and of the very distribution, that it is drawn from. Axis
+letters: R rows, V vocabulary, W values of a row; lower case r: rows of which the same is read.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from logsteer_server.contract.jobs import Policy
+from logsteer_server.contract.jobs import GenerateJob
+from logsteer_server.numerics.rows import NEUTRAL, POLICY_COLUMNS, Rows, RowSpec, read_rows
 from logsteer_server.numerics.sampling import PolicyRows, is_greedy, pick_rows
 
 CHUNK_LOGITS = {"cpu": 2**18, "cuda": 2**24}
@@ -62,11 +65,46 @@ def find_best(logits_RV: Tensor) -> Tensor:
     return logits_RV.argmax(-1)
 
 
+def spec_of_draw(job: GenerateJob, eos_ids: tuple[int, ...]) -> RowSpec:
+    """Return what is read with each token of a job: nothing where it wants no log-probabilities."""
+    if not job.logprobs:
+        return RowSpec((), 0, job.policy, eos_ids, job.double)
+    columns = tuple(dict.fromkeys(["logprob", *job.columns]))
+    return RowSpec(columns, job.top, job.policy, eos_ids, job.double)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The tokens of R rows, whether their logits are finite, and what was read with each [R, W].
+
+    A row's values come first, as `read_rows` has them; what stands behind them is 0.
+    """
+
+    ids_R: Tensor
+    finite_R: Tensor
+    values_RW: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows that are drawn at once, of which the same is read.
+
+    `policies` is None where the most probable tokens are taken, and no policy column is asked for.
+    """
+
+    places: np.ndarray
+    rows: Tensor | slice
+    spec: RowSpec
+    policies: PolicyRows | None
+    seeds: np.ndarray
+
+
 class RowSampler:
     """Draw the next tokens of R rows, each by its own policy and seed, for as many steps as wanted.
 
     Args:
-        policies: of the rows.
+        specs: what is read with each row's token, and the policy that draws it; None for a row that
+            no token is wanted of, which has 0.
         seeds: of the rows; any integers, which count modulo 2^64.
         argmax: does what `find_best` does, where an engine has a faster one.
 
@@ -74,47 +112,74 @@ class RowSampler:
 
     def __init__(
         self,
-        policies: Sequence[Policy],
+        specs: Sequence[RowSpec | None],
         seeds: Sequence[int],
         argmax: Callable[[Tensor], Tensor] = find_best,
     ) -> None:
         self._argmax = argmax
-        self._num_rows = len(policies)
-        drawn = [r for r, policy in enumerate(policies) if not is_greedy(policy)]
-        self._drawn = np.array(drawn, dtype=np.int64)
-        self._policies = [policies[r] for r in drawn]
-        self._seed_R = np.array([seeds[r] % 2**64 for r in drawn], dtype=np.uint64)
-        self._rows: Tensor | slice = slice(None)
-        self._chunks: list[tuple[slice, PolicyRows]] = []
+        self._num_rows = len(specs)
+        self._seed_R = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
+        self._specs = specs
+        self._parts: list[_Part] | None = None
+        wanted = [spec for spec in specs if spec is not None]
+        self._width = max((spec.width for spec in wanted), default=0)
+        is_double = any(spec.double for spec in wanted)
+        self._dtype = torch.float64 if is_double else torch.float32
 
-    def draw(self, logits_RV: Tensor, index_R: np.ndarray) -> Tensor:
-        """Return the token of each row [R]; `index_R` counts those that it had before.
+    def draw(self, logits_RV: Tensor, index_R: np.ndarray) -> Drawn:
+        """Draw the token of each row; `index_R` counts those that it had before.
 
         The logits of all steps have one vocabulary and are on one device.
         """
-        if not self._policies:
-            return self._argmax(logits_RV)
-        if not self._chunks:
-            self._rows = pick_rows(self._drawn.tolist(), self._num_rows, logits_RV.device)
-            self._chunks = self._make_chunks(logits_RV.shape[-1], logits_RV.device)
-        uniform = find_uniform(self._seed_R, index_R[self._drawn].astype(np.uint64))
-        uniform_R = torch.from_numpy(uniform).to(logits_RV.device, non_blocking=True)
-        own_RV = logits_RV[self._rows]
-        drawn_R = torch.cat([
-            draw_rows(policies.shape(own_RV[part]).q_RV, uniform_R[part])
-            for part, policies in self._chunks
-        ])  # fmt: skip
-        if len(drawn_R) == self._num_rows:
-            return drawn_R
-        ids_R = self._argmax(logits_RV)
-        ids_R[self._rows] = drawn_R
-        return ids_R
+        if self._parts is None:
+            self._parts = self._make_parts(logits_RV.shape[-1], logits_RV.device)
+        found = [self._draw_part(part, logits_RV, index_R) for part in self._parts]
+        if len(found) == 1 and len(found[0].ids_R) == self._num_rows:
+            return found[0]
+        device = logits_RV.device
+        drawn = Drawn(
+            torch.zeros(self._num_rows, dtype=torch.int64, device=device),
+            torch.ones(self._num_rows, dtype=torch.bool, device=device),
+            torch.zeros((self._num_rows, self._width), dtype=self._dtype, device=device),
+        )
+        for part, own in zip(self._parts, found, strict=True):
+            drawn.ids_R[part.rows] = own.ids_R
+            drawn.finite_R[part.rows] = own.finite_R
+            drawn.values_RW[part.rows, : part.spec.width] = own.values_RW.to(self._dtype)
+        return drawn
 
-    def _make_chunks(self, size: int, device: torch.device) -> list[tuple[slice, PolicyRows]]:
-        """Return the policies of as many rows as are shaped at once, and which rows they are."""
+    def _draw_part(self, part: _Part, logits_RV: Tensor, index_R: np.ndarray) -> Drawn:
+        spec, own_rV = part.spec, logits_RV[part.rows].to(part.spec.dtype)
+        shaped = part.policies.shape(own_rV) if part.policies else None
+        if shaped is None:
+            ids_r = self._argmax(own_rV)
+            finite_r = own_rV.gather(-1, ids_r[:, None]).squeeze(-1).isfinite()
+        else:
+            uniform = find_uniform(part.seeds, index_R[part.places].astype(np.uint64))
+            uniform_r = torch.from_numpy(uniform).to(own_rV.device, non_blocking=True)
+            ids_r = draw_rows(shaped.q_RV, uniform_r)
+            finite_r = shaped.pick_logits(ids_r).isfinite()
+        if not spec.width:
+            return Drawn(ids_r, finite_r, own_rV[:, :0])
+        rows = Rows(own_rV, ids_r, None, spec.policy, spec.eos_ids, spec.double, shaped)
+        return Drawn(ids_r, finite_r, read_rows(rows, spec))
+
+    def _make_parts(self, size: int, device: torch.device) -> list[_Part]:
+        """Return the rows in parts of as many as are shaped at once."""
+        groups: dict[tuple[RowSpec, bool], list[int]] = {}
+        for row, spec in enumerate(self._specs):
+            if spec is not None:
+                looks_at_policy = not POLICY_COLUMNS.keys().isdisjoint(spec.columns)
+                is_shaped = looks_at_policy or not is_greedy(spec.policy)
+                groups.setdefault((replace(spec, policy=NEUTRAL), is_shaped), []).append(row)
         step = max(1, CHUNK_LOGITS[device.type] // size)
-        starts = range(0, len(self._policies), step)
-        parts = [slice(start, start + step) for start in starts]
-        return [
-            (part, PolicyRows(self._policies[part], size, torch.float32, device)) for part in parts
-        ]
+        parts = []
+        for (spec, is_shaped), members in groups.items():
+            for start in range(0, len(members), step):
+                own = members[start : start + step]
+                policies = [row_spec.policy for r in own if (row_spec := self._specs[r])]
+                shaped = PolicyRows(policies, size, spec.dtype, device) if is_shaped else None
+                parts.append(
+                    _Part(np.array(own), pick_rows(own, device), spec, shaped, self._seed_R[own])
+                )
+        return parts

@@ -36,6 +36,7 @@ class Rows:
             that compare with it.
         policy: what q is: the distribution that it draws from.
         eos_ids: tokens that end a sequence.
+        shaped: what the policy draws from, where that is known.
 
     """
 
@@ -47,11 +48,13 @@ class Rows:
         policy: Policy = NEUTRAL,
         eos_ids: Sequence[int] = (),
         double: bool = False,
+        shaped: ShapedRows | None = None,
     ) -> None:
         self.logits_RV = logits_RV.double() if double else logits_RV.float()
         self.targets_R = targets_R
         self._reference_RV = reference_RV
         self._policy = policy
+        self._shaped = shaped
         self.eos_ids = eos_ids
 
     @cached_property
@@ -93,12 +96,12 @@ class Rows:
     @cached_property
     def shaped(self) -> ShapedRows:
         """What the policy draws from."""
-        return shape_rows(self.logits_RV, [self._policy] * len(self.targets_R))
+        return self._shaped or shape_rows(self.logits_RV, [self._policy] * len(self.targets_R))
 
     @cached_property
     def sampling_entropy_R(self) -> Tensor:
         """-sum q log q per row, in nats."""
-        return -torch.xlogy(self.shaped.q_RV, self.shaped.q_RV).sum(-1)
+        return self.shaped.entropy_R
 
     @cached_property
     def two_largest_R2(self) -> Tensor:
@@ -198,7 +201,8 @@ def logit_mean(rows: Rows) -> Tensor:
 
 def logit_std(rows: Rows) -> Tensor:
     """Return the standard deviation of z over the vocabulary (population), per row."""
-    return rows.logits_RV.std(-1, correction=0)
+    # Several times as fast as torch's `std`, which goes through a row number by number.
+    return (rows.logits_RV - rows.logits_RV.mean(-1, keepdim=True)).square().mean(-1).sqrt()
 
 
 def eos_prob(rows: Rows) -> Tensor:

@@ -39,10 +39,28 @@ class ShapedRows:
         """The probability of every token, per row."""
         return self.logits_RV.softmax(-1)
 
+    @cached_property
+    def log_sum_exp_R(self) -> Tensor:
+        """The log-sum-exp of each row, from its largest logit and q: no exponential is taken."""
+        return self.logits_RV.amax(-1) - self.q_RV.amax(-1).log()
+
+    @cached_property
+    def entropy_R(self) -> Tensor:
+        """-sum q log q per row, in nats.
+
+        With log q = s - l, for a row's logits s and their log-sum-exp l, this is l - sum q s.
+        """
+        # Minus infinity times the 0 that q is there would be NaN.
+        finite_RV = self.logits_RV.clamp(min=torch.finfo(self.logits_RV.dtype).min)
+        return self.log_sum_exp_R - (self.q_RV * finite_RV).sum(-1)
+
+    def pick_logits(self, ids_R: Tensor) -> Tensor:
+        """Return the logit of one token per row [R]; NaN in a row that is not a number."""
+        return self.logits_RV.gather(-1, ids_R[:, None]).squeeze(-1)
+
     def log_q(self, ids_R: Tensor) -> Tensor:
         """Return log q of one token per row; it does not underflow as q does."""
-        own_R = self.logits_RV.gather(-1, ids_R[:, None]).squeeze(-1)
-        return own_R - self.logits_RV.logsumexp(-1)
+        return self.pick_logits(ids_R) - self.log_sum_exp_R
 
 
 def is_greedy(policy: Policy) -> bool:
@@ -76,8 +94,8 @@ class PolicyRows:
         self._temperature_R1 = torch.tensor(temperatures, dtype=dtype, device=device)[:, None]
         greedy = [r for r, policy in enumerate(policies) if is_greedy(policy)]
         cut = [r for r, policy in enumerate(policies) if _has_cut(policy) and not is_greedy(policy)]
-        self._greedy = pick_rows(greedy, len(policies), device) if greedy else None
-        self._cut = pick_rows(cut, len(policies), device) if cut else None
+        self._greedy = pick_rows(greedy, device) if greedy else None
+        self._cut = pick_rows(cut, device) if cut else None
         self._cuts = Cuts.of([policies[r] for r in cut], size, dtype, device)
 
     def shape(self, logits_RV: Tensor) -> ShapedRows:
@@ -101,9 +119,11 @@ class PolicyRows:
         return ShapedRows(shaped_RV, head_mass_R)
 
 
-def pick_rows(rows: Sequence[int], total: int, device: torch.device) -> Tensor | slice:
-    """Return an index of these of `total` rows: a slice, which copies nothing, where it is all."""
-    return slice(None) if len(rows) == total else torch.tensor(rows, device=device)
+def pick_rows(rows: Sequence[int], device: torch.device) -> Tensor | slice:
+    """Return an index of these rows: a slice, which copies nothing, where there is no gap."""
+    first, last = rows[0], rows[-1]
+    is_whole = last - first == len(rows) - 1
+    return slice(first, last + 1) if is_whole else torch.tensor(rows, device=device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ import numpy as np
 
 from logsteer.schemas import BosPolicy, Message, OverflowPolicy
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, ScoreJob, ScoreOutput
+from logsteer_server.contract.jobs import GenerateJob, GenerateOutput
 from logsteer_server.contract.plan import Readings
 from logsteer_server.interventions.interventions import Interventions
-from logsteer_server.tasks.columns import ColumnOptions, aggregate_columns, show_columns
+from logsteer_server.tasks.columns import aggregate_columns, show_columns
 from logsteer_server.tasks.planning import Steps
 from logsteer_server.text.prompts import fit_prompt, read_prompts
 from logsteer_server.text.tokenizer import TextCodec
@@ -90,25 +90,20 @@ class Continuation:
             return None
         return Readings(found[0].first, np.concatenate([part.values_TGR for part in found]))
 
-    def score_job(self, read: ColumnOptions) -> ScoreJob:
-        """Return the job that reads the completion's rows, under the policy that drew it."""
-        job, ids = self.job, np.array(self.token_ids, dtype=np.int32)
-        return ScoreJob(
-            np.concatenate([job.tokens, ids[:-1]]),
-            ids,
-            read.columns,
-            plan=job.plan and job.plan.without_readings,
-            override=job.override,
-            adapter=job.adapter,
-            policy=job.policy,
-            double=read.double,
-        )
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """What was read with all its tokens, log-probabilities included."""
+        parts = [_read_columns(piece) for piece in self.pieces]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
-    def write(self, codec: TextCodec, interventions: Interventions) -> dict[str, Any]:
-        """Write the whole as a `Completion`."""
-        ids = self.token_ids
-        logprobs = np.concatenate([piece.logprobs for piece in self.pieces])
+    def write(
+        self, codec: TextCodec, interventions: Interventions, window: int | None
+    ) -> dict[str, Any]:
+        """Write the whole as a `Completion`, with aggregates where there is a window."""
+        ids, columns = self.token_ids, self.columns
+        logprobs = columns["logprob"]
         total = float(logprobs.astype(np.float64).sum())
+        aggregates = {} if window is None else {"aggregates": aggregate_columns(columns, window)}
         return {
             "text": "".join(piece.text for piece in self.pieces),
             "token_ids": ids,
@@ -121,20 +116,13 @@ class Continuation:
             **interventions.show_readings(
                 self.readings, len(self.job.tokens) - 1, is_steered=self.is_steered
             ),
+            **show_columns(columns, self.job.columns),
+            **aggregates,
         }
 
 
-def show_diagnostics(
-    output: ScoreOutput, asked: Sequence[str], window: int | None
-) -> dict[str, Any]:
-    """Return the columns of a completion, and their aggregates where there is a window.
-
-    The completion has its log-probabilities already, from when its tokens were drawn.
-    """
-    shown = show_columns(output.columns, [name for name in asked if name != "logprob"])
-    if window is None:
-        return shown
-    return shown | {"aggregates": aggregate_columns(output.columns, window)}
+def _read_columns(piece: GenerateOutput) -> dict[str, np.ndarray]:
+    return {"logprob": piece.logprobs, **piece.columns}
 
 
 class Continuations:
@@ -166,6 +154,7 @@ class Continuations:
             **interventions.show_readings(
                 piece.readings, len(entry.job.tokens) - 1, is_steered=entry.is_steered
             ),
+            **show_columns(_read_columns(piece), entry.job.columns),
         }
 
     def write(
@@ -173,12 +162,10 @@ class Continuations:
         codec: TextCodec,
         interventions: Interventions,
         truncated: Sequence[int],
-        more: Sequence[dict[str, Any]],
+        window: int | None = None,
     ) -> list[dict[str, Any]]:
-        """Write all of them as `PromptCompletions`, each with its entry of `more`."""
-        written = [entry.write(codec, interventions) for entry in self.entries]
-        for completion, fields in zip(written, more, strict=False):
-            completion |= fields
+        """Write all of them as `PromptCompletions`; a `window` as in `Continuation.write`."""
+        written = [entry.write(codec, interventions, window) for entry in self.entries]
         size, own = self._per_prompt, self._num_own
         return [
             {

@@ -11,31 +11,29 @@ from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, Policy, d
 from logsteer_server.interventions.interventions import Interventions, Stores
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
-from logsteer_server.tasks.columns import ColumnOptions
 from logsteer_server.tasks.continuations import (
     Continuations,
     Prompts,
     find_longest_prompt,
     plan_continuations,
-    show_diagnostics,
 )
 from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.run import Batch, Collector, Event, Task, check_count, take_each
+from logsteer_server.tasks.run import Batch, Event, Task, check_count, take_each
 from logsteer_server.text.tokenizer import TextCodec
 
 NO_TOKENS = np.zeros(0, dtype=np.int32)
 
 
 class GenerationTask(Task):
-    """Continues prompts; then scores what came, where columns were asked for."""
+    """Continues prompts, and tells of each token what it was drawn from."""
 
     def __init__(self, body: PromptRequest, models: ModelRegistry, stores: Stores) -> None:
         super().__init__(models.find(body.model), streams=body.stream)
         self._body = body
         self._stores = stores
         self._truncated: list[int] = []
-        self._diagnostics: list[dict[str, Any]] = []
         self._continuations = Continuations([], [], body.n)
+        self.precision = body.precision
 
     @property
     def columns(self) -> list[str]:
@@ -58,7 +56,7 @@ class GenerationTask(Task):
         check_count("prompts x n", len(given) * self._body.n, settings.max_items)
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
-        """Generate everything in one batch, then read its rows in another."""
+        """Generate everything in one batch."""
         body = self._body
         codec, info = self.model.require()
         planner.cover_text(find_longest_prompt(body.prompts or [], body.messages or []))
@@ -68,16 +66,6 @@ class GenerationTask(Task):
         contexts = [job.prompt_len for job in self._continuations.jobs]
         planner.expect_readings(self.interventions, len(contexts), tokens, sum(contexts))
         yield Batch(self._continuations.jobs, take_each(self._take))
-        if not self.columns:
-            return
-        self.precision = body.precision
-        read = ColumnOptions.of(self.columns, precision=body.precision)
-        jobs = [entry.score_job(read) for entry in self._continuations.entries]
-        collector = Collector(jobs)
-        yield Batch(jobs, collector.take, cache=body.cache, purpose="reread")
-        self._diagnostics = [
-            show_diagnostics(output, self.columns, self.window) for output in collector.outputs
-        ]
 
     def _plan(self, codec: TextCodec, info: EngineInfo) -> Steps[Continuations]:
         body = self._body
@@ -93,6 +81,8 @@ class GenerationTask(Task):
             include_stop=body.include_stop,
             ignore_eos=body.ignore_eos,
             stream=body.stream,
+            columns=tuple(self.columns),
+            double=body.precision == "float64",
         )
         steps = plan_continuations(prompts, first, body.n, codec, info)
         plain, self._truncated = yield from steps
@@ -107,9 +97,7 @@ class GenerationTask(Task):
     def report(self) -> dict[str, Any]:
         """Return the completions of each prompt."""
         codec, _ = self.model.require()
-        results = self._continuations.write(
-            codec, self.interventions, self._truncated, self._diagnostics
-        )
+        results = self._continuations.write(codec, self.interventions, self._truncated, self.window)
         return {"results": results}
 
 

@@ -34,9 +34,9 @@ from logsteer_server.settings import Settings
 from logsteer_server.tasks.planning import Capacity, Planner
 from logsteer_server.text.windows import Windowing
 
-Purpose = Literal["work", "reread", "reference"]
-"""What a batch counts for: `work` for usage and receipts, `reread` (what was generated is scored)
-for usage alone, `reference` (what others are compared with) for neither."""
+Purpose = Literal["work", "reference"]
+"""What a batch counts for: `work` for usage and receipts, `reference` (what others are compared
+with) for neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,11 +296,11 @@ class Run:
         return self._reservations[admission]
 
     def _count(self, batch: Batch, part: OutputPart) -> None:
-        if batch.purpose != "reference":
-            self._usage.add(count_work(batch.jobs, part))
-        if batch.purpose == "work":
-            for output in find_steered(batch.jobs, part):
-                self._applied.add(output)
+        if batch.purpose == "reference":
+            return
+        self._usage.add(count_work(batch.jobs, part))
+        for output in find_steered(batch.jobs, part):
+            self._applied.add(output)
 
     @property
     def _applied(self) -> AppliedReport:

@@ -20,6 +20,7 @@ from logsteer_server.contract.jobs import (
     GenerateOutput,
     JobResult,
 )
+from logsteer_server.engines.drawn import DrawnValues
 from logsteer_server.engines.tlens.batch import accept_row
 from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
@@ -27,8 +28,8 @@ from logsteer_server.engines.tlens.points import HookFunction, Point, RefusedJob
 from logsteer_server.engines.tlens.queue import BatchRun, EngineLimits, JobQueue, Results
 from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow, TokenRange
 from logsteer_server.engines.tlens.text import GrowingText
-from logsteer_server.numerics.drawing import RowSampler
-from logsteer_server.numerics.rows import Rows, RowSpec, read_rows
+from logsteer_server.numerics.drawing import RowSampler, spec_of_draw
+from logsteer_server.numerics.rows import RowSpec
 
 
 @dataclass(slots=True)
@@ -39,11 +40,10 @@ class GenerationRow:
     job: GenerateJob
     steered: SteeredRow | None
     text: GrowingText
+    spec: RowSpec
+    values: DrawnValues
     num_tokens: int = 0
     ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top_ids: list[np.ndarray] = field(default_factory=list)
-    top_logprobs: list[np.ndarray] = field(default_factory=list)
 
     @classmethod
     def start(
@@ -52,20 +52,17 @@ class GenerationRow:
         """Return the row of a job that has no token yet."""
         prompt = job.tokens.tolist()
         text = GrowingText(model.tokenizer, prompt, job.stop, job.include_stop)
-        return cls(job_id, job, steered, text)
+        spec = spec_of_draw(job, model.eos_ids)
+        return cls(job_id, job, steered, text, spec, DrawnValues(spec))
 
-    def add(
-        self, token: int, values_W: np.ndarray, top: int, eos_ids: tuple[int, ...]
-    ) -> str | None:
-        """Take a token in, with its log-probability and `top` alternatives.
+    def add(self, token: int, values_1W: np.ndarray, eos_ids: tuple[int, ...]) -> str | None:
+        """Take a token in, with what was read with it.
 
         Returns why the row ends with it: `stop` or `length`; None where it goes on.
         """
         self.num_tokens += 1
         self.ids.append(token)
-        self.logprobs.append(float(values_W[0]))
-        self.top_ids.append(values_W[1 : 1 + self.job.top])
-        self.top_logprobs.append(values_W[1 + top : 1 + top + self.job.top])
+        self.values.add(values_1W)
         if token in eos_ids and not self.job.ignore_eos:
             self.text.end()
             return "stop"
@@ -77,7 +74,6 @@ class GenerationRow:
 
     def take(self, finish_reason: str | None) -> GenerateOutput:
         """Return all tokens that no output has had yet; with a reason, the last output."""
-        shape = (len(self.ids), self.job.top)
         trace = None
         if finish_reason and self.steered:
             # The last token was sampled and never read.
@@ -85,14 +81,12 @@ class GenerationRow:
         output = GenerateOutput(
             np.array(self.ids, dtype=np.int32),
             self.text.take(finish_reason is not None),
-            np.array(self.logprobs, dtype=np.float32),
-            np.array(self.top_ids, dtype=np.int32).reshape(shape),
-            np.array(self.top_logprobs, dtype=np.float32).reshape(shape),
-            finish_reason,
+            finish_reason=finish_reason,
             trace=trace,
             readings=self.steered.take_readings() if self.steered else None,
+            **self.values.take(len(self.ids)),
         )
-        self.ids, self.logprobs, self.top_ids, self.top_logprobs = [], [], [], []
+        self.ids = []
         return output
 
 
@@ -125,9 +119,7 @@ class RunningBatch:
         self._sampler = self._make_sampler()
 
     def _make_sampler(self) -> RowSampler:
-        jobs = [row.job for row in self.rows]
-        policies, seeds = [job.policy for job in jobs], [job.seed for job in jobs]
-        return RowSampler(policies, seeds)
+        return RowSampler([row.spec for row in self.rows], [row.job.seed for row in self.rows])
 
     @property
     def has_work(self) -> bool:
@@ -153,15 +145,14 @@ class RunningBatch:
     @torch.inference_mode()
     def _step(self) -> Results:
         logits_BV = self._read()
-        top = max(row.job.top for row in self.rows)
-        ids_B, finite_B, values_BW = self._sample(logits_BV, top)
+        ids_B, finite_B, values_BW = self._sample(logits_BV)
         results: Results = []
         ended: dict[int, str] = {}
         for b, row in enumerate(self.rows):
             if not finite_B[b]:
                 ended[b] = "broken"
                 continue
-            reason = row.add(int(ids_B[b]), values_BW[b], top, self._model.eos_ids)
+            reason = row.add(int(ids_B[b]), values_BW[b : b + 1], self._model.eos_ids)
             if reason:
                 ended[b] = reason
             elif row.job.stream:
@@ -203,19 +194,17 @@ class RunningBatch:
         self._steering.end_pass()
         return self._model.project(hidden_BTD[:, -1])
 
-    def _sample(self, logits_BV: Tensor, top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _sample(self, logits_BV: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Sample each row's next token.
 
-        Returns the tokens [B], whether their logits were finite [B], and their values [B, W]:
-        log-probability, ids of `top` alternatives, log-probabilities of these.
+        Returns the tokens [B], whether their logits were finite [B], and what was read with them
+        [B, W].
         """
-        ids_B = self._sampler.draw(logits_BV, np.array([row.num_tokens for row in self.rows]))
-        rows = Rows(logits_BV, ids_B)
-        values_BW = read_rows(rows, RowSpec(("logprob",), top))
-        finite_B = values_BW[:, 0].isfinite()
+        drawn = self._sampler.draw(logits_BV, np.array([row.num_tokens for row in self.rows]))
         # One array, because each copy from a GPU waits for it. Ids are exact in float32 (`rows`).
-        parts = [ids_B[:, None].float(), finite_B[:, None].float(), values_BW]
-        found_BW = torch.cat(parts, dim=-1).cpu().numpy()
+        values_BW = drawn.values_RW
+        first_B2 = torch.stack([drawn.ids_R, drawn.finite_R], dim=-1).to(values_BW.dtype)
+        found_BW = torch.cat([first_B2, values_BW], dim=-1).cpu().numpy()
         return found_BW[:, 0], found_BW[:, 1] > 0, found_BW[:, 2:]
 
     @torch.inference_mode()

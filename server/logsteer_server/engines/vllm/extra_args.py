@@ -16,7 +16,7 @@ READ = "logsteer_read"
 CAPTURE = "logsteer_capture"
 """Which activations of a request are captured, and in which rows: a `CaptureWish`."""
 DRAW = "logsteer_draw"
-"""What a request's tokens are drawn by, if not greedily: temperature, top_k, top_p, min_p, seed."""
+"""What a request's tokens are drawn by: a `RowSpec`, with what is read with them; a seed."""
 
 
 def describe_rows(job: ScoreJob, spec: RowSpec) -> dict[str, Any]:
@@ -33,11 +33,9 @@ def describe_rows(job: ScoreJob, spec: RowSpec) -> dict[str, Any]:
     }
 
 
-def describe_draw(job: GenerateJob) -> dict[str, Any]:
-    """Return the extra arguments of a request that generates."""
-    policy = job.policy
-    drawn_by = (policy.temperature, policy.top_k, policy.top_p, policy.min_p, job.seed % 2**64)
-    return {DRAW: drawn_by}
+def describe_draw(job: GenerateJob, spec: RowSpec) -> dict[str, Any]:
+    """Return the extra arguments of a request that generates; `spec` is its `spec_of_draw`."""
+    return {DRAW: (spec, job.seed % 2**64)}
 
 
 def describe_steering(job: Job, slot: int) -> dict[str, Any]:

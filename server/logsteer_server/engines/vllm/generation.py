@@ -1,20 +1,22 @@
 """Generation in vLLM: continuations, with vLLM's own detokenizer and stop strings.
 
-The log-probabilities of sampled tokens are taken from the engine's arrays before vLLM's output
-processor sees them, which would make a Python object of each.
+What was read with the tokens is taken from the engine's arrays before vLLM's output processor sees
+them, which would make a Python object of each number.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from logsteer_server.contract.finite import describe_non_finite
 from logsteer_server.contract.jobs import GenerateJob, GenerateOutput
+from logsteer_server.engines.drawn import DrawnValues
 from logsteer_server.engines.vllm.extra_args import describe_draw
 from logsteer_server.engines.vllm.requests import Collected, RunningJob
 from logsteer_server.engines.vllm.steering_slots import SteeringSlot, SteeringSlots
+from logsteer_server.numerics.drawing import spec_of_draw
 
 if TYPE_CHECKING:
     from logsteer_server.engines.vllm.core import VllmCore
@@ -22,21 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _Sample:
-    """A request that generates, and the columns of tokens not yet given out: [1, 1 + top] each."""
+    """A request that generates, and what was read with its tokens and not given out yet."""
 
     running: RunningJob
     output_id: str
+    values: DrawnValues
     cached_tokens: int = 0
-    ids: list[np.ndarray] = field(default_factory=list)
-    logprobs: list[np.ndarray] = field(default_factory=list)
-
-    def take(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids and log-probabilities of the next tokens: the sampled one, alternatives."""
-        width = 1 + self.running.job.top
-        ids_NK = np.concatenate([*self.ids, np.zeros((0, width), np.int32)])
-        logprobs_NK = np.concatenate([*self.logprobs, np.zeros((0, width), np.float32)])
-        self.ids, self.logprobs = [ids_NK[count:]], [logprobs_NK[count:]]
-        return ids_NK[:count].astype(np.int32), logprobs_NK[:count].astype(np.float32)
 
 
 class GenerationRequests:
@@ -55,11 +48,12 @@ class GenerationRequests:
 
     def submit(self, running: RunningJob) -> str:
         """Hand a job to vLLM and return its request's id."""
-        extra_args = running.slot.extra_args | describe_draw(running.job)
+        spec = spec_of_draw(running.job, self._eos_ids)
+        extra_args = running.slot.extra_args | describe_draw(running.job, spec)
         request_id, output_id = self._vllm.generate(
             running.job, extra_args, running.lora_request, self._eos_ids, running.may_read_cache
         )
-        sample = _Sample(running, output_id)
+        sample = _Sample(running, output_id, DrawnValues(spec))
         self._samples[request_id] = self._by_output_id[output_id] = sample
         return request_id
 
@@ -83,10 +77,7 @@ class GenerationRequests:
             if output.prefill_stats is not None:
                 sample.cached_tokens = output.prefill_stats.num_cached_tokens
             if output.new_logprobs is not None:
-                # As wide as the widest request of the step: the most probable come first.
-                width = 1 + running.job.top
-                sample.ids.append(output.new_logprobs.logprob_token_ids[:, :width])
-                sample.logprobs.append(output.new_logprobs.logprobs[:, :width])
+                sample.values.add(output.new_logprobs.logprobs)
                 output.new_logprobs = None
         processed = self._vllm.process(healthy)
         return ended + [self._make_piece(output) for output in processed]
@@ -94,16 +85,13 @@ class GenerationRequests:
     def _make_piece(self, output: Any) -> Collected:
         sample = self._by_output_id[output.request_id]
         completion = output.outputs[0]
-        ids_NK, logprobs_NK = sample.take(len(completion.token_ids))
         if output.finished:
             del self._by_output_id[sample.output_id], self._samples[sample.running.request_id]
         piece = GenerateOutput(
             np.array(completion.token_ids, dtype=np.int32),
             completion.text,
-            logprobs_NK[:, 0],
-            ids_NK[:, 1:],
-            logprobs_NK[:, 1:],
-            (completion.finish_reason or "stop") if output.finished else None,
+            finish_reason=(completion.finish_reason or "stop") if output.finished else None,
             cached_tokens=sample.cached_tokens,
+            **sample.values.take(len(completion.token_ids)),
         )
         return sample.running, piece

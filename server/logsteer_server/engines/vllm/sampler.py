@@ -1,26 +1,26 @@
 """What vLLM samples with here: the draw that all engines share, in place of vLLM's own.
 
-vLLM is asked for temperature 0 by every request, so that it makes no generators and cuts nothing;
-what the request is drawn by stands in its extra arguments. Log-probabilities are still read by
-vLLM's code, from the logits as the model puts them out.
+vLLM is asked for temperature 0 by every request, so that it makes no generators; what the request
+is drawn by, and what is read with its tokens, stands in its extra arguments. That is read from the
+logits that the token is drawn from, and travels the way of vLLM's own log-probabilities.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
 from logsteer_server.contract.jobs import Policy
 from logsteer_server.engines.vllm.extra_args import DRAW
-from logsteer_server.numerics.drawing import RowSampler
+from logsteer_server.numerics.drawing import Drawn, RowSampler
+from logsteer_server.numerics.rows import PUBLIC_COLUMNS, RowSpec
 
-WARM_UP = Policy(top_p=0.9)
+WARM_UP = RowSpec(PUBLIC_COLUMNS, 1, Policy(top_p=0.9), (0,))
 """What rows of no request are drawn by, from which vLLM learns how much memory drawing takes."""
-
-UNDRAWN = Policy(temperature=0.0), 0
-"""Policy and seed of a request that generates nothing: its token is the most probable one."""
 
 
 class PolicySampler(Sampler):  # type: ignore[misc]
@@ -29,7 +29,7 @@ class PolicySampler(Sampler):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self._req_ids: list[str] = []
-        self._row_sampler = RowSampler([], [])
+        self._row_sampler = self._make([])
         self._index_R: np.ndarray | None = None
         self._finite_R: Tensor | None = None
 
@@ -41,21 +41,21 @@ class PolicySampler(Sampler):  # type: ignore[misc]
             draws = [_read_draw(requests[req_id].sampling_params) for req_id in req_ids]
             self._row_sampler = self._make(draws)
 
-    def sample(
+    def forward(
         self,
         logits: Tensor,
         sampling_metadata: Any,  # noqa: ARG002
+        predict_bonus_token: bool = False,  # noqa: ARG002
         logprobs_mode_override: Any = None,  # noqa: ARG002
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the token of each row, and nothing in place of the model's log-probabilities."""
+    ) -> SamplerOutput:
+        """Return the token of each row, and what its request wants read with it."""
         index_R, self._index_R = self._index_R, None
         if index_R is not None:
-            ids_R = self._row_sampler.draw(logits, index_R)
-            # NaN comes out where one is among the logits, and where all are minus infinity.
-            self._finite_R = logits.gather(-1, ids_R[:, None])[:, 0].isfinite()
-            return ids_R, None
+            drawn = self._row_sampler.draw(logits, index_R)
+            self._finite_R = drawn.finite_R
+            return _write_output(drawn)
         rows = len(logits)
-        return self._make([(WARM_UP, 0)] * rows).draw(logits, np.zeros(rows, np.int64)), None
+        return _write_output(self._make([(WARM_UP, 0)] * rows).draw(logits, np.zeros(rows)))
 
     def take_non_finite(self) -> dict[str, int]:
         """Return the requests of the rows just drawn whose logits are not finite, as keys."""
@@ -65,14 +65,26 @@ class PolicySampler(Sampler):  # type: ignore[misc]
         pairs = zip(self._req_ids, finite_R.tolist(), strict=True)
         return {req_id: 1 for req_id, is_finite in pairs if not is_finite}
 
-    def _make(self, draws: list[tuple[Policy, int]]) -> RowSampler:
-        policies, seeds = [policy for policy, _ in draws], [seed for _, seed in draws]
-        return RowSampler(policies, seeds, self.greedy_sample)
+    def _make(self, draws: Sequence[tuple[RowSpec | None, int]]) -> RowSampler:
+        specs, seeds = [spec for spec, _ in draws], [seed for _, seed in draws]
+        return RowSampler(specs, seeds, self.greedy_sample)
 
 
-def _read_draw(params: Any) -> tuple[Policy, int]:
-    """Return policy and seed of a request."""
-    if not params.extra_args or DRAW not in params.extra_args:
-        return UNDRAWN
-    *policy, seed = params.extra_args[DRAW]
-    return Policy(*policy), seed
+def _read_draw(params: Any) -> tuple[RowSpec | None, int]:
+    """Return what a request's tokens are drawn by, and its seed; None where none is wanted."""
+    spec, seed = (params.extra_args or {}).get(DRAW, (None, 0))
+    return spec, seed
+
+
+def _write_output(drawn: Drawn) -> SamplerOutput:
+    """Return what vLLM takes of a sampler.
+
+    Ids of alternatives are among the values, where they are exact (`numerics.rows`), so that one
+    array is copied from a GPU. The two others, which nobody reads, are empty, on the same device:
+    vLLM asks the first one for it.
+    """
+    values = None
+    if drawn.values_RW.shape[-1]:
+        none_R0 = drawn.ids_R.new_empty((len(drawn.ids_R), 0))
+        values = LogprobsTensors(none_R0, drawn.values_RW, none_R0)
+    return SamplerOutput(drawn.ids_R.to(torch.int32)[:, None], values)
