@@ -112,6 +112,11 @@ class JobQueue(ABC, Generic[E]):
         """Whether a job waits that may start now."""
         return bool(self._sorted or self._arrived)
 
+    @property
+    def _first(self) -> E:
+        """The job that the next batch begins with; one must wait."""
+        return self._sorted[0] if self._sorted else max(self._arrived, key=_count_tokens)
+
     def add(self, job_id: int, job: Any, alone: bool = False) -> None:
         """Take a job of the queue's kind in, to be run `alone` where it was in a batch that broke.
 
