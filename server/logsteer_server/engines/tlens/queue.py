@@ -37,7 +37,8 @@ E = TypeVar("E", bound=Entry)
 class EngineLimits:
     """What one batch holds at most: tokens with their padding, and rows.
 
-    `override_cache_bytes`: of directions that stay in memory for the next request.
+    `override_cache_bytes`: of directions that stay in memory for the next request, and as many of
+    parameters with a direction or adapter added.
     """
 
     max_batch_tokens: int = 4096
