@@ -18,11 +18,14 @@ ROOM = 64
 """Columns that a layer gets beyond those it needs, at least; it gets half as many again."""
 
 
-class RoomyLayer(DynamicLayer):
+class RoomyLayer(DynamicLayer):  # type: ignore[misc]
     """A layer whose keys and values are written behind one another, and copied only to get room.
 
     `keys` and `values` [B, H, T, D] are views of memory with more columns.
     """
+
+    keys: Tensor
+    values: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,8 +64,10 @@ PLAIN_LAYERS = (RoomyLayer, DynamicSlidingWindowLayer)
 """Kinds of layers whose rows can be padded in front."""
 
 
-class RowCache(DynamicCache):
+class RowCache(DynamicCache):  # type: ignore[misc]
     """The keys and values of rows that all end in the same column."""
+
+    layers: list[Any]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
@@ -71,7 +76,7 @@ class RowCache(DynamicCache):
         ]
 
     def select(self, rows: Sequence[int], cut: int) -> None:
-        """Leave out all rows but these, and the first `cut` columns, which are padding in these."""
+        """Have these rows, which may repeat, without their first `cut` columns, all padding."""
         rows_B = torch.tensor(rows)
         for layer in self._filled_layers():
             columns = layer.get_seq_length() - cut
@@ -85,12 +90,10 @@ class RowCache(DynamicCache):
 
         Where memory runs out, nothing has changed.
         """
-        pairs = list(zip(self._filled_layers(), other._filled_layers(), strict=True))
-        joined = []
-        for own, new in pairs:
-            width = max(own.keys.shape[-2], new.keys.shape[-2])
-            keys = _join(own.keys, new.keys, width), _join(own.values, new.values, width)
-            joined.append((own, *keys, max(own.get_seq_length(), new.get_seq_length())))
+        joined: list[tuple[Any, Tensor, Tensor, int]] = []
+        for own, new in zip(self._filled_layers(), other._filled_layers(), strict=True):
+            keys, values = _join(own.keys, new.keys), _join(own.values, new.values)
+            joined.append((own, keys, values, max(own.get_seq_length(), new.get_seq_length())))
         for layer, keys, values, columns in joined:
             _replace(layer, keys, values, columns)
 
@@ -98,8 +101,9 @@ class RowCache(DynamicCache):
         return [layer for layer in self.layers if layer.get_seq_length()]
 
 
-def _join(own: Tensor, new: Tensor, width: int) -> Tensor:
-    """Return the rows of both, padded in front to `width` columns."""
+def _join(own: Tensor, new: Tensor) -> Tensor:
+    """Return the rows of both, padded in front to the columns of the longer."""
+    width = max(own.shape[-2], new.shape[-2])
     padded = (pad(states, (0, 0, width - states.shape[-2], 0)) for states in (own, new))
     return torch.cat(list(padded))
 

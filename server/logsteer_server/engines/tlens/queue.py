@@ -130,8 +130,7 @@ class JobQueue(ABC, Generic[E]):
     def take(self) -> BatchRun:
         """Take the next batch out: jobs of one group, within the limits."""
         if not self._sorted:
-            self._arrived.sort(key=_count_tokens, reverse=True)
-            self._sorted.extend(self._arrived)
+            self._sorted.extend(self._sort(self._arrived))
             self._arrived = []
         batch: list[E] = []
         passed: list[E] = []
@@ -159,6 +158,10 @@ class JobQueue(ABC, Generic[E]):
     @abstractmethod
     def _accept(self, job_id: int, job: Any) -> E:
         """Return the entry of a job. Errors: RefusedJobError where it cannot run."""
+
+    def _sort(self, entries: list[E]) -> list[E]:
+        """Return the jobs in the order in which batches are filled with them."""
+        return sorted(entries, key=_count_tokens, reverse=True)
 
     def _group(self, entry: E) -> object:
         """Return what all jobs of a batch have in common: equal values share one."""
