@@ -274,7 +274,35 @@ def test_directions_in_memory_are_bounded(tmp_path: Path) -> None:
     assert len(results + engine.step()) == 2
     assert not engine.busy
     assert not engine._deltas._directions
-    assert engine._deltas._applied is None
+    assert not engine._deltas._applied
+
+
+def test_deltas_that_alternate_are_added_up_once(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores and continuations; with room for two, a third takes the place of the oldest."""
+    added: list[float] = []
+    add_up = type(engine._deltas)._add_up
+
+    def count(self: Any, delta: Any) -> Any:
+        added.append(delta.override.eta)
+        return add_up(self, delta)
+
+    monkeypatch.setattr(type(engine._deltas), "_add_up", count)
+    file = write_direction(tmp_path, {"model.norm.weight": torch.ones(128)})
+    ids = draw_ids(np.random.default_rng(11), 5)
+    small = build(engine_args={"override_cache_bytes": 2 * 128 * 4})
+    plain = score(small, whole(ids))[0]
+    found = [score(small, whole(ids, override=at(file, eta)))[0] for eta in (0.1, 0.2) * 3]
+    assert added == [0.1, 0.2]
+    assert (found[0] == found[4]).all()
+    assert (found[1] == found[5]).all()
+    assert (found[0] != found[1]).any() and (found[0] != plain).any()
+    run(small, *(GenerateJob(ids, 3, override=at(file, eta)) for eta in (0.1, 0.2) * 2))
+    assert added == [0.1, 0.2]
+    for eta in (0.3, 0.2, 0.1):
+        score(small, whole(ids, override=at(file, eta)))
+    assert added == [0.1, 0.2, 0.3, 0.1]
 
 
 ETAS = [10.0**-n for n in range(3, 10)]

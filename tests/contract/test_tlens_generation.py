@@ -21,6 +21,7 @@ from tests.contract.tlens_cases import (
     GREEDY,
     PER_TOKEN,
     add_plan,
+    build,
     draw_ids,
     run,
     run_pieces,
@@ -220,3 +221,106 @@ def test_nobody_waits_for_a_long_continuation(engine: Any, prompt: np.ndarray) -
     found = {i for _ in range(10) for i, _ in engine.step()}
     assert found == {1, 2, 3}
     engine.cancel([0])
+
+
+@pytest.mark.parametrize("steered", [False, True])
+def test_continuations_join_those_that_run(engine: Any, prompt: np.ndarray, steered: bool) -> None:
+    """Longer and shorter prompts, arriving one by one, greedy and drawn: each as it is alone."""
+    rng = np.random.default_rng(8)
+    lengths, counts = (9, 40, 3, 25, 1, 60), (50, 12, 30, 9, 45, 20)
+    jobs = [
+        GenerateJob(
+            draw_ids(rng, length),
+            count,
+            seed=count,
+            policy=GREEDY if length % 2 else Policy(0.8),
+            ignore_eos=True,
+            top=length % 3,
+            stream=length == 25,
+            plan=add_plan(seed=length) if steered and length != 9 else None,
+        )
+        for length, count in zip(lengths, counts, strict=True)
+    ]
+    alone = [run_pieces(engine, {0: job})[0] for job in jobs]
+    found: dict[int, list[Any]] = {i: [] for i in range(len(jobs))}
+    for i, job in enumerate(jobs):
+        engine.add([(i, job)])
+        for _ in range(5):
+            for job_id, piece in engine.step():
+                found[job_id].append(piece)
+    running = [turn for turn in engine._turns if type(turn).__name__ == "RunningBatch"]
+    assert len(running) == 1
+    assert len(running[0].rows) > 3
+    while engine.busy:
+        for job_id, piece in engine.step():
+            found[job_id].append(piece)
+    for i, pieces in enumerate(alone):
+        for one, two in zip(pieces, found[i], strict=True):
+            assert two.token_ids.tolist() == one.token_ids.tolist()
+            assert two.text == one.text
+            assert two.logprobs == pytest.approx(one.logprobs, abs=BATCH)
+            assert two.top_logprobs == pytest.approx(one.top_logprobs, abs=BATCH)
+            if one.trace:
+                assert two.trace.tokens == one.trace.tokens
+                for site, (count, ratio) in one.trace.sites.items():
+                    assert two.trace.sites[site] == (count, pytest.approx(ratio, rel=1e-4))
+
+
+def test_what_is_much_longer_does_not_join(engine: Any, prompt: np.ndarray) -> None:
+    """Padding in front of short rows is memory, and rows in a batch are bounded."""
+    from logsteer_server.engines.tlens.generation import GenerationRow, RunningBatch
+    from logsteer_server.engines.tlens.queue import EngineLimits
+
+    def start(*lengths: int, alone: bool = False) -> RunningBatch:
+        jobs = [GenerateJob(np.full(length, 7, np.int32), 5) for length in lengths]
+        rows = [GenerationRow.start(0, job, None, engine._model) for job in jobs]
+        rows[0].alone = alone
+        return RunningBatch(engine._model, rows, {})
+
+    limits = EngineLimits(max_batch_tokens=100, max_batch_rows=3)
+    assert start(30).can_absorb(start(3, 3), limits)
+    assert not start(200).can_absorb(start(3, 3), limits)
+    assert start(200).can_absorb(start(190, 180), limits)
+    assert not start(30).can_absorb(start(3, alone=True), limits)
+    assert not start(30, alone=True).can_absorb(start(3), limits)
+    assert not start(30, 30).can_absorb(start(3, 3), limits)
+
+
+def test_columns_that_are_padding_in_all_rows_go(engine: Any, prompt: np.ndarray) -> None:
+    """A batch that others join for ever holds no more than its longest row."""
+    engine.add([(0, GenerateJob(prompt, 10, ignore_eos=True))])
+    for i in range(1, 12):
+        for _ in range(8):
+            engine.step()
+        engine.add([(i, GenerateJob(prompt, 10, ignore_eos=True))])
+        engine.step()
+        (running,) = [turn for turn in engine._turns if type(turn).__name__ == "RunningBatch"]
+        assert running._cache.get_seq_length() < len(prompt) + 10
+    while engine.busy:
+        engine.step()
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "opt", "bloom"])
+def test_continuations_of_other_families_join(name: str, tmp_path: Path) -> None:
+    """Sliding windows of 32 tokens, some layers of them, and positions found in the mask."""
+    from tests.families.checkpoints import FAMILIES
+
+    FAMILIES[name].make(tmp_path)
+    engine = build(tmp_path)
+    rng = np.random.default_rng(3)
+    jobs = [
+        GenerateJob(draw_ids(rng, n, 600), count, policy=GREEDY, ignore_eos=True)
+        for n, count in ((30, 30), (5, 10), (50, 12), (2, 40))
+    ]
+    alone = [run(engine, job)[0] for job in jobs]
+    found: dict[int, Any] = {}
+    for i, job in enumerate(jobs):
+        engine.add([(i, job)])
+        for _ in range(4):
+            found |= dict(engine.step())
+    assert len([turn for turn in engine._turns if type(turn).__name__ == "RunningBatch"]) == 1
+    while engine.busy:
+        found |= dict(engine.step())
+    for i, one in enumerate(alone):
+        assert found[i].token_ids.tolist() == one.token_ids.tolist()
+        assert found[i].logprobs == pytest.approx(one.logprobs, abs=PER_TOKEN)

@@ -5,6 +5,7 @@ nothing. Axis letters: B sequences, T tokens, D hidden size.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from logsteer_server.contract.jobs import Job
+from logsteer_server.engines.tlens.cache import RowCache
 from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.points import HookFunction, Point
 from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow, TokenRange
@@ -69,5 +71,66 @@ def read_batch(
     with model.hooked([*steering.hooks(ranges, tokens_BT.shape[1]), *hooks]):
         hidden_BTD = model.read(tokens_BT, cast=batch[0].job.delta.cast)
     steering.end_pass()
+    steering.collect()
+    return hidden_BTD
+
+
+def read_behind_contexts(
+    model: CausalModel, batch: Sequence[SteerableEntry], lengths: Sequence[int], owners: list[int]
+) -> Tensor:
+    """Return the hidden states [B, T, D] of what follows each sequence's context.
+
+    A sequence's context is its first `lengths[b]` tokens, which are those of sequence `owners[b]`,
+    steered as there; each is read once, and the sequences then look back at its keys and values.
+    With the contexts a b c, a b c and d, and behind them e, f g and h, the two passes read
+
+        a b c         e .
+        . . d         f g
+                      h .
+
+    Nothing may be read by probes, and all blocks must be plain. Otherwise as `read_batch`.
+    """
+    firsts = list(dict.fromkeys(owners))
+    pads = [max(lengths) - lengths[b] for b in firsts]
+    width = max(lengths)
+    tokens_UT = torch.zeros((len(firsts), width), dtype=torch.int64)
+    for u, b in enumerate(firsts):
+        tokens_UT[u, pads[u] :] = torch.from_numpy(batch[b].job.tokens[: lengths[b]])
+    columns_T = torch.arange(width)
+    pads_U1 = torch.tensor(pads)[:, None]
+    mask_UT = (columns_T >= pads_U1).long() if any(pads) else None
+    # What is measured of a context counts for all its sequences.
+    measured = [own and replace(own, counts={}) for own in (batch[b].steered for b in firsts)]
+    steering = BatchSteering(measured)
+    ranges = [TokenRange(pad, 0, width - pad) for pad in pads]
+    cache, cast = model.new_cache(), batch[0].job.delta.cast
+    with model.hooked(steering.hooks(ranges, width)):
+        model.read(tokens_UT, mask_UT, (columns_T - pads_U1).clamp(min=0), cache, cast)
+    steering.collect()
+    place = {b: u for u, b in enumerate(firsts)}
+    for entry, owner in zip(batch, owners, strict=True):
+        if entry.steered and (context := measured[place[owner]]):
+            entry.steered.counts |= context.counts
+    cache.select([place[owner] for owner in owners], 0)
+    return _read_on(model, batch, lengths, cache)
+
+
+def _read_on(
+    model: CausalModel, batch: Sequence[SteerableEntry], lengths: Sequence[int], cache: RowCache
+) -> Tensor:
+    """Return the hidden states of what follows the contexts, which the cache has."""
+    rest = [entry.job.tokens[n:] for entry, n in zip(batch, lengths, strict=True)]
+    tokens_BT = pad_right(rest)
+    before, width = max(lengths), tokens_BT.shape[1]
+    lengths_B1 = torch.tensor(lengths)[:, None]
+    ends_B1 = torch.tensor([len(tokens) for tokens in rest])[:, None]
+    columns_T = torch.arange(-before, width)
+    mask_BT = ((columns_T >= -lengths_B1) & (columns_T < ends_B1)).long()
+    # Padding has places, too, and a model may have no more than its context.
+    positions_BT = (torch.arange(width) + lengths_B1).clamp(max=model.context_length - 1)
+    steering = BatchSteering([entry.steered for entry in batch])
+    ranges = [TokenRange(0, n, n + len(tokens)) for n, tokens in zip(lengths, rest, strict=True)]
+    with model.hooked(steering.hooks(ranges, width)):
+        hidden_BTD = model.read(tokens_BT, mask_BT, positions_BT, cache, batch[0].job.delta.cast)
     steering.collect()
     return hidden_BTD

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from logsteer_server.contract.parameters import Cast
+from logsteer_server.engines.tlens.cache import PLAIN_LAYERS, RowCache
 from logsteer_server.engines.tlens.parameters import HALF, Parameters
 from logsteer_server.engines.tlens.plain_forward import agree
 from logsteer_server.engines.tlens.points import HookFunction, Point, PointMap, RefusedJobError
@@ -66,8 +65,7 @@ class CausalModel(ABC):
         # A body that takes no positions finds them in the mask.
         body_takes = inspect.signature(type(self._body).forward).parameters
         self._takes_positions = "position_ids" in body_takes
-        plain = (DynamicLayer, DynamicSlidingWindowLayer)
-        if not all(type(layer) in plain for layer in self.new_cache().layers):
+        if not all(type(layer) in PLAIN_LAYERS for layer in self.new_cache().layers):
             raise ValueError(
                 f"{name}: has recurrent layers, whose state cannot be padded; serve it with vllm"
             )
@@ -78,9 +76,9 @@ class CausalModel(ABC):
         self.num_layers = int(text.num_hidden_layers)
         self.hidden_size = int(text.hidden_size)
 
-    def new_cache(self) -> DynamicCache:
+    def new_cache(self) -> RowCache:
         """Return an empty cache of keys and values."""
-        return DynamicCache(config=self._causal.config)
+        return RowCache(self._causal.config)
 
     @abstractmethod
     def hooked(self, hooks: Sequence[tuple[Point, HookFunction]]) -> AbstractContextManager[None]:
@@ -96,7 +94,7 @@ class CausalModel(ABC):
         tokens_BT: Tensor,
         mask_BT: Tensor | None = None,
         positions_BT: Tensor | None = None,
-        cache: DynamicCache | None = None,
+        cache: RowCache | None = None,
         cast: Cast | None = None,
     ) -> Tensor:
         """Return the hidden states [B, T, D] that the head is applied to.

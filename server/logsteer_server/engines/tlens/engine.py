@@ -44,8 +44,8 @@ from logsteer_server.engines.tlens.scoring import ScoreQueue
 from logsteer_server.engines.weights import digest_weights, locate_model
 from logsteer_server.numerics.rows import PUBLIC_COLUMNS
 
-MAX_DELTA_BATCHES = 2
-"""Batches of continuations under a parameter delta, and so with a copy of parameters, at once."""
+MAX_RUNNING_DELTAS = 2
+"""Parameter deltas that continuations run under at once, each with a copy of parameters."""
 
 
 class TransformerLensEngine:
@@ -70,7 +70,7 @@ class TransformerLensEngine:
     ) -> dict[type[Job], JobQueue[Any]]:
         """Return the queue of each class of jobs, and put all queues into the turns."""
         model, deltas, start = self._model, self._deltas, self._turns.append
-        delta_queue = GenerateQueue(model, deltas, limits, start, max_running=MAX_DELTA_BATCHES)
+        delta_queue = GenerateQueue(model, deltas, limits, start, max_deltas=MAX_RUNNING_DELTAS)
         queues: dict[type[Job], JobQueue[Any]] = {
             ScoreJob: ScoreQueue(model, deltas, limits, chunk_bytes),
             CaptureJob: CaptureQueue(model, deltas, limits),

@@ -20,6 +20,7 @@ from logsteer_server.contract.jobs import (
     GenerateOutput,
     JobResult,
 )
+from logsteer_server.contract.parameters import ParameterDelta
 from logsteer_server.engines.drawn import DrawnValues
 from logsteer_server.engines.tlens.batch import accept_row
 from logsteer_server.engines.tlens.causal import CausalModel
@@ -34,7 +35,10 @@ from logsteer_server.numerics.rows import RowSpec
 
 @dataclass(slots=True)
 class GenerationRow:
-    """One job's row of a batch: its tokens so far, and those that no output has had yet."""
+    """One job's row of a batch: its tokens so far, and those that no output has had yet.
+
+    One that is `alone` shares no batch.
+    """
 
     job_id: int
     job: GenerateJob
@@ -42,6 +46,7 @@ class GenerationRow:
     text: GrowingText
     spec: RowSpec
     values: DrawnValues
+    alone: bool = False
     num_tokens: int = 0
     ids: list[int] = field(default_factory=list)
 
@@ -94,6 +99,7 @@ class RunningBatch:
     """Continuations whose prompts are read in one forward pass, then a token each per step.
 
     `parameters` replace the model's of their names in every step, and `hooks` act after steering.
+    Another batch under the same delta can join it once both have read their prompts.
     """
 
     def __init__(
@@ -104,7 +110,7 @@ class RunningBatch:
         hooks: Sequence[tuple[Point, HookFunction]] = (),
     ) -> None:
         self._model = model
-        self._parameters = parameters
+        self.parameters = parameters
         self._hooks = hooks
         self.rows = list(rows)
         self._cache = model.new_cache()
@@ -120,6 +126,11 @@ class RunningBatch:
 
     def _make_sampler(self) -> RowSampler:
         return RowSampler([row.spec for row in self.rows], [row.job.seed for row in self.rows])
+
+    @property
+    def delta(self) -> ParameterDelta:
+        """What is added to the parameters for all rows, of which there must be one."""
+        return self.rows[0].job.delta
 
     @property
     def has_work(self) -> bool:
@@ -140,7 +151,7 @@ class RunningBatch:
 
         Returns the outputs of rows that end with it, and of those that are streamed.
         """
-        return self._model.parameters.call_with(self._parameters, self._step)
+        return self._model.parameters.call_with(self.parameters, self._step)
 
     @torch.inference_mode()
     def _step(self) -> Results:
@@ -189,7 +200,7 @@ class RunningBatch:
         ]
         with self._model.hooked([*self._steering.hooks(ranges, width), *self._hooks]):
             hidden_BTD = self._model.read(
-                self._next_BT, mask_BT, positions_BT, self._cache, self.rows[0].job.delta.cast
+                self._next_BT, mask_BT, positions_BT, self._cache, self.delta.cast
             )
         self._steering.end_pass()
         return self._model.project(hidden_BTD[:, -1])
@@ -215,17 +226,52 @@ class RunningBatch:
         self._steering.collect()
         self._select([b for b, row in enumerate(self.rows) if row.job_id not in job_ids])
 
+    def can_absorb(self, other: "RunningBatch", limits: EngineLimits) -> bool:
+        """Return whether another batch under the same delta may join: within the limits.
+
+        Columns of padding are memory: of all that the two would hold together, at most half, where
+        it is more than the prompts of one batch may take.
+        """
+        both = [*self.rows, *other.rows]
+        if any(row.alone for row in both) or len(both) > limits.max_batch_rows:
+            return False
+        lengths = [len(row.job.tokens) + row.num_tokens for row in both]
+        return len(both) * max(lengths) <= max(2 * sum(lengths), limits.max_batch_tokens)
+
+    @torch.inference_mode()
+    def absorb(self, other: "RunningBatch") -> None:
+        """Take all rows of another batch in, which has none afterwards."""
+        self._cache.absorb(other._cache)
+        for batch in (self, other):
+            batch._steering.collect()
+        columns = max(self._num_columns, other._num_columns)
+        self._pads = [
+            pad + columns - batch._num_columns for batch in (self, other) for pad in batch._pads
+        ]
+        self._num_columns = columns
+        self._next_BT = torch.cat([self._next_BT, other._next_BT])
+        self.rows += other.rows
+        other.rows = []
+        self._set_rows()
+
     def _select(self, indices: list[int]) -> None:
-        """Remove all rows but these."""
+        """Remove all rows but these, and the columns that are padding in all of them."""
         if len(indices) == len(self.rows):
             return
         self.rows = [self.rows[b] for b in indices]
-        self._pads = [self._pads[b] for b in indices]
         self._next_BT = self._next_BT[indices]
         if not self.rows:
             return
-        if self._cache.get_seq_length():
-            self._cache.batch_select_indices(torch.tensor(indices))
+        pads = [self._pads[b] for b in indices]
+        # Before the prompts are read, the columns of padding are in the tokens, too.
+        cut = min(pads) if self._cache.get_seq_length() else 0
+        self._pads = [pad - cut for pad in pads]
+        self._num_columns -= cut
+        self._cache.select(indices, cut)
+        self._set_rows()
+
+    def _set_rows(self) -> None:
+        """Steer and sample the rows that there are now."""
         self._steering = BatchSteering([row.steered for row in self.rows])
         self._sampler = self._make_sampler()
 
@@ -238,8 +284,8 @@ class GenerateQueue(JobQueue[GenerationRow]):
         deltas: gives the parameters of jobs with a parameter delta.
         limits: of a batch.
         enlist: is given each batch that was started and goes on running.
-        max_running: batches that run at once, at most; more jobs wait. A batch under a parameter
-            delta has a copy of the parameters.
+        max_deltas: parameter deltas that batches run under at once, at most, each with a copy of
+            the parameters; more jobs wait.
         delta_queue: takes the jobs with a parameter delta, so that others need not wait with them.
 
     """
@@ -251,14 +297,14 @@ class GenerateQueue(JobQueue[GenerationRow]):
         limits: EngineLimits,
         enlist: Callable[[RunningBatch], None],
         *,
-        max_running: int | None = None,
+        max_deltas: int | None = None,
         delta_queue: "GenerateQueue | None" = None,
     ) -> None:
         super().__init__(limits)
         self._model = model
         self._deltas = deltas
         self._enlist = enlist
-        self._max_running = max_running
+        self._max_deltas = max_deltas
         self._delta_queue = delta_queue
         # Weak: a batch and its cache are freed once the engine has no more turns for it.
         self._running: WeakSet[RunningBatch] = WeakSet()
@@ -266,11 +312,13 @@ class GenerateQueue(JobQueue[GenerationRow]):
     @property
     def has_work(self) -> bool:
         """Whether a job waits that may start now."""
-        if self._max_running is not None:
-            running = sum(batch.has_work for batch in self._running)
-            if running >= self._max_running:
-                return False
-        return super().has_work
+        if not super().has_work:
+            return False
+        if self._max_deltas is None:
+            return True
+        running = {batch.delta for batch in self._running if batch.has_work}
+        # Nobody goes past whoever is next.
+        return len(running) < self._max_deltas or self._first.job.delta in running
 
     def add(self, job_id: int, job: GenerateJob, alone: bool = False) -> None:
         """Take a job in, as every queue does. Errors: RefusedJobError where it cannot run."""
@@ -278,6 +326,7 @@ class GenerateQueue(JobQueue[GenerationRow]):
             self._delta_queue.add(job_id, job, alone)
         else:
             super().add(job_id, job, alone)
+            self._arrived[-1].alone = alone
 
     def _accept(self, job_id: int, job: GenerateJob) -> GenerationRow:
         if job.max_tokens < 1:
@@ -285,10 +334,17 @@ class GenerateQueue(JobQueue[GenerationRow]):
         return GenerationRow.start(job_id, job, accept_row(self._model, job), self._model)
 
     def _run(self, batch: list[GenerationRow]) -> Results:
-        parameters = self._deltas.apply(batch[0].job.delta)
-        running = RunningBatch(self._model, batch, parameters)
-        results = running.step()
-        if running.has_work:
-            self._running.add(running)
-            self._enlist(running)
+        delta = batch[0].job.delta
+        same = [running for running in self._running if running.has_work and running.delta == delta]
+        parameters = same[0].parameters if same else self._deltas.apply(delta)
+        started = RunningBatch(self._model, batch, parameters)
+        results = started.step()
+        if not started.has_work:
+            return results
+        for running in same:
+            if running.can_absorb(started, self._limits):
+                running.absorb(started)
+                return results
+        self._running.add(started)
+        self._enlist(started)
         return results

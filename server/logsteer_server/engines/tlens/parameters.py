@@ -152,11 +152,11 @@ def _add_scaled(parameter: Tensor, v: Tensor, eta: float) -> Tensor:
 
 
 class DeltaCache:
-    """Directions that were used last, and the parameters that the last delta gave.
+    """Directions that were used last, and the parameters that the last deltas gave.
 
-    While there is work, the newest of each stays in memory whatever its size; without work, only
-    what takes at most `max_bytes`. With room for 8 bytes, directions of 4, 4 and 12 bytes that are
-    used in this order leave
+    Of each as many as `max_bytes` hold. While there is work, the newest stays in memory whatever
+    its size. With room for 8 bytes, directions of 4, 4 and 12 bytes that are used in this order
+    leave
 
         4      4 4      12      nothing once there is no work
     """
@@ -165,7 +165,7 @@ class DeltaCache:
         self._parameters = parameters
         self._max_bytes = max_bytes
         self._directions: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
-        self._applied: tuple[ParameterDelta, dict[str, Tensor]] | None = None
+        self._applied: OrderedDict[ParameterDelta, dict[str, Tensor]] = OrderedDict()
 
     def load(self, direction: Direction) -> dict[str, Tensor]:
         """Return the tensors of a direction. Errors: RefusedJobError."""
@@ -173,8 +173,7 @@ class DeltaCache:
         if found is None:
             found = self._read(direction)
         self._directions[direction.sha256] = found
-        while len(self._directions) > 1 and self._count_direction_bytes() > self._max_bytes:
-            self._directions.popitem(last=False)
+        _drop_oldest(self._directions, self._max_bytes, kept=1)
         return found
 
     def apply(self, delta: ParameterDelta) -> dict[str, Tensor]:
@@ -185,10 +184,15 @@ class DeltaCache:
         """
         if not delta:
             return {}
-        if self._applied is None or self._applied[0] != delta:
-            self._applied = None  # before the next one takes its place, not after
-            self._applied = (delta, self._add_up(delta))
-        return self._applied[1]
+        found = self._applied.pop(delta, None)
+        if found is None:
+            # Before the next one takes its place, not after.
+            newest = max(map(_count_bytes, self._applied.values()), default=0)
+            _drop_oldest(self._applied, self._max_bytes - newest)
+            found = self._add_up(delta)
+        self._applied[delta] = found
+        _drop_oldest(self._applied, self._max_bytes, kept=1)
+        return found
 
     def _add_up(self, delta: ParameterDelta) -> dict[str, Tensor]:
         parameters = self._parameters
@@ -209,13 +213,8 @@ class DeltaCache:
 
     def trim(self) -> None:
         """Free what is too large to stay in memory without work."""
-        if self._applied and _count_bytes(self._applied[1]) > self._max_bytes:
-            self._applied = None
-        if self._count_direction_bytes() > self._max_bytes:
-            self._directions.clear()
-
-    def _count_direction_bytes(self) -> int:
-        return sum(map(_count_bytes, self._directions.values()))
+        _drop_oldest(self._applied, self._max_bytes)
+        _drop_oldest(self._directions, self._max_bytes)
 
     def _read(self, direction: Direction) -> dict[str, Tensor]:
         with _open_stored(direction.path, direction.sha256, "override") as tensors:
@@ -248,6 +247,15 @@ def _open_stored(path: str, sha256: str, noun: str) -> Iterator[Any]:
         raise RefusedJobError(f"unknown_{noun}", detail) from error
     except (OSError, SafetensorError) as error:
         raise RefusedJobError("internal", f"{path} cannot be read: {error}") from error
+
+
+def _drop_oldest(
+    entries: OrderedDict[Any, dict[str, Tensor]], max_bytes: int, kept: int = 0
+) -> None:
+    """Remove the oldest entries until the others take so many bytes, or until so many are left."""
+    total = sum(map(_count_bytes, entries.values()))
+    while len(entries) > kept and total > max_bytes:
+        total -= _count_bytes(entries.popitem(last=False)[1])
 
 
 def _count_bytes(tensors: Mapping[str, Tensor]) -> int:

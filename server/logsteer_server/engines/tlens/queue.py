@@ -37,7 +37,8 @@ E = TypeVar("E", bound=Entry)
 class EngineLimits:
     """What one batch holds at most: tokens with their padding, and rows.
 
-    `override_cache_bytes`: of directions that stay in memory for the next request.
+    `override_cache_bytes`: of directions that stay in memory for the next request, and as many of
+    parameters with a direction or adapter added.
     """
 
     max_batch_tokens: int = 4096
@@ -112,6 +113,11 @@ class JobQueue(ABC, Generic[E]):
         """Whether a job waits that may start now."""
         return bool(self._sorted or self._arrived)
 
+    @property
+    def _first(self) -> E:
+        """The job that the next batch begins with; one must wait."""
+        return self._sorted[0] if self._sorted else max(self._arrived, key=_count_tokens)
+
     def add(self, job_id: int, job: Any, alone: bool = False) -> None:
         """Take a job of the queue's kind in, to be run `alone` where it was in a batch that broke.
 
@@ -124,8 +130,7 @@ class JobQueue(ABC, Generic[E]):
     def take(self) -> BatchRun:
         """Take the next batch out: jobs of one group, within the limits."""
         if not self._sorted:
-            self._arrived.sort(key=_count_tokens, reverse=True)
-            self._sorted.extend(self._arrived)
+            self._sorted.extend(self._sort(self._arrived))
             self._arrived = []
         batch: list[E] = []
         passed: list[E] = []
@@ -153,6 +158,10 @@ class JobQueue(ABC, Generic[E]):
     @abstractmethod
     def _accept(self, job_id: int, job: Any) -> E:
         """Return the entry of a job. Errors: RefusedJobError where it cannot run."""
+
+    def _sort(self, entries: list[E]) -> list[E]:
+        """Return the jobs in the order in which batches are filled with them."""
+        return sorted(entries, key=_count_tokens, reverse=True)
 
     def _group(self, entry: E) -> object:
         """Return what all jobs of a batch have in common: equal values share one."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from logsteer_server.contract.finite import find_failure
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
-from logsteer_server.engines.tlens.batch import accept_row, read_batch
+from logsteer_server.engines.tlens.batch import accept_row, read_batch, read_behind_contexts
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.queue import EngineLimits, JobQueue, Results
@@ -20,14 +20,24 @@ from logsteer_server.engines.tlens.steering import SteeredRow
 from logsteer_server.numerics.row_files import ReferenceFile, RowFiles
 from logsteer_server.numerics.rows import RowSpec, read_hidden, unpack
 
+MIN_CONTEXT = 16
+"""Tokens from which on a context is looked for among others."""
+MIN_SAVED = 64
+"""Tokens not read twice from which on contexts are read apart: a pass more costs about as much."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScoreEntry:
-    """A score job that is ready to run."""
+    """A score job that is ready to run.
+
+    Jobs whose `context` is equal read the same tokens, steered alike, up to their first row; None
+    is equal to no other.
+    """
 
     job_id: int
     job: ScoreJob
     steered: SteeredRow | None
+    context: object = None
 
     @property
     def head_group(self) -> object:
@@ -59,7 +69,31 @@ class ScoreQueue(JobQueue[ScoreEntry]):
         self._chunk_bytes = chunk_bytes
 
     def _accept(self, job_id: int, job: ScoreJob) -> ScoreEntry:
-        return ScoreEntry(job_id, job, accept_row(self._model, job))
+        steered = accept_row(self._model, job)
+        return ScoreEntry(job_id, job, steered, self._find_context(job, steered))
+
+    def _find_context(self, job: ScoreJob, steered: SteeredRow | None) -> object:
+        if job.first_row < MIN_CONTEXT or (steered and steered.probed):
+            return None
+        if not self._model.is_plain(steered.points if steered else []):
+            return None  # what the bridge computes attention with reads texts from their start
+        plan = job.plan and job.plan.digest(job.prompt_len)
+        return job.tokens[: job.first_row].tobytes(), plan, job.delta
+
+    def _sort(self, entries: list[ScoreEntry]) -> list[ScoreEntry]:
+        """Return the longest first, with those of one context behind one another."""
+        longest: dict[object, int] = {}
+        for entry in entries:
+            own = len(entry.job.tokens)
+            longest[entry.context] = max(own, longest.get(entry.context, 0))
+        places = {context: place for place, context in enumerate(longest)}
+
+        def order(entry: ScoreEntry) -> tuple[int, int]:
+            if entry.context is None:
+                return -len(entry.job.tokens), -1
+            return -longest[entry.context], places[entry.context]
+
+        return sorted(entries, key=order)
 
     def _run(self, batch: list[ScoreEntry]) -> Results:
         parameters = self._deltas.apply(batch[0].job.delta)
@@ -67,20 +101,42 @@ class ScoreQueue(JobQueue[ScoreEntry]):
 
     @torch.inference_mode()
     def _score(self, batch: Sequence[ScoreEntry]) -> Results:
-        hidden_BTD = read_batch(self._model, batch)
+        contexts = [entry.context for entry in batch]
+        owners = [b if c is None else contexts.index(c) for b, c in enumerate(contexts)]
+        lengths = [entry.job.first_row for entry in batch]
+        saved = sum(lengths) - sum(lengths[b] for b in set(owners))
+        shares = [b for b in range(len(batch)) if owners.count(owners[b]) > 1]
+        if saved < MIN_SAVED:
+            return self._score_read(batch, read_batch(self._model, batch), [0] * len(batch))
+        results: Results = []
+        if others := [entry for b, entry in enumerate(batch) if b not in shares]:
+            results += self._score_read(others, read_batch(self._model, others), [0] * len(others))
+        sharing, begins = [batch[b] for b in shares], [lengths[b] for b in shares]
+        firsts = [shares.index(owners[b]) for b in shares]
+        hidden_BTD = read_behind_contexts(self._model, sharing, begins, firsts)
+        return results + self._score_read(sharing, hidden_BTD, begins)
+
+    def _score_read(
+        self, batch: Sequence[ScoreEntry], hidden_BTD: Tensor, begins: Sequence[int]
+    ) -> Results:
+        """Return the results of sequences whose hidden states begin at these of their tokens."""
         results: Results = []
         for group in dict.fromkeys(entry.head_group for entry in batch):
             members = [b for b, entry in enumerate(batch) if entry.head_group == group]
-            results += self._score_group(batch, members, hidden_BTD)
+            results += self._score_group(batch, members, hidden_BTD, begins)
         return results
 
     def _score_group(
-        self, batch: Sequence[ScoreEntry], members: Sequence[int], hidden_BTD: Tensor
+        self,
+        batch: Sequence[ScoreEntry],
+        members: Sequence[int],
+        hidden_BTD: Tensor,
+        begins: Sequence[int],
     ) -> Results:
         """Return the results of some of a batch's sequences, whose rows share a spec."""
         jobs = [batch[b].job for b in members]
         device, width = hidden_BTD.device, hidden_BTD.shape[1]
-        index_R = np.concatenate([batch[b].rows + b * width for b in members])
+        index_R = np.concatenate([batch[b].rows - begins[b] + b * width for b in members])
         targets_R = np.concatenate([job.targets for job in jobs])
         spec = RowSpec.of(jobs[0], self._model.eos_ids)
         values_RW = read_hidden(
