@@ -33,7 +33,7 @@ TOUCHED = {
     "requests": ("output",),
     "generation": ("output", "completion"),
     "runner": ("self", "super()", "module", "params", "request", "scheduler_output", "output",
-               "batch"),
+               "batch", "get_pp_group()"),
     "worker": ("self", "super()", "runner", "get_pp_group()", "current_platform"),
     "sampler": ("super()", "params"),
     "operation": ("get_forward_context()",),
@@ -72,6 +72,11 @@ def test_vllm_has_what_is_relied_on(probe: dict[str, Any], number: int) -> None:
 
 def test_our_runner_and_worker_hide_nothing_of_vllms(probe: dict[str, Any]) -> None:
     assert probe["collisions"] == []
+
+
+def test_a_gpus_memory_is_measured_with_rows_read(probe: dict[str, Any]) -> None:
+    profiled = probe["profiled"]
+    assert profiled == {"meta": ["vllm", "rows", [7, 5]], "cpu": ["vllm"], "no head": ["vllm"]}
 
 
 def test_no_row_stands_twice() -> None:
