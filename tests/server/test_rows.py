@@ -211,6 +211,20 @@ def test_a_comparison_without_a_reference_is_an_error() -> None:
         read(RowSpec(("kl",)), 100)
 
 
+@pytest.mark.parametrize("size", [30, 2**16 + 30])
+@pytest.mark.parametrize("columns", [("logprob",), ("rank",), ("entropy", "logprob")])
+def test_rows_that_are_not_finite_are_told_apart(size: int, columns: tuple[str, ...]) -> None:
+    logits_RV = torch.zeros(6, size)
+    logits_RV[1, 7] = math.nan
+    logits_RV[2, 8] = math.inf
+    logits_RV[3] = -math.inf
+    logits_RV[4, 1:] = -math.inf
+    rows, bounds = HiddenRows.of(torch.zeros(6, D), torch.arange(6)), RowBounds(2**30, 2**30)
+    values_RW = read_hidden(rows, lambda _: logits_RV, size, RowSpec(columns), bounds)
+    assert values_RW.isnan().all(-1).tolist() == [False, True, True, True, False, False]
+    assert not values_RW[[0, 4, 5]].isnan().any()
+
+
 def test_a_peaked_row_over_a_large_vocabulary_keeps_its_small_terms() -> None:
     torch.manual_seed(0)
     logits_RV = 4 * torch.randn(6, 2**18)

@@ -154,9 +154,9 @@ def read_hidden(
         owners = rows.find_targets(chunk)
         for part in split_chunks(owners.stop - owners.start, per_pass):
             targets = slice(owners.start + part.start, owners.start + part.stop)
-            values_tW = _read_targets(rows, logits_rV, chunk.start, targets, spec, files)
-            finite_t = rows.pick(finite_r, chunk.start, targets)
-            out_TW[targets] = values_tW.masked_fill(~finite_t[:, None], torch.nan)
+            values_tW, finite_t = _read_targets(rows, logits_rV, chunk.start, targets, spec, files)
+            finite_t &= rows.pick(finite_r, chunk.start, targets)
+            out_TW[targets] = values_tW.masked_fill_(~finite_t[:, None], torch.nan)
         del logits_rV  # before the next product makes as many
     if files.export and files.export.error:
         raise files.export.error
@@ -165,8 +165,11 @@ def read_hidden(
 
 def _read_targets(
     rows: HiddenRows, logits_rV: Tensor, first: int, targets: slice, spec: RowSpec, files: RowFiles
-) -> Tensor:
-    """Read some targets' rows from the logits of rows `first` onward; NaN of rows not finite."""
+) -> tuple[Tensor, Tensor]:
+    """Return what is read of some targets [t, W], from the logits of rows `first` onward.
+
+    Beside it, whether each one's row is finite [t].
+    """
     place, count = files.first + targets.start, targets.stop - targets.start
     reference_tV = None
     if files.reference:
@@ -175,5 +178,4 @@ def _read_targets(
     found = make_rows(logits_tV, rows.targets_T[targets], reference_tV, spec)
     if files.export:
         files.export.write(place, found.log_probs_RV)
-    values_tW = read_rows(found, spec)
-    return values_tW.masked_fill(~found.finite_R[:, None], torch.nan)
+    return read_rows(found, spec), found.finite_R
