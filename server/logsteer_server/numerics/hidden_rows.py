@@ -20,10 +20,10 @@ BYTES_PER_MADE_LOGIT = 4
 
 ENOUGH_ROWS = 256
 """Rows from which on a CPU's product with the head costs no less a row."""
-PRODUCT_SIZE = 2**23
-"""Logits that a CPU's product makes at once, if that is more rows: 32 MiB, a shared cache."""
-PASS_SIZE = 2**19
-"""Logits whose columns a CPU reads at once: each temporary is 2 MiB, which its cache holds."""
+CACHED_LOGITS = 2**19
+"""Logits whose columns a CPU reads at once: 2 MiB, and as much for each temporary, which its cache
+holds. A product makes more only for the sake of enough rows.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,14 @@ class RowBounds:
         size = 2 * BYTES_PER_MADE_LOGIT if spec.double else BYTES_PER_MADE_LOGIT
         rows = self.logits // (size * vocab_size)
         if device.type == "cpu":
-            rows = min(rows, max(ENOUGH_ROWS, PRODUCT_SIZE // vocab_size))
+            rows = min(rows, max(ENOUGH_ROWS, CACHED_LOGITS // vocab_size))
         return max(1, rows)
 
     def rows_per_pass(self, vocab_size: int, spec: RowSpec, device: torch.device) -> int:
         """Return of how many rows columns are read at once."""
         rows = self.columns // (spec.bytes_per_logit * vocab_size)
         if device.type == "cpu":
-            rows = min(rows, PASS_SIZE // vocab_size)
+            rows = min(rows, CACHED_LOGITS // vocab_size)
         return max(1, rows)
 
 
