@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from logsteer_server.numerics.rows import RowSpec, read_hidden
+from logsteer_server.numerics.hidden_rows import HiddenRows, RowBounds, read_hidden
+from logsteer_server.numerics.rows import RowSpec
 
 MIB = 2**20
 
@@ -97,7 +98,8 @@ def main() -> None:
         return hidden_rD @ head_VD.T
 
     def read(spec: RowSpec, chunk: int) -> torch.Tensor:
-        return read_hidden(hidden_RD, targets_R, project, options.vocab, spec, chunk)
+        rows = HiddenRows.of(hidden_RD, targets_R)
+        return read_hidden(rows, project, options.vocab, spec, RowBounds(chunk, chunk))
 
     def read_whole() -> torch.Tensor:
         log_probs_RV = project(hidden_RD).float().log_softmax(-1)

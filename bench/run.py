@@ -64,7 +64,7 @@ def measure_memory(_place: Workplace, runs: int) -> dict[str, Any]:
     """What `bench/rows.py` says of 2,048 tokens and a vocabulary of 128 k, on a GPU if any."""
     command = [
         sys.executable, str(BENCH / "rows.py"), "--dtype", "float32", "--hidden", "256",
-        "--runs", str(runs), "--chunk-mib", "64",
+        "--runs", str(runs), "--chunk-mib", "256",
     ]  # fmt: skip
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found: dict[str, Any] = json.loads(output)

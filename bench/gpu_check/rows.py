@@ -13,7 +13,8 @@ from torch import Tensor
 from bench.gpu_check.part import Findings, Options, Table, run_part
 from bench.rows import MIB, PeakMemory, time_runs
 from logsteer_server.contract.jobs import Policy
-from logsteer_server.numerics.rows import RowSpec, read_hidden, split_chunks
+from logsteer_server.numerics.hidden_rows import HiddenRows, RowBounds, read_hidden, split_chunks
+from logsteer_server.numerics.rows import RowSpec
 
 VOCABS = (128_256, 262_144)
 POLICY = Policy(temperature=0.8, top_p=0.95)
@@ -25,6 +26,7 @@ SPECS = {
     ),
 }
 CHUNK = 64 * MIB
+BOUNDS = RowBounds(logits=CHUNK, columns=CHUNK)
 FLAT, PEAKED = 3.0, 8.0
 """Standard deviations of a row's logits."""
 LIMIT = 1e-4
@@ -67,14 +69,15 @@ class Rows:
     def multiply(self) -> Tensor:
         """The product of all rows alone, in chunks of as many bytes; the last chunk's logits."""
         vocab = len(self.head_VD)
-        for part in split_chunks(len(self.hidden_RD), 4 * vocab, CHUNK):
+        for part in split_chunks(len(self.hidden_RD), CHUNK // (4 * vocab)):
             logits_rV = self.project(self.hidden_RD[part])
         return logits_rV
 
     def read(self, spec: RowSpec) -> Tensor:
         """What the engines read [R, W]."""
         vocab = len(self.head_VD)
-        return read_hidden(self.hidden_RD, self.targets_R, self.project, vocab, spec, CHUNK)
+        rows = HiddenRows.of(self.hidden_RD, self.targets_R)
+        return read_hidden(rows, self.project, vocab, spec, BOUNDS)
 
 
 def compute_exactly(logits_rV: Tensor, targets_r: Tensor) -> dict[str, Tensor]:
@@ -108,7 +111,8 @@ def find_errors(rows: Rows, spec: RowSpec) -> tuple[float, int]:
         return logits_rV
 
     vocab = len(rows.head_VD)
-    values_RW = read_hidden(rows.hidden_RD, rows.targets_R, project, vocab, spec, CHUNK).double()
+    own = HiddenRows.of(rows.hidden_RD, rows.targets_R)
+    values_RW = read_hidden(own, project, vocab, spec, BOUNDS).double()
     worst, misplaced = 0.0, 0
     for column, name in enumerate(spec.columns):
         own_R, exact_R = values_RW[:, column], torch.cat([found[name] for found in exact])

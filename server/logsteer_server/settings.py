@@ -48,7 +48,17 @@ class ModelSettings(BaseModel):
     compile: bool = True
     required: bool = True
     chunk_bytes: int = Field(
-        64 * 2**20, ge=2**20, description="Bytes of logits and temporaries held at once."
+        256 * 2**20,
+        ge=2**20,
+        description="Bytes of scored rows' logits that one product with the head makes, at most. "
+        "Each product reads the whole head, so keep it at 256 rows or more: 1024 bytes a token of "
+        "the vocabulary.",
+    )
+    column_bytes: int = Field(
+        256 * 2**20,
+        ge=2**20,
+        description="Bytes that reading columns of these logits takes beside them, at most; on a "
+        "CPU a few MiB are enough.",
     )
     steering_slots: int = Field(
         64, ge=0, description="Different steering plans that vLLM runs at once; 0: no steering."

@@ -20,6 +20,7 @@ from logsteer_server.engines.tlens.adapters import read_updates
 from logsteer_server.engines.vllm.extra_args import SCORE, describe_rows
 from logsteer_server.engines.vllm.scoring import NO_FILE, NO_MEMORY, PromptPart, RowReader
 from logsteer_server.models.scratch import ScratchSpace
+from logsteer_server.numerics.hidden_rows import RowBounds
 from logsteer_server.numerics.lora import AdapterConfig, AdapterLayoutError
 from logsteer_server.numerics.rows import RowSpec
 from logsteer_server.tasks.comparison import export_files
@@ -64,7 +65,7 @@ def lack_memory(error: Exception) -> Callable[[Tensor], Tensor]:
     ids=repr,
 )
 def test_memory_that_runs_out_over_rows_fails_their_request(error: Exception) -> None:
-    reader = RowReader(2**20, V, 0, 1)
+    reader = RowReader(RowBounds(2**20, 2**20), V, 0, 1)
     found = read_three(reader, lack_memory(error))
     assert found["b"].shape == NO_MEMORY.shape
     expected_TV = HIDDEN_TD.log_softmax(-1)
@@ -76,17 +77,19 @@ def test_memory_that_runs_out_over_rows_fails_their_request(error: Exception) ->
 
 def test_what_is_no_lack_of_memory_is_raised() -> None:
     with pytest.raises(IndexError):
-        read_three(RowReader(2**20, V, 0, 1), lack_memory(IndexError()))
+        read_three(RowReader(RowBounds(2**20, 2**20), V, 0, 1), lack_memory(IndexError()))
 
 
 def test_one_of_several_ranks_does_not_go_on_alone() -> None:
     with pytest.raises(MemoryError):
-        read_three(RowReader(2**20, V, 0, 2), lack_memory(MemoryError()))
+        read_three(RowReader(RowBounds(2**20, 2**20), V, 0, 2), lack_memory(MemoryError()))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_file_that_is_gone_fails_its_request(tmp_path: Path, ranks: int) -> None:
-    found = read_three(RowReader(2**20, V, 0, ranks), lambda rows: rows, str(tmp_path / "gone"))
+    found = read_three(
+        RowReader(RowBounds(2**20, 2**20), V, 0, ranks), lambda rows: rows, str(tmp_path / "gone")
+    )
     assert found["b"].shape == NO_FILE.shape
     assert found["a"].shape == found["c"].shape == (T,)
 

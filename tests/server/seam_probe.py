@@ -9,7 +9,11 @@ import re
 import sys
 from collections.abc import Iterator
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
+
+import torch
 
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.engines.vllm.config import set_environment
@@ -134,6 +138,34 @@ def find_collisions() -> list[str]:
     ]
 
 
+def profile(device: str, has_head: bool) -> list[Any]:
+    """What our runner does where vLLM measures memory, 7 tokens of width 5 being a step's most."""
+    from logsteer_server.engines.vllm import runner as own
+
+    calls: list[Any] = []
+
+    def read_costliest(hidden_TD: torch.Tensor, project: str) -> None:
+        calls.extend([project, list(hidden_TD.shape)])
+
+    runner = object.__new__(own.LogsteerRunner)
+    model_config = SimpleNamespace(dtype=torch.float32, get_hidden_size=lambda: 5)
+    vars(runner).update(
+        device=torch.device(device),
+        max_num_tokens=7,
+        model_config=model_config,
+        model=SimpleNamespace(compute_logits="rows"),
+        row_reader=SimpleNamespace(read_costliest=read_costliest),
+        _sync_device=lambda: None,
+    )
+    base, stage = own.GPUModelRunner, SimpleNamespace(is_last_rank=has_head)
+    with (
+        patch.object(base, "profile_run", lambda _, __=False: calls.append("vllm")),
+        patch.object(own, "get_pp_group", lambda: stage),
+    ):
+        runner.profile_run()
+    return calls
+
+
 def main() -> None:
     """Print what is wrong with each row, in their order, and names that collide."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
@@ -149,7 +181,13 @@ def main() -> None:
             wrong.append(check(row))
         except (ImportError, AttributeError) as error:
             wrong.append(f"is gone: {error}")
-    finish({"wrong": wrong, "collisions": find_collisions(), "unasked": unasked})
+    profiled = {
+        "meta": profile("meta", True),
+        "cpu": profile("cpu", True),
+        "no head": profile("meta", False),
+    }
+    found = {"wrong": wrong, "collisions": find_collisions(), "profiled": profiled}
+    finish(found | {"unasked": unasked})
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logsteer_server.contract.jobs import Policy
+from logsteer_server.numerics.hidden_rows import HiddenRows, RowBounds, read_hidden, split_chunks
 from logsteer_server.numerics.row_files import ReferenceFile, RowFiles
 from logsteer_server.numerics.rows import (
     COLUMNS,
@@ -17,8 +18,6 @@ from logsteer_server.numerics.rows import (
     PUBLIC_COLUMNS,
     Rows,
     RowSpec,
-    read_hidden,
-    split_chunks,
     unpack,
 )
 
@@ -121,7 +120,8 @@ def test_a_greedy_policy_is_certain() -> None:
 def test_reading_in_float64_comes_back_in_float64() -> None:
     hidden_RV, targets_R = make_rows(5)
     spec = RowSpec(("logprob", "rb_entropy"), top=2, double=True)
-    values_RW = read_hidden(hidden_RV, targets_R, lambda hidden: hidden, V, spec, 2**20)
+    rows, bounds = HiddenRows.of(hidden_RV, targets_R), RowBounds(2**20, 2**20)
+    values_RW = read_hidden(rows, lambda hidden: hidden, V, spec, bounds)
     expected = reference_columns(hidden_RV, targets_R)
     assert values_RW.dtype == torch.float64
     assert np.abs(values_RW[:, 0].numpy() - expected["logprob"]).max() < 1e-12
@@ -149,14 +149,17 @@ def test_logits_in_half_precision_are_summed_in_float32() -> None:
     assert np.abs(found - expected).max() < 1e-5
 
 
-@given(st.integers(0, 500), st.integers(1, 10**6), st.integers(1, 10**7))
-def test_chunks_cover_every_row_once_within_the_bound(count: int, row: int, limit: int) -> None:
-    parts = list(split_chunks(count, row, limit))
+@given(st.integers(0, 500), st.integers(1, 600))
+def test_chunks_cover_every_row_once_within_the_bound(count: int, step: int) -> None:
+    parts = list(split_chunks(count, step))
     assert [i for part in parts for i in range(part.start, part.stop)] == list(range(count))
-    assert all((part.stop - part.start) * row <= max(limit, row) for part in parts)
+    sizes = [part.stop - part.start for part in parts]
+    assert len(parts) == math.ceil(count / step)
+    assert max(sizes, default=0) <= step
+    assert max(sizes, default=0) - min(sizes, default=0) <= 1
 
 
-def read(spec: RowSpec, chunk_bytes: int, files: RowFiles | None = None) -> torch.Tensor:
+def read(spec: RowSpec, rows_at_once: int, files: RowFiles | None = None) -> torch.Tensor:
     generator = torch.Generator().manual_seed(2)
     hidden_RD = torch.randn(R, D, generator=generator)
     head_VD = torch.randn(V, D, generator=generator)
@@ -167,14 +170,16 @@ def read(spec: RowSpec, chunk_bytes: int, files: RowFiles | None = None) -> torc
         sizes.append(len(hidden_rD))
         return hidden_rD @ head_VD.T
 
-    values = read_hidden(hidden_RD, targets_R, project, V, spec, chunk_bytes, files)
-    assert max(sizes) <= max(1, chunk_bytes // (16 * V))
+    rows = HiddenRows.of(hidden_RD, targets_R)
+    bounds = RowBounds(rows_at_once * 4 * V, 2 * spec.bytes_per_logit * V)
+    values = read_hidden(rows, project, V, spec, bounds, files)
+    assert max(sizes) <= rows_at_once
     return values
 
 
 def test_chunking_changes_nothing_and_unpacking_names_the_parts() -> None:
     spec = RowSpec(("logprob", "rank", "entropy"), top=4)
-    whole, parts = read(spec, 10**9), read(spec, 3 * 16 * V)
+    whole, parts = read(spec, 100), read(spec, 3)
     assert torch.allclose(whole, parts, atol=1e-6)
     values = unpack(whole.numpy(), spec)
     assert values.top_ids is not None
@@ -189,8 +194,8 @@ def test_models_are_compared_through_a_file(tmp_path: Path) -> None:
     path = tmp_path / "reference"
     path.write_bytes(bytes(4 * R * V))
     file = ReferenceFile(str(path), V)
-    read(RowSpec(), 5 * 16 * V, RowFiles(export=file))
-    same = read(RowSpec(("kl", "top1_agrees")), 7 * 16 * V, RowFiles(reference=file))
+    read(RowSpec(), 5, RowFiles(export=file))
+    same = read(RowSpec(("kl", "top1_agrees")), 7, RowFiles(reference=file))
     assert same[:, 0].abs().max() < 1e-5
     assert (same[:, 1] == 1).all()
     logits_RV, targets_R = make_rows(3)
@@ -203,7 +208,21 @@ def test_models_are_compared_through_a_file(tmp_path: Path) -> None:
 
 def test_a_comparison_without_a_reference_is_an_error() -> None:
     with pytest.raises(ValueError, match="another model"):
-        read(RowSpec(("kl",)), 10**9)
+        read(RowSpec(("kl",)), 100)
+
+
+@pytest.mark.parametrize("size", [30, 2**16 + 30])
+@pytest.mark.parametrize("columns", [("logprob",), ("rank",), ("entropy", "logprob")])
+def test_rows_that_are_not_finite_are_told_apart(size: int, columns: tuple[str, ...]) -> None:
+    logits_RV = torch.zeros(6, size)
+    logits_RV[1, 7] = math.nan
+    logits_RV[2, 8] = math.inf
+    logits_RV[3] = -math.inf
+    logits_RV[4, 1:] = -math.inf
+    rows, bounds = HiddenRows.of(torch.zeros(6, D), torch.arange(6)), RowBounds(2**30, 2**30)
+    values_RW = read_hidden(rows, lambda _: logits_RV, size, RowSpec(columns), bounds)
+    assert values_RW.isnan().all(-1).tolist() == [False, True, True, True, False, False]
+    assert not values_RW[[0, 4, 5]].isnan().any()
 
 
 def test_a_peaked_row_over_a_large_vocabulary_keeps_its_small_terms() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from logsteer_server.contract.jobs import ScoreJob
 from logsteer_server.engines.vllm.extra_args import SCORE, describe_rows
 from logsteer_server.engines.vllm.scoring import PromptPart, RowReader, RowRequest
+from logsteer_server.numerics.hidden_rows import RowBounds
 from logsteer_server.numerics.rows import RowSpec, unpack
 
 V, T = 23, 12
@@ -27,7 +28,7 @@ def wanted(targets: np.ndarray, **options: Any) -> dict[str, Any]:
 
 
 def make_reader(writes_exports: bool = True) -> RowReader:
-    return RowReader(5 * 16 * V, V, 0 if writes_exports else 1, 2)
+    return RowReader(RowBounds(5 * 4 * V, 2 * 16 * V), V, 0 if writes_exports else 1, 2)
 
 
 def read_parts(
@@ -75,6 +76,53 @@ def test_targets_that_share_a_row_are_all_read_from_the_last() -> None:
     assert values is not None
     found_R = values.numpy().reshape(3, 2)[:, 0]
     assert np.allclose(found_R, expected(targets, [T - 1] * 3), atol=1e-6)
+
+
+def test_a_row_that_targets_share_goes_through_the_head_once() -> None:
+    seen: list[int] = []
+
+    def project(hidden_RV: torch.Tensor) -> torch.Tensor:
+        seen.append(len(hidden_RV))
+        return hidden_RV
+
+    jobs = [
+        ScoreJob(IDS_T, np.arange(V, dtype=np.int32), ("logprob", "rank"), shares_row=True),
+        ScoreJob(IDS_T, np.arange(3, dtype=np.int32), ("logprob", "rank")),
+        ScoreJob(IDS_T, np.array([9, 9], np.int32), ("logprob", "rank"), shares_row=True),
+    ]
+    parts = [
+        PromptPart(str(i), describe_rows(job, RowSpec.of(job, ()))[SCORE], 0, T, T, i * T)
+        for i, job in enumerate(jobs)
+    ]
+    hidden_TV = torch.cat([LOGITS_TV, LOGITS_TV.flip(0), 2 * LOGITS_TV])
+    for passes in (1, 4, 100):
+        seen.clear()
+        reader = RowReader(RowBounds(3 * 4 * V, passes * 16 * V), V, 0, 1)
+        reader.read(parts, hidden_TV, project)
+        assert seen == [2, 3]  # as evenly as three at once allow
+        found = reader.take_finished()
+        for i, job in enumerate(jobs):
+            rows_RV = hidden_TV[i * T : (i + 1) * T]
+            rows_RV = rows_RV[[T - 1] * len(job.targets) if job.shares_row else slice(T - 3, T)]
+            expected_R = rows_RV.log_softmax(-1)[range(len(job.targets)), job.targets]
+            ranks_R = 1 + (rows_RV > rows_RV[range(len(job.targets)), job.targets, None]).sum(-1)
+            values_R2 = found[str(i)].reshape(-1, 2)
+            assert torch.allclose(values_R2[:, 0], expected_R, atol=1e-6)
+            assert torch.equal(values_R2[:, 1], ranks_R.float())
+
+
+def test_the_costliest_reading_fills_the_bound_and_no_more() -> None:
+    seen: list[int] = []
+
+    def project(hidden_RV: torch.Tensor) -> torch.Tensor:
+        seen.append(len(hidden_RV))
+        return hidden_RV
+
+    reader = RowReader(RowBounds(5 * 4 * V, 2 * 72 * V), V, 0, 1)
+    reader.read_costliest(torch.zeros(64, V), project)
+    reader.read_costliest(torch.zeros(3, V), project)
+    assert seen == [5, 3]
+    assert not reader.take_finished()
 
 
 def test_rows_that_the_prefix_cache_hides_give_none() -> None:

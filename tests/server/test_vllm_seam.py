@@ -30,7 +30,7 @@ TOUCHED = {
     "requests": ("output",),
     "generation": ("output", "completion"),
     "runner": ("self", "super()", "module", "params", "request", "scheduler_output", "output",
-               "batch"),
+               "batch", "get_pp_group()"),
     "worker": ("self", "super()", "runner", "get_pp_group()", "current_platform"),
     "sampler": ("super()", "params"),
     "operation": ("get_forward_context()",),
@@ -68,6 +68,11 @@ def test_our_runner_and_worker_hide_nothing_of_vllms(probe: dict[str, Any]) -> N
 
 def test_vllm_imports_nothing_that_the_engine_does_without(probe: dict[str, Any]) -> None:
     assert probe["unasked"] == []
+
+
+def test_a_gpus_memory_is_measured_with_rows_read(probe: dict[str, Any]) -> None:
+    profiled = probe["profiled"]
+    assert profiled == {"meta": ["vllm", "rows", [7, 5]], "cpu": ["vllm"], "no head": ["vllm"]}
 
 
 def test_no_row_stands_twice() -> None:

@@ -33,7 +33,8 @@ class EngineSpec:
     max_model_len: int | None = None
     memory: float | str | None = None
     compile: bool = True
-    chunk_bytes: int = 64 * 2**20
+    chunk_bytes: int = 256 * 2**20
+    column_bytes: int = 256 * 2**20
     steering_slots: int = 64
     steering_depth: int = 2
     steering_probes: int = 16

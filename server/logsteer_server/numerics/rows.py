@@ -4,7 +4,7 @@ A row is the logits z over the vocabulary that a model puts out after one token;
 follows it in the text is the row's target x. Axis letters: R rows, V vocabulary, K alternatives.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from logsteer_server.contract.jobs import Policy, ScoreJob
-from logsteer_server.numerics.row_files import RowFiles
 from logsteer_server.numerics.sampling import ShapedRows, shape_rows
 
 NEUTRAL = Policy()
 """The policy that draws from the model as it is."""
 
 LONG_ROW = 2**16
-"""Tokens of a vocabulary above which a CPU adds a row up in parts."""
+"""Tokens of a vocabulary above which a CPU adds a row up with more care."""
 
 MAX_EXACT_ID = 2**24
 """Token ids and ranks travel in float32 beside the scores; up to here they are exact."""
@@ -30,7 +29,7 @@ class Rows:
     """Hold R rows of logits z and their targets x; compute once what several columns need.
 
     Args:
-        logits_RV: logits of any floating dtype, converted to float32 or, with `double`, float64.
+        logits_RV: logits of any floating dtype, read in float32 or, with `double`, float64.
         targets_R: int64, the token that follows each row.
         reference_RV: float32 log-probabilities of another model at the same rows, for the columns
             that compare with it.
@@ -50,26 +49,65 @@ class Rows:
         double: bool = False,
         shaped: ShapedRows | None = None,
     ) -> None:
-        self.logits_RV = logits_RV.double() if double else logits_RV.float()
+        self._given_RV = logits_RV
+        self._double = double
         self.targets_R = targets_R
         self._reference_RV = reference_RV
         self._policy = policy
         self._shaped = shaped
         self.eos_ids = eos_ids
 
+    @property
+    def size(self) -> int:
+        """Tokens of the vocabulary."""
+        return self._given_RV.shape[-1]
+
+    @cached_property
+    def logits_RV(self) -> Tensor:
+        """The logits in the dtype that they are read in."""
+        return self._given_RV.double() if self._double else self._given_RV.float()
+
+    @property
+    def _is_long(self) -> bool:
+        """Whether rows are added up with care, which takes twice as long as `log_softmax`.
+
+        On CPUs that adds up a row term by term, and a long peaked one loses its small terms: 1.6e-5
+        nats at 262,144 tokens.
+        """
+        return self._given_RV.device.type == "cpu" and self.size > LONG_ROW
+
+    @cached_property
+    def _log_sums_R1(self) -> Tensor:
+        """log sum exp z, per row."""
+        return self.logits_RV.logsumexp(-1, keepdim=True)
+
     @cached_property
     def log_probs_RV(self) -> Tensor:
-        """log p of every token, per row; one fused pass, several times as fast as logsumexp.
+        """log p of every token, per row."""
+        if self._is_long:
+            return self.logits_RV - self._log_sums_R1
+        return self.logits_RV.log_softmax(-1)
 
-        On CPUs that pass adds up a row term by term, and a long peaked one loses its small terms:
-        1.6e-5 nats at 262,144 tokens.
-        """
-        logits_RV = self.logits_RV
-        if logits_RV.device.type == "cpu" and logits_RV.shape[-1] > LONG_ROW:
-            # Row by row, whose exponentials a CPU's cache holds.
-            sums_R = torch.stack([row_V.logsumexp(-1) for row_V in logits_RV])
-            return logits_RV - sums_R[:, None]
-        return logits_RV.log_softmax(-1)
+    def log_probs_at(self, ids_RK: Tensor) -> Tensor:
+        """Return log p of K tokens of each row [R, K], in nats."""
+        if self._is_long:
+            return self.logits_RV.gather(-1, ids_RK) - self._log_sums_R1
+        return self.log_probs_RV.gather(-1, ids_RK)
+
+    @property
+    def larger_R(self) -> Tensor:
+        """How many tokens have a strictly larger logit than the target, per row."""
+        logits_RV = self.logits_RV.detach()
+        # Counted in the dtype of the logits, exact up to MAX_EXACT_ID and above: a CPU adds floats
+        # up many times as fast as booleans.
+        is_larger_RV = torch.empty_like(logits_RV)
+        torch.gt(logits_RV, self.target_logits_R.detach()[:, None], out=is_larger_RV)
+        return is_larger_RV.sum(-1)
+
+    @property
+    def entropy_R(self) -> Tensor:
+        """-sum p log p per row, in nats."""
+        return -_expect(self.log_probs_RV, self.log_probs_RV)
 
     @property
     def finite_R(self) -> Tensor:
@@ -77,7 +115,10 @@ class Rows:
 
         Without this ranks and sums over such a row look like any others.
         """
-        if "log_probs_RV" in vars(self):  # any of them tells, at no further pass over the row
+        # At no further pass over the row where one was made: any log-probability tells.
+        if "_log_sums_R1" in vars(self):
+            return self._log_sums_R1[:, 0].isfinite()
+        if "log_probs_RV" in vars(self):
             return ~self.log_probs_RV[:, 0].isnan()
         return self.logits_RV.amax(-1).isfinite()
 
@@ -119,17 +160,17 @@ class Rows:
 
 def logprob(rows: Rows) -> Tensor:
     """Return log p(x) per row, in nats, with p = softmax(z)."""
-    return rows.log_probs_RV.gather(-1, rows.targets_R[:, None]).squeeze(-1)
+    return rows.log_probs_at(rows.targets_R[:, None]).squeeze(-1)
 
 
 def rank(rows: Rows) -> Tensor:
     """Return 1 + the number of tokens with a strictly larger logit than x, per row."""
-    return 1 + (rows.logits_RV > rows.target_logits_R[:, None]).sum(-1)
+    return 1 + rows.larger_R
 
 
 def entropy(rows: Rows) -> Tensor:
     """Return -sum p log p per row, in nats."""
-    return -_expect(rows.log_probs_RV, rows.log_probs_RV)
+    return rows.entropy_R
 
 
 def kl(rows: Rows) -> Tensor:
@@ -213,7 +254,7 @@ def eos_prob(rows: Rows) -> Tensor:
 
 def _expect(log_p_RV: Tensor, values_RV: Tensor) -> Tensor:
     """Return sum p v per row; a token with p = 0 adds nothing, whatever its v."""
-    return (log_p_RV.exp() * values_RV).nan_to_num(nan=0.0).sum(-1)
+    return (log_p_RV.exp() * values_RV).nan_to_num_(nan=0.0).sum(-1)
 
 
 POLICY_COLUMNS: dict[str, Callable[[Rows], Tensor]] = {
@@ -238,8 +279,11 @@ COLUMNS: dict[str, Callable[[Rows], Tensor]] = {
 PUBLIC_COLUMNS = tuple(name for name in COLUMNS if name not in ("kl", "top1_agrees"))
 """The columns that a request may name; the others serve comparisons."""
 
+FUSED_COLUMNS = frozenset(("logprob", "rank", "entropy"))
+"""The columns that the kernel for CUDA reads."""
+
 BYTES_PER_LOGIT = 16
-"""Peak bytes per logit while a chunk is read: logits in float32 and up to three temporaries."""
+"""Peak bytes per logit while columns are read: logits in float32 and up to three temporaries."""
 BYTES_PER_SHAPED_LOGIT = 72
 """Likewise where a policy is looked at, which may sort: values, places, sums in float64."""
 
@@ -270,6 +314,11 @@ class RowSpec:
         return torch.float64 if self.double else torch.float32
 
     @property
+    def is_fused(self) -> bool:
+        """Whether the kernel for CUDA reads all of it, without temporaries."""
+        return FUSED_COLUMNS.issuperset(self.columns) and not self.top and not self.double
+
+    @property
     def bytes_per_logit(self) -> int:
         """Peak bytes while it is done."""
         looks_at_policy = not POLICY_COLUMNS.keys().isdisjoint(self.columns)
@@ -282,62 +331,13 @@ def read_rows(rows: Rows, spec: RowSpec) -> Tensor:
 
     Errors: ValueError where the vocabulary is too large for ids to be exact in float32.
     """
-    if rows.logits_RV.shape[-1] > MAX_EXACT_ID:
+    if rows.size > MAX_EXACT_ID:
         raise ValueError(f"a vocabulary of more than {MAX_EXACT_ID} tokens cannot be ranked")
     parts = [COLUMNS[name](rows).to(spec.dtype)[:, None] for name in spec.columns]
     if spec.top:
-        top = rows.logits_RV.topk(min(spec.top, rows.logits_RV.shape[-1]), dim=-1)
-        parts += [top.indices.to(spec.dtype), rows.log_probs_RV.gather(-1, top.indices)]
+        top = rows.logits_RV.topk(min(spec.top, rows.size), dim=-1)
+        parts += [top.indices.to(spec.dtype), rows.log_probs_at(top.indices)]
     return torch.cat(parts, dim=-1)
-
-
-def split_chunks(count: int, bytes_per_row: int, chunk_bytes: int) -> Iterator[slice]:
-    """Yield slices that cover `count` rows, each of at most `chunk_bytes` or of one row."""
-    step = max(1, chunk_bytes // max(1, bytes_per_row))
-    for start in range(0, count, step):
-        yield slice(start, min(start + step, count))
-
-
-def read_hidden(
-    hidden_RD: Tensor,
-    targets_R: Tensor,
-    project: Callable[[Tensor], Tensor],
-    vocab_size: int,
-    spec: RowSpec,
-    chunk_bytes: int,
-    files: RowFiles | None = None,
-) -> Tensor:
-    """Read what `spec` names from R hidden states [R, width], in the dtype of the spec.
-
-    `project` maps hidden states [r, D] to logits [r, V]; it is called on chunks whose logits take
-    at most `chunk_bytes`, so nothing of size rows x vocabulary outlives a chunk. All that is read
-    from a row that is not finite is NaN. Errors: OSError of the files; where one cannot be written,
-    once all is computed, because several ranks compute it together.
-    """
-    files = files or RowFiles()
-    out_RW = torch.empty((len(targets_R), spec.width), device=hidden_RD.device, dtype=spec.dtype)
-    for part in split_chunks(len(targets_R), vocab_size * spec.bytes_per_logit, chunk_bytes):
-        first, count = files.first + part.start, part.stop - part.start
-        reference_rV = None
-        if files.reference:
-            reference_rV = files.reference.read(first, count, hidden_RD.device)
-        hidden_rD = hidden_RD[part]
-        rows = Rows(
-            project(hidden_rD),
-            targets_R[part],
-            reference_rV,
-            spec.policy,
-            spec.eos_ids,
-            spec.double,
-        )
-        if files.export:
-            files.export.write(first, rows.log_probs_RV)
-        values_rW = read_rows(rows, spec)
-        finite_r = hidden_rD.isfinite().all(-1) & rows.finite_R
-        out_RW[part] = values_rW.masked_fill(~finite_r[:, None], torch.nan)
-    if files.export and files.export.error:
-        raise files.export.error
-    return out_RW
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ from logsteer_server.engines.tlens.queue import (
 )
 from logsteer_server.engines.tlens.scoring import ScoreQueue
 from logsteer_server.engines.weights import digest_weights, locate_model
+from logsteer_server.numerics.hidden_rows import RowBounds
 from logsteer_server.numerics.rows import PUBLIC_COLUMNS
 
 MAX_RUNNING_DELTAS = 2
@@ -63,18 +64,18 @@ class TransformerLensEngine:
         self._failures: Results = []
         # Whoever is first has the next turn.
         self._turns: deque[Turn] = deque()
-        self._queues = self._make_queues(limits, spec.chunk_bytes)
+        self._queues = self._make_queues(limits, RowBounds(spec.chunk_bytes, spec.column_bytes))
 
     def _make_queues(
-        self, limits: EngineLimits, chunk_bytes: int
+        self, limits: EngineLimits, bounds: RowBounds
     ) -> dict[type[Job], JobQueue[Any]]:
         """Return the queue of each class of jobs, and put all queues into the turns."""
         model, deltas, start = self._model, self._deltas, self._turns.append
         delta_queue = GenerateQueue(model, deltas, limits, start, max_deltas=MAX_RUNNING_DELTAS)
         queues: dict[type[Job], JobQueue[Any]] = {
-            ScoreJob: ScoreQueue(model, deltas, limits, chunk_bytes),
+            ScoreJob: ScoreQueue(model, deltas, limits, bounds),
             CaptureJob: CaptureQueue(model, deltas, limits),
-            GradientJob: GradientQueue(model, deltas, limits, chunk_bytes),
+            GradientJob: GradientQueue(model, deltas, limits, bounds.logits),
             GenerateJob: GenerateQueue(model, deltas, limits, start, delta_queue=delta_queue),
             CheckOverrideJob: CheckQueue(limits, self._check_override),
             CheckAdapterJob: CheckQueue(limits, self._check_adapter),

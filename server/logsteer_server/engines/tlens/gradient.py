@@ -23,7 +23,7 @@ from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.points import HookFunction, Point, RefusedJobError
 from logsteer_server.engines.tlens.queue import EngineLimits, JobQueue, Results
 from logsteer_server.engines.tlens.steering import SteeredRow
-from logsteer_server.numerics.rows import split_chunks
+from logsteer_server.numerics.hidden_rows import split_chunks
 
 BYTES_PER_LOGIT = 48
 """Peak bytes per logit of a chunk: float64 values, their tangents, temporaries."""
@@ -197,7 +197,8 @@ class GradientQueue(JobQueue[GradientEntry]):
     def _project(self, hidden_BTD: Tensor, rows: _ScoredRows) -> Iterator[tuple[slice, Tensor]]:
         """Yield the logits of the scored rows, a chunk at a time."""
         size = self._model.vocab_size * BYTES_PER_LOGIT
-        for part in split_chunks(len(rows.index_R), size, self._chunk_bytes):
+        step = max(1, self._chunk_bytes // size)
+        for part in split_chunks(len(rows.index_R), step):
             yield part, self._model.project(hidden_BTD.flatten(0, 1)[rows.index_R[part]])
 
 

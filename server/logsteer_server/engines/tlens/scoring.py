@@ -17,8 +17,9 @@ from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.queue import EngineLimits, JobQueue, Results
 from logsteer_server.engines.tlens.steering import SteeredRow
+from logsteer_server.numerics.hidden_rows import HiddenRows, RowBounds, read_hidden
 from logsteer_server.numerics.row_files import ReferenceFile, RowFiles
-from logsteer_server.numerics.rows import RowSpec, read_hidden, unpack
+from logsteer_server.numerics.rows import RowSpec, unpack
 
 MIN_CONTEXT = 16
 """Tokens from which on a context is looked for among others."""
@@ -58,15 +59,15 @@ class ScoreEntry:
 
 
 class ScoreQueue(JobQueue[ScoreEntry]):
-    """Sequences whose rows are to be scored; logits take at most `chunk_bytes` at a time."""
+    """Sequences whose rows are to be scored, within bounds of what that takes at once."""
 
     def __init__(
-        self, model: BridgeModel, deltas: DeltaCache, limits: EngineLimits, chunk_bytes: int
+        self, model: BridgeModel, deltas: DeltaCache, limits: EngineLimits, bounds: RowBounds
     ) -> None:
         super().__init__(limits)
         self._model = model
         self._deltas = deltas
-        self._chunk_bytes = chunk_bytes
+        self._bounds = bounds
 
     def _accept(self, job_id: int, job: ScoreJob) -> ScoreEntry:
         steered = accept_row(self._model, job)
@@ -135,17 +136,16 @@ class ScoreQueue(JobQueue[ScoreEntry]):
     ) -> Results:
         """Return the results of some of a batch's sequences, whose rows share a spec."""
         jobs = [batch[b].job for b in members]
-        device, width = hidden_BTD.device, hidden_BTD.shape[1]
+        width = hidden_BTD.shape[1]
         index_R = np.concatenate([batch[b].rows - begins[b] + b * width for b in members])
         targets_R = np.concatenate([job.targets for job in jobs])
         spec = RowSpec.of(jobs[0], self._model.eos_ids)
         values_RW = read_hidden(
-            hidden_BTD.flatten(0, 1)[torch.from_numpy(index_R).to(device)],
-            torch.from_numpy(targets_R).to(device, torch.int64),
+            HiddenRows.take(hidden_BTD.flatten(0, 1), index_R, targets_R),
             self._model.project,
             self._model.vocab_size,
             spec,
-            self._chunk_bytes,
+            self._bounds,
             _find_files(jobs[0], self._model.vocab_size),
         )
         found_RW = values_RW.cpu().numpy()

@@ -118,7 +118,10 @@ def engine_args(spec: EngineSpec, path: Path | str, on_cpu: bool, limit: int) ->
         "worker_cls": WORKER,
         # A part of vLLM's hash of the configuration, so that compiled models are kept apart by it.
         "additional_config": {
-            "logsteer": {"chunk_bytes": spec.chunk_bytes, "steering": asdict(steering_size(spec))}
+            "logsteer": {
+                "rows": {"logits": spec.chunk_bytes, "columns": spec.column_bytes},
+                "steering": asdict(steering_size(spec)),
+            }
         },
     }
     if spec.logits_dtype != "auto":

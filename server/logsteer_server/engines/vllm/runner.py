@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from vllm.config import CUDAGraphMode
 from vllm.distributed import (
+    get_pp_group,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
 )
@@ -28,6 +29,7 @@ from logsteer_server.engines.vllm.sampler import PolicySampler
 from logsteer_server.engines.vllm.scoring import PromptPart, RowReader
 from logsteer_server.engines.vllm.steering import StepSteering
 from logsteer_server.engines.vllm.stream import StreamProbe
+from logsteer_server.numerics.hidden_rows import RowBounds
 
 CLEARED_AS = {1: torch.int8}
 """By the bytes of a number, what a cache is seen as: torch fills no float8."""
@@ -44,13 +46,25 @@ class LogsteerRunner(GPUModelRunner):  # type: ignore[misc]
     steering: StepSteering | None
     stream_probe: StreamProbe | None
 
-    def prepare_scoring(self, chunk_bytes: int) -> None:
-        """Make ready to read rows, in chunks of so many bytes."""
+    def prepare_scoring(self, bounds: RowBounds) -> None:
+        """Make ready to read rows within bounds of what that takes at once."""
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         vocab_size = self.model_config.get_vocab_size()
-        self.row_reader = RowReader(chunk_bytes, vocab_size, rank, ranks)
+        self.row_reader = RowReader(bounds, vocab_size, rank, ranks)
         self.steering = None
         self.stream_probe = None
+
+    def profile_run(self, randomize_inputs: bool = False) -> None:
+        """Run as vLLM does to see how much memory a step takes, and read rows, too.
+
+        Not on CPUs, where nobody looks at it.
+        """
+        super().profile_run(randomize_inputs)
+        if self.device.type != "cpu" and get_pp_group().is_last_rank:
+            shape = (self.max_num_tokens, self.model_config.get_hidden_size())
+            hidden_TD = torch.zeros(shape, dtype=self.model_config.dtype, device=self.device)
+            self.row_reader.read_costliest(hidden_TD, self.model.compute_logits)
+            self._sync_device()
 
     def prepare_sampling(self) -> None:
         """Put our sampler in the place of vLLM's."""

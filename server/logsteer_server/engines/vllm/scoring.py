@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from logsteer_server.contract.jobs import Policy
 from logsteer_server.engines.failures import lacks_memory
+from logsteer_server.numerics.hidden_rows import HiddenRows, RowBounds, read_hidden
 from logsteer_server.numerics.row_files import ReferenceFile, RowFiles
-from logsteer_server.numerics.rows import RowSpec, read_hidden
+from logsteer_server.numerics.rows import POLICY_COLUMNS, RowSpec
 
 log = logging.getLogger(__name__)
 
@@ -129,14 +131,14 @@ NO_FILE = torch.empty((0, 2))
 class RowReader:
     """Read the rows that score requests ask for, step by step.
 
-    `chunk_bytes` bounds the logits that exist at once. `rank`: of the `ranks` that have the same
+    `bounds` are of the memory that this takes at once. `rank`: of the `ranks` that have the same
     logits, of which the first one alone writes files. Where memory runs out over rows, or a file is
     at fault, the requests whose rows they are fail and no others. Memory of one of several ranks is
     another matter: they compute logits together, and the others would wait for ever.
     """
 
-    def __init__(self, chunk_bytes: int, vocab_size: int, rank: int, ranks: int) -> None:
-        self._chunk_bytes = chunk_bytes
+    def __init__(self, bounds: RowBounds, vocab_size: int, rank: int, ranks: int) -> None:
+        self._bounds = bounds
         self._vocab_size = vocab_size
         self._writes_exports = rank == 0
         self._is_alone = ranks == 1
@@ -189,6 +191,20 @@ class RowReader:
                 self._finish(steps[0])
         return False
 
+    def read_costliest(self, hidden_TD: Tensor, project: Callable[[Tensor], Tensor]) -> None:
+        """Read rows of a step as large as steps get, in the way that takes the most memory.
+
+        vLLM measures it, and leaves that much free beside the key-value cache. More rows than go
+        through the head at once take no more; states of zeros have rows whose tokens are all
+        equally probable, of which no cut is found among the most probable ones.
+        """
+        spec = RowSpec(tuple(POLICY_COLUMNS), 1, Policy(top_p=0.9), eos_ids=(0,))
+        count = self._bounds.rows_per_product(self._vocab_size, spec, hidden_TD.device)
+        tokens = len(hidden_TD)
+        rows = HiddenRows.take(hidden_TD, np.arange(tokens), np.zeros(tokens, np.int32))
+        some = HiddenRows.of(rows.hidden_RD[:count], rows.targets_T[:count])
+        read_hidden(some, project, self._vocab_size, spec, self._bounds)
+
     def keep_only(self, req_ids: Collection[str]) -> None:
         """Drop the rows of requests that are no longer there."""
         for req_id in self._partial.keys() - req_ids:
@@ -202,16 +218,14 @@ class RowReader:
         """Read the rows of all requests of a group together, and store them by request."""
         with_rows = [step for step in steps if step.count]
         if with_rows:
-            device = hidden_TD.device
             index_R = np.concatenate([step.index_R for step in with_rows])
             targets_R = np.concatenate([step.targets for step in with_rows])
             values_RW = read_hidden(
-                hidden_TD[torch.from_numpy(index_R).to(device)],
-                torch.from_numpy(targets_R).to(device, torch.int64),
+                HiddenRows.take(hidden_TD, index_R, targets_R),
                 project,
                 self._vocab_size,
                 with_rows[0].wanted.spec,
-                self._chunk_bytes,
+                self._bounds,
                 self._find_files(with_rows[0]),
             ).cpu()
             start = 0

@@ -18,6 +18,7 @@ from logsteer_server.engines.vllm.corrections import correct_model
 from logsteer_server.engines.vllm.runner import LogsteerRunner
 from logsteer_server.engines.vllm.steering import StageTrace
 from logsteer_server.engines.vllm.stream import Change, StreamForm, StreamProbe
+from logsteer_server.numerics.hidden_rows import RowBounds
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as BaseWorker
@@ -41,7 +42,7 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
         own = type(self.model_runner)
         self.model_runner.__class__ = type(f"Logsteer{own.__name__}", (LogsteerRunner, own), {})
         options = self.vllm_config.additional_config[OPTIONS]
-        self.model_runner.prepare_scoring(options["chunk_bytes"])
+        self.model_runner.prepare_scoring(RowBounds(**options["rows"]))
         self.model_runner.prepare_sampling()
 
     def load_model(self, **options: Any) -> None:

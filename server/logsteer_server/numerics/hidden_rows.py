@@ -1,0 +1,181 @@
+"""Rows read from hidden states, a few at a time: through the head first, then by columns.
+
+Two bounds, because the two differ: a product with the head reads all of its weights, whether for
+one row or for hundreds; columns need many times the room of the logits that they read.
+Axis letters: R rows, T targets, V vocabulary, D hidden size, W values of a row.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from logsteer_server.numerics.row_files import RowFiles
+from logsteer_server.numerics.rows import Rows, RowSpec, read_rows
+
+BYTES_PER_MADE_LOGIT = 4
+"""Bytes of a logit as the head makes it, at most: float32."""
+
+ENOUGH_ROWS = 256
+"""Rows from which on a CPU's product with the head costs no less a row."""
+CACHED_LOGITS = 2**19
+"""Logits whose columns a CPU reads at once: 2 MiB, and as much for each temporary, which its cache
+holds. A product makes more only for the sake of enough rows.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RowBounds:
+    """Bytes that reading rows takes at once, at most, or those of one row where that is more.
+
+    Args:
+        logits: of the logits that one product with the head makes.
+        columns: of what columns need beside them.
+
+    """
+
+    logits: int
+    columns: int
+
+    def rows_per_product(self, vocab_size: int, spec: RowSpec, device: torch.device) -> int:
+        """Return how many rows go through the head at once."""
+        size = 2 * BYTES_PER_MADE_LOGIT if spec.double else BYTES_PER_MADE_LOGIT
+        rows = self.logits // (size * vocab_size)
+        if device.type == "cpu":
+            rows = min(rows, max(ENOUGH_ROWS, CACHED_LOGITS // vocab_size))
+        return max(1, rows)
+
+    def rows_per_pass(self, vocab_size: int, spec: RowSpec, device: torch.device) -> int:
+        """Return of how many rows columns are read at once."""
+        rows = self.columns // (spec.bytes_per_logit * vocab_size)
+        if device.type == "cpu":
+            rows = min(rows, CACHED_LOGITS // vocab_size)
+        return max(1, rows)
+
+
+def split_chunks(count: int, step: int) -> Iterator[slice]:
+    """Yield slices that cover `count` rows, each of at most `step`, and of nearly the same size.
+
+    So no row is left over, whose product would be another than those of the rest, and cost more.
+    """
+    chunks = -(-count // step)
+    for i in range(chunks):
+        yield slice(count * i // chunks, count * (i + 1) // chunks)
+
+
+def join_equal(index_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the places [R] without those equal to the one in front, and which each target had [T].
+
+    [7, 7, 7, 3, 4] is [7, 3, 4], and the targets have the rows 0, 0, 0, 1 and 2.
+    """
+    is_new_T = np.ones(len(index_T), dtype=bool)
+    is_new_T[1:] = index_T[1:] != index_T[:-1]
+    return index_T[is_new_T], np.cumsum(is_new_T) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenRows:
+    """R hidden states [R, D], and T targets: target t follows row `row_T[t]`, in order of rows."""
+
+    hidden_RD: Tensor
+    targets_T: Tensor
+    row_T: np.ndarray
+
+    @classmethod
+    def take(cls, hidden_ND: Tensor, index_T: np.ndarray, targets_T: np.ndarray) -> "HiddenRows":
+        """Take the hidden states at the targets' places, once where targets share one."""
+        index_R, row_T = join_equal(index_T)
+        device = hidden_ND.device
+        return cls(
+            hidden_ND[torch.from_numpy(index_R).to(device)],
+            torch.from_numpy(targets_T).to(device, torch.int64),
+            row_T,
+        )
+
+    @classmethod
+    def of(cls, hidden_RD: Tensor, targets_R: Tensor) -> "HiddenRows":
+        """Give each target a row of its own."""
+        return cls(hidden_RD, targets_R, np.arange(len(targets_R)))
+
+    def find_targets(self, rows: slice) -> slice:
+        """Return the targets that follow some rows."""
+        first, last = np.searchsorted(self.row_T, [rows.start, rows.stop])
+        return slice(int(first), int(last))
+
+    def pick(self, logits_rV: Tensor, first: int, targets: slice) -> Tensor:
+        """Return the logits [t, V] in front of some targets, from those of rows `first` onward."""
+        row_t = self.row_T[targets] - first
+        begin, end = int(row_t[0]), int(row_t[-1]) + 1
+        if end - begin == len(row_t):
+            return logits_rV[begin:end]
+        return logits_rV[torch.from_numpy(row_t).to(logits_rV.device)]
+
+
+def make_rows(
+    logits_RV: Tensor, targets_R: Tensor, reference_RV: Tensor | None, spec: RowSpec
+) -> Rows:
+    """Return rows that are read by the kernel on a GPU, except in float64."""
+    kind = Rows
+    if logits_RV.is_cuda and not spec.double:  # imported here, because a CPU may have no Triton
+        from logsteer_server.numerics.row_kernel import FusedRows
+
+        kind = FusedRows
+    return kind(logits_RV, targets_R, reference_RV, spec.policy, spec.eos_ids, spec.double)
+
+
+def read_hidden(
+    rows: HiddenRows,
+    project: Callable[[Tensor], Tensor],
+    vocab_size: int,
+    spec: RowSpec,
+    bounds: RowBounds,
+    files: RowFiles | None = None,
+) -> Tensor:
+    """Read what `spec` names of T targets' rows [T, W].
+
+    `project` maps hidden states [r, D] to logits [r, V]; it is called on as many rows at once as
+    the bounds allow, so nothing of size rows x vocabulary outlives a chunk. All that is read from a
+    row that is not finite is NaN. Errors: OSError of the files; where one cannot be written, once
+    all is computed, because several ranks compute it together.
+    """
+    files = files or RowFiles()
+    device = rows.hidden_RD.device
+    out_TW = torch.empty((len(rows.targets_T), spec.width), device=device, dtype=spec.dtype)
+    per_product = bounds.rows_per_product(vocab_size, spec, device)
+    per_pass = bounds.rows_per_pass(vocab_size, spec, device)
+    if device.type == "cuda" and spec.is_fused and not files.export:
+        per_pass = per_product  # the kernel needs no room
+    for chunk in split_chunks(len(rows.hidden_RD), per_product):
+        hidden_rD = rows.hidden_RD[chunk]
+        logits_rV = project(hidden_rD)
+        finite_r = hidden_rD.isfinite().all(-1)
+        owners = rows.find_targets(chunk)
+        for part in split_chunks(owners.stop - owners.start, per_pass):
+            targets = slice(owners.start + part.start, owners.start + part.stop)
+            values_tW, finite_t = _read_targets(rows, logits_rV, chunk.start, targets, spec, files)
+            finite_t &= rows.pick(finite_r, chunk.start, targets)
+            out_TW[targets] = values_tW.masked_fill_(~finite_t[:, None], torch.nan)
+        del logits_rV  # before the next product makes as many
+    if files.export and files.export.error:
+        raise files.export.error
+    return out_TW
+
+
+def _read_targets(
+    rows: HiddenRows, logits_rV: Tensor, first: int, targets: slice, spec: RowSpec, files: RowFiles
+) -> tuple[Tensor, Tensor]:
+    """Return what is read of some targets [t, W], from the logits of rows `first` onward.
+
+    Beside it, whether each one's row is finite [t].
+    """
+    place, count = files.first + targets.start, targets.stop - targets.start
+    reference_tV = None
+    if files.reference:
+        reference_tV = files.reference.read(place, count, logits_rV.device)
+    logits_tV = rows.pick(logits_rV, first, targets)
+    found = make_rows(logits_tV, rows.targets_T[targets], reference_tV, spec)
+    if files.export:
+        files.export.write(place, found.log_probs_RV)
+    return read_rows(found, spec), found.finite_R
