@@ -48,6 +48,28 @@ def fetch(tensor: Tensor) -> npt.NDArray[Any]:
     return array
 
 
+class Arriving:
+    """A tensor's copy to the host, which is under way: nobody waits for it before `read`.
+
+    Where the device's later work has been waited for, it has arrived.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host, self._event = tensor, None
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def read(self) -> npt.NDArray[Any]:
+        """Return the tensor as an array, once it is here."""
+        if self._event is not None:
+            self._event.synchronize()
+        array: npt.NDArray[Any] = self._host.numpy()
+        return array
+
+
 def _pin(array: npt.NDArray[Any]) -> Tensor:
     pinned = torch.empty(array.shape, dtype=_dtype_of(array), pin_memory=True)
     pinned.numpy()[...] = array

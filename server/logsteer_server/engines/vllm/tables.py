@@ -70,6 +70,7 @@ class SteeringTables:
         self.residual_counts_1 = torch.ones(1, dtype=torch.int32, device=like.device)
         self._residual_counts = True
         self._depths: list[dict[int, int]] = [{}] * slots
+        self.by_kernel = like.is_cuda
         self.step = Step()
         self._changes: dict[int, _Change | None] = {}
         self._steered_layers: frozenset[int] = frozenset()
@@ -111,7 +112,7 @@ class SteeringTables:
         self.add_up()
         self.step = step
         self.captures.mark(step.captured)
-        if self.marks_MF.is_cuda:
+        if self.by_kernel:
             self.fill_marks()
         else:
             self._changes = {}
