@@ -35,8 +35,8 @@ def pack_ops(ops: Sequence[ResidualOp], depth: int, width: int) -> tuple[Tensor,
 class OpForm:
     """Which terms of the formula count for one of the operations of a step's tokens.
 
-    Those that do not are 0, or keep what is there, of every token: to leave them out changes no
-    finite number.
+    Those that do not are 0, or keep what is there, of every token: to leave them out changes a
+    finite number by no more than one rounding.
     """
 
     uses_norm: bool = True
@@ -66,8 +66,9 @@ def change_stream(
 
     Args:
         stream_TD: activations, float32.
-        directions_TKD: unit vectors, or zeros for a place without an operation.
-        numbers_TKP: `ResidualOp.numbers` of each operation.
+        directions_TKD: unit vectors, or zeros for a place without an operation; [1, K, D] where
+            all tokens have the same.
+        numbers_TKP: `ResidualOp.numbers` of each operation; [1, K, P] likewise.
         open_TK: whether each operation acts; None: all of them do.
         forms: what `find_forms` finds, to leave the other terms out; None: all are computed.
 
@@ -78,20 +79,23 @@ def change_stream(
         rotate by 90 degrees        x' = (5, 0)     returns (2, -4); x is 53 degrees from u
 
     """
-    changed_TD = stream_TD
+    changed_TD, columns = stream_TD, numbers_TKP.unbind(-1)
     for k in range(directions_TKD.shape[1]):
         form = ALL_TERMS if forms is None else forms[k]
-        change_TD = _change_once(changed_TD, directions_TKD[:, k], numbers_TKP[:, k], form)
-        if open_TK is not None:
-            change_TD = torch.where(open_TK[:, k, None], change_TD, 0.0)
-        changed_TD = changed_TD + change_TD
+        open_T1 = None if open_TK is None else open_TK[:, k : k + 1]
+        numbers_T1 = [columns_TK[:, k : k + 1] for columns_TK in columns]
+        changed_TD = _change_once(changed_TD, directions_TKD[:, k], numbers_T1, open_T1, form)
     return changed_TD - stream_TD
 
 
-def _change_once(x_TD: Tensor, u_TD: Tensor, numbers_TP: Tensor, form: OpForm) -> Tensor:
-    base_T1, per_norm_T1, per_component_T1, low_T1, high_T1, keep_T1, degrees_T1, _ = (
-        numbers_TP.unsqueeze(-1).unbind(1)
-    )
+def _change_once(
+    x_TD: Tensor,
+    u_TD: Tensor,
+    numbers_T1: Sequence[Tensor],
+    open_T1: Tensor | None,
+    form: OpForm,
+) -> Tensor:
+    base_T1, per_norm_T1, per_component_T1, low_T1, high_T1, keep_T1, degrees_T1, _ = numbers_T1
     component_T1 = (x_TD * u_TD).sum(-1, keepdim=True)
     wanted_T1 = base_T1
     if form.uses_norm:
@@ -101,10 +105,16 @@ def _change_once(x_TD: Tensor, u_TD: Tensor, numbers_TP: Tensor, form: OpForm) -
         wanted_T1 = torch.minimum(torch.maximum(wanted_T1, low_T1), high_T1)
     if form.turns:
         wanted_T1, keep_T1 = _turn(x_TD, u_TD, component_T1, wanted_T1, keep_T1, degrees_T1)
-    change_TD = (wanted_T1 - component_T1) * u_TD
-    if form.keeps or form.turns:
-        change_TD = (keep_T1 - 1) * (x_TD - component_T1 * u_TD) + change_TD
-    return change_TD
+    # A condition closes what is one number of a token, not of its whole width.
+    along_T1 = wanted_T1 - component_T1
+    if open_T1 is not None:
+        along_T1 = torch.where(open_T1, along_T1, 0.0)
+    if not (form.keeps or form.turns):
+        return torch.addcmul(x_TD, along_T1, u_TD)
+    across_T1 = keep_T1 - 1
+    if open_T1 is not None:
+        across_T1 = torch.where(open_T1, across_T1, 0.0)
+    return x_TD + (across_T1 * (x_TD - component_T1 * u_TD) + along_T1 * u_TD)
 
 
 def _turn(

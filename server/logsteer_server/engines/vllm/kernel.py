@@ -156,6 +156,51 @@ def _change_once(x, u, number_ptr, acts):
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _operate(
+    x, mark_ptr, place, slot, depth, directions_ptr, numbers_ptr, conditions_ptr, decided_ptr,
+    readings_ptr, width, MAX_DEPTH: tl.constexpr, PROBES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    d = tl.arange(0, BLOCK)
+    for k in range(depth):
+        op = slot * MAX_DEPTH + k
+        number_ptr = numbers_ptr + op * OP_NUMBERS
+        condition = tl.load(number_ptr + CONDITION_AT).to(tl.int32)
+        acts = _is_open(
+            condition, slot, mark_ptr, place, conditions_ptr, decided_ptr, readings_ptr, PROBES
+        )
+        u = _load_part(directions_ptr + op * width, d, d < width)
+        x = _change_once(x, u, number_ptr, acts)
+    return x
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_moved(
+    x, scale, own_ptr, beside_ptr, offset_ptr, sum_ptr, counts, moved, is_counted, width,
+    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    d = tl.arange(0, BLOCK)
+    inside = d < width
+    stream = _load_again(own_ptr, d, inside, ".ca")
+    if HAS_RESIDUAL:
+        stream += _load_again(beside_ptr, d, counts, ".ca")
+    moved_by = tl.where(inside, x - stream, 0.0)
+    length = tl.sqrt(tl.sum(moved_by * moved_by))
+    own = _load_again(own_ptr, d, inside, ".cg")
+    own = (own + _load_again(offset_ptr, d, moved, ".cg")).to(own_ptr.dtype.element_ty)
+    own = own.to(tl.float32)
+    if HAS_RESIDUAL:
+        own += x - (own + _load_again(beside_ptr, d, counts, ".cg"))
+    else:
+        own += x - own
+    tl.store(own_ptr + d, own.to(own_ptr.dtype.element_ty), mask=inside)
+    if is_counted:
+        ratio = tl.where(scale == 0.0, 0.0, length / scale).to(tl.float64)
+        tl.atomic_add(sum_ptr, tl.where(ratio != 0.0, 1.0, 0.0).to(tl.float64))
+        tl.atomic_add(sum_ptr + 1, ratio)
+    return own.to(own_ptr.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _steer_tokens(
     hidden_ptr, residual_ptr, residual_counts_ptr, marks_ptr, work_ptr, order_ptr,
     probe_directions_ptr, readings_ptr, captures_ptr, offsets_ptr, directions_ptr, numbers_ptr,
@@ -167,61 +212,38 @@ def _steer_tokens(
     inside = d < width
     for number in range(tl.program_id(0), tl.load(marks_ptr), tl.num_programs(0)):
         mark_ptr = marks_ptr + (1 + number) * MARK_SIZE
-        place = tl.load(mark_ptr + PLACE).to(tl.int64)
-        slot = tl.load(mark_ptr + SLOT).to(tl.int64)
+        place, slot = tl.load(mark_ptr + PLACE).to(tl.int64), tl.load(mark_ptr + SLOT).to(tl.int64)
         depth = tl.load(work_ptr + slot * WORK_SIZE + DEPTH)
         is_moved = tl.load(work_ptr + slot * WORK_SIZE + HAS_OFFSET) != 0
         row = tl.load(captures_ptr + place, mask=tl.load(mark_ptr + CAPTURED) != 0, other=0)
         own_ptr = hidden_ptr + place * hidden_stride
         beside_ptr = residual_ptr + place * residual_stride
+        row_ptr = rows_ptr + row.to(tl.int64) * width + d
         counts = inside
         if HAS_RESIDUAL:
             counts = inside & (tl.load(residual_counts_ptr) != 0)
         if is_moved | (depth > 0):
-            moved = inside & is_moved
-            offset_ptr = offsets_ptr + slot * width
+            moved, offset_ptr = inside & is_moved, offsets_ptr + slot * width
             x = _load_part(own_ptr, d, inside)
+            before = x
             if HAS_RESIDUAL:
-                before = x + _load_part(beside_ptr, d, counts)
-                scale = tl.sqrt(tl.sum(before * before))
-            else:
-                scale = tl.sqrt(tl.sum(x * x))
-            x = (x + _load_part(offset_ptr, d, moved)).to(hidden_ptr.dtype.element_ty)
-            x = x.to(tl.float32)
+                before += _load_part(beside_ptr, d, counts)
+            scale = tl.sqrt(tl.sum(before * before))
+            x = (x + _load_part(offset_ptr, d, moved)).to(own_ptr.dtype.element_ty).to(tl.float32)
             if HAS_RESIDUAL:
                 x += _load_part(beside_ptr, d, counts)
-            for k in range(depth):
-                op = slot * MAX_DEPTH + k
-                number_ptr = numbers_ptr + op * OP_NUMBERS
-                condition = tl.load(number_ptr + CONDITION_AT).to(tl.int32)
-                acts = _is_open(
-                    condition, slot, mark_ptr, place, conditions_ptr, decided_ptr, readings_ptr,
-                    PROBES,
-                )  # fmt: skip
-                u = _load_part(directions_ptr + op * width, d, inside)
-                x = _change_once(x, u, number_ptr, acts)
-            stream = _load_again(own_ptr, d, inside, ".ca")
-            if HAS_RESIDUAL:
-                stream += _load_again(beside_ptr, d, counts, ".ca")
-            moved_by = tl.where(inside, x - stream, 0.0)
-            length = tl.sqrt(tl.sum(moved_by * moved_by))
-            own = _load_again(own_ptr, d, inside, ".cg")
-            own = (own + _load_again(offset_ptr, d, moved, ".cg")).to(hidden_ptr.dtype.element_ty)
-            own = own.to(tl.float32)
-            if HAS_RESIDUAL:
-                own += x - (own + _load_again(beside_ptr, d, counts, ".cg"))
-            else:
-                own += x - own
-            tl.store(own_ptr + d, own.to(hidden_ptr.dtype.element_ty), mask=inside)
-            if tl.load(mark_ptr + COUNTED) != 0:
-                ratio = tl.where(scale == 0.0, 0.0, length / scale).to(tl.float64)
-                sum_ptr = sums_ptr + (tl.load(mark_ptr + ENTRY).to(tl.int64) * layers + layer) * 2
-                tl.atomic_add(sum_ptr, tl.where(ratio != 0.0, 1.0, 0.0).to(tl.float64))
-                tl.atomic_add(sum_ptr + 1, ratio)
+            x = _operate(
+                x, mark_ptr, place, slot, depth, directions_ptr, numbers_ptr, conditions_ptr,
+                decided_ptr, readings_ptr, width, MAX_DEPTH, PROBES, BLOCK,
+            )  # fmt: skip
+            sum_ptr = sums_ptr + (tl.load(mark_ptr + ENTRY).to(tl.int64) * layers + layer) * 2
+            stream = _store_moved(
+                x, scale, own_ptr, beside_ptr, offset_ptr, sum_ptr, counts, moved,
+                tl.load(mark_ptr + COUNTED) != 0, width, HAS_RESIDUAL, BLOCK,
+            )  # fmt: skip
             read_slot = tl.load(mark_ptr + READ_SLOT).to(tl.int64)
             count = tl.load(work_ptr + read_slot * WORK_SIZE + PROBE_COUNT)
             if (count > 0) | (row != 0):
-                stream = own.to(hidden_ptr.dtype.element_ty).to(tl.float32)
                 if HAS_RESIDUAL:
                     stream += _load_again(beside_ptr, d, counts, ".ca")
                 first = tl.load(work_ptr + read_slot * WORK_SIZE + FIRST_PROBE)
@@ -229,13 +251,12 @@ def _steer_tokens(
                     readings_ptr, probe_directions_ptr, order_ptr, stream, place, read_slot, first,
                     count, width, True, PROBES, BLOCK,
                 )  # fmt: skip
-                keeps = inside & (row != 0)
-                tl.atomic_add(rows_ptr + row.to(tl.int64) * width + d, stream, mask=keeps)
+                tl.atomic_add(row_ptr, stream, mask=inside & (row != 0))
         elif row != 0:
             stream = _load_part(own_ptr, d, inside)
             if HAS_RESIDUAL:
                 stream += _load_part(beside_ptr, d, counts)
-            tl.atomic_add(rows_ptr + row.to(tl.int64) * width + d, stream, mask=inside)
+            tl.atomic_add(row_ptr, stream, mask=inside)
 
 
 @cache

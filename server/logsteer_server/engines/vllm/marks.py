@@ -61,7 +61,8 @@ class ReadTokens:
 
     `sources_r`: the place of the prompt's last token, whose reading decides where a condition asks
     for that, or CLOSED, or DECIDED. `is_end_r`: whether a token is that last one, and decides.
-    `is_kept_r`: whether its readings are wanted on the host.
+    `is_kept_r`: whether its readings are wanted on the host. `reads_after`: whether anybody wants
+    to know those behind a change; conditions do not.
     """
 
     index_r: Indices = field(default_factory=no_tokens)
@@ -70,6 +71,7 @@ class ReadTokens:
     sources_r: Indices = field(default_factory=no_tokens)
     is_end_r: npt.NDArray[np.bool_] = field(default_factory=no_flags)
     is_kept_r: npt.NDArray[np.bool_] = field(default_factory=no_flags)
+    reads_after: bool = True
 
 
 NONE_STEERED, NONE_READ = SteeredTokens(), ReadTokens()

@@ -44,6 +44,7 @@ class ProbeTables:
         self.order_SG = new((slots, probes), dtype=torch.int32)
         self.conditions_SCP = new((slots, probes, CONDITION_NUMBERS), dtype=float32)
         self.readings_TGR = new((tokens, probes, READINGS), dtype=float32)
+        self._readings_NR = self.readings_TGR.flatten(0, 1)
         self.decided_E = decided_E
         self._bits_C = 2 ** torch.arange(min(probes, 31), device=decided_E.device).int()
         self._places: list[dict[int, list[int]]] = [{}] * slots
@@ -84,7 +85,7 @@ class ProbeTables:
         """
         if layer not in self._parts:
             self._parts[layer] = self._pair(len(hidden_TD), layer)
-        all_NR = self.readings_TGR.flatten(0, 1)
+        all_NR = self._readings_NR
         for part in self._parts[layer]:
             stream_rD = read_stream(hidden_TD, residual_TD, part.index_r)
             directions_rGD = part.directions_rGD
@@ -113,21 +114,22 @@ class ProbeTables:
         rows_r = np.flatnonzero(table_SG[step.slots_r, 0] >= 0)
         index_r, slots_r = step.index_r[rows_r], step.slots_r[rows_r]
         probes_rG = table_SG[slots_r]
-        is_all = np.array_equal(index_r, np.arange(num_tokens))
         at_once = max(1, GATHERED // (width * most))
         parts = []
         for start in range(0, len(index_r), at_once):
             some = slice(start, start + at_once)
+            is_one = bool((slots_r[some] == slots_r[start]).all())
+            own = slice(start, start + 1) if is_one else some
             real_n = (probes_rG[some] >= 0).ravel()
             rows_n = (index_r[some, None] * self.readings_TGR.shape[1] + probes_rG[some]).ravel()
             part = _Part(
-                None if is_all and len(index_r) <= at_once else torch.from_numpy(index_r[some]),
-                torch.from_numpy(slots_r[some, None]),
-                torch.from_numpy(probes_rG[some].clip(0)),
+                None if len(index_r[some]) == num_tokens else torch.from_numpy(index_r[some]),
+                torch.from_numpy(slots_r[own, None]),
+                torch.from_numpy(probes_rG[own].clip(0)),
                 torch.from_numpy(rows_n[real_n]),
                 None if real_n.all() else torch.from_numpy(real_n),
             )
-            if len(index_r) <= at_once:
+            if is_one or len(index_r) <= at_once:
                 part.directions_rGD = self.directions_SGD[part.slots_r1, part.probes_rG]
             parts.append(part)
         return parts
@@ -157,7 +159,7 @@ class ProbeTables:
         value_tK = torch.where(conditions_tK < 0, True, decided_tK & (sources_t1 == DECIDED))
         above_tK, below_tK, relative_tK = numbers_tKP[..., 1:4].unbind(-1)
         return Gate(
-            self.readings_TGR.flatten(0, 1),
+            self._readings_NR,
             read_tK,
             above_tK.contiguous(),
             below_tK.contiguous(),
@@ -226,7 +228,8 @@ class Gate:
 class _Part:
     """Some tokens that are read at a layer, and their readings among all; no index: all tokens.
 
-    `real_n`: which pairs of a token and a probe there are, where tokens differ in their number.
+    Slots, probes and directions have one row where all tokens have the same. `real_n`: which pairs
+    of a token and a probe there are, where tokens differ in their number.
     """
 
     index_r: Tensor | None

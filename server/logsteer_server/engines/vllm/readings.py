@@ -22,9 +22,12 @@ Indices = npt.NDArray[np.int64]
 HELD = 2**22
 """Numbers of readings that wait on the device before they are fetched unasked."""
 
-_ENTRY = np.dtype([("slot", "i8"), ("last", "i8"), ("kept", "i8"), ("asks", "?")])
+_ENTRY = np.dtype(
+    [("slot", "i8"), ("last", "i8"), ("kept", "i8"), ("asks", "?"), ("is_given", "?")]
+)
 """Of a request: its slot; where its prompt ends and from where on readings are kept; whether a
-condition asks for the reading of the prompt's last token."""
+condition asks for the reading of the prompt's last token; whether readings are given to anybody, or
+conditions alone read."""
 _ENDLESS = 2**62
 
 
@@ -96,7 +99,8 @@ class ReadingRecorder:
         kept = _ENDLESS if request.first_kept is None else request.first_kept
         asks = any(condition.of == "prompt" for condition in request.conditions)
         last = request.prompt_len - 1
-        self._entries[entry] = (slot, last, 0 if request.conditions else kept, asks)
+        first, is_given = 0 if request.conditions else kept, request.first_kept is not None
+        self._entries[entry] = (slot, last, first, asks, is_given)
         self._entry_of[req_id] = entry
         self._sequences[entry] = SequenceReadings(request, num_cached)
 
@@ -132,7 +136,15 @@ class ReadingRecorder:
         sources_r[positions_r < last_r] = CLOSED
         is_end_r = (positions_r == last_r) & fields_r["asks"]
         is_kept_r = positions_r >= fields_r["kept"]
-        tokens = ReadTokens(index_r, fields_r["slot"], entries_r, sources_r, is_end_r, is_kept_r)
+        tokens = ReadTokens(
+            index_r,
+            fields_r["slot"],
+            entries_r,
+            sources_r,
+            is_end_r,
+            is_kept_r,
+            bool(fields_r["is_given"].any()),
+        )
         spans = self._find_spans(entries_r[is_kept_r], positions_r[is_kept_r])
         repeats = len(entries_T) == len(req_ids) and bool((sources_r == DECIDED).all())
         self._latest = _LatestRead(list(req_ids), starts_R, computed_R + 1, tokens, spans, repeats)

@@ -134,8 +134,9 @@ class SteeringTables:
         steered = self.step.steered
         for layer, change in self._changes.items():
             if change is not None and change.sizes:
-                sizes_St, norms_St = torch.stack(change.sizes), torch.stack(change.norms)
-                ratios_St = (sizes_St / norms_St).masked_fill_(norms_St == 0, 0.0)
+                norms_St = torch.stack(change.norms)
+                ratios_St = torch.stack(change.sizes) / norms_St
+                ratios_St.masked_fill_(norms_St == 0, 0.0)
                 is_new_t = steered.is_new_t[change.rows_t]
                 entries_n = steered.entries_t[change.rows_t][is_new_t]
                 self.sums.add(layer, entries_n, ratios_St[:, torch.from_numpy(is_new_t)])
@@ -159,7 +160,7 @@ class SteeringTables:
             self.probes.read(hidden_TD, residual_TD, layer, after=False)
         if is_steered:
             self._steer(hidden_TD, residual_TD, layer)
-        if is_read and is_steered:
+        if is_read and is_steered and self.step.read.reads_after:
             self.probes.read(hidden_TD, residual_TD, layer, after=True)
         if (captured := self.captures.find(layer)) is not None:
             index_t, rows_t = captured
@@ -210,24 +211,31 @@ class SteeringTables:
         rows_t = np.flatnonzero(adds_t | (depths_t > 0))
         if not len(rows_t):
             return None
-        depths_t, adds_t = depths_t[rows_t], adds_t[rows_t]
-        places_t, slots_t = steered.index_t[rows_t], torch.from_numpy(steered.slots_t[rows_t])
-        depth, is_all = int(depths_t.max()), np.array_equal(places_t, np.arange(num_tokens))
-        numbers_tKP = self.numbers_LSKP[layer, slots_t, :depth]
-        behind_tK = torch.from_numpy(np.arange(depth) >= depths_t[:, None])
+        places_t, slots_t = steered.index_t[rows_t], steered.slots_t[rows_t]
+        is_one, is_all = bool((slots_t == slots_t[0]).all()), len(places_t) == num_tokens
+        own_t = rows_t[:1] if is_one else rows_t  # one row for all where all have the same plan
+        own_slots_t = torch.from_numpy(steered.slots_t[own_t])
+        depth = int(depths_t[own_t].max())
+        numbers_tKP = self.numbers_LSKP[layer, own_slots_t, :depth]
+        behind_tK = torch.from_numpy(np.arange(depth) >= depths_t[own_t, None])
         numbers_tKP[behind_tK] = torch.tensor(UNCHANGED)
-        offsets_tD, norms_t = self.offsets_LSD[layer, slots_t], self.offset_norms_LS[layer, slots_t]
-        offsets_tD[torch.from_numpy(~adds_t)] = 0
+        offsets_tD = self.offsets_LSD[layer, own_slots_t]
+        norms_t = self.offset_norms_LS[layer, own_slots_t]
+        stays_t = torch.from_numpy(~adds_t[own_t])
+        offsets_tD[stays_t], norms_t[stays_t] = 0, 0
+        conditions_tK = numbers_tKP[..., -1].expand(len(places_t), -1)
         return _Change(
             rows_t,
             None if is_all else torch.from_numpy(places_t),
             offsets_tD,
-            norms_t.masked_fill_(torch.from_numpy(~adds_t), 0.0),
-            bool(adds_t.any()),
-            self.directions_LSKD[layer, slots_t, :depth],
+            norms_t,
+            bool(adds_t[own_t].any()),
+            self.directions_LSKD[layer, own_slots_t, :depth],
             numbers_tKP,
             find_forms(numbers_tKP),
-            self.probes.find_gate(places_t, slots_t, self.step.read, numbers_tKP[..., -1]),
+            self.probes.find_gate(
+                places_t, torch.from_numpy(slots_t), self.step.read, conditions_tK
+            ),
         )
 
 
@@ -235,8 +243,8 @@ class SteeringTables:
 class _Change:
     """What is done to some of the steered tokens of a step at a layer: rows of `SteeredTokens`.
 
-    Without index it is done to every token. `sizes`, `norms`: |change| and |activation| of the
-    tokens in each step so far, not added up yet.
+    Without index it is done to every token; tensors of one row are for all of them. `sizes`,
+    `norms`: |change| and |activation| of the tokens in each step so far, not added up yet.
     """
 
     rows_t: Indices
@@ -257,4 +265,4 @@ def _add(hidden_TD: Tensor, index_t: Tensor | None, values_tD: Tensor) -> None:
     if index_t is None:
         hidden_TD += values_tD
     else:
-        hidden_TD.index_add_(0, index_t, values_tD)
+        hidden_TD.index_add_(0, index_t, values_tD.expand(len(index_t), -1))
