@@ -150,3 +150,77 @@ def test_the_kernel_does_what_the_plain_form_does() -> None:
         nobodys, summed, of_another_layer, alone, free = case["captured"]
         assert min(summed, of_another_layer, alone) > 1
         assert nobodys == free == 0
+
+
+COMPILED = '''
+import json, re, subprocess, tempfile
+from pathlib import Path
+import triton.backends.nvidia as nvidia
+from triton import compile as compile_kernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from logsteer_server.engines.vllm import kernel
+
+INTEGERS = ("residual_counts", "marks", "work", "order", "captures", "decided")
+ACTIVATIONS = ("hidden", "residual", "offsets")
+PTXAS = Path(nvidia.__file__).parent / "bin" / "ptxas"
+
+
+def type_of(name, constants):
+    if name in constants:
+        return "constexpr"
+    if not name.endswith("_ptr"):
+        return "i32"
+    kind = name.removesuffix("_ptr")
+    types = dict.fromkeys(INTEGERS, "*i32") | dict.fromkeys(ACTIVATIONS, "*bf16")
+    return (types | {"sums": "*fp64"}).get(kind, "*fp32")
+
+
+def count_spilled(function, width, **constants):
+    """Bytes that a thread of the kernel for an H100 keeps outside its registers."""
+    names = function.arg_names
+    constants |= {"HAS_RESIDUAL": True, "PROBES": 16, "BLOCK": width}
+    aligned = [name for name in names if name.endswith(("_ptr", "_stride")) or name == "width"]
+    source = ASTSource(
+        fn=function,
+        signature={name: type_of(name, constants) for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    options = {"num_warps": kernel.count_warps(width)}
+    found = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(found.asm["ptx"])
+        file.flush()
+        command = [PTXAS, "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return int(re.search(r"(\\d+) bytes spill stores", said).group(1))
+
+
+spilled = {
+    width: (
+        count_spilled(kernel._read_tokens, width),
+        count_spilled(kernel._steer_tokens, width, MAX_DEPTH=2),
+    )
+    for width in (2048, 4096, 8192, 16384)
+}
+print(json.dumps(spilled))
+'''
+
+
+@pytest.mark.engine
+def test_the_kernel_compiles_for_a_gpu_and_stays_in_its_registers() -> None:
+    """At width 16,384, four vectors of float32 fill a multiprocessor's registers."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED],
+        env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    spilled = json.loads(done.stdout.splitlines()[-1])
+    widest = spilled.pop("16384")
+    assert set(map(tuple, spilled.values())) == {(0, 0)}
+    assert max(widest) <= 32
