@@ -121,6 +121,29 @@ def test_the_example_of_the_recorder() -> None:
     assert len(recorder) == 0
 
 
+def test_a_preempted_request_counts_once_whenever_it_is_asked_for() -> None:
+    """The steps differ, as another request comes and goes; one fetches after each, one at last."""
+    steps = [(0, 2), (2, 1), (3, 1), (0, 3), (3, 1), (4, 1)]
+    results = []
+    for asks_often in (True, False):
+        recorder = ReadingRecorder()
+        recorder.begin("a", 1, 1, request(3, HIGH, OF_PROMPT), 0)
+        for number, (position, count) in enumerate(steps):
+            names = ["a", "b"][: 1 + number % 2]
+            starts = np.array([0, count, count + 1])[: 1 + len(names)]
+            recorder.find(names, starts, np.array([position, 9])[: len(names)])
+            read = [[0.9, 0.1, 0.8, 0.7, 0.2][t] for t in range(position, position + count)]
+            recorder.record(torch.from_numpy(values(*read)))
+            if asks_often:
+                recorder.read_passed("a")
+        taken = recorder.take("a")
+        assert taken is not None
+        results.append((recorder.read_passed("a"), taken.first, components(taken.values_TGR)))
+    assert results[0] == results[1]
+    assert results[0][0] == (3, 3)
+    assert results[0][2] == [np.float32(c) for c in (0.9, 0.1, 0.8, 0.7, 0.2)]
+
+
 def test_a_prompt_in_parts_is_closed_until_its_end_is_read() -> None:
     recorder = ReadingRecorder()
     recorder.begin("a", 1, 1, request(5, OF_PROMPT, first_kept=4), 0)

@@ -9,10 +9,12 @@ A launch has a fixed number of programs, which share the marked tokens of the st
 are stands in the buffer of marks, as a captured graph is replayed with padding behind the tokens. A
 token whose slot has nothing at a layer costs its mark and its slot's row of work.
 
-A program has a token's width in registers, of which a multiprocessor has 65,536, whatever the
-number of warps: at a width of 16,384 four vectors in float32, at 8,192 eight. So what is added up
-over the width is all that goes through the operations: x, and the direction of one of them. The
-parts of the stream are loaded again behind them, by then from a cache.
+A program has a token's width in registers, of which a multiprocessor has 65,536 and a thread 255:
+four vectors in float32 at a width of 16,384, whether 8 warps or 16 share them, and eight at 8,192.
+So only x and the direction of one operation go through the operations, each of which adds up over
+the width twice; the parts of the stream are loaded again behind them, by then from a cache. For
+compute capability 9.0 and bfloat16 a thread needs, by ptxas, 95 registers at 2,048 (4 warps), 116
+at 4,096 (8) and at 8,192 (16), and all 128 that 16 warps can have at 16,384, and 12 bytes beside.
 """
 
 from functools import cache

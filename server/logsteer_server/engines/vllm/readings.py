@@ -4,6 +4,7 @@ Axis letters: R requests of a step, G probes, E entries; lower case r: the read 
 those of them whose readings are kept.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -18,6 +19,7 @@ from logsteer_server.engines.vllm import staging
 from logsteer_server.engines.vllm.marks import CLOSED, DECIDED, NONE_READ, ReadTokens
 
 Indices = npt.NDArray[np.int64]
+Values = npt.NDArray[np.float32]
 
 HELD = 2**22
 """Numbers of readings that wait on the device before they are fetched unasked."""
@@ -181,7 +183,7 @@ class ReadingRecorder:
         if not waiting:
             return
         all_NGR = staging.fetch(torch.cat([part for step in waiting for part in step.readings]))
-        start = 0
+        start, read = 0, dict[SequenceReadings, list[tuple[int, Values]]]()
         for step in waiting:
             shape = len(step.readings), len(step.readings[0]), *all_NGR.shape[1:]
             end = start + shape[0] * shape[1]
@@ -190,7 +192,10 @@ class ReadingRecorder:
             for span in step.spans:
                 own_SkGR = values_SkGR[:, span.start : span.start + span.count]
                 own_TGR = own_SkGR.reshape(-1, *shape[2:])  # a step each, or one step of many
-                span.sequence.add(span.position, own_TGR)
+                read.setdefault(span.sequence, []).append((span.position, own_TGR))
+        for sequence, parts in read.items():
+            for position, values_TGR in _join(parts):
+                sequence.add(position, values_TGR)
 
     def read_passed(self, req_id: str) -> tuple[int, ...]:
         """Return, by condition, the tokens of a request at which it held."""
@@ -207,3 +212,15 @@ class ReadingRecorder:
             return None
         self._fetch()
         return self._sequences[entry].take()
+
+
+def _join(parts: Sequence[tuple[int, Values]]) -> Iterator[tuple[int, Values]]:
+    """Join what was read of a sequence where one part follows another; preemption begins anew.
+
+    Tokens [0, 3), [3, 4), [4, 5) and then [0, 5) once more are two parts: [0, 5), [0, 5).
+    """
+    first = 0
+    for number, (position, values_TGR) in enumerate(parts, start=1):
+        if number == len(parts) or parts[number][0] != position + len(values_TGR):
+            yield parts[first][0], np.concatenate([values for _, values in parts[first:number]])
+            first = number

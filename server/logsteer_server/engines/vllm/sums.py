@@ -42,7 +42,11 @@ class TraceSums:
         """
         if not self._unused:
             if not self._used:
-                raise RuntimeError("more requests are steered at once than a step has tokens twice")
+                room = len(self.decided_E) - 1
+                raise RuntimeError(
+                    f"more requests are steered or read at once than there is room for, {room}: "
+                    "raise max_num_batched_tokens, of which that is twice as many"
+                )
             index_e = staging.send(np.array(self._used), self.sums_EL2)
             self.sums_EL2.index_fill_(0, index_e, 0)
             self.decided_E.index_fill_(0, index_e, 0)
