@@ -14,8 +14,9 @@ from torch import Tensor
 from bench.gpu_check.part import NO_CUDA, Cell, Findings, Options, Table, run_part
 from logsteer_server.contract.plan import ResidualOp, Site, SteeringPlan
 from logsteer_server.engines.vllm.config import SteeringSize
+from logsteer_server.engines.vllm.marks import SteeredTokens, Step
 from logsteer_server.engines.vllm.stream import StreamForm
-from logsteer_server.engines.vllm.tables import SteeringTables, Step
+from logsteer_server.engines.vllm.tables import SteeringTables
 from logsteer_server.numerics.residual_ops import change_stream
 
 WIDTHS = (24, 64, 768, 4096, 8192, 16384)
@@ -24,8 +25,10 @@ FORMS: tuple[StreamForm, ...] = ("sum", "hidden")
 BATCHES = (1, 64, 2048)
 TOKENS, LAYER = 9, 1
 CAPTURED = np.array([0, 2, 3]), np.array([1, 1, 2])
-STEP = Step(np.arange(1, 8), np.array([1, 2, 3, 4, 5, 3, 5]), {LAYER: CAPTURED})
-"""Of nine tokens the middle seven are steered, by five plans, and three are captured."""
+PLACES, SLOTS = np.arange(1, 8), np.array([1, 2, 3, 4, 5, 3, 5])
+STEP = Step(SteeredTokens(PLACES, SLOTS, PLACES, PLACES > 0), {LAYER: CAPTURED})
+"""Of nine tokens the middle seven are steered, by five plans, each for a request of its own, and
+three are captured."""
 FLOAT32_LIMIT = 1e-5
 """Of the largest value: sums over the width are added up in float32."""
 
@@ -63,14 +66,10 @@ def make_tables(like: Tensor, width: int, form: StreamForm) -> SteeringTables:
     for slot, site in enumerate(make_sites(width), start=1):
         tables.load(slot, SteeringPlan((site,)))
     tables.write(STEP)
-    if not tables.slots_T.is_cuda:  # `write` fills the kernel's buffers on CUDA devices alone
-        tables.slots_T[torch.from_numpy(STEP.steered_t)] = _as_int(STEP.steered_slots_t)
+    if not tables.by_kernel:  # `write` fills the kernel's buffers on CUDA devices alone
+        tables.fill_marks()
         tables.captures.fill_rows()
     return tables
-
-
-def _as_int(array: np.ndarray) -> Tensor:
-    return torch.from_numpy(array).int()
 
 
 def draw_activations(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -78,7 +77,7 @@ def draw_activations(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     torch.manual_seed(width)
     hidden_TD, beside_TD = torch.randn(2, TOKENS, width)
     sites = make_sites(width)
-    for token, slot in zip(STEP.steered_t, STEP.steered_slots_t, strict=True):
+    for token, slot in zip(PLACES, SLOTS, strict=True):
         site = sites[slot - 1]
         along = site.ops[0].direction if site.ops else site.offset
         assert along is not None
@@ -90,7 +89,7 @@ def compute_exactly(
     tables: SteeringTables, hidden_TD: Tensor, beside_TD: Tensor, form: StreamForm
 ) -> dict[str, Tensor]:
     """What the tables (on the CPU) do to the nine tokens, in float64."""
-    steered_t, slots_t = (torch.from_numpy(a) for a in (STEP.steered_t, STEP.steered_slots_t))
+    steered_t, slots_t = map(torch.from_numpy, (PLACES, SLOTS))
     hidden_TD = hidden_TD.double()
     residual_TD = beside_TD.double() if form == "sum" else torch.zeros_like(hidden_TD)
     before_tD = (hidden_TD + residual_TD)[steered_t]
@@ -111,7 +110,7 @@ def differ(tables: SteeringTables, hidden_TD: Tensor, exact: dict[str, Tensor]) 
     found = {
         "hidden": hidden_TD,
         "captures": tables.captures.sums_ND,
-        "ratios": tables.ratios_LT[LAYER, torch.from_numpy(STEP.steered_t)],
+        "ratios": torch.from_numpy(tables.take_sums(PLACES.tolist())[:, LAYER, 1]),
     }
     errors = [
         (found[name].cpu().double() - value).abs().max() / value.abs().max()
@@ -169,10 +168,12 @@ def time_kernel(found: Findings, launch: Any) -> None:
     for width in WIDTHS:
         for dtype in DTYPES:
             tables = make_tables(torch.empty(0, dtype=dtype, device="cuda"), width, "sum")
-            tables.captures.rows_LT.zero_()
             row: list[Cell] = [width, str(dtype).removeprefix("torch.")]
             for count, slot in (*((count, 3) for count in BATCHES), (BATCHES[-1], 0)):
-                tables.slots_T.fill_(slot)
+                places = np.arange(count if slot else 0)
+                tables.write(
+                    Step(SteeredTokens(places, np.full(len(places), slot), places, places > 0))
+                )
                 hidden_TD, beside_TD = torch.randn(2, count, width, device="cuda", dtype=dtype)
                 milliseconds = do_bench_cudagraph(
                     lambda t=tables, h=hidden_TD, b=beside_TD: launch(t, h, b, LAYER),

@@ -14,8 +14,8 @@ import torch
 from logsteer_server.contract.plan import Condition, Probe, ResidualOp, Site, SteeringPlan
 from logsteer_server.engines.vllm import kernel
 from logsteer_server.engines.vllm.config import SteeringSize
-from logsteer_server.engines.vllm.probe_tables import CLOSED, DECIDED, ReadTokens
-from logsteer_server.engines.vllm.tables import SteeringTables, Step
+from logsteer_server.engines.vllm.marks import CLOSED, DECIDED, ReadTokens, SteeredTokens, Step
+from logsteer_server.engines.vllm.tables import SteeringTables
 
 torch.manual_seed(0)
 WIDTH, LAYER = 24, 1
@@ -44,17 +44,24 @@ CONDITIONAL = (
     ResidualOp(unit(), base=3, per_component=1, condition=0),
     ResidualOp(unit(), base=5, per_component=1, condition=1),
 )
+PLACES = np.arange(1, 14)
+STEERED = SteeredTokens(
+    PLACES, np.array([1, 2, 3, 4, 5, 3, 5, *[6] * 6]), np.arange(1, 14), PLACES != 4
+)
 READ = ReadTokens(
-    np.arange(8, 16), np.array([6, 6, 6, 6, 6, 6, 3, 7]),
+    np.arange(8, 16), np.array([6, 6, 6, 6, 6, 6, 3, 7]), np.arange(8, 16),
     np.array([CLOSED, 9, 9, 9, DECIDED, DECIDED, CLOSED, DECIDED]),
-    np.array([0, 0, 0, 0, 2, 1, 0, 0]),
+    np.arange(8, 16) == 9, np.ones(8, bool),
 )
 
 
 def make_tables(dtype):
-    size = SteeringSize(7, 2, 3, 4 * 4 * WIDTH)
+    size = SteeringSize(7, 3, 3, 4 * 4 * WIDTH)
     tables = SteeringTables(size, 2, 16, WIDTH, torch.empty(0, dtype=dtype))
+    older = Site(LAYER, "resid_post", unit(), (ResidualOp(unit()),) * 3)
     for slot, (offset, ops) in enumerate(PLANS, start=1):
+        # What a slot held before must not count, nor an older plan at another layer.
+        tables.load(slot, SteeringPlan((older, Site(0, "resid_post", unit())), probes=PROBES))
         tables.load(slot, SteeringPlan((Site(LAYER, "resid_post", offset, ops),)))
     site = Site(LAYER, "resid_post", None, CONDITIONAL)
     tables.load(6, SteeringPlan((site,), probes=PROBES, conditions=CONDITIONS))
@@ -62,16 +69,12 @@ def make_tables(dtype):
     captured = {
         LAYER: (np.array([0, 2, 3]), np.array([1, 1, 3])), 0: (np.array([4]), np.array([2]))
     }
-    slots = np.array([1, 2, 3, 4, 5, 3, 5, *[6] * 6])
-    step = Step(np.arange(1, 14), slots, captured, READ)
-    tables.write(step)
+    # What an earlier step decided: the second condition for token 12's request, not for 13's.
+    tables.sums.decided_E[12:14] = torch.tensor([2, 1], dtype=torch.int32)
+    tables.write(Step(STEERED, captured, READ))
     tables.captures.fill_rows()
-    probes = tables.probes
-    for buffer, index, values in (
-        (tables.slots_T, step.steered_t, step.steered_slots_t),
-        (probes.slots_T, READ.index_r, READ.slots_r),
-    ):
-        buffer[torch.from_numpy(index)] = torch.from_numpy(values).int()
+    tables.fill_marks()
+    tables.marks_MF[1 + int(tables.marks_MF[0, 0]) :] = 3  # of an earlier step, not to be read
     return tables
 
 
@@ -88,6 +91,9 @@ for dtype in (torch.float32, torch.bfloat16):
             plain.apply(a, residual, layer)
             kernel.launch(fused, b, residual, layer)
         read = plain.probes.readings_TGR
+        sums = torch.from_numpy(plain.take_sums(list(range(16))))
+        for tables in (plain, fused):
+            tables.probes.decide_prompts()
         found.append({
             "changed": (a != given).any(-1).tolist(),
             "changed_by_kernel": (b != given).any(-1).tolist(),
@@ -97,7 +103,11 @@ for dtype in (torch.float32, torch.bfloat16):
             "readings": (read - fused.probes.readings_TGR).abs().max().item(),
             "read": (read != 0).any(-1).sum(-1).tolist(),
             "hidden": (a.float() - b.float()).abs().max().item(),
-            "ratios": (plain.ratios_LT - fused.ratios_LT).abs().max().item(),
+            "ratios": (sums - fused.sums.sums_EL2[:16]).abs().max().item(),
+            "counted": sums[:, LAYER, 0].tolist(),
+            "elsewhere": sums[:, 0].abs().max().item(),
+            "decided": plain.sums.decided_E[9].item() >> 1 & 1,
+            "decided_alike": torch.equal(plain.sums.decided_E, fused.sums.decided_E),
             "sums": (plain.captures.sums_ND - fused.captures.sums_ND).abs().max().item(),
             "captured": plain.captures.sums_ND.abs().sum(-1).tolist(),
         })
@@ -130,7 +140,87 @@ def test_the_kernel_does_what_the_plain_form_does() -> None:
         assert case["readings"] < max(4e-6, tolerance)
         assert case["hidden"] < tolerance
         assert case["ratios"] < max(2e-6, tolerance / 10)
+        assert case["counted"] == [
+            0, *(float(changed and place != 4) for place, changed in enumerate(case["changed"])
+                 if 0 < place < 14), 0, 0,
+        ]  # fmt: skip
+        assert case["elsewhere"] == 0
+        assert (case["decided"], case["decided_alike"]) == (prompt, True)
         assert case["sums"] < max(2e-6, tolerance)
         nobodys, summed, of_another_layer, alone, free = case["captured"]
         assert min(summed, of_another_layer, alone) > 1
         assert nobodys == free == 0
+
+
+COMPILED = '''
+import json, re, subprocess, tempfile
+from pathlib import Path
+import triton.backends.nvidia as nvidia
+from triton import compile as compile_kernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from logsteer_server.engines.vllm import kernel
+
+INTEGERS = ("residual_counts", "marks", "work", "order", "captures", "decided")
+ACTIVATIONS = ("hidden", "residual", "offsets")
+PTXAS = Path(nvidia.__file__).parent / "bin" / "ptxas"
+
+
+def type_of(name, constants):
+    if name in constants:
+        return "constexpr"
+    if not name.endswith("_ptr"):
+        return "i32"
+    kind = name.removesuffix("_ptr")
+    types = dict.fromkeys(INTEGERS, "*i32") | dict.fromkeys(ACTIVATIONS, "*bf16")
+    return (types | {"sums": "*fp64"}).get(kind, "*fp32")
+
+
+def count_spilled(function, width, **constants):
+    """Bytes that a thread of the kernel for an H100 keeps outside its registers."""
+    names = function.arg_names
+    constants |= {"HAS_RESIDUAL": True, "PROBES": 16, "BLOCK": width}
+    aligned = [name for name in names if name.endswith(("_ptr", "_stride")) or name == "width"]
+    source = ASTSource(
+        fn=function,
+        signature={name: type_of(name, constants) for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    options = {"num_warps": kernel.count_warps(width)}
+    found = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(found.asm["ptx"])
+        file.flush()
+        command = [PTXAS, "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return int(re.search(r"(\\d+) bytes spill stores", said).group(1))
+
+
+spilled = {
+    width: (
+        count_spilled(kernel._read_tokens, width),
+        count_spilled(kernel._steer_tokens, width, MAX_DEPTH=2),
+    )
+    for width in (2048, 4096, 8192, 16384)
+}
+print(json.dumps(spilled))
+'''
+
+
+@pytest.mark.engine
+def test_the_kernel_compiles_for_a_gpu_and_stays_in_its_registers() -> None:
+    """At width 16,384, four vectors of float32 fill a multiprocessor's registers."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED],
+        env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    spilled = json.loads(done.stdout.splitlines()[-1])
+    widest = spilled.pop("16384")
+    assert set(map(tuple, spilled.values())) == {(0, 0)}
+    assert max(widest) <= 32

@@ -3,10 +3,20 @@
 import numpy as np
 import torch
 
-from logsteer_server.contract.plan import MAX_CONDITIONS, Condition, Positions, Probe
+from logsteer_server.contract.plan import (
+    MAX_CONDITIONS,
+    Condition,
+    Positions,
+    Probe,
+    ResidualOp,
+    Site,
+    SteeringPlan,
+)
 from logsteer_server.engines.readings import ReadRequest, SequenceReadings
-from logsteer_server.engines.vllm.probe_tables import CLOSED, DECIDED, ProbeTables
+from logsteer_server.engines.vllm.config import SteeringSize
+from logsteer_server.engines.vllm.marks import CLOSED, DECIDED, SteeredTokens, Step
 from logsteer_server.engines.vllm.readings import ReadingRecorder
+from logsteer_server.engines.vllm.tables import SteeringTables
 from logsteer_server.numerics.probes import hold_all, read_components
 
 HIGH = Condition(0, above=0.5)
@@ -87,18 +97,21 @@ def test_steered_positions_alone_count_and_wanted_tokens_alone_are_kept() -> Non
 def test_the_example_of_the_recorder() -> None:
     """Of the class `ReadingRecorder`; and further steps alike cost no new arrays."""
     recorder = ReadingRecorder()
-    recorder.begin("a", 2, request(2, OF_PROMPT), 0)
+    recorder.begin("a", 1, 2, request(2, OF_PROMPT), 0)
     read = recorder.find(["b", "a"], np.array([0, 1, 3]), np.array([5, 0]))
     assert read.index_r.tolist() == [1, 2]
     assert read.slots_r.tolist() == [2, 2]
     assert read.sources_r.tolist() == [CLOSED, 2]
-    recorder.record(values(0.1, 0.9))
+    assert read.is_end_r.tolist() == [False, True]
+    assert read.is_kept_r.tolist() == [True, True]
+    recorder.record(torch.from_numpy(values(0.1, 0.9)))
     steps = []
     for step in range(3):
         read = recorder.find(["a"], np.array([0, 1]), np.array([2 + step]))
-        assert (read.sources_r.tolist(), read.decided_r.tolist()) == ([DECIDED], [1])
+        assert read.sources_r.tolist() == [DECIDED]
+        assert not read.is_end_r.any()
         steps.append(read)
-        recorder.record(values(0.2 + step))
+        recorder.record(torch.from_numpy(values(0.2 + step)))
     assert steps[0] is steps[1] is steps[2]
     taken = recorder.take("a")
     assert taken is not None
@@ -108,36 +121,93 @@ def test_the_example_of_the_recorder() -> None:
     assert len(recorder) == 0
 
 
+def test_a_preempted_request_counts_once_whenever_it_is_asked_for() -> None:
+    """The steps differ, as another request comes and goes; one fetches after each, one at last."""
+    steps = [(0, 2), (2, 1), (3, 1), (0, 3), (3, 1), (4, 1)]
+    results = []
+    for asks_often in (True, False):
+        recorder = ReadingRecorder()
+        recorder.begin("a", 1, 1, request(3, HIGH, OF_PROMPT), 0)
+        for number, (position, count) in enumerate(steps):
+            names = ["a", "b"][: 1 + number % 2]
+            starts = np.array([0, count, count + 1])[: 1 + len(names)]
+            recorder.find(names, starts, np.array([position, 9])[: len(names)])
+            read = [[0.9, 0.1, 0.8, 0.7, 0.2][t] for t in range(position, position + count)]
+            recorder.record(torch.from_numpy(values(*read)))
+            if asks_often:
+                recorder.read_passed("a")
+        taken = recorder.take("a")
+        assert taken is not None
+        results.append((recorder.read_passed("a"), taken.first, components(taken.values_TGR)))
+    assert results[0] == results[1]
+    assert results[0][0] == (3, 3)
+    assert results[0][2] == [np.float32(c) for c in (0.9, 0.1, 0.8, 0.7, 0.2)]
+
+
 def test_a_prompt_in_parts_is_closed_until_its_end_is_read() -> None:
     recorder = ReadingRecorder()
-    recorder.begin("a", 1, request(5, OF_PROMPT, first_kept=4), 0)
+    recorder.begin("a", 1, 1, request(5, OF_PROMPT, first_kept=4), 0)
     first = recorder.find(["a"], np.array([0, 3]), np.array([0]))
     assert first.sources_r.tolist() == [CLOSED] * 3
-    recorder.record(values(0.9, 0.9, 0.9))
+    recorder.record(torch.from_numpy(values(0.9, 0.9, 0.9)))
     second = recorder.find(["b", "a"], np.array([0, 2, 6]), np.array([0, 3]))
     assert second.index_r.tolist() == [2, 3, 4, 5]
     assert second.sources_r.tolist() == [CLOSED, 3, 3, 3]
-    recorder.record(values(0.9, 0.1, 0.9, 0.9))
+    recorder.record(torch.from_numpy(values(0.9, 0.1, 0.9, 0.9)))
     third = recorder.find(["a"], np.array([0, 1]), np.array([7]))
-    assert (third.sources_r.tolist(), third.decided_r.tolist()) == ([DECIDED], [0])
+    assert third.sources_r.tolist() == [DECIDED]
     taken = recorder.take("a")
     assert taken is not None
     assert (taken.first, len(taken.values_TGR)) == (4, 3)
     assert recorder.read_passed("a") == (0,)
 
 
+def test_what_waits_on_the_device_is_fetched_when_somebody_asks() -> None:
+    recorder = ReadingRecorder()
+    recorder.begin("a", 1, 1, request(1), 0)
+    recorder.begin("b", 2, 1, request(1, HIGH, first_kept=None), 0)
+    for step in range(3):
+        recorder.find(["a", "b"], np.array([0, 1, 2]), np.array([step, step]))
+        recorder.record(torch.from_numpy(values(step, step)))
+    recorder.end("a")  # nobody asked for what it had read
+    recorder.begin("c", 1, 1, request(2, first_kept=1), 0)  # it has its entry
+    read = recorder.find(["b", "c"], np.array([0, 1, 3]), np.array([3, 0]))
+    assert read.is_kept_r.tolist() == [True, False, True]
+    recorder.record(torch.from_numpy(values(0.0, 7.0)))
+    assert recorder.read_passed("b") == (2,)
+    taken = recorder.take("c")
+    assert taken is not None
+    assert (taken.first, components(taken.values_TGR)) == (1, [7.0])
+    assert recorder.take("b") is None
+
+
+def components(values_TGR: np.ndarray) -> list[float]:
+    """The components that one probe has read."""
+    found: list[float] = values_TGR[:, 0, 0].tolist()
+    return found
+
+
 def test_the_last_of_as_many_conditions_as_there_may_be_is_kept() -> None:
+    """What the prompt's last token decides stands in the request's entry, for later steps."""
     never = Condition(0, above=9.0, of="prompt")
     conditions = (*[never] * (MAX_CONDITIONS - 1), OF_PROMPT)
     recorder = ReadingRecorder()
-    recorder.begin("a", 1, request(1, *conditions), 0)
-    recorder.find(["a"], np.array([0, 1]), np.array([0]))
-    recorder.record(values(0.9))
-    read = recorder.find(["a"], np.array([0, 1]), np.array([1]))
-    tables = ProbeTables(2, MAX_CONDITIONS, 4, 2, torch.empty(0))
-    direction = np.array([1.0, 0.0], dtype=np.float32)
-    tables.load(1, [Probe(0, "resid_post", direction)], conditions)
-    tables.write(read)
-    number = torch.arange(MAX_CONDITIONS)[None]
-    acts = tables.decide(torch.tensor([0]), torch.tensor([1]), number)
-    assert acts[0].tolist() == [False] * (MAX_CONDITIONS - 1) + [True]
+    recorder.begin("a", 1, 1, request(1, *conditions), 0)
+    size = SteeringSize(1, MAX_CONDITIONS, MAX_CONDITIONS, 64)
+    tables = SteeringTables(size, 1, 4, 2, torch.empty(0))
+    ahead, aside = np.eye(2, dtype=np.float32)
+    ops = tuple(
+        ResidualOp(aside, base=2.0**n, per_component=1, condition=n) for n in range(MAX_CONDITIONS)
+    )
+    probes = (Probe(0, "resid_post", ahead),)
+    tables.load(
+        1, SteeringPlan((Site(0, "resid_post", None, ops),), probes=probes, conditions=conditions)
+    )
+    for step, component in enumerate([0.9, -5.0]):
+        read = recorder.find(["a"], np.array([0, 1]), np.array([step]))
+        one = np.array([0])
+        tables.write(Step(SteeredTokens(one, one + 1, one + 1, one == 0), read=read))
+        hidden = torch.tensor([[component, 0.0]])
+        tables.apply(hidden, None, 0)
+        tables.probes.decide_prompts()
+        assert hidden.tolist() == [[np.float32(component), 2.0 ** (MAX_CONDITIONS - 1)]]

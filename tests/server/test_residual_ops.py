@@ -9,7 +9,7 @@ import torch
 from logsteer.schemas import Steering
 from logsteer_server.contract.plan import ResidualOp
 from logsteer_server.interventions.steering import resolve_steering
-from logsteer_server.numerics.residual_ops import change_stream, pack_ops
+from logsteer_server.numerics.residual_ops import OpForm, change_stream, find_forms, pack_ops
 from tests.server.steering_cases import INFO, NoVectors
 
 WIDTH = INFO.hidden_size
@@ -126,3 +126,35 @@ def test_more_operations_than_places_are_refused() -> None:
     op = ResidualOp(U.astype(np.float32))
     with pytest.raises(ValueError, match="2 operations do not fit into 1"):
         pack_ops([op, op], 1, WIDTH)
+
+
+def test_terms_that_do_not_count_are_left_out_without_a_trace() -> None:
+    """Tokens differ in their operations, so most forms are of several."""
+    draw, other = np.random.default_rng(5), np.roll(U, 1).astype(np.float32)
+    plain = ResidualOp(U.astype(np.float32), base=2.0, per_component=1.0)
+    ops = [
+        (plain, ResidualOp(other, base=1.0, per_norm=0.5), plain),
+        (plain, plain, ResidualOp(other, per_component=1.0, low=0.1, high=0.2)),
+        (
+            ResidualOp(other, keep=0.5, base=3.0),
+            plain,
+            ResidualOp(other, per_component=1.0, degrees=30.0),
+        ),
+    ]
+    packed = [pack_ops(each, 4, WIDTH) for each in ops]
+    directions, numbers = (torch.stack(parts) for parts in zip(*packed, strict=True))
+    x_TD = torch.from_numpy(draw.normal(size=(3, WIDTH)).astype(np.float32))
+    for some in (slice(0, 3), slice(0, 1), slice(1, 2), slice(2, 3)):
+        given = x_TD[some], directions[some], numbers[some]
+        forms = find_forms(numbers[some])
+        exact = change_stream(*given)
+        assert torch.allclose(exact, change_stream(*given, forms=forms), rtol=0, atol=1e-5)
+        for open_TK in (torch.zeros(len(exact), 4) > 0, torch.zeros(len(exact), 4) == 0):
+            changed = change_stream(*given, open_TK, forms)
+            assert torch.allclose(open_TK.any() * exact, changed, rtol=0, atol=1e-5)
+    assert find_forms(numbers) == (
+        OpForm(uses_norm=False, clips=False, keeps=True, turns=False),
+        OpForm(uses_norm=True, clips=False, keeps=False, turns=False),
+        OpForm(uses_norm=False, clips=True, keeps=False, turns=True),
+        OpForm(uses_norm=False, clips=False, keeps=False, turns=False),
+    )

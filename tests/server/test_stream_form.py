@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from logsteer_server.engines.vllm.config import SteeringSize
+from logsteer_server.engines.vllm.marks import Step
 from logsteer_server.engines.vllm.stream import (
     Change,
     StreamProbe,
@@ -19,7 +20,7 @@ from logsteer_server.engines.vllm.stream import (
     find_stream_form,
     split_output,
 )
-from logsteer_server.engines.vllm.tables import SteeringTables, Step
+from logsteer_server.engines.vllm.tables import SteeringTables
 
 WIDTH, TOKENS, COUNT = 16, 6, 3
 Output = Callable[[Tensor, Tensor], Any]

@@ -25,10 +25,12 @@ Numbers = TypeVar("Numbers", Tensor, npt.NDArray[np.float32])
 def read_components(stream_ND: Tensor, directions_ND: Tensor) -> Tensor:
     """Return c = x . u and |x| of each activation x and unit vector u: float32 [N, 2].
 
-    For x = (3, 4) and u = (1, 0): (3, 5).
+    For x = (3, 4) and u = (1, 0): (3, 5). With activations [T, 1, D] and directions [T, G, D], of
+    each token by each of its own: [T, G, 2].
     """
     x_ND = stream_ND.float()
-    return torch.stack([(x_ND * directions_ND).sum(-1), x_ND.norm(dim=-1)], dim=-1)
+    components_N = (x_ND * directions_ND).sum(-1)
+    return torch.stack([components_N, x_ND.norm(dim=-1).expand_as(components_N)], dim=-1)
 
 
 def pack_conditions(conditions: Sequence[Condition]) -> Tensor:

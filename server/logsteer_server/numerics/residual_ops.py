@@ -4,6 +4,7 @@ Axis letters: T tokens, D width of an activation, K operations of a site, P para
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import inf
 
 import torch
@@ -30,19 +31,46 @@ def pack_ops(ops: Sequence[ResidualOp], depth: int, width: int) -> tuple[Tensor,
     return directions_KD, numbers_KP
 
 
+@dataclass(frozen=True, slots=True)
+class OpForm:
+    """Which terms of the formula count for one of the operations of a step's tokens.
+
+    Those that do not are 0, or keep what is there, of every token: to leave them out changes a
+    finite number by no more than one rounding.
+    """
+
+    uses_norm: bool = True
+    clips: bool = True
+    keeps: bool = True
+    turns: bool = True
+
+
+ALL_TERMS = OpForm()
+
+
+def find_forms(numbers_TKP: Tensor) -> tuple[OpForm, ...]:
+    """Return which terms count for each of the K operations of tokens, by their numbers."""
+    _, per_norm_TK, _, low_TK, high_TK, keep_TK, degrees_TK, _ = numbers_TKP.unbind(-1)
+    counts = (per_norm_TK != 0, (low_TK > -inf) | (high_TK < inf), keep_TK != 1, degrees_TK != 0)
+    return tuple(OpForm(*terms) for terms in torch.stack([c.any(0) for c in counts], 1).tolist())
+
+
 def change_stream(
     stream_TD: Tensor,
     directions_TKD: Tensor,
     numbers_TKP: Tensor,
     open_TK: Tensor | None = None,
+    forms: tuple[OpForm, ...] | None = None,
 ) -> Tensor:
     """Return what K operations in turn add to each token's activation: float32 [T, D].
 
     Args:
         stream_TD: activations, float32.
-        directions_TKD: unit vectors, or zeros for a place without an operation.
-        numbers_TKP: `ResidualOp.numbers` of each operation.
+        directions_TKD: unit vectors, or zeros for a place without an operation; [1, K, D] where
+            all tokens have the same.
+        numbers_TKP: `ResidualOp.numbers` of each operation; [1, K, P] likewise.
         open_TK: whether each operation acts; None: all of them do.
+        forms: what `find_forms` finds, to leave the other terms out; None: all are computed.
 
     The formula is `logsteer_server.contract.plan.ResidualOp`'s. For x = (3, 4) and u = (1, 0):
 
@@ -51,25 +79,55 @@ def change_stream(
         rotate by 90 degrees        x' = (5, 0)     returns (2, -4); x is 53 degrees from u
 
     """
-    changed_TD = stream_TD
+    changed_TD, columns = stream_TD, numbers_TKP.unbind(-1)
     for k in range(directions_TKD.shape[1]):
-        change_TD = _change_once(changed_TD, directions_TKD[:, k], numbers_TKP[:, k])
-        if open_TK is not None:
-            change_TD = torch.where(open_TK[:, k, None], change_TD, 0.0)
-        changed_TD = changed_TD + change_TD
+        form = ALL_TERMS if forms is None else forms[k]
+        open_T1 = None if open_TK is None else open_TK[:, k : k + 1]
+        numbers_T1 = [columns_TK[:, k : k + 1] for columns_TK in columns]
+        changed_TD = _change_once(changed_TD, directions_TKD[:, k], numbers_T1, open_T1, form)
     return changed_TD - stream_TD
 
 
-def _change_once(x_TD: Tensor, u_TD: Tensor, numbers_TP: Tensor) -> Tensor:
-    base_T1, per_norm_T1, per_component_T1, low_T1, high_T1, keep_T1, degrees_T1, _ = (
-        numbers_TP.unsqueeze(-1).unbind(1)
-    )
+def _change_once(
+    x_TD: Tensor,
+    u_TD: Tensor,
+    numbers_T1: Sequence[Tensor],
+    open_T1: Tensor | None,
+    form: OpForm,
+) -> Tensor:
+    base_T1, per_norm_T1, per_component_T1, low_T1, high_T1, keep_T1, degrees_T1, _ = numbers_T1
     component_T1 = (x_TD * u_TD).sum(-1, keepdim=True)
+    wanted_T1 = base_T1
+    if form.uses_norm:
+        wanted_T1 = wanted_T1 + per_norm_T1 * x_TD.norm(dim=-1, keepdim=True)
+    wanted_T1 = wanted_T1 + per_component_T1 * component_T1
+    if form.clips:
+        wanted_T1 = torch.minimum(torch.maximum(wanted_T1, low_T1), high_T1)
+    if form.turns:
+        wanted_T1, keep_T1 = _turn(x_TD, u_TD, component_T1, wanted_T1, keep_T1, degrees_T1)
+    # A condition closes what is one number of a token, not of its whole width.
+    along_T1 = wanted_T1 - component_T1
+    if open_T1 is not None:
+        along_T1 = torch.where(open_T1, along_T1, 0.0)
+    if not (form.keeps or form.turns):
+        return torch.addcmul(x_TD, along_T1, u_TD)
+    across_T1 = keep_T1 - 1
+    if open_T1 is not None:
+        across_T1 = torch.where(open_T1, across_T1, 0.0)
+    return x_TD + (across_T1 * (x_TD - component_T1 * u_TD) + along_T1 * u_TD)
+
+
+def _turn(
+    x_TD: Tensor,
+    u_TD: Tensor,
+    component_T1: Tensor,
+    wanted_T1: Tensor,
+    keep_T1: Tensor,
+    degrees_T1: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the component along u and the share across it that is kept, of tokens that turn."""
     norm_T1 = x_TD.norm(dim=-1, keepdim=True)
-    wanted_T1 = base_T1 + per_norm_T1 * norm_T1 + per_component_T1 * component_T1
-    wanted_T1 = torch.minimum(torch.maximum(wanted_T1, low_T1), high_T1)
-    across_TD = x_TD - component_T1 * u_TD
-    across_norm_T1 = across_TD.norm(dim=-1, keepdim=True)
+    across_norm_T1 = (x_TD - component_T1 * u_TD).norm(dim=-1, keepdim=True)
     # Along u exactly, there is no plane to turn in, and x stays as it is.
     turns_T1 = (degrees_T1 != 0) & (across_norm_T1 > 1e-6 * norm_T1)
     cosine_T1, sine_T1 = torch.deg2rad(degrees_T1).cos(), torch.deg2rad(degrees_T1).sin()
@@ -82,5 +140,4 @@ def _change_once(x_TD: Tensor, u_TD: Tensor, numbers_TP: Tensor) -> Tensor:
     wanted_T1 = torch.where(turns_T1, turned_T1, wanted_T1)
     # Not by 0 where nothing turns: a derivative would be 0 times infinity there.
     divisor_T1 = torch.where(turns_T1, across_norm_T1, 1.0)
-    keep_T1 = torch.where(turns_T1, rest_T1 / divisor_T1, keep_T1)
-    return (keep_T1 - 1) * across_TD + (wanted_T1 - component_T1) * u_TD
+    return wanted_T1, torch.where(turns_T1, rest_T1 / divisor_T1, keep_T1)

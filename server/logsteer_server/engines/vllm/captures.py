@@ -22,6 +22,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from logsteer_server.engines.vllm import staging
+
 Indices = npt.NDArray[np.int64]
 
 Captured = Mapping[int, tuple[Indices, Indices]]
@@ -90,7 +92,7 @@ class CaptureBuffer:
         host_LT = np.zeros(self.rows_LT.shape, dtype=np.int32)
         for layer, (index_t, rows_t) in self._captured.items():
             host_LT[layer, index_t] = rows_t
-        self.rows_LT.copy_(torch.from_numpy(host_LT))
+        staging.write(self.rows_LT, host_LT)
 
     def find(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """Return the tokens of this step that are captured at a layer, and their rows."""

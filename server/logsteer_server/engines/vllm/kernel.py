@@ -1,19 +1,32 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""The steering operation as two Triton kernels, for CUDA, each with a program for each token.
+"""The steering operation as two Triton kernels, for CUDA.
 
 They compute what `SteeringTables.apply` computes, touch persistent buffers only, and need nothing
 from the host, so that full CUDA graphs capture them. The first reads what probes ask for, so that
-the second finds the readings of all tokens, those that decide for others among them. A token with
-slot 0 costs two loads.
+the second finds the readings of all tokens, those that decide for others among them.
+
+A launch has a fixed number of programs, which share the marked tokens of the step: how many those
+are stands in the buffer of marks, as a captured graph is replayed with padding behind the tokens. A
+token whose slot has nothing at a layer costs its mark and its slot's row of work.
+
+A program has a token's width in registers, of which a multiprocessor has 65,536 and a thread 255:
+four vectors in float32 at a width of 16,384, whether 8 warps or 16 share them, and eight at 8,192.
+So only x and the direction of one operation go through the operations, each of which adds up over
+the width twice; the parts of the stream are loaded again behind them, by then from a cache. For
+compute capability 9.0 and bfloat16 a thread needs, by ptxas, 95 registers at 2,048 (4 warps), 116
+at 4,096 (8) and at 8,192 (16), and all 128 that 16 warps can have at 16,384, and 12 bytes beside.
 """
 
+from functools import cache
 from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from logsteer_server.engines.vllm.probe_tables import CLOSED, DECIDED
+from logsteer_server.engines.vllm.marks import CLOSED, DECIDED, Mark
+from logsteer_server.engines.vllm.plan_rows import Work
 from logsteer_server.numerics.probes import CONDITION_NUMBERS, READINGS
 from logsteer_server.numerics.residual_ops import UNCHANGED
 
@@ -25,168 +38,239 @@ CONDITION_AT = tl.constexpr(len(UNCHANGED) - 1)
 CONDITION_SIZE = tl.constexpr(CONDITION_NUMBERS)
 READING_SIZE = tl.constexpr(READINGS)
 IS_CLOSED, IS_DECIDED = tl.constexpr(CLOSED), tl.constexpr(DECIDED)
+MARK_SIZE, WORK_SIZE = tl.constexpr(len(Mark)), tl.constexpr(len(Work))
+PLACE, SLOT, READ_SLOT = (tl.constexpr(int(x)) for x in (Mark.PLACE, Mark.SLOT, Mark.READ_SLOT))
+ENTRY, COUNTED = tl.constexpr(int(Mark.ENTRY)), tl.constexpr(int(Mark.COUNTED))
+SOURCE, CAPTURED = tl.constexpr(int(Mark.SOURCE)), tl.constexpr(int(Mark.CAPTURED))
+DEPTH, HAS_OFFSET = tl.constexpr(int(Work.DEPTH)), tl.constexpr(int(Work.HAS_OFFSET))
+FIRST_PROBE, PROBE_COUNT = tl.constexpr(int(Work.FIRST_PROBE)), tl.constexpr(int(Work.PROBE_COUNT))
 
-WARPS_ABOVE = 2048
-"""Width from which a program gets eight warps instead of four."""
+WARPS_UP_TO = {2048: 4, 4096: 8}
+"""Warps of a program by the largest width that they are for."""
+MOST_WARPS = 16
+"""Warps beyond these widths, and those of all programs on a multiprocessor at once."""
+INTERPRETED = 1
+"""Multiprocessors that Triton's interpreter stands for: few, so that programs have many tokens."""
+
+
+@triton.jit
+def _load_part(part_ptr, d, inside):
+    return tl.load(part_ptr + d, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _load_stream(
-    hidden_ptr, residual_ptr, residual_counts_ptr, hidden_stride, residual_stride, token, width,
-    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    d = tl.arange(0, BLOCK)
-    inside = d < width
-    own = tl.load(hidden_ptr + token * hidden_stride + d, mask=inside, other=0.0).to(tl.float32)
-    residual = tl.zeros([BLOCK], tl.float32)
-    if HAS_RESIDUAL:
-        counts = inside & (tl.load(residual_counts_ptr) != 0)
-        at = residual_ptr + token * residual_stride + d
-        residual = tl.load(at, mask=counts, other=0.0).to(tl.float32)
-    return own, residual
+def _load_again(part_ptr, d, inside, MODIFIER: tl.constexpr):
+    # By a modifier of its own, so that the compiler does not keep what was loaded before.
+    return tl.load(part_ptr + d, mask=inside, other=0.0, cache_modifier=MODIFIER).to(tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _read_into(
-    readings_ptr, directions_ptr, layers_ptr, stream, token, slot, layer, width,
+    readings_ptr, directions_ptr, order_ptr, stream, place, slot, first, count, width,
     IS_AFTER: tl.constexpr, PROBES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BLOCK)
     norm = tl.sqrt(tl.sum(stream * stream))
-    for g in range(PROBES):
-        place = slot * PROBES + g
-        if tl.load(layers_ptr + place) == layer:
-            u = tl.load(directions_ptr + place * width + d, mask=d < width, other=0.0)
-            component = tl.sum(stream * u)
-            reading_ptr = readings_ptr + (token * PROBES + g) * READING_SIZE
-            if not IS_AFTER:
-                tl.store(reading_ptr, component)
-                tl.store(reading_ptr + 1, norm)
-            tl.store(reading_ptr + 2, component)
-            tl.store(reading_ptr + 3, norm)
+    for n in range(first, first + count):
+        probe = tl.load(order_ptr + slot * PROBES + n).to(tl.int64)
+        u = _load_part(directions_ptr + (slot * PROBES + probe) * width, d, d < width)
+        component = tl.sum(stream * u)
+        reading_ptr = readings_ptr + (place * PROBES + probe) * READING_SIZE
+        if not IS_AFTER:
+            tl.store(reading_ptr, component)
+            tl.store(reading_ptr + 1, norm)
+        tl.store(reading_ptr + 2, component)
+        tl.store(reading_ptr + 3, norm)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _read_token(
-    hidden_ptr, residual_ptr, residual_counts_ptr, read_slots_ptr, probe_layers_ptr,
-    probe_directions_ptr, readings_ptr, hidden_stride, residual_stride, layer, width,
+def _read_tokens(
+    hidden_ptr, residual_ptr, residual_counts_ptr, marks_ptr, work_ptr, order_ptr,
+    probe_directions_ptr, readings_ptr, hidden_stride, residual_stride, width,
     HAS_RESIDUAL: tl.constexpr, PROBES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(read_slots_ptr + token).to(tl.int64)
-    if slot == 0:
-        return
-    is_read = False
-    for g in range(PROBES):
-        is_read = is_read | (tl.load(probe_layers_ptr + slot * PROBES + g) == layer)
-    if is_read:
-        own, residual = _load_stream(
-            hidden_ptr, residual_ptr, residual_counts_ptr, hidden_stride, residual_stride, token,
-            width, HAS_RESIDUAL, BLOCK,
-        )  # fmt: skip
-        _read_into(
-            readings_ptr, probe_directions_ptr, probe_layers_ptr, own + residual, token, slot,
-            layer, width, False, PROBES, BLOCK,
-        )  # fmt: skip
+    d = tl.arange(0, BLOCK)
+    inside = d < width
+    for number in range(tl.program_id(0), tl.load(marks_ptr), tl.num_programs(0)):
+        mark_ptr = marks_ptr + (1 + number) * MARK_SIZE
+        slot = tl.load(mark_ptr + READ_SLOT).to(tl.int64)
+        count = tl.load(work_ptr + slot * WORK_SIZE + PROBE_COUNT)
+        if count > 0:
+            first = tl.load(work_ptr + slot * WORK_SIZE + FIRST_PROBE)
+            place = tl.load(mark_ptr + PLACE).to(tl.int64)
+            stream = _load_part(hidden_ptr + place * hidden_stride, d, inside)
+            if HAS_RESIDUAL:
+                counts = inside & (tl.load(residual_counts_ptr) != 0)
+                stream += _load_part(residual_ptr + place * residual_stride, d, counts)
+            _read_into(
+                readings_ptr, probe_directions_ptr, order_ptr, stream, place, slot, first, count,
+                width, False, PROBES, BLOCK,
+            )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _is_open(
-    condition, slot, token, conditions_ptr, sources_ptr, decided_ptr, readings_ptr,
+    condition, slot, mark_ptr, place, conditions_ptr, decided_ptr, readings_ptr,
     PROBES: tl.constexpr,
 ):  # fmt: skip
     asked = tl.maximum(condition, 0)
     numbers_ptr = conditions_ptr + (slot * PROBES + asked) * CONDITION_SIZE
     probe = tl.load(numbers_ptr).to(tl.int32)
     of_prompt = tl.load(numbers_ptr + 4) != 0.0
-    source = tl.load(sources_ptr + token)
-    place = tl.where(of_prompt, tl.maximum(source, 0).to(tl.int64), token)
-    reading_ptr = readings_ptr + (place * PROBES + probe) * READING_SIZE
+    source = tl.load(mark_ptr + SOURCE)
+    read = tl.where(of_prompt, tl.maximum(source, 0).to(tl.int64), place)
+    reading_ptr = readings_ptr + (read * PROBES + probe) * READING_SIZE
     component = tl.load(reading_ptr)
     relative = tl.load(numbers_ptr + 3)
     scale = relative * tl.load(reading_ptr + 1) + (1.0 - relative)
     above, below = tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
     holds = (component > above * scale) & (component < below * scale)
-    is_decided = ((tl.load(decided_ptr + token) >> asked) & 1) != 0
-    holds = tl.where(of_prompt & (source == IS_DECIDED), is_decided, holds)
+    decided = tl.load(decided_ptr + tl.load(mark_ptr + ENTRY))
+    holds = tl.where(of_prompt & (source == IS_DECIDED), ((decided >> asked) & 1) != 0, holds)
     return (condition < 0) | (holds & ~(of_prompt & (source == IS_CLOSED)))
 
 
 @triton.jit
-def _change_once(x, u, number):
-    degrees = tl.load(number + 6)
+def _change_once(x, u, number_ptr, acts):
+    degrees = tl.load(number_ptr + 6)
     component = tl.sum(x * u)
     norm = tl.sqrt(tl.sum(x * x))
-    wanted = tl.load(number) + tl.load(number + 1) * norm + tl.load(number + 2) * component
-    wanted = tl.minimum(tl.maximum(wanted, tl.load(number + 3)), tl.load(number + 4))
-    keep = tl.load(number + 5)
-    across = x - component * u
-    across_norm = tl.sqrt(tl.sum(across * across))
-    turns = (degrees != 0.0) & (across_norm > 1e-6 * norm)
-    cosine = tl.cos(degrees * 0.017453292519943295)
-    sine = tl.sin(degrees * 0.017453292519943295)
-    along_u = (degrees > 0.0) & (component >= norm * cosine)
-    against_u = (degrees < 0.0) & (component <= -norm * cosine)
-    turned = component * cosine + across_norm * sine
-    turned = tl.where(along_u, norm, tl.where(against_u, -norm, turned))
-    rest = across_norm * cosine - component * sine
-    rest = tl.where(along_u | against_u, 0.0, rest)
-    wanted = tl.where(turns, turned, wanted)
-    keep = tl.where(turns, rest / tl.maximum(across_norm, 1e-30), keep)
-    return (keep - 1.0) * across + (wanted - component) * u
+    wanted = tl.load(number_ptr) + tl.load(number_ptr + 1) * norm
+    wanted += tl.load(number_ptr + 2) * component
+    wanted = tl.minimum(tl.maximum(wanted, tl.load(number_ptr + 3)), tl.load(number_ptr + 4))
+    keep = tl.load(number_ptr + 5)
+    if degrees != 0.0:
+        across = x - component * u
+        across_norm = tl.sqrt(tl.sum(across * across))
+        cosine = tl.cos(degrees * 0.017453292519943295)
+        sine = tl.sin(degrees * 0.017453292519943295)
+        along_u = (degrees > 0.0) & (component >= norm * cosine)
+        against_u = (degrees < 0.0) & (component <= -norm * cosine)
+        turned = component * cosine + across_norm * sine
+        turned = tl.where(along_u, norm, tl.where(against_u, -norm, turned))
+        rest = across_norm * cosine - component * sine
+        rest = tl.where(along_u | against_u, 0.0, rest)
+        turns = across_norm > 1e-6 * norm
+        wanted = tl.where(turns, turned, wanted)
+        keep = tl.where(turns, rest / tl.maximum(across_norm, 1e-30), keep)
+    change = (keep - 1.0) * (x - component * u) + (wanted - component) * u
+    return x + tl.where(acts, change, 0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _steer_token(
-    hidden_ptr, residual_ptr, residual_counts_ptr, slots_ptr, captures_ptr, offsets_ptr,
-    directions_ptr, numbers_ptr, ratios_ptr, sums_ptr, read_slots_ptr, probe_layers_ptr,
-    probe_directions_ptr, conditions_ptr, sources_ptr, decided_ptr, readings_ptr,
-    hidden_stride, residual_stride, layer, width,
-    HAS_RESIDUAL: tl.constexpr, DEPTH: tl.constexpr, PROBES: tl.constexpr, BLOCK: tl.constexpr,
+def _operate(
+    x, mark_ptr, place, slot, depth, directions_ptr, numbers_ptr, conditions_ptr, decided_ptr,
+    readings_ptr, width, MAX_DEPTH: tl.constexpr, PROBES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
-    capture = tl.load(captures_ptr + token).to(tl.int64)
-    if slot == 0 and capture == 0:
-        return
+    d = tl.arange(0, BLOCK)
+    for k in range(depth):
+        op = slot * MAX_DEPTH + k
+        number_ptr = numbers_ptr + op * OP_NUMBERS
+        condition = tl.load(number_ptr + CONDITION_AT).to(tl.int32)
+        acts = _is_open(
+            condition, slot, mark_ptr, place, conditions_ptr, decided_ptr, readings_ptr, PROBES
+        )
+        u = _load_part(directions_ptr + op * width, d, d < width)
+        x = _change_once(x, u, number_ptr, acts)
+    return x
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_moved(
+    x, scale, own_ptr, beside_ptr, offset_ptr, sum_ptr, counts, moved, is_counted, width,
+    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     d = tl.arange(0, BLOCK)
     inside = d < width
-    own, residual = _load_stream(
-        hidden_ptr, residual_ptr, residual_counts_ptr, hidden_stride, residual_stride, token,
-        width, HAS_RESIDUAL, BLOCK,
-    )  # fmt: skip
-    if slot != 0:
-        before = own + residual
-        offset = tl.load(offsets_ptr + slot * width + d, mask=inside, other=0.0).to(tl.float32)
-        own = (own + offset).to(hidden_ptr.dtype.element_ty).to(tl.float32)
-        x = own + residual
-        start = x
-        for k in tl.static_range(DEPTH):
-            place = slot * DEPTH + k
-            u = tl.load(directions_ptr + place * width + d, mask=inside, other=0.0)
-            number = numbers_ptr + place * OP_NUMBERS
-            change = _change_once(x, u, number)
-            condition = tl.load(number + CONDITION_AT).to(tl.int32)
-            acts = _is_open(
-                condition, slot, token, conditions_ptr, sources_ptr, decided_ptr, readings_ptr,
-                PROBES,
+    stream = _load_again(own_ptr, d, inside, ".ca")
+    if HAS_RESIDUAL:
+        stream += _load_again(beside_ptr, d, counts, ".ca")
+    moved_by = tl.where(inside, x - stream, 0.0)
+    length = tl.sqrt(tl.sum(moved_by * moved_by))
+    own = _load_again(own_ptr, d, inside, ".cg")
+    own = (own + _load_again(offset_ptr, d, moved, ".cg")).to(own_ptr.dtype.element_ty)
+    own = own.to(tl.float32)
+    if HAS_RESIDUAL:
+        own += x - (own + _load_again(beside_ptr, d, counts, ".cg"))
+    else:
+        own += x - own
+    tl.store(own_ptr + d, own.to(own_ptr.dtype.element_ty), mask=inside)
+    if is_counted:
+        ratio = tl.where(scale == 0.0, 0.0, length / scale).to(tl.float64)
+        tl.atomic_add(sum_ptr, tl.where(ratio != 0.0, 1.0, 0.0).to(tl.float64))
+        tl.atomic_add(sum_ptr + 1, ratio)
+    return own.to(own_ptr.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _steer_tokens(
+    hidden_ptr, residual_ptr, residual_counts_ptr, marks_ptr, work_ptr, order_ptr,
+    probe_directions_ptr, readings_ptr, captures_ptr, offsets_ptr, directions_ptr, numbers_ptr,
+    sums_ptr, rows_ptr, conditions_ptr, decided_ptr, hidden_stride, residual_stride, layer, layers,
+    width, HAS_RESIDUAL: tl.constexpr, MAX_DEPTH: tl.constexpr, PROBES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    d = tl.arange(0, BLOCK)
+    inside = d < width
+    for number in range(tl.program_id(0), tl.load(marks_ptr), tl.num_programs(0)):
+        mark_ptr = marks_ptr + (1 + number) * MARK_SIZE
+        place, slot = tl.load(mark_ptr + PLACE).to(tl.int64), tl.load(mark_ptr + SLOT).to(tl.int64)
+        depth = tl.load(work_ptr + slot * WORK_SIZE + DEPTH)
+        is_moved = tl.load(work_ptr + slot * WORK_SIZE + HAS_OFFSET) != 0
+        row = tl.load(captures_ptr + place, mask=tl.load(mark_ptr + CAPTURED) != 0, other=0)
+        own_ptr = hidden_ptr + place * hidden_stride
+        beside_ptr = residual_ptr + place * residual_stride
+        row_ptr = rows_ptr + row.to(tl.int64) * width + d
+        counts = inside
+        if HAS_RESIDUAL:
+            counts = inside & (tl.load(residual_counts_ptr) != 0)
+        if is_moved | (depth > 0):
+            moved, offset_ptr = inside & is_moved, offsets_ptr + slot * width
+            x = _load_part(own_ptr, d, inside)
+            before = x
+            if HAS_RESIDUAL:
+                before += _load_part(beside_ptr, d, counts)
+            scale = tl.sqrt(tl.sum(before * before))
+            x = (x + _load_part(offset_ptr, d, moved)).to(own_ptr.dtype.element_ty).to(tl.float32)
+            if HAS_RESIDUAL:
+                x += _load_part(beside_ptr, d, counts)
+            x = _operate(
+                x, mark_ptr, place, slot, depth, directions_ptr, numbers_ptr, conditions_ptr,
+                decided_ptr, readings_ptr, width, MAX_DEPTH, PROBES, BLOCK,
             )  # fmt: skip
-            x += tl.where(acts, change, 0.0)
-        own = (own + (x - start)).to(hidden_ptr.dtype.element_ty).to(tl.float32)
-        change = tl.where(inside, x - before, 0.0)
-        scale = tl.sqrt(tl.sum(before * before))
-        length = tl.sqrt(tl.sum(change * change))
-        tl.store(ratios_ptr + token, tl.where(scale == 0.0, 0.0, length / scale))
-        own_ptr = hidden_ptr + token * hidden_stride + d
-        tl.store(own_ptr, own.to(hidden_ptr.dtype.element_ty), mask=inside)
-        read_slot = tl.load(read_slots_ptr + token).to(tl.int64)
-        if read_slot != 0:
-            _read_into(
-                readings_ptr, probe_directions_ptr, probe_layers_ptr, own + residual, token,
-                read_slot, layer, width, True, PROBES, BLOCK,
+            sum_ptr = sums_ptr + (tl.load(mark_ptr + ENTRY).to(tl.int64) * layers + layer) * 2
+            stream = _store_moved(
+                x, scale, own_ptr, beside_ptr, offset_ptr, sum_ptr, counts, moved,
+                tl.load(mark_ptr + COUNTED) != 0, width, HAS_RESIDUAL, BLOCK,
             )  # fmt: skip
-    if capture != 0:
-        tl.atomic_add(sums_ptr + capture * width + d, own + residual, mask=inside)
+            read_slot = tl.load(mark_ptr + READ_SLOT).to(tl.int64)
+            count = tl.load(work_ptr + read_slot * WORK_SIZE + PROBE_COUNT)
+            if (count > 0) | (row != 0):
+                if HAS_RESIDUAL:
+                    stream += _load_again(beside_ptr, d, counts, ".ca")
+                first = tl.load(work_ptr + read_slot * WORK_SIZE + FIRST_PROBE)
+                _read_into(
+                    readings_ptr, probe_directions_ptr, order_ptr, stream, place, read_slot, first,
+                    count, width, True, PROBES, BLOCK,
+                )  # fmt: skip
+                tl.atomic_add(row_ptr, stream, mask=inside & (row != 0))
+        elif row != 0:
+            stream = _load_part(own_ptr, d, inside)
+            if HAS_RESIDUAL:
+                stream += _load_part(beside_ptr, d, counts)
+            tl.atomic_add(row_ptr, stream, mask=inside)
+
+
+@cache
+def _count_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETED
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def count_warps(width: int) -> int:
+    """Return the warps of a program for a width."""
+    return next((warps for limit, warps in WARPS_UP_TO.items() if width <= limit), MOST_WARPS)
 
 
 def launch(
@@ -195,20 +279,24 @@ def launch(
     """Read, steer a layer's output in place, measure, and capture, in two launches."""
     tokens, width = hidden_TD.shape
     second_TD = hidden_TD if residual_TD is None else residual_TD
-    probes = tables.probes
-    stream = (hidden_TD, second_TD, tables.residual_counts_1)
-    read = (probes.slots_T, probes.layers_SG, probes.directions_SGD)
-    sizes = (hidden_TD.stride(0), second_TD.stride(0), layer, width)
+    probes, warps = tables.probes, count_warps(width)
+    programs = _count_multiprocessors(hidden_TD.device) * (MOST_WARPS // warps)
+    common = (
+        hidden_TD, second_TD, tables.residual_counts_1, tables.marks_MF, tables.work_LSW[layer],
+        probes.order_SG, probes.directions_SGD, probes.readings_TGR,
+    )  # fmt: skip
+    strides = (hidden_TD.stride(0), second_TD.stride(0))
     options = {
         "HAS_RESIDUAL": residual_TD is not None,
         "PROBES": probes.directions_SGD.shape[1],
         "BLOCK": triton.next_power_of_2(width),
-        "num_warps": 8 if width > WARPS_ABOVE else 4,
+        "num_warps": warps,
     }
-    _read_token[(tokens,)](*stream, *read, probes.readings_TGR, *sizes, **options)
-    _steer_token[(tokens,)](
-        *stream, tables.slots_T, tables.captures.rows_LT[layer], tables.offsets_LSD[layer],
-        tables.directions_LSKD[layer], tables.numbers_LSKP[layer], tables.ratios_LT[layer],
-        tables.captures.sums_ND, *read, probes.conditions_SCP, probes.sources_T, probes.decided_T,
-        probes.readings_TGR, *sizes, DEPTH=tables.directions_LSKD.shape[2], **options,
+    grid = (min(tokens, programs),)
+    _read_tokens[grid](*common, *strides, width, **options)
+    _steer_tokens[grid](
+        *common, tables.captures.rows_LT[layer], tables.offsets_LSD[layer],
+        tables.directions_LSKD[layer], tables.numbers_LSKP[layer], tables.sums.sums_EL2,
+        tables.captures.sums_ND, probes.conditions_SCP, probes.decided_E, *strides, layer,
+        tables.sums.sums_EL2.shape[1], width, MAX_DEPTH=tables.directions_LSKD.shape[2], **options,
     )  # fmt: skip

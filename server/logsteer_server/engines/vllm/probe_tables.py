@@ -4,184 +4,237 @@ They stand beside the steering tables and belong to the same operation. A slot h
 each a direction at one layer; a token of a step whose plan is in the slot has a row of readings.
 
 Axis letters: S slots, G probes, C conditions, P numbers, T tokens of a step, D width, R numbers of
-a reading, K operations; lower case r: tokens of a step that are read; n: pairs of token and probe.
+a reading, K operations, E entries; lower case: r tokens of a step that are read, t those that are
+steered, p those that decide for others; n: pairs of token and probe.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from logsteer_server.contract.plan import Condition, Probe
-from logsteer_server.numerics.probes import (
-    CONDITION_NUMBERS,
-    READINGS,
-    hold,
-    pack_conditions,
-    read_components,
-)
-
-CLOSED, DECIDED = -1, -2
-"""In place of the token whose reading decides for another: none, as that stands before the prompt's
-end; or one of an earlier step, of which the host knows what was decided."""
+from logsteer_server.contract.plan import SteeringPlan
+from logsteer_server.engines.vllm import staging
+from logsteer_server.engines.vllm.captures import Indices
+from logsteer_server.engines.vllm.marks import DECIDED, NONE_READ, ReadTokens
+from logsteer_server.engines.vllm.stream import read_stream
+from logsteer_server.numerics.probes import CONDITION_NUMBERS, READINGS, hold, read_components
 
 GATHERED = 2**22
-"""Numbers of activations that are gathered at once."""
-
-
-def no_places() -> npt.NDArray[np.int64]:
-    """Return the places of no token."""
-    return np.zeros(0, np.int64)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReadTokens:
-    """The tokens of a step that are read: places in it, and slots.
-
-    `sources_r`: the place of the prompt's last token, whose reading decides where a condition asks
-    for that, or CLOSED, or DECIDED: then bit c of `decided_r` says whether condition c holds.
-    """
-
-    index_r: npt.NDArray[np.int64] = field(default_factory=no_places)
-    slots_r: npt.NDArray[np.int64] = field(default_factory=no_places)
-    sources_r: npt.NDArray[np.int64] = field(default_factory=no_places)
-    decided_r: npt.NDArray[np.int64] = field(default_factory=no_places)
-
-
-NONE_READ = ReadTokens()
-
-ReadStream = Callable[[Tensor], Tensor]
-"""Returns the residual stream of tokens of a step, by their places: float32."""
+"""Numbers of activations, or of directions for them, that are gathered at once."""
 
 
 class ProbeTables:
     """Hold the probes and conditions of all slots, and read with them.
 
-    `directions_SGD[s, g]` is probe g of slot s, at layer `layers_SG[s, g]`, or -1. A plan in slot 2
-    that reads u at layer 5, and a step of four tokens of which the last two have this plan:
+    `directions_SGD[s, g]` is probe g of slot s; `order_SG` has a slot's probes in the order of
+    their layers. `decided_E`: what prompts have decided, by entry. A plan in slot 2 that reads u at
+    layer 5, and a step of four tokens of which the last two have this plan:
 
-        load(2, [Probe(5, "resid_post", u)], [])
+        load(2, a plan with Probe(5, "resid_post", u), ...)
         write(ReadTokens([2, 3], [2, 2], ...))
-        read(stream, 5, after=False)       readings_TGR[2:4, 0, :2] = (x . u, |x|) of each
-        take()                             readings_TGR[2:4]
+        read(hidden_TD, None, 5, after=False)    readings_TGR[2:4, 0, :2] = (x . u, |x|) of each
+        gather()                                 readings_TGR[2:4]
     """
 
-    def __init__(self, slots: int, probes: int, tokens: int, width: int, like: Tensor) -> None:
-        new, float32, int32 = like.new_zeros, torch.float32, torch.int32
+    def __init__(self, slots: int, probes: int, tokens: int, width: int, decided_E: Tensor) -> None:
+        new, float32 = decided_E.new_zeros, torch.float32
         self.directions_SGD = new((slots, probes, width), dtype=float32)
-        self.layers_SG = torch.full((slots, probes), -1, dtype=int32, device=like.device)
+        self.order_SG = new((slots, probes), dtype=torch.int32)
         self.conditions_SCP = new((slots, probes, CONDITION_NUMBERS), dtype=float32)
-        self.slots_T = new((tokens,), dtype=int32)
-        self.sources_T = torch.full((tokens,), CLOSED, dtype=int32, device=like.device)
-        self.decided_T = new((tokens,), dtype=int32)
         self.readings_TGR = new((tokens, probes, READINGS), dtype=float32)
+        self._readings_NR = self.readings_TGR.flatten(0, 1)
+        self.decided_E = decided_E
+        self._bits_C = 2 ** torch.arange(min(probes, 31), device=decided_E.device).int()
         self._places: list[dict[int, list[int]]] = [{}] * slots
         self.step = NONE_READ
-        self._begin()
+        self.layers: frozenset[int] = frozenset()
+        self._parts: dict[int, list[_Part]] = {}
+        self._kept_k: Tensor | None = None
 
-    def load(self, slot: int, probes: Sequence[Probe], conditions: Sequence[Condition]) -> None:
-        """Put a plan's probes and conditions into a slot, in place of what it held."""
-        self.layers_SG[slot] = -1
-        self._places[slot] = {}
-        for g, probe in enumerate(probes):
-            self._places[slot].setdefault(probe.layer, []).append(g)
-        if not probes:
-            return
-        directions_GD = torch.from_numpy(np.stack([probe.direction for probe in probes]))
-        self.directions_SGD[slot, : len(probes)] = directions_GD.to(self.directions_SGD)
-        layers_G = torch.tensor([probe.layer for probe in probes]).to(self.layers_SG)
-        self.layers_SG[slot, : len(probes)] = layers_G
-        packed_CP = pack_conditions(conditions).to(self.conditions_SCP)
-        self.conditions_SCP[slot, : len(conditions)] = packed_CP
+    def load(
+        self, slot: int, plan: SteeringPlan, probes_GD: Tensor, order_G: Tensor, asked_CP: Tensor
+    ) -> None:
+        """Put a plan's probes and conditions into a slot: its rows, which lie on the device."""
+        if plan.probes:
+            self.directions_SGD[slot, : len(probes_GD)] = probes_GD
+            self.order_SG[slot, : len(order_G)] = order_G
+        if plan.conditions:
+            self.conditions_SCP[slot, : len(asked_CP)] = asked_CP
+        places: dict[int, list[int]] = {}
+        for g, probe in enumerate(plan.probes):
+            places.setdefault(probe.layer, []).append(g)
+        self._places[slot] = places
 
     def write(self, step: ReadTokens) -> None:
-        """Store which tokens of the next forward pass are read; the others are not."""
+        """Say which tokens of the next forward pass are read; the others are not."""
         if step is self.step:
             return
         self.step = step
-        if self.slots_T.is_cuda:
-            for buffer_T, values_r, other in (
-                (self.slots_T, step.slots_r, 0),
-                (self.sources_T, step.sources_r, CLOSED),
-                (self.decided_T, step.decided_r, 0),
-            ):
-                host_T = np.full(len(buffer_T), other, dtype=np.int32)
-                host_T[step.index_r] = values_r
-                buffer_T.copy_(torch.from_numpy(host_T))
-        else:
-            self.sources_T[step.index_r] = torch.from_numpy(step.sources_r).int()
-            self.decided_T[step.index_r] = torch.from_numpy(step.decided_r).int()
-        self._begin()
-
-    def _begin(self) -> None:
-        used = set(self.step.slots_r.tolist())
+        used = set(step.slots_r.tolist())
         self.layers = frozenset(layer for slot in used for layer in self._places[slot])
-        self._pairs: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._parts, self._kept_k = {}, None
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no token of this step is read."""
-        return not len(self.step.index_r)
-
-    def read(self, read_stream: ReadStream, layer: int, *, after: bool) -> None:
+    def read(
+        self, hidden_TD: Tensor, residual_TD: Tensor | None, layer: int, *, after: bool
+    ) -> None:
         """Read the tokens of this step at one layer, before or after that is steered.
 
         The plain form, for CPUs. Before, what is read counts for after, too.
         """
-        if layer not in self._pairs:
-            self._pairs[layer] = self._pair(layer)
-        index_n, slots_n, probes_n = self._pairs[layer]
-        at_once = max(1, GATHERED // self.directions_SGD.shape[2])
-        for start in range(0, len(index_n), at_once):
-            part = slice(start, start + at_once)
-            place, probe = index_n[part], probes_n[part]
-            read_n2 = read_components(read_stream(place), self.directions_SGD[slots_n[part], probe])
-            self.readings_TGR[place, probe, 2:] = read_n2
-            if not after:
-                self.readings_TGR[place, probe, :2] = read_n2
+        if layer not in self._parts:
+            self._parts[layer] = self._pair(len(hidden_TD), layer)
+        all_NR = self._readings_NR
+        for part in self._parts[layer]:
+            stream_rD = read_stream(hidden_TD, residual_TD, part.index_r)
+            directions_rGD = part.directions_rGD
+            if directions_rGD is None:
+                directions_rGD = self.directions_SGD[part.slots_r1, part.probes_rG]
+            read_n2 = read_components(stream_rD[:, None], directions_rGD).flatten(0, 1)
+            if part.real_n is not None:
+                read_n2 = read_n2[part.real_n]
+            if after:
+                all_NR[:, 2:].index_copy_(0, part.rows_n, read_n2)
+            else:
+                all_NR.index_copy_(0, part.rows_n, read_n2.repeat(1, 2))
 
-    def _pair(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return place, slot and probe of every reading at a layer."""
-        step = self.step
-        index, slots, probes = [no_places()], [no_places()], [no_places()]
-        for slot in np.unique(step.slots_r).tolist():
-            own_r = step.index_r[step.slots_r == slot]
-            for g in self._places[slot].get(layer, ()):
-                index.append(own_r)
-                slots.append(np.full(len(own_r), slot))
-                probes.append(np.full(len(own_r), g))
-        index_n, slots_n, probes_n = (
-            torch.from_numpy(np.concatenate(parts)) for parts in (index, slots, probes)
-        )
-        return index_n, slots_n, probes_n
+    def _pair(self, num_tokens: int, layer: int) -> "list[_Part]":
+        """Find the readings at a layer: of each token as many as the token with the most has."""
+        step, width = self.step, self.directions_SGD.shape[2]
+        probes = {
+            slot: found
+            for slot in np.unique(step.slots_r).tolist()
+            if (found := self._places[slot].get(layer))
+        }
+        most = max(map(len, probes.values()))
+        table_SG = np.full((len(self._places), most), -1)
+        for slot, found in probes.items():
+            table_SG[slot, : len(found)] = found
+        rows_r = np.flatnonzero(table_SG[step.slots_r, 0] >= 0)
+        index_r, slots_r = step.index_r[rows_r], step.slots_r[rows_r]
+        probes_rG = table_SG[slots_r]
+        at_once = max(1, GATHERED // (width * most))
+        parts = []
+        for start in range(0, len(index_r), at_once):
+            some = slice(start, start + at_once)
+            is_one = bool((slots_r[some] == slots_r[start]).all())
+            own = slice(start, start + 1) if is_one else some
+            real_n = (probes_rG[some] >= 0).ravel()
+            rows_n = (index_r[some, None] * self.readings_TGR.shape[1] + probes_rG[some]).ravel()
+            part = _Part(
+                None if len(index_r[some]) == num_tokens else torch.from_numpy(index_r[some]),
+                torch.from_numpy(slots_r[own, None]),
+                torch.from_numpy(probes_rG[own].clip(0)),
+                torch.from_numpy(rows_n[real_n]),
+                None if real_n.all() else torch.from_numpy(real_n),
+            )
+            if is_one or len(index_r) <= at_once:
+                part.directions_rGD = self.directions_SGD[part.slots_r1, part.probes_rG]
+            parts.append(part)
+        return parts
 
-    def decide(self, index_t: Tensor, slots_t: Tensor, conditions_tK: Tensor) -> Tensor:
-        """Return whether each operation of steered tokens acts: bool [t, K].
+    def find_gate(
+        self, places_t: Indices, slots_t: Tensor, step: ReadTokens, conditions_tK: Tensor
+    ) -> "Gate | None":
+        """Return what decides whether the operations of steered tokens act; None where all do.
 
         `conditions_tK`: the number of its condition in its slot; below 0 it has none. The plain
         form, for CPUs.
         """
+        if not bool((conditions_tK >= 0).any()):
+            return None
+        rows_t = np.searchsorted(step.index_r, places_t).clip(max=len(step.index_r) - 1)
+        sources_t1 = torch.from_numpy(step.sources_r[rows_t])[:, None]
         asked_tK = conditions_tK.clamp(min=0).long()
         numbers_tKP = self.conditions_SCP[slots_t[:, None], asked_tK]
-        probes_tK = numbers_tKP[..., 0].long()
-        sources_t1 = self.sources_T[index_t].long()[:, None]
         of_prompt_tK = numbers_tKP[..., 4] > 0
-        place_tK = torch.where(of_prompt_tK, sources_t1.clamp(min=0), index_t[:, None])
-        readings_tKR = self.readings_TGR[place_tK, probes_tK]
-        holds_tK = hold(
-            readings_tKR[..., 0], readings_tKR[..., 1], *numbers_tKP[..., 1:4].unbind(-1)
+        place_tK = torch.where(
+            of_prompt_tK, sources_t1.clamp(min=0), torch.from_numpy(places_t)[:, None]
         )
-        decided_tK = (self.decided_T[index_t].long()[:, None] >> asked_tK) & 1
-        of_prompt_holds_tK = torch.where(
-            sources_t1 == DECIDED, decided_tK.bool(), holds_tK & (sources_t1 != CLOSED)
+        read_tK = place_tK * self.readings_TGR.shape[1] + numbers_tKP[..., 0].long()
+        decided_t1 = self.decided_E[torch.from_numpy(step.entries_r[rows_t])][:, None]
+        decided_tK = ((decided_t1 >> asked_tK) & 1).bool()
+        fixed_tK = (conditions_tK < 0) | (of_prompt_tK & (sources_t1 < 0))
+        value_tK = torch.where(conditions_tK < 0, True, decided_tK & (sources_t1 == DECIDED))
+        above_tK, below_tK, relative_tK = numbers_tKP[..., 1:4].unbind(-1)
+        return Gate(
+            self._readings_NR,
+            read_tK,
+            above_tK.contiguous(),
+            below_tK.contiguous(),
+            relative_tK.contiguous(),
+            fixed_tK if bool(fixed_tK.any()) else None,
+            value_tK,
         )
-        return torch.where(of_prompt_tK, of_prompt_holds_tK, holds_tK) | (conditions_tK < 0)
 
-    def take(self) -> npt.NDArray[np.float32]:
-        """Return the readings of this step's tokens that are read: float32 [r, G, R]."""
-        end = int(self.step.index_r.max(initial=-1)) + 1
-        readings: npt.NDArray[np.float32] = self.readings_TGR[:end].cpu().numpy()[self.step.index_r]
-        return readings
+    def decide_prompts(self) -> None:
+        """Keep what the prompts that ended in this step decide, by entry, for later steps.
+
+        Call it behind the forward pass. Nothing of it waits for the device.
+        """
+        ends_p = np.flatnonzero(self.step.is_end_r)
+        if not len(ends_p):
+            return
+        step = self.step
+        chosen = np.stack([step.index_r[ends_p], step.slots_r[ends_p], step.entries_r[ends_p]])
+        places_p, slots_p, entries_p = staging.send(chosen, self.decided_E).unbind()
+        numbers_pCP = self.conditions_SCP[slots_p, : len(self._bits_C)]
+        read_pCR = self.readings_TGR[places_p[:, None], numbers_pCP[..., 0].long()]
+        holds_pC = hold(read_pCR[..., 0], read_pCR[..., 1], *numbers_pCP[..., 1:4].unbind(-1))
+        bits_p = (holds_pC * self._bits_C).sum(-1, dtype=torch.int32)
+        self.decided_E.index_copy_(0, entries_p, bits_p)
+
+    def gather(self) -> Tensor | None:
+        """Return the readings of this step's tokens that the host wants: [k, G, R], on the device.
+
+        None where it wants none. The next steps do not change what was returned.
+        """
+        if self._kept_k is None:
+            kept_k = self.step.index_r[self.step.is_kept_r]
+            if not len(kept_k):
+                return None
+            self._kept_k = staging.send(kept_k, self.readings_TGR)
+        return self.readings_TGR.index_select(0, self._kept_k)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gate:
+    """What decides whether the operations of steered tokens t act at a layer.
+
+    `rows_tK`: the reading that decides, among all; `value_tK` stands where `fixed_tK` says that no
+    reading of this step does.
+    """
+
+    readings_NR: Tensor
+    rows_tK: Tensor
+    above_tK: Tensor
+    below_tK: Tensor
+    relative_tK: Tensor
+    fixed_tK: Tensor | None
+    value_tK: Tensor
+
+    def decide(self) -> Tensor:
+        """Return whether each operation acts: bool [t, K]."""
+        read_tKR = self.readings_NR[self.rows_tK]
+        bounds = self.above_tK, self.below_tK, self.relative_tK
+        holds_tK = hold(read_tKR[..., 0], read_tKR[..., 1], *bounds)
+        if self.fixed_tK is None:
+            return holds_tK
+        return torch.where(self.fixed_tK, self.value_tK, holds_tK)
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """Some tokens that are read at a layer, and their readings among all; no index: all tokens.
+
+    Slots, probes and directions have one row where all tokens have the same. `real_n`: which pairs
+    of a token and a probe there are, where tokens differ in their number.
+    """
+
+    index_r: Tensor | None
+    slots_r1: Tensor
+    probes_rG: Tensor
+    rows_n: Tensor
+    real_n: Tensor | None
+    directions_rGD: Tensor | None = None

@@ -15,6 +15,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
 from logsteer_server.contract.jobs import Policy
+from logsteer_server.engines.vllm import staging
 from logsteer_server.engines.vllm.extra_args import DRAW
 from logsteer_server.numerics.drawing import Drawn, RowSampler
 from logsteer_server.numerics.rows import PUBLIC_COLUMNS, RowSpec
@@ -31,7 +32,7 @@ class PolicySampler(Sampler):  # type: ignore[misc]
         self._req_ids: list[str] = []
         self._row_sampler = self._make([])
         self._index_R: np.ndarray | None = None
-        self._finite_R: Tensor | None = None
+        self._finite_R: staging.Arriving | None = None
 
     def expect(self, req_ids: list[str], requests: Mapping[str, Any], index_R: np.ndarray) -> None:
         """Say which requests the rows of the next logits are, and how many tokens each has."""
@@ -52,15 +53,16 @@ class PolicySampler(Sampler):  # type: ignore[misc]
         index_R, self._index_R = self._index_R, None
         if index_R is not None:
             drawn = self._row_sampler.draw(logits, index_R)
-            self._finite_R = drawn.finite_R
+            # It reaches the host in front of the tokens themselves, which vLLM waits for.
+            self._finite_R = staging.Arriving(drawn.finite_R)
             return _write_output(drawn)
         rows = len(logits)
         return _write_output(self._make([(WARM_UP, 0)] * rows).draw(logits, np.zeros(rows)))
 
     def take_non_finite(self) -> dict[str, int]:
         """Return the requests of the rows just drawn whose logits are not finite, as keys."""
-        finite_R, self._finite_R = self._finite_R, None
-        if finite_R is None or bool(finite_R.all()):
+        arriving, self._finite_R = self._finite_R, None
+        if arriving is None or (finite_R := arriving.read()).all():
             return {}
         pairs = zip(self._req_ids, finite_R.tolist(), strict=True)
         return {req_id: 1 for req_id, is_finite in pairs if not is_finite}

@@ -3,7 +3,7 @@
 Free of vLLM, whose model runner says here which requests begin and end and where their tokens lie.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,10 @@ from logsteer_server.contract.plan import Positions, Readings
 from logsteer_server.engines.vllm.captures import StepCaptures
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.extra_args import CAPTURE, READ, STEER
+from logsteer_server.engines.vllm.marks import Step
 from logsteer_server.engines.vllm.readings import ReadingRecorder
-from logsteer_server.engines.vllm.tables import SteeringTables, Step
-from logsteer_server.engines.vllm.traces import SteeredTokens, TraceRecorder
+from logsteer_server.engines.vllm.tables import SteeringTables
+from logsteer_server.engines.vllm.traces import TraceRecorder
 
 Indices = npt.NDArray[np.int64]
 
@@ -36,20 +37,23 @@ class StepSteering:
         self, size: SteeringSize, layers: int, tokens: int, width: int, like: Tensor
     ) -> None:
         self.tables = SteeringTables(size, layers, tokens, width, like)
-        self._recorder = TraceRecorder(layers)
+        self._recorder = TraceRecorder()
         self._readings = ReadingRecorder()
-        self._unrecorded: SteeredTokens | None = None
+        self._entry_of: dict[str, int] = {}
+        self._is_unrecorded = False
         self._captures = StepCaptures(self.tables.captures)
 
     def begin(self, req_id: str, extra_args: Mapping[str, Any], num_cached: int) -> None:
         """Begin with a request whose first `num_cached` tokens the prefix cache holds."""
+        if STEER in extra_args or READ in extra_args:
+            entry = self._entry_of[req_id] = self.tables.sums.take()
         if STEER in extra_args:
             slot, kind, slices, prompt_len = extra_args[STEER]
             positions = Positions(kind, slices)
-            self._recorder.begin(req_id, slot, positions, prompt_len, num_cached)
+            self._recorder.begin(req_id, entry, slot, positions, prompt_len, num_cached)
         if READ in extra_args:
             read_slot, request = extra_args[READ]
-            self._readings.begin(req_id, read_slot, request, num_cached)
+            self._readings.begin(req_id, entry, read_slot, request, num_cached)
         if CAPTURE in extra_args:
             self._captures.begin(req_id, extra_args[CAPTURE])
 
@@ -58,35 +62,53 @@ class StepSteering:
         self._recorder.end(req_id)
         self._readings.end(req_id)
         self._captures.end(req_id)
+        entry = self._entry_of.pop(req_id, None)
+        if entry is not None:
+            self.tables.add_up()
+            self.tables.sums.release(entry)
 
     def mark(self, req_ids: list[str], starts_R: Indices, computed_R: Indices) -> None:
         """Write into the tables what the tokens of the next step are for.
 
         The arguments are those of `TraceRecorder.find`.
         """
-        if len(self._recorder) or len(self._readings) or self._captures:
-            self.tables.write(self._find(req_ids, starts_R, computed_R))
+        if self._entry_of or self._captures:
+            steered = self._recorder.find(req_ids, starts_R, computed_R)
+            read = self._readings.find(req_ids, starts_R, computed_R)
+            captured = self._captures.find(req_ids, starts_R, computed_R)
+            self.tables.write(Step(steered, captured, read))
+            self._is_unrecorded = True
         elif not self.tables.is_idle:
             self.tables.write(Step())
 
-    def _find(self, req_ids: list[str], starts_R: Indices, computed_R: Indices) -> Step:
-        steered = self._unrecorded = self._recorder.find(req_ids, starts_R, computed_R)
-        read = self._readings.find(req_ids, starts_R, computed_R)
-        captured = self._captures.find(req_ids, starts_R, computed_R)
-        return Step(steered.index_t, steered.slots_t, captured, read)
-
     def record(self) -> None:
-        """Record what the last step measured; its buffers are about to be written again."""
-        if self._unrecorded is not None and len(self._unrecorded.index_t):
-            self._recorder.record(self.tables.read_ratios())
-        if self._unrecorded is not None and not self.tables.probes.is_idle:
-            self._readings.record(self.tables.probes.take())
-        self._unrecorded = None
+        """Record what the last step read; its buffers are about to be written again.
 
-    def take_trace(self, req_id: str) -> StageTrace:
-        """Return what was measured of a request. Layers of other pipeline stages changed none."""
+        All of it stays on the device: nothing here waits for that.
+        """
+        if not self._is_unrecorded:
+            return
+        self._is_unrecorded = False
+        self.tables.probes.decide_prompts()
+        readings_kGR = self.tables.probes.gather()
+        if readings_kGR is not None:
+            self._readings.record(readings_kGR)
+
+    def take_traces(self, req_ids: Sequence[str]) -> dict[str, StageTrace]:
+        """Return what was measured of requests. Layers of other pipeline stages changed none."""
         self.record()
-        return (*self._recorder.read(req_id), self._readings.read_passed(req_id))
+        sums_ELn = self.tables.take_sums([self._entry_of[req_id] for req_id in req_ids])
+        return {
+            req_id: (
+                self._recorder.count(req_id),
+                {
+                    int(layer): (int(sums_Ln[layer, 0]), float(sums_Ln[layer, 1]))
+                    for layer in sums_Ln[:, 0].nonzero()[0]
+                },
+                self._readings.read_passed(req_id),
+            )
+            for req_id, sums_Ln in zip(req_ids, sums_ELn, strict=True)
+        }
 
     def take_readings(self, req_id: str) -> Readings | None:
         """Return what was read of a request and not taken before; None where nothing was."""

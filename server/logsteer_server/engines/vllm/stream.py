@@ -51,6 +51,17 @@ def split_output(output: Any) -> tuple[Tensor, Tensor | None] | None:
     return tensors[0], tensors[1] if len(tensors) == 2 else None
 
 
+def read_stream(hidden_TD: Tensor, residual_TD: Tensor | None, index_t: Tensor | None) -> Tensor:
+    """Return the residual stream of some tokens, float32, which may lie in two parts.
+
+    Without an index it is that of all tokens, and may be `hidden_TD` itself.
+    """
+    if index_t is None:
+        return hidden_TD.float() if residual_TD is None else hidden_TD.float() + residual_TD.float()
+    stream_tD = hidden_TD[index_t].float()
+    return stream_tD if residual_TD is None else stream_tD + residual_TD[index_t].float()
+
+
 def describe_output(output: Any) -> str:
     """Return what a decoder layer's output consists of, in words."""
     parts = split_output(output)

@@ -5,60 +5,48 @@ graphs and CUDA graphs contain it. What it does is data: each token of a step ha
 changes nothing. It also measures what it changed, reads what probes ask for (`probe_tables`), and
 captures activations that are wanted (`captures`).
 
-Axis letters: L layers, S slots, T tokens of a step, D width, K operations.
+Axis letters: L layers, S slots, T tokens of a step, D width, K operations, M marked tokens, F
+fields of a mark, W what a layer has of a plan.
 """
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from logsteer_server.contract.plan import SteeringPlan
-from logsteer_server.engines.vllm.captures import CaptureBuffer, Captured
+from logsteer_server.engines.vllm import staging
+from logsteer_server.engines.vllm.captures import CaptureBuffer, Indices
 from logsteer_server.engines.vllm.config import SteeringSize
-from logsteer_server.engines.vllm.probe_tables import (
-    NONE_READ,
-    ProbeTables,
-    ReadTokens,
-    no_places,
+from logsteer_server.engines.vllm.marks import Mark, Step, pack_marks
+from logsteer_server.engines.vllm.plan_rows import TableShape, Work, pack_plan
+from logsteer_server.engines.vllm.probe_tables import Gate, ProbeTables
+from logsteer_server.engines.vllm.stream import StreamForm, read_stream
+from logsteer_server.engines.vllm.sums import TraceSums
+from logsteer_server.numerics.residual_ops import (
+    UNCHANGED,
+    OpForm,
+    change_stream,
+    find_forms,
 )
-from logsteer_server.engines.vllm.stream import StreamForm
-from logsteer_server.numerics.residual_ops import UNCHANGED, change_stream, pack_ops
 
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What the tokens of one step are for: places and slots of those steered; captured; read."""
-
-    steered_t: npt.NDArray[np.int64] = field(default_factory=no_places)
-    steered_slots_t: npt.NDArray[np.int64] = field(default_factory=no_places)
-    captured: Captured = field(default_factory=dict)
-    read: ReadTokens = NONE_READ
-
-    def is_same(self, other: "Step") -> bool:
-        """Return whether both steer and read the very same arrays of tokens, and capture none."""
-        return (
-            self.steered_t is other.steered_t
-            and self.read is other.read
-            and not self.captured
-            and not other.captured
-        )
+MAX_STEPS = 64
+"""Steps alike whose measurements the plain form adds up together."""
 
 
 class SteeringTables:
     """Hold the persistent buffers of one model on one rank, and steer with them.
 
     `offsets_LSD[l, s]` is what slot s adds at layer l; `directions_LSKD` and `numbers_LSKP` are the
-    operations that follow. A plan in slot 2 that adds v at layer 5, and a step of four tokens of
-    which the last two are steered by it:
+    operations that follow; `work_LSW` says how much of this counts. A plan in slot 2 that adds v at
+    layer 5, and a step of four tokens of which the last two are steered by it, for a request whose
+    sums are in entry 3:
 
         load(2, a plan of Site(5, "resid_post", v))    offsets_LSD[5, 2] = v
-        write(Step([2, 3], [2, 2]))                    a CUDA device's slots_T = [0, 0, 2, 2]
+        write(Step(SteeredTokens([2, 3], [2, 2], [3, 3], [True, True])))
         apply(hidden_TD, residual_TD, 5)               hidden_TD[2:4] += v
-        read_ratios()                                  {5: [|v| / |x| of token 2, of token 3]}
+        take_sums([3])       [0, 5] is [2, |v| / |x| of token 2 + |v| / |x| of token 3]
     """
 
     def __init__(
@@ -66,22 +54,26 @@ class SteeringTables:
     ) -> None:
         new, float32 = like.new_zeros, torch.float32
         slots = size.slots + 1
+        self._shape = TableShape(layers, slots, size.depth, size.probes, width)
         self.offsets_LSD = new((layers, slots, width))
         self.offset_norms_LS = new((layers, slots), dtype=float32)
         self.directions_LSKD = new((layers, slots, size.depth, width), dtype=float32)
         unchanged = torch.tensor(UNCHANGED, device=like.device)
         self.numbers_LSKP = unchanged.repeat(layers, slots, size.depth, 1)
-        self.slots_T = new((tokens,), dtype=torch.int32)
-        self.ratios_LT = new((layers, tokens), dtype=float32)
+        self.work_LSW = new((layers, slots, len(Work)), dtype=torch.int32)
+        self.marks_MF = new((1 + tokens, len(Mark)), dtype=torch.int32)
+        # A request has an entry from when it begins until it ends, while it is preempted, too.
+        self.sums = TraceSums(2 * tokens, layers, like)
         rows = size.count_rows(layers, width)
         self.captures = CaptureBuffer(rows, layers, tokens, width, like)
-        self.probes = ProbeTables(slots, size.probes, tokens, width, like)
+        self.probes = ProbeTables(slots, size.probes, tokens, width, self.sums.decided_E)
         self.residual_counts_1 = torch.ones(1, dtype=torch.int32, device=like.device)
         self._residual_counts = True
-        self._layers_of_slot: list[frozenset[int]] = [frozenset()] * slots
         self._depths: list[dict[int, int]] = [{}] * slots
+        self.by_kernel = like.is_cuda
         self.step = Step()
-        self._begin(self.step)
+        self._changes: dict[int, _Change | None] = {}
+        self._steered_layers: frozenset[int] = frozenset()
 
     def set_form(self, form: StreamForm) -> None:
         """Say where the residual stream is in what the model's layers return."""
@@ -89,26 +81,26 @@ class SteeringTables:
         self.residual_counts_1.fill_(self._residual_counts)
 
     def load(self, slot: int, plan: SteeringPlan) -> None:
-        """Put a plan's sites, probes and conditions into a slot, in place of what it held."""
-        sites = plan.sites
-        self.probes.load(slot, plan.probes, plan.conditions)
-        for layer in self._layers_of_slot[slot]:
-            self.offsets_LSD[layer, slot] = 0
-            self.offset_norms_LS[layer, slot] = 0
-            self.directions_LSKD[layer, slot] = 0
-            self.numbers_LSKP[layer, slot] = torch.tensor(UNCHANGED)
-        depth, width = self.directions_LSKD.shape[2:]
-        for site in sites:
-            if site.offset is not None:
-                offset_D = torch.tensor(site.offset).to(self.offsets_LSD)
-                self.offsets_LSD[site.layer, slot] = offset_D
-                self.offset_norms_LS[site.layer, slot] = offset_D.float().norm()
-            if site.ops:
-                directions_KD, numbers_KP = pack_ops(site.ops, depth, width)
-                self.directions_LSKD[site.layer, slot] = directions_KD.to(self.directions_LSKD)
-                self.numbers_LSKP[site.layer, slot] = numbers_KP.to(self.numbers_LSKP)
-        self._layers_of_slot[slot] = frozenset(site.layer for site in sites)
-        self._depths[slot] = {site.layer: len(site.ops) for site in sites if site.ops}
+        """Put a plan's sites, probes and conditions into a slot, in place of what it held.
+
+        One copy takes it to the device. Rows of the slot's last plan stay where this one has none:
+        `work_LSW` says that they count no more. Errors: ValueError for more operations than fit.
+        """
+        rows = pack_plan(plan, slot, self._shape)
+        offsets_at_n, ops_at_m, offsets_nD, directions_mD, numbers_mP, work_LW, *read = (
+            staging.send_all(rows.arrays, self.work_LSW)
+        )
+        self.work_LSW[:, slot] = work_LW
+        if len(offsets_at_n):
+            rounded_nD = offsets_nD.to(self.offsets_LSD.dtype)
+            self.offsets_LSD.flatten(0, 1).index_copy_(0, offsets_at_n, rounded_nD)
+            norms_n = rounded_nD.float().norm(dim=-1)
+            self.offset_norms_LS.flatten().index_copy_(0, offsets_at_n, norms_n)
+        if len(ops_at_m):
+            self.directions_LSKD.flatten(0, 2).index_copy_(0, ops_at_m, directions_mD)
+            self.numbers_LSKP.flatten(0, 2).index_copy_(0, ops_at_m, numbers_mP)
+        self.probes.load(slot, plan, *read)
+        self._depths[slot] = {site.layer: len(site.ops) for site in plan.sites}
 
     def write(self, step: Step) -> None:
         """Store what the tokens of the next forward pass are for; tokens not named are for nothing.
@@ -117,40 +109,44 @@ class SteeringTables:
         """
         if step.is_same(self.step):
             return
-        self.probes.write(step.read)
-        if self.slots_T.is_cuda:
-            host_T = np.zeros(len(self.slots_T), dtype=np.int32)
-            host_T[step.steered_t] = step.steered_slots_t
-            self.slots_T.copy_(torch.from_numpy(host_T))
-        self._begin(step)
-
-    def _begin(self, step: Step) -> None:
+        self.add_up()
         self.step = step
         self.captures.mark(step.captured)
-        used = set(step.steered_slots_t.tolist())
-        self.steered_layers: frozenset[int] = frozenset().union(
-            *(self._layers_of_slot[slot] for slot in used)
-        )
-        self._changes: dict[int, _Change] = {}
+        if self.by_kernel:
+            self.fill_marks()
+        else:
+            self._changes = {}
+            used = set(step.steered.slots_t.tolist())
+            self._steered_layers = frozenset(layer for slot in used for layer in self._depths[slot])
+        self.probes.write(step.read)
+
+    def fill_marks(self) -> None:
+        """Write the step's marked tokens where the kernel reads them."""
+        staging.write(self.marks_MF, pack_marks(self.step))
 
     @property
     def is_idle(self) -> bool:
         """Whether no token of this step is marked."""
-        marked = (self.step.steered_t, self.step.captured, self.step.read.index_r)
-        return not any(map(len, marked))
+        return self.step.is_idle
 
-    def read_ratios(self) -> dict[int, npt.NDArray[np.float32]]:
-        """Return |change| / |activation| of this step's steered tokens, by steered layer.
+    def add_up(self) -> None:
+        """Add what the plain form has measured to the sums of the tokens' requests."""
+        steered = self.step.steered
+        for layer, change in self._changes.items():
+            if change is not None and change.sizes:
+                norms_St = torch.stack(change.norms)
+                ratios_St = torch.stack(change.sizes) / norms_St
+                ratios_St.masked_fill_(norms_St == 0, 0.0)
+                is_new_t = steered.is_new_t[change.rows_t]
+                entries_n = steered.entries_t[change.rows_t][is_new_t]
+                self.sums.add(layer, entries_n, ratios_St[:, torch.from_numpy(is_new_t)])
+                change.sizes.clear()
+                change.norms.clear()
 
-        Nothing is relative to an activation of 0: there it is 0. One that is not finite is NaN or
-        infinite.
-        """
-        if self.slots_T.is_cuda:
-            ratios_LT = self.ratios_LT[:, : int(self.step.steered_t.max(initial=-1)) + 1].cpu()
-        else:
-            ratios_LT = self.ratios_LT
-        host_LT = ratios_LT.numpy()
-        return {layer: host_LT[layer, self.step.steered_t] for layer in self.steered_layers}
+    def take_sums(self, entries: list[int]) -> np.ndarray:
+        """Return the sums of some entries, as `TraceSums.fetch` does."""
+        self.add_up()
+        return self.sums.fetch(entries)
 
     def apply(self, hidden_TD: Tensor, residual_TD: Tensor | None, layer: int) -> None:
         """Steer the tokens of this step at one layer, in place; measure, and capture.
@@ -159,86 +155,114 @@ class SteeringTables:
         """
         if not self._residual_counts:
             residual_TD = None
-        is_read, is_steered = layer in self.probes.layers, layer in self.steered_layers
-        read_stream = partial(_read_stream, hidden_TD, residual_TD)
+        is_read, is_steered = layer in self.probes.layers, layer in self._steered_layers
         if is_read:
-            self.probes.read(read_stream, layer, after=False)
+            self.probes.read(hidden_TD, residual_TD, layer, after=False)
         if is_steered:
             self._steer(hidden_TD, residual_TD, layer)
-        if is_read and is_steered:
-            self.probes.read(read_stream, layer, after=True)
+        if is_read and is_steered and self.step.read.reads_after:
+            self.probes.read(hidden_TD, residual_TD, layer, after=True)
         if (captured := self.captures.find(layer)) is not None:
             index_t, rows_t = captured
-            self.captures.sums_ND.index_add_(0, rows_t, read_stream(index_t))
+            self.captures.sums_ND.index_add_(
+                0, rows_t, read_stream(hidden_TD, residual_TD, index_t)
+            )
 
     def _steer(self, hidden_TD: Tensor, residual_TD: Tensor | None, layer: int) -> None:
-        change = self._changes.get(layer)
+        if layer not in self._changes:
+            self._changes[layer] = self._gather(len(hidden_TD), layer)
+        change = self._changes[layer]
         if change is None:
-            change = self._changes[layer] = self._gather(len(hidden_TD), layer)
+            return
         index_t = change.index_t
-        stream_tD = _read_stream(hidden_TD, residual_TD, index_t)
-        norms_t = stream_tD.norm(dim=-1)
-        if index_t is None:
-            hidden_TD += change.offsets_tD
-        else:
-            hidden_TD.index_add_(0, index_t, change.offsets_tD)
+        stream_tD = read_stream(hidden_TD, residual_TD, index_t)
+        norms_t = torch.linalg.vector_norm(stream_tD, dim=-1)
         size_t = change.offset_norms_t
-        if change.directions_tKD is not None and change.numbers_tKP is not None:
-            offset_tD = _read_stream(hidden_TD, residual_TD, index_t)
-            open_tK = None
-            if change.conditions_tK is not None:
-                places_t = torch.from_numpy(self.step.steered_t)
-                slots_t = torch.from_numpy(self.step.steered_slots_t)
-                open_tK = self.probes.decide(places_t, slots_t, change.conditions_tK)
-            change_tD = change_stream(offset_tD, change.directions_tKD, change.numbers_tKP, open_tK)
+        if not change.forms:
+            _add(hidden_TD, index_t, change.offsets_tD)
+        else:
+            if change.adds:
+                if stream_tD is hidden_TD:
+                    stream_tD = stream_tD.clone()
+                _add(hidden_TD, index_t, change.offsets_tD)
+            offset_tD = read_stream(hidden_TD, residual_TD, index_t) if change.adds else stream_tD
+            open_tK = change.gate.decide() if change.gate is not None else None
+            change_tD = change_stream(
+                offset_tD, change.directions_tKD, change.numbers_tKP, open_tK, change.forms
+            )
+            size_t = torch.linalg.vector_norm(offset_tD + change_tD - stream_tD, dim=-1)
             if index_t is None:
-                hidden_TD.copy_(hidden_TD.float() + change_tD)
+                hidden_TD.add_(change_tD)
             else:
                 hidden_TD[index_t] = (hidden_TD[index_t].float() + change_tD).to(hidden_TD.dtype)
-            size_t = (offset_tD + change_tD - stream_tD).norm(dim=-1)
-        ratios_t = (size_t / norms_t).masked_fill_(norms_t == 0, 0.0)
-        if index_t is None:
-            self.ratios_LT[layer, : len(ratios_t)] = ratios_t
-        else:
-            self.ratios_LT[layer].index_copy_(0, index_t, ratios_t)
+        change.sizes.append(size_t)
+        change.norms.append(norms_t)
+        if len(change.sizes) == MAX_STEPS:
+            self.add_up()
 
-    def _gather(self, num_tokens: int, layer: int) -> "_Change":
-        """Gather what is done to the tokens of this step at a layer, out of the slots' tables."""
-        index_t: Tensor | None = torch.from_numpy(self.step.steered_t)
-        if np.array_equal(self.step.steered_t, np.arange(num_tokens)):
-            index_t = None
-        slots_t = torch.from_numpy(self.step.steered_slots_t)
-        used = set(self.step.steered_slots_t.tolist())
-        depth = max(self._depths[slot].get(layer, 0) for slot in used)
-        numbers_tKP = self.numbers_LSKP[layer, slots_t, :depth]
-        has_conditions = bool((numbers_tKP[..., -1] >= 0).any())
+    def _gather(self, num_tokens: int, layer: int) -> "_Change | None":
+        """Gather what is done to the tokens of this step at a layer, out of the slots' tables.
+
+        None where no token has anything to be done there.
+        """
+        steered = self.step.steered
+        work_tW = self.work_LSW[layer, torch.from_numpy(steered.slots_t)].numpy()
+        depths_t, adds_t = work_tW[:, Work.DEPTH], work_tW[:, Work.HAS_OFFSET] != 0
+        rows_t = np.flatnonzero(adds_t | (depths_t > 0))
+        if not len(rows_t):
+            return None
+        places_t, slots_t = steered.index_t[rows_t], steered.slots_t[rows_t]
+        is_one, is_all = bool((slots_t == slots_t[0]).all()), len(places_t) == num_tokens
+        own_t = rows_t[:1] if is_one else rows_t  # one row for all where all have the same plan
+        own_slots_t = torch.from_numpy(steered.slots_t[own_t])
+        depth = int(depths_t[own_t].max())
+        numbers_tKP = self.numbers_LSKP[layer, own_slots_t, :depth]
+        behind_tK = torch.from_numpy(np.arange(depth) >= depths_t[own_t, None])
+        numbers_tKP[behind_tK] = torch.tensor(UNCHANGED)
+        offsets_tD = self.offsets_LSD[layer, own_slots_t]
+        norms_t = self.offset_norms_LS[layer, own_slots_t]
+        stays_t = torch.from_numpy(~adds_t[own_t])
+        offsets_tD[stays_t], norms_t[stays_t] = 0, 0
+        conditions_tK = numbers_tKP[..., -1].expand(len(places_t), -1)
         return _Change(
-            index_t,
-            self.offsets_LSD[layer, slots_t],
-            self.offset_norms_LS[layer, slots_t],
-            self.directions_LSKD[layer, slots_t, :depth] if depth else None,
-            numbers_tKP if depth else None,
-            numbers_tKP[..., -1] if has_conditions else None,
+            rows_t,
+            None if is_all else torch.from_numpy(places_t),
+            offsets_tD,
+            norms_t,
+            bool(adds_t[own_t].any()),
+            self.directions_LSKD[layer, own_slots_t, :depth],
+            numbers_tKP,
+            find_forms(numbers_tKP),
+            self.probes.find_gate(
+                places_t, torch.from_numpy(slots_t), self.step.read, conditions_tK
+            ),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """What is done to the steered tokens t of a step at a layer; without index, to every token."""
+    """What is done to some of the steered tokens of a step at a layer: rows of `SteeredTokens`.
 
+    Without index it is done to every token; tensors of one row are for all of them. `sizes`,
+    `norms`: |change| and |activation| of the tokens in each step so far, not added up yet.
+    """
+
+    rows_t: Indices
     index_t: Tensor | None
     offsets_tD: Tensor
     offset_norms_t: Tensor
-    directions_tKD: Tensor | None
-    numbers_tKP: Tensor | None
-    conditions_tK: Tensor | None
+    adds: bool
+    directions_tKD: Tensor
+    numbers_tKP: Tensor
+    forms: tuple[OpForm, ...]
+    gate: Gate | None
+    sizes: list[Tensor] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
 
 
-def _read_stream(hidden_TD: Tensor, residual_TD: Tensor | None, index_t: Tensor | None) -> Tensor:
-    """Return the residual stream of some tokens, float32, which may lie in two parts."""
+def _add(hidden_TD: Tensor, index_t: Tensor | None, values_tD: Tensor) -> None:
+    """Add values to some tokens, or to all, in place."""
     if index_t is None:
-        if residual_TD is None:
-            return hidden_TD.to(torch.float32, copy=True)
-        return hidden_TD.float() + residual_TD.float()
-    stream_tD = hidden_TD[index_t].float()
-    return stream_tD if residual_TD is None else stream_tD + residual_TD[index_t].float()
+        hidden_TD += values_tD
+    else:
+        hidden_TD.index_add_(0, index_t, values_tD.expand(len(index_t), -1))

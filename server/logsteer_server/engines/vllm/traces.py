@@ -1,17 +1,17 @@
-"""Which tokens of a step are steered, and what was measured of them, by request.
+"""Which tokens of a step are steered, and how many were, by request.
 
 A step reads tokens of many requests, one request after another: parts of prompts, and one token of
 each request that is being decoded. So all of it is arithmetic on arrays over the step's tokens T.
-Axis letters: R requests of a step, E entries of the recorder, L layers, S steps; lower case t: the
-steered tokens of a step, and n those of them that were not read before.
+Axis letters: R requests of a step, E entries; lower case t: the steered tokens of a step.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from logsteer_server.contract.plan import Positions
+from logsteer_server.engines.vllm.marks import NONE_STEERED, SteeredTokens
 
 Indices = npt.NDArray[np.int64]
 
@@ -20,27 +20,10 @@ _ENTRY = np.dtype(
 )
 _ENDLESS = 2**62
 
-MAX_STEPS = 64
-"""Steps whose measurements are added up together."""
-
-
-Ratios = dict[int, npt.NDArray[np.float32]]
-"""|change| / |activation| of a step's steered tokens, by layer."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SteeredTokens:
-    """Steered tokens of a step: places in it, positions in their requests, entries, slots."""
-
-    index_t: Indices
-    positions_t: Indices
-    entries_t: Indices
-    slots_t: Indices
-
 
 @dataclass(slots=True)
 class _LatestStep:
-    """A step that was looked at, and what was measured of it and of steps like it that followed.
+    """A step that was looked at, and how many there were that went on from it, itself included.
 
     `repeats`: while the same requests go on, a token each, all their next tokens are steered alike.
     """
@@ -49,9 +32,9 @@ class _LatestStep:
     starts_R: Indices
     next_R: Indices
     tokens: SteeredTokens
-    is_new_t: npt.NDArray[np.bool_]
+    positions_t: Indices
     repeats: bool
-    ratios: list[Ratios] = field(default_factory=list)
+    steps: int = 1
 
     def is_followed_by(self, req_ids: list[str], starts_R: Indices, computed_R: Indices) -> bool:
         """Return whether a step has the next token of each request, steered as this one's."""
@@ -64,34 +47,32 @@ class _LatestStep:
 
 
 class TraceRecorder:
-    """Find the steered tokens of each step, and record what was measured of them by request.
+    """Find the steered tokens of each step, and count them by request.
 
     It serves one rank. Each steered request has an entry: the positions [first, end) around its
-    steered tokens, its slot in the steering tables, and sums of what was measured. Tokens in front
-    of `recorded` are in the sums already: preemption makes the model read them again. Entry 0 is
-    that of all requests that are not steered.
+    steered tokens, its slot in the steering tables, and how many tokens were steered. Tokens in
+    front of `recorded` were counted, and what was measured of them is in the tables' sums:
+    preemption makes the model read them again. Entry 0 is that of all requests that are not
+    steered.
 
-    Of two requests, `b` is not steered, and `a` is by the plan in slot 2, everywhere. A step reads
-    tokens 5 and 6 of `b` and the first three of `a`:
+    Of two requests, `b` is not steered, and `a` is by the plan in slot 2, everywhere, with entry 1.
+    A step reads tokens 5 and 6 of `b` and the first three of `a`:
 
-        begin("a", 2, Positions("all"), prompt_len=4, num_cached=0)
+        begin("a", 1, 2, Positions("all"), prompt_len=4, num_cached=0)
 
         tokens T         b5   b6   a0   a1   a2      starts_R = [0, 2, 5], computed_R = [5, 0]
         entry             0    0    1    1    1
-        find(["b", "a"], starts_R, computed_R):      index_t = [2, 3, 4], slots_t = [2, 2, 2]
-        record({7: [0.1, 0.2, 0.3]}):                what the table measured of them at layer 7
-        read("a"):                                   (3, {7: (3, 0.6)})
+        find(["b", "a"], starts_R, computed_R):      index_t = [2, 3, 4], slots_t = [2, 2, 2],
+                                                     is_new_t = [True, True, True]
+        count("a"):                                  3
 
     Were `a` preempted here, the next step would read a0 to a3: `find` names all four, which are
-    steered again, and `record` adds what was measured of a3 alone.
+    steered again, and of which a3 alone is new.
     """
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self) -> None:
         self._entries = np.zeros(1, _ENTRY)
-        self._changed_EL = np.zeros((1, layers), np.int64)
-        self._ratios_EL = np.zeros((1, layers))
         self._entry_of: dict[str, int] = {}
-        self._free: list[int] = []
         self._sliced: dict[int, Positions] = {}
         self._latest: _LatestStep | None = None
 
@@ -99,25 +80,24 @@ class TraceRecorder:
         return len(self._entry_of)
 
     def begin(
-        self, req_id: str, slot: int, positions: Positions, prompt_len: int, num_cached: int
+        self,
+        req_id: str,
+        entry: int,
+        slot: int,
+        positions: Positions,
+        prompt_len: int,
+        num_cached: int,
     ) -> None:
         """Begin the entry of a request whose first `num_cached` tokens the prefix cache holds.
 
         Those were steered when they were computed.
         """
         self._add_up()
-        if not self._free:
-            old = len(self._entries)
-            self._free = list(range(old, 2 * old))
-            self._entries = np.resize(self._entries, 2 * old)
-            self._changed_EL = np.resize(self._changed_EL, (2 * old, self._changed_EL.shape[1]))
-            self._ratios_EL = np.resize(self._ratios_EL, (2 * old, self._ratios_EL.shape[1]))
-        entry = self._free.pop()
+        while entry >= len(self._entries):
+            self._entries = np.resize(self._entries, 2 * len(self._entries))
         first, end = positions.bounds(prompt_len)
         steered = positions.count(num_cached, prompt_len)
         self._entries[entry] = (first, _ENDLESS if end is None else end, slot, num_cached, steered)
-        self._changed_EL[entry] = 0
-        self._ratios_EL[entry] = 0
         self._entry_of[req_id] = entry
         if len(positions.slices) > 1:
             self._sliced[entry] = positions
@@ -128,10 +108,9 @@ class TraceRecorder:
         entry = self._entry_of.pop(req_id, None)
         if entry is not None:
             self._sliced.pop(entry, None)
-            self._free.append(entry)
 
     def find(self, req_ids: list[str], starts_R: Indices, computed_R: Indices) -> SteeredTokens:
-        """Return the steered tokens of a step.
+        """Return the steered tokens of a step, which counts them.
 
         Args:
             req_ids: the R requests of the step, in the order of their tokens.
@@ -142,8 +121,11 @@ class TraceRecorder:
         latest = self._latest
         if latest is not None and latest.is_followed_by(req_ids, starts_R, computed_R):
             latest.next_R += 1
+            latest.steps += 1
             return latest.tokens
         self._add_up()
+        if not self._entry_of:
+            return NONE_STEERED
         entries_R = np.array([self._entry_of.get(req_id, 0) for req_id in req_ids])
         counts_R = np.diff(starts_R)
         entries_T = np.repeat(entries_R, counts_R)
@@ -160,40 +142,21 @@ class TraceRecorder:
         ends_T = fields_T["end"]
         stays_T = (steered_T & (ends_T == _ENDLESS)) | (positions_T >= ends_T)
         repeats = len(positions_T) == len(req_ids) and bool(stays_T.all() and is_new_t.all())
-        found = SteeredTokens(index_t, positions_t, entries_t, fields_T["slot"][index_t])
+        found = SteeredTokens(index_t, fields_T["slot"][index_t], entries_t, is_new_t)
         self._latest = _LatestStep(
-            list(req_ids), starts_R, computed_R + 1, found, is_new_t, repeats
+            list(req_ids), starts_R, computed_R + 1, found, positions_t, repeats
         )
         return found
 
-    def record(self, ratios: Ratios) -> None:
-        """Record what was measured of the tokens that were found last."""
-        assert self._latest is not None
-        self._latest.ratios.append(ratios)
-        if len(self._latest.ratios) == MAX_STEPS:
-            self._add_up()
-
     def _add_up(self) -> None:
-        """Add what was measured to the sums of the entries, and forget the step."""
+        """Count the steered tokens of the latest steps, and forget them."""
         latest, self._latest = self._latest, None
-        if latest is None or not latest.ratios:
-            return
-        steps, tokens = len(latest.ratios), latest.tokens
-        entries_n = tokens.entries_t[latest.is_new_t]
-        np.maximum.at(self._entries["recorded"], tokens.entries_t, tokens.positions_t + steps)
-        np.add.at(self._entries["steered"], entries_n, steps)
-        for layer in latest.ratios[0]:
-            ratios_Sn = np.stack([ratios[layer] for ratios in latest.ratios])[:, latest.is_new_t]
-            np.add.at(self._changed_EL[:, layer], entries_n, (ratios_Sn != 0).sum(0))
-            np.add.at(self._ratios_EL[:, layer], entries_n, ratios_Sn.sum(0))
+        if latest is not None:
+            tokens, steps = latest.tokens, latest.steps
+            np.maximum.at(self._entries["recorded"], tokens.entries_t, latest.positions_t + steps)
+            np.add.at(self._entries["steered"], tokens.entries_t[tokens.is_new_t], steps)
 
-    def read(self, req_id: str) -> tuple[int, dict[int, tuple[int, float]]]:
-        """Return a request's steered tokens; by layer, those changed and their ratios' sum.
-
-        The sum is NaN or infinite where an activation or its change was.
-        """
+    def count(self, req_id: str) -> int:
+        """Return how many tokens of a request were steered, in the prefix cache ones included."""
         self._add_up()
-        entry = self._entry_of[req_id]
-        changed_L, ratios_L = self._changed_EL[entry], self._ratios_EL[entry]
-        layers = {int(i): (int(changed_L[i]), float(ratios_L[i])) for i in ratios_L.nonzero()[0]}
-        return int(self._entries["steered"][entry]), layers
+        return int(self._entries["steered"][self._entry_of[req_id]])

@@ -113,7 +113,8 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
         """
         if get_tensor_model_parallel_rank() != 0:
             return {}
-        return {req_id: self.model_runner.steering.take_trace(req_id) for req_id in req_ids}
+        traces: dict[str, StageTrace] = self.model_runner.steering.take_traces(req_ids)
+        return traces
 
     def take_readings(self, req_ids: Sequence[str]) -> dict[str, Readings]:
         """Return what this stage's probes have read of requests since they were last asked for.
