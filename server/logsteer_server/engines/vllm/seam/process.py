@@ -27,8 +27,10 @@ START = (
          "enable_lora, max_loras, max_cpu_loras, max_lora_rank, distributed_executor_backend, "
          "max_logprobs, block_size, kv_cache_memory_bytes, gpu_memory_utilization",
          "what a model of the configuration is set up with", "config", "core"),
-    row("call", "vllm.engine.arg_utils.EngineArgs.create_engine_config", "self",
+    row("call", "vllm.engine.arg_utils.EngineArgs.create_engine_config", "self, usage_context",
          "vLLM's own checks and defaults", "core"),
+    row("attribute", "vllm.usage.usage_lib.UsageContext", "OPENAI_API_SERVER",
+         "whose defaults of a step's tokens and sequences are taken", "core"),
     row("attribute", "vllm.config.ModelConfig", "is_hybrid", "state space layers", "core"),
     row("source", "vllm.model_executor.layers.mamba.ops.ssd_combined",
          "_mamba_chunk_scan_combined_fwd = cpu_mamba_ssm._mamba_chunk_scan_combined_fwd_cpu",
