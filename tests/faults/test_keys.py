@@ -56,9 +56,8 @@ def server(
 ) -> Iterator[Server]:
     """Two fakes behind a key file: `quick`, and `slow`, which takes 50 ms for 10 tokens."""
     config = {
-        "models": [fake_model("quick"), fake_model("slow", delay_s=0.05)],
+        "models": [fake_model("quick"), fake_model("slow", delay_s=0.05, ahead_tokens=10)],
         "key_file": str(key_file),
-        "engine_tokens": 10,
         "cache_bytes": 0,
     }
     with serve(config, tmp_path_factory.mktemp("server")) as server:

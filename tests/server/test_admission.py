@@ -214,9 +214,8 @@ def server(start_server: ServerFactory) -> Server:
     """`slow` takes a tenth of a second for every 100 tokens; `idle` is never asked by itself."""
     return start_server(
         {
-            "models": [fake_model("slow", delay_s=0.1), fake_model("idle")],
+            "models": [fake_model("slow", delay_s=0.1, ahead_tokens=100), fake_model("idle")],
             "max_pending_tokens": BUDGET,
-            "engine_tokens": 100,
             "cache_bytes": 0,
         }
     )

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 
-from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.engine import EngineInfo, EngineLoad
 from logsteer_server.contract.jobs import Job, JobFailure, JobResult, Output
 from logsteer_server.engines.failures import lacks_memory
 from logsteer_server.engines.process import (
@@ -31,6 +31,7 @@ class RefusingEngine:
     def __init__(self) -> None:
         self.failed: list[tuple[int, JobResult]] = []
         self.cancelled: list[int] = []
+        self.load: EngineLoad | None = None
 
     @property
     def info(self) -> EngineInfo:
@@ -49,6 +50,10 @@ class RefusingEngine:
     def step(self) -> list[tuple[int, JobResult]]:
         failed, self.failed = self.failed, []
         return failed
+
+    def take_load(self) -> EngineLoad | None:
+        load, self.load = self.load, None
+        return load
 
     def close(self) -> None:
         raise AssertionError("the loop does not close the engine")
@@ -106,6 +111,16 @@ def test_cancelling_a_job_that_has_failed_leaves_the_engine_running(
 def test_messages_are_taken_before_the_engine_steps(ends: tuple[Connection, Connection]) -> None:
     answers = serve(RefusingEngine(), ends, Add([(1, JOB)]), Cancel([5]), Close())
     assert [type(answer) for answer in answers] == [Cancelled, Finished]
+
+
+def test_what_generation_holds_is_told_in_front_of_the_results_of_its_step(
+    ends: tuple[Connection, Connection],
+) -> None:
+    engine = RefusingEngine()
+    engine.load = EngineLoad([1], 17)
+    answers = serve(engine, ends, Add([(1, JOB)]), Cancel([5]), Close())
+    assert answers[1] == EngineLoad([1], 17)
+    assert [type(answer) for answer in answers] == [Cancelled, EngineLoad, Finished]
 
 
 def test_a_job_is_reported_until_its_last_result(ends: tuple[Connection, Connection]) -> None:

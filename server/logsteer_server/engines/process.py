@@ -12,7 +12,7 @@ from importlib import import_module
 from multiprocessing import util
 from multiprocessing.connection import Connection
 
-from logsteer_server.contract.engine import Engine, EngineInfo, EngineSpec
+from logsteer_server.contract.engine import Engine, EngineInfo, EngineLoad, EngineSpec
 from logsteer_server.contract.jobs import Job, JobResult
 from logsteer_server.engines.failures import lacks_memory
 from logsteer_server.engines.lifetime import follow_parent
@@ -86,7 +86,7 @@ class Failed:
 
 
 ToEngine = Add | Cancel | Close
-FromEngine = Ready | Finished | Cancelled | Beat | Failed
+FromEngine = Ready | Finished | EngineLoad | Cancelled | Beat | Failed
 
 
 def build_engine(spec: EngineSpec) -> Engine:
@@ -172,6 +172,8 @@ class EngineLoop:
             if self._engine.busy:
                 with self._call():
                     stepped = self._engine.step()
+                if (load := self._engine.take_load()) is not None:
+                    self.send(load)
                 self._report(stepped)
 
     @contextmanager

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
-from logsteer_server.contract.jobs import Job
+from logsteer_server.contract.jobs import GenerateJob, Job
 from logsteer_server.contract.lane import Lane, Priority
 
 BATCH_EVERY = 16
@@ -37,6 +37,16 @@ class EngineCall:
     def job(self, job_id: int) -> Job:
         """Return the job of that id."""
         return self.jobs[job_id - self.first_id]
+
+    @property
+    def next_job(self) -> Job:
+        """The job that it sends in its next turn."""
+        return self.job(self.unsent[0])
+
+    @property
+    def generates(self) -> bool:
+        """Whether that one generates."""
+        return isinstance(self.next_job, GenerateJob)
 
 
 class TenantQueue:
@@ -68,34 +78,41 @@ class TenantQueue:
             self._served[tenant] = max(self._reached, self._served.get(tenant, 0))
         self._calls[tenant].append(call)
 
-    def peek(self) -> EngineCall:
-        """Return the call whose turn it is."""
-        return self._calls[self._choose()][0]
+    def peek(self, reading: bool = False) -> EngineCall | None:
+        """Return the call whose turn it is, if there is one; with `reading`, of those whose next
+        job does not generate.
+        """
+        if not reading:
+            return self._calls[self._choose()][0] if self._calls else None
+        turns = sorted(self._calls, key=self._served.__getitem__)
+        calls = (call for tenant in turns for call in self._calls[tenant])
+        return next((call for call in calls if not call.generates), None)
 
     def _choose(self) -> str:
         if len(self._calls) == 1:
             return next(iter(self._calls))
         return min(self._calls, key=self._served.__getitem__)
 
-    def pop(self) -> tuple[int, Job]:
-        """Take the next job of the call whose turn it is; that has its next turn later."""
-        tenant = self._choose()
+    def pop(self, call: EngineCall) -> tuple[int, Job]:
+        """Take the next job of the call that `peek` returned; that has its next turn later."""
+        tenant = call.lane.tenant
         calls = self._calls[tenant]
-        call = calls.popleft()
+        calls.remove(call)
         job_id = call.unsent.popleft()
         job = call.job(job_id)
         self._reached = max(self._reached, self._served[tenant])
-        self._served[tenant] += max(1, job.num_positions)
+        self._served[tenant] += max(1, job.num_expected)
         if call.unsent:
             calls.append(call)
         if not calls:
             self._forget(tenant)
         return job_id, job
 
-    def pass_by(self) -> None:
-        """Have the call whose turn it is wait until everybody else had one."""
-        tenant = self._choose()
-        self._calls[tenant].rotate(-1)
+    def pass_by(self, call: EngineCall) -> None:
+        """Have the call that `peek` returned wait until everybody else had a turn."""
+        tenant = call.lane.tenant
+        self._calls[tenant].remove(call)
+        self._calls[tenant].append(call)
         self._served[tenant] = 1 + max(self._served[other] for other in self._calls)
 
     def drop(self, call: EngineCall) -> None:
@@ -136,29 +153,30 @@ class TurnQueue:
         """Append a call."""
         self._queues[call.lane.priority].put(call)
 
-    def peek(self) -> EngineCall:
-        """Return the call whose turn it is; it stays so until the turn is taken."""
-        return self._choose().peek()
+    def peek(self, reading: bool = False) -> EngineCall | None:
+        """Return the call whose turn it is, if there is one; it stays so until the turn is taken.
 
-    def pop(self) -> tuple[int, Job]:
-        """Take the next job of the call whose turn it is, and its id."""
-        return self._take_turn().pop()
+        With `reading`, of the calls whose next job does not generate: the others keep their turns.
+        """
+        first, second = self._queues["interactive"], self._queues["batch"]
+        if self._turns_without_batch >= BATCH_EVERY - 1:
+            first, second = second, first
+        return first.peek(reading) or second.peek(reading)
 
-    def pass_by(self) -> None:
-        """Have the call whose turn it is wait for a later one."""
-        self._take_turn().pass_by()
+    def pop(self, call: EngineCall) -> tuple[int, Job]:
+        """Take the next job of the call that `peek` returned, and its id."""
+        return self._take_turn(call).pop(call)
+
+    def pass_by(self, call: EngineCall) -> None:
+        """Have the call that `peek` returned wait for a later turn."""
+        self._take_turn(call).pass_by(call)
 
     def drop(self, call: EngineCall) -> None:
         """Remove a call, if it is there."""
         self._queues[call.lane.priority].drop(call)
 
-    def _choose(self) -> TenantQueue:
-        interactive, batch = self._queues["interactive"], self._queues["batch"]
-        is_due = batch and self._turns_without_batch >= BATCH_EVERY - 1
-        return batch if is_due or not interactive else interactive
-
-    def _take_turn(self) -> TenantQueue:
-        chosen, batch = self._choose(), self._queues["batch"]
+    def _take_turn(self, call: EngineCall) -> TenantQueue:
+        chosen, batch = self._queues[call.lane.priority], self._queues["batch"]
         if chosen is batch or not batch:
             self._turns_without_batch = 0
         else:

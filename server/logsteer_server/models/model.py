@@ -47,8 +47,8 @@ class PreparedJobs:
 
     @property
     def num_tokens(self) -> int:
-        """Positions of the context that the jobs to compute may come to use."""
-        return sum(job.num_positions for job in self.jobs)
+        """Positions of the context that the jobs to compute are expected to use."""
+        return sum(job.num_expected for job in self.jobs)
 
     @property
     def num_known(self) -> int:
@@ -186,7 +186,7 @@ class ResidentModel:
                     timer.note(end)
                 self._count(jobs[end.index], end.output)
                 yield end.index, end.output
-        num_tokens = sum(job.num_positions for job in jobs)
+        num_tokens = sum(job.num_expected for job in jobs)
         self.admission.note_speed(num_tokens, time.monotonic() - started)
 
     async def check(self, job: Job) -> Output:

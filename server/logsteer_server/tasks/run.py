@@ -234,7 +234,8 @@ class Run:
                     self.expected_bytes = planner.expected_bytes
                     needed = max(prepared.num_tokens, batch.room)
                     self._reserve(model.admission).cover(needed)
-                    self.caller.allowance.charge(prepared.num_tokens)
+                    if self.caller.allowance.counts_tokens:
+                        self.caller.allowance.charge(sum(len(job.tokens) for job in prepared.jobs))
                     if not has_started and not batch.silent:
                         has_started = True
                         yield self._open()
@@ -259,6 +260,8 @@ class Run:
 
     def _count(self, batch: Batch, index: int, output: Output) -> None:
         job = batch.jobs[index]
+        if output.num_generated:
+            self.caller.allowance.charge(output.num_generated)
         if batch.purpose != "reference":
             self._usage.add(job, output)
         if batch.purpose == "work" and output.is_last and job.plan is not None:

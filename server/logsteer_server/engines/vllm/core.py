@@ -21,7 +21,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob
@@ -139,6 +139,18 @@ class VllmCore:
         }
         # None while pipeline stages are being filled
         return [output for batch in (outputs or {}).values() for output in batch.outputs]
+
+    def count_held(self) -> int:
+        """Return how many tokens have their keys and values in the cache, or had them when they
+        were preempted, and will again.
+        """
+        scheduler = self.engine_core.scheduler
+        size = self.config.cache_config.kv_cache_size_tokens
+        preempted = itertools.takewhile(
+            lambda request: request.status == RequestStatus.PREEMPTED, scheduler.waiting
+        )
+        held = round(scheduler.kv_cache_manager.usage * size)
+        return held + sum(request.num_tokens for request in preempted)
 
     def process(self, outputs: Sequence[Any]) -> list[Any]:
         """Detokenize outputs of a step and look for stop strings; return `RequestOutput`s."""
