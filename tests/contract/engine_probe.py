@@ -33,6 +33,7 @@ from logsteer_server.contract.plan import (
 from logsteer_server.engines.vllm.engine import VllmEngine
 
 GREEDY = Policy(temperature=0.0)
+SOFT = Policy(temperature=0.7)
 CAPTURE_BYTES = 460 * 4 * 128
 """Of the capture buffer: the largest capture fits, and leaves little room for others."""
 SLOTS = 3
@@ -105,8 +106,15 @@ def make_jobs(vocab: int, width: int) -> list[Job]:
             jobs.append(job)
         else:
             scored = len(ids) - 1 if index % 3 == 0 else int(rng.integers(2, len(own)))
-            columns = ("logprob", "rank", "entropy")
-            jobs.append(ScoreJob(ids[:-1], ids[-scored:], columns, top=2, plan=plan))
+            columns = ("logprob", "entropy", "log_q", "rb_entropy")
+            job = ScoreJob(ids[:-1], ids[-scored:], columns, top=2, policy=SOFT, plan=plan)
+            jobs.append(job)
+    jobs += [
+        GenerateJob(shared[:size].astype(np.int32), 24, policy=SOFT, seed=n, ignore_eos=True,
+                    plan=plan)
+        for n, plan in enumerate(plans)
+        for size in (50, 130)
+    ]  # fmt: skip
     return jobs
 
 
@@ -128,7 +136,7 @@ def read(result: JobResult) -> list[float]:
     """What a job gave: scores or activations, and how many tokens were steered."""
     match result:
         case ScoreOutput():
-            numbers = result.columns["logprob"].tolist()
+            numbers = np.concatenate(list(result.columns.values())).tolist()
         case GenerateOutput():
             numbers = [*result.logprobs.tolist(), *result.token_ids.tolist()]
         case CaptureOutput():
@@ -136,7 +144,8 @@ def read(result: JobResult) -> list[float]:
         case failure:
             raise AssertionError(failure)
     if result.trace is not None:
-        numbers.append(float(result.trace.tokens))
+        sites = [measured for _, measured in sorted(result.trace.sites.items())]
+        numbers += [float(result.trace.tokens), *result.trace.passed, *np.ravel(sites).tolist()]
     if result.readings is not None:
         numbers += [float(result.readings.first), *result.readings.values_TGR.flatten().tolist()]
     return numbers

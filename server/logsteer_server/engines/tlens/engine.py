@@ -6,6 +6,7 @@ runs. They take turns, so nobody waits for a long one. Jobs of one batch have th
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
