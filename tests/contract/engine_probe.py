@@ -110,10 +110,9 @@ def make_jobs(vocab: int, width: int) -> list[Job]:
             job = ScoreJob(ids[:-1], ids[-scored:], columns, top=2, policy=SOFT, plan=plan)
             jobs.append(job)
     jobs += [
-        GenerateJob(shared[:size].astype(np.int32), 24, policy=SOFT, seed=n, ignore_eos=True,
-                    plan=plan)
-        for n, plan in enumerate(plans)
-        for size in (50, 130)
+        GenerateJob(shared[: 50 + 20 * n].astype(np.int32), 16, policy=SOFT, seed=n,
+                    ignore_eos=True, plan=plan)
+        for n, plan in enumerate(plans[-4:])
     ]  # fmt: skip
     return jobs
 
@@ -151,6 +150,19 @@ def read(result: JobResult) -> list[float]:
     return numbers
 
 
+def resume(engine: VllmEngine, jobs: dict[int, Job]) -> dict[int, list[float]]:
+    """The numbers of jobs that are thrown out of the cache whenever they have generated a bit."""
+    engine.add(list(jobs.items()))
+    found: dict[int, list[float]] = {}
+    steps = 0
+    while engine.busy:
+        found |= step(engine)
+        steps += 1
+        if steps in (13, 27, 42):  # they are read in eleven
+            engine._vllm.engine_core.scheduler.reset_prefix_cache(reset_running_requests=True)
+    return found
+
+
 def cancel_refused(engine: VllmEngine) -> None:
     """Cancel one of two jobs that were refused at once: it gives no result."""
     job = ScoreJob(np.ones(10_000, np.int32), np.ones(1, np.int32))
@@ -171,10 +183,11 @@ def main() -> None:
     )  # fmt: skip
     scheduler = engine._vllm.engine_core.scheduler
     preempt = scheduler._preempt_request
-    preempted: list[Any] = []
+    preempted: list[int] = []
+    """By preemption, how many tokens its request had generated."""
 
-    def count(request: object, *rest: object, **more: object) -> object:
-        preempted.append(request)
+    def count(request: Any, *rest: object, **more: object) -> object:
+        preempted.append(request.num_output_tokens)
         return preempt(request, *rest, **more)
 
     scheduler._preempt_request = count
@@ -201,9 +214,14 @@ def main() -> None:
     engine.cancel(cancelled)
     while engine.busy:
         kept |= step(engine)
+    scheduler.reset_prefix_cache()
+    preempted.clear()
+    drawn = {i: job for i, job in jobs.items() if isinstance(job, GenerateJob)}
+    resumed = resume(engine, {i: job for i, job in drawn.items() if job.policy == SOFT})
     print(json.dumps({
         "alone": alone, "together": together, "kept": kept, "cancelled": cancelled,
-        "preempted": times_preempted, "left": len(engine._running),
+        "resumed": resumed, "preempted": times_preempted, "left": len(engine._running),
+        "times_resumed": sum(count > 0 for count in preempted),
     }))  # fmt: skip
     engine.close()
 

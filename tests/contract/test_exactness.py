@@ -275,6 +275,10 @@ def test_chunked_prefill_preemption_and_abort_change_nothing() -> None:
     worst = max(differ(probe["alone"][i], probe["together"][i]) for i in probe["alone"])
     print(f"{probe['preempted']} preemptions: largest difference {worst:.2e} nats a token")
     assert worst < BATCH
+    resumed = probe["resumed"]
+    assert len(resumed) == 4
+    assert probe["times_resumed"] > len(resumed), "generation was not thrown out of the cache"
+    assert max(differ(probe["alone"][i], resumed[i]) for i in resumed) < BATCH
     assert probe["left"] == 0
     assert not {int(i) for i in probe["kept"]} & set(probe["cancelled"])
     assert len(probe["kept"]) + len(probe["cancelled"]) == len(probe["alone"])

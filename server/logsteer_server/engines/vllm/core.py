@@ -149,8 +149,8 @@ class VllmCore:
         preempted = itertools.takewhile(
             lambda request: request.status == RequestStatus.PREEMPTED, scheduler.waiting
         )
-        held = round(scheduler.kv_cache_manager.usage * size)
-        return held + sum(request.num_tokens for request in preempted)
+        held: int = round(scheduler.kv_cache_manager.usage * size)
+        return held + sum(int(request.num_tokens) for request in preempted)
 
     def process(self, outputs: Sequence[Any]) -> list[Any]:
         """Detokenize outputs of a step and look for stop strings; return `RequestOutput`s."""
