@@ -257,16 +257,16 @@ def chat_call(first_id: int, *prompts: int, max_tokens: int = 100_000) -> Engine
 def test_generation_is_let_in_by_what_it_holds_now() -> None:
     """By prompt and max_tokens, one of these would fill any cache."""
     queue = FairQueue(EngineRoom(10_000, cache_tokens=1000, sequences=100))
-    queue.put(chat_call(0, *[20] * 40))
+    queue.put(chat_call(0, *[20] * 80))
     first = ids(queue)
     assert first == list(range(1000 // (20 + LOOK_AHEAD)))
-    queue.note_load(EngineLoad(first, held_tokens=50 * len(first)))
+    queue.note_load(EngineLoad(first, held_tokens=35 * len(first)))
     assert ids(queue) == []
     for job_id in first[4:]:
         queue.finish(job_id)
     assert ids(queue) == [], "that they have ended does not say what is free"
-    queue.note_load(EngineLoad([], held_tokens=4 * 40))
-    assert len(ids(queue)) == (1000 - 4 * 40 - 4 * LOOK_AHEAD) // (20 + LOOK_AHEAD)
+    queue.note_load(EngineLoad([], held_tokens=4 * 35))
+    assert len(ids(queue)) == (1000 - 4 * 35 - 4 * LOOK_AHEAD) // (20 + LOOK_AHEAD)
 
 
 def test_where_nothing_generates_one_job_may_whatever_it_takes() -> None:

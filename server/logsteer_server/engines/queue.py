@@ -7,7 +7,7 @@ from logsteer_server.contract.jobs import GenerateJob, Job
 from logsteer_server.engines.suspects import Quarantine
 from logsteer_server.engines.turns import EngineCall, TurnQueue
 
-LOOK_AHEAD = 32
+LOOK_AHEAD = 16
 """Tokens that each generation may still grow by when another one is let in."""
 
 
@@ -33,9 +33,9 @@ class FairQueue:
     While generation waits for such room, jobs that are only read go past it:
 
         cache of 1000 tokens          held  to come
-        40 prompts of 20 tokens wait     0      380   19 are sent: 19 * (20 + 32) <= 1000
-        each has generated 20          760        0   none is sent: 760 + 20 + 20 * 32 > 1000
-        15 have ended                  160      260   13 are sent: 160 + 13 * 20 + 17 * 32 <= 1000
+        40 prompts of 20 tokens wait     0      540   27 are sent: 27 * (20 + 16) <= 1000
+        each has generated 15          945        0   none is sent: 945 + 20 + 28 * 16 > 1000
+        22 have ended                  175      400   20 are sent: 175 + 20 * 20 + 25 * 16 <= 1000
 
     Those that were in an engine as it died are let in as `quarantine` says.
     """
