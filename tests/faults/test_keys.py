@@ -220,7 +220,7 @@ def test_tokens_a_minute_are_bounded_by_key(server: Server, tokens: dict[str, st
 
 
 def test_what_is_generated_is_charged_as_it_comes(server: Server, tokens: dict[str, str]) -> None:
-    body = {"model": "quick", "prompts": [[3, 4]], "max_tokens": 40}
+    body = {"model": "quick", "prompts": ["a b"], "max_tokens": 40}
     assert post(server, tokens["drawing"], "/generate", body).status_code == 200  # 42 of 30
     refused = post(server, tokens["drawing"], "/generate", body)
     assert (refused.status_code, refused.json()["code"]) == (429, "rate_limited")
