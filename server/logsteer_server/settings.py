@@ -250,7 +250,6 @@ class Settings(BaseSettings):
         32_768, ge=64, description="Tokens of a self-test's texts, and those it fills a step with."
     )
     request_timeout_s: float = Field(600.0, gt=0, description="For one request without streaming.")
-    engine_tokens: int = Field(65_536, ge=1, description="Tokens that an engine holds at once.")
     heartbeat_timeout_s: float = Field(
         30.0, gt=0, description="Silence after which an engine counts as hung and is killed."
     )

@@ -34,6 +34,7 @@ from logsteer_server.engines.vllm.engine import VllmEngine
 from tests.probes import finish, start_vllm
 
 GREEDY = Policy(temperature=0.0)
+SOFT = Policy(temperature=0.7)
 CAPTURE_BYTES = 460 * 4 * 128
 """Of the capture buffer: the largest capture fits, and leaves little room for others."""
 SLOTS = 3
@@ -106,8 +107,14 @@ def make_jobs(vocab: int, width: int) -> list[Job]:
             jobs.append(job)
         else:
             scored = len(ids) - 1 if index % 3 == 0 else int(rng.integers(2, len(own)))
-            columns = ("logprob", "rank", "entropy")
-            jobs.append(ScoreJob(ids[:-1], ids[-scored:], columns, top=2, plan=plan))
+            columns = ("logprob", "entropy", "log_q", "rb_entropy")
+            job = ScoreJob(ids[:-1], ids[-scored:], columns, top=2, policy=SOFT, plan=plan)
+            jobs.append(job)
+    jobs += [
+        GenerateJob(shared[: 50 + 20 * n].astype(np.int32), 16, policy=SOFT, seed=n,
+                    ignore_eos=True, plan=plan)
+        for n, plan in enumerate(plans[-4:])
+    ]  # fmt: skip
     return jobs
 
 
@@ -129,7 +136,7 @@ def read(result: JobResult) -> list[float]:
     """What a job gave: scores or activations, and how many tokens were steered."""
     match result:
         case ScoreOutput():
-            numbers = result.columns["logprob"].tolist()
+            numbers = np.concatenate(list(result.columns.values())).tolist()
         case GenerateOutput():
             numbers = [*result.logprobs.tolist(), *result.token_ids.tolist()]
         case CaptureOutput():
@@ -137,10 +144,24 @@ def read(result: JobResult) -> list[float]:
         case failure:
             raise AssertionError(failure)
     if result.trace is not None:
-        numbers.append(float(result.trace.tokens))
+        sites = [measured for _, measured in sorted(result.trace.sites.items())]
+        numbers += [float(result.trace.tokens), *result.trace.passed, *np.ravel(sites).tolist()]
     if result.readings is not None:
         numbers += [float(result.readings.first), *result.readings.values_TGR.flatten().tolist()]
     return numbers
+
+
+def resume(engine: VllmEngine, jobs: dict[int, Job]) -> dict[int, list[float]]:
+    """The numbers of jobs that are thrown out of the cache whenever they have generated a bit."""
+    engine.add(list(jobs.items()))
+    found: dict[int, list[float]] = {}
+    steps = 0
+    while engine.busy:
+        found |= step(engine)
+        steps += 1
+        if steps in (13, 27, 42):  # they are read in eleven
+            engine._vllm.engine_core.scheduler.reset_prefix_cache(reset_running_requests=True)
+    return found
 
 
 def cancel_refused(engine: VllmEngine) -> None:
@@ -199,10 +220,11 @@ def main() -> None:
     children_s = ended.ru_utime + ended.ru_stime
     scheduler = engine._vllm.engine_core.scheduler
     preempt = scheduler._preempt_request
-    preempted: list[Any] = []
+    preempted: list[int] = []
+    """By preemption, how many tokens its request had generated."""
 
-    def count(request: object, *rest: object, **more: object) -> object:
-        preempted.append(request)
+    def count(request: Any, *rest: object, **more: object) -> object:
+        preempted.append(request.num_output_tokens)
         return preempt(request, *rest, **more)
 
     scheduler._preempt_request = count
@@ -217,9 +239,14 @@ def main() -> None:
         together = run_pressed(engine, jobs)
         times_preempted = len(preempted)
         kept = run_cancelled(engine, jobs, cancelled)
+        scheduler.reset_prefix_cache()
+        preempted.clear()
+        drawn = {i: job for i, job in jobs.items() if isinstance(job, GenerateJob)}
+        resumed = resume(engine, {i: job for i, job in drawn.items() if job.policy == SOFT})
         runs["overlapped" if overlaps else "in turn"] = {
             "together": together, "kept": kept, "preempted": times_preempted,
-            "left": len(engine._running),
+            "left": len(engine._running), "resumed": resumed,
+            "times_resumed": sum(count > 0 for count in preempted),
         }  # fmt: skip
     engine.add([(0, jobs[0])])
     engine.step()

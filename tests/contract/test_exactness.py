@@ -277,6 +277,10 @@ def test_chunked_prefill_preemption_and_abort_change_nothing(tmp_path: Path) -> 
         worst = max(differ(alone[i], run["together"][i]) for i in alone)
         print(f"{name}: {run['preempted']} preemptions: difference {worst:.2e} nats a token")
         assert worst < BATCH
+        resumed = run["resumed"]
+        assert len(resumed) == 4
+        assert run["times_resumed"] > len(resumed), "generation was not thrown out of the cache"
+        assert max(differ(alone[i], resumed[i]) for i in resumed) < BATCH
         assert run["left"] == 0
         kept = run["kept"]
         assert not {int(i) for i in kept} & set(probe["cancelled"])

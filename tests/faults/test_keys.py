@@ -45,6 +45,7 @@ def tokens(key_file: Path) -> dict[str, str]:
         "root": add_key(key_file, "root", "score", "steer", "write", "admin"),
         "narrow": add_key(key_file, "narrow", "score", concurrency=1),
         "poor": add_key(key_file, "poor", "score", tokens_per_minute=30),
+        "drawing": add_key(key_file, "drawing", "score", tokens_per_minute=30),
         "small": add_key(key_file, "small", "score", "write", stored_bytes=1024),
         "nightly": add_key(key_file, "nightly", "score", priority="batch"),
     }
@@ -56,9 +57,8 @@ def server(
 ) -> Iterator[Server]:
     """Two fakes behind a key file: `quick`, and `slow`, which takes 50 ms for 10 tokens."""
     config = {
-        "models": [fake_model("quick"), fake_model("slow", delay_s=0.05)],
+        "models": [fake_model("quick"), fake_model("slow", delay_s=0.05, ahead_tokens=10)],
         "key_file": str(key_file),
-        "engine_tokens": 10,
         "cache_bytes": 0,
     }
     with serve(config, tmp_path_factory.mktemp("server")) as server:
@@ -217,6 +217,13 @@ def test_tokens_a_minute_are_bounded_by_key(server: Server, tokens: dict[str, st
         pytest.raises(OverloadedError),
     ):
         client.logprob([ITEM], model="quick")
+
+
+def test_what_is_generated_is_charged_as_it_comes(server: Server, tokens: dict[str, str]) -> None:
+    body = {"model": "quick", "prompts": ["a b"], "max_tokens": 40}
+    assert post(server, tokens["drawing"], "/generate", body).status_code == 200  # 42 of 30
+    refused = post(server, tokens["drawing"], "/generate", body)
+    assert (refused.status_code, refused.json()["code"]) == (429, "rate_limited")
 
 
 def test_stored_bytes_are_bounded_by_key(server: Server, tokens: dict[str, str]) -> None:

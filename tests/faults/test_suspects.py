@@ -9,6 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
+from logsteer_server.contract.engine import EngineRoom
 from logsteer_server.contract.jobs import GenerateJob, Job, Policy, ScoreJob
 from logsteer_server.contract.parameters import Direction, Override
 from logsteer_server.contract.plan import Site, SteeringPlan
@@ -77,7 +78,7 @@ class TestQuarantine:
     def _make(self) -> None:
         self.now = 1000.0
         self.quarantine = Quarantine(POISON_S, lambda: self.now)
-        self.queue = FairQueue(1000, self.quarantine)
+        self.queue = FairQueue(EngineRoom(1000), self.quarantine)
         self.next_id = 0
 
     def ask(self, *numbers: int) -> int:

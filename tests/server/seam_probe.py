@@ -8,7 +8,9 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +26,8 @@ from tests.probes import finish
 
 UNASKED = ("sklearn", "pandas", "pyarrow", "datasets", "transformer_lens")
 """What an engine's process does without, and would import for seconds."""
+
+DEMO_MODEL = Path(__file__).parents[2] / "demo" / "model"
 
 
 def find(name: str) -> Any:
@@ -166,8 +170,45 @@ def profile(device: str, has_head: bool) -> list[Any]:
     return calls
 
 
+class NotStartedError(Exception):
+    """Says that a configuration was asked for, which is all that is wanted."""
+
+
+def find_batch(gigabytes: int, engine_args: dict[str, Any]) -> list[int]:
+    """Tokens and sequences of a step that the engine asks vLLM for, on a GPU of such memory."""
+    from vllm.engine import arg_utils
+
+    from logsteer_server.engines.vllm import core
+
+    found = []
+
+    def configure(self: Any, *given: Any) -> None:
+        self.enable_chunked_prefill = True
+        model = SimpleNamespace(max_model_len=4096, is_multimodal_model=False)
+        parallel = SimpleNamespace(use_batched_dp_moe=False)
+        context = given[0] if given else None
+        self._set_default_max_num_seqs_and_batched_tokens_args(context, model, parallel)
+        found.extend([self.max_num_batched_tokens, self.max_num_seqs])
+        raise NotStartedError
+
+    gpu = SimpleNamespace(
+        get_device_total_memory=lambda: gigabytes * 2**30,
+        get_device_name=lambda: "NVIDIA H200",
+        is_tpu=lambda: False,
+        is_cpu=lambda: False,
+    )
+    spec = EngineSpec("probe", "vllm", str(DEMO_MODEL), engine_args=engine_args)
+    with (
+        patch.object(arg_utils, "current_platform", gpu),
+        patch.object(core.EngineArgs, "create_engine_config", configure),
+        suppress(NotStartedError),
+    ):
+        core.VllmCore(spec, spec.path)
+    return found
+
+
 def main() -> None:
-    """Print what is wrong with each row, in their order, and names that collide."""
+    """Print what is wrong with each row, names that collide, and the sizes of a step on GPUs."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     set_environment(EngineSpec("probe", "vllm", "."))
     with hold_collector():
@@ -186,8 +227,15 @@ def main() -> None:
         "cpu": profile("cpu", True),
         "no head": profile("meta", False),
     }
-    found = {"wrong": wrong, "collisions": find_collisions(), "profiled": profiled}
-    finish(found | {"unasked": unasked})
+    batches = {
+        "large": find_batch(139, {}),
+        "small": find_batch(24, {}),
+        "given": find_batch(139, {"max_num_batched_tokens": 512, "max_num_seqs": 7}),
+    }
+    finish({
+        "wrong": wrong, "collisions": find_collisions(), "unasked": unasked,
+        "profiled": profiled, "batches": batches,
+    })  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from logsteer.errors import APIError, OverloadedError, PayloadTooLargeError
 from logsteer.schemas import GradientRequest
+from logsteer_server.contract.jobs import EXPECTED_TOKENS, GenerateJob
 from logsteer_server.models.admission import UNKNOWN_WAIT_S, Admission, Reservation
 from logsteer_server.tasks.gradient import GradientTask
 from logsteer_server.tasks.planning import Capacity
@@ -32,6 +34,14 @@ from tests.server.scripted_model import (
     make_model,
     register,
 )
+
+
+def test_a_generation_without_a_bound_of_its_own_takes_no_whole_context() -> None:
+    """A chat that names no max_tokens may use all of a context of 131,072 tokens."""
+    chat = GenerateJob(np.zeros(72, np.int32), 131_000)
+    assert chat.num_expected == 72 + EXPECTED_TOKENS < 0.01 * chat.num_positions
+    short = GenerateJob(np.zeros(72, np.int32), 8)
+    assert short.num_expected == short.num_positions == 80
 
 
 def test_a_reservation_holds_what_it_covers_until_it_ends() -> None:
@@ -214,9 +224,8 @@ def server(start_server: ServerFactory) -> Server:
     """`slow` takes a tenth of a second for every 100 tokens; `idle` is never asked by itself."""
     return start_server(
         {
-            "models": [fake_model("slow", delay_s=0.1), fake_model("idle")],
+            "models": [fake_model("slow", delay_s=0.1, ahead_tokens=100), fake_model("idle")],
             "max_pending_tokens": BUDGET,
-            "engine_tokens": 100,
             "cache_bytes": 0,
         }
     )

@@ -26,10 +26,9 @@ def server(start_server: ServerFactory) -> Server:
         {
             "models": [
                 fake_model("quick", crash_id=CRASH, fail_id=FAIL),
-                fake_model("slow", delay_s=0.5),
+                fake_model("slow", delay_s=0.5, ahead_tokens=100),
             ],
             "max_pending_tokens": 1000,
-            "engine_tokens": 100,
             "request_timeout_s": 2.5,
             "max_items": 500,
             "cache_bytes": 0,

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 
-from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.engine import EngineInfo, EngineLoad
 from logsteer_server.contract.jobs import Job, JobFailure, JobResult, Output
 from logsteer_server.engines.failures import lacks_memory
 from logsteer_server.engines.process import (
@@ -37,6 +37,7 @@ class RefusingEngine:
     def __init__(self) -> None:
         self.failed: list[tuple[int, JobResult]] = []
         self.cancelled: list[int] = []
+        self.load: EngineLoad | None = None
 
     @property
     def info(self) -> EngineInfo:
@@ -55,6 +56,10 @@ class RefusingEngine:
     def step(self) -> list[tuple[int, JobResult]]:
         failed, self.failed = self.failed, []
         return failed
+
+    def take_load(self) -> EngineLoad | None:
+        load, self.load = self.load, None
+        return load
 
     def close(self) -> None:
         raise AssertionError("the loop does not close the engine")
@@ -114,6 +119,16 @@ def test_messages_are_taken_before_the_engine_steps(ends: tuple[Connection, Conn
     assert [type(answer) for answer in answers] == [Cancelled, Finished]
 
 
+def test_what_generation_holds_is_told_in_front_of_the_results_of_its_step(
+    ends: tuple[Connection, Connection],
+) -> None:
+    engine = RefusingEngine()
+    engine.load = EngineLoad([1], 17)
+    answers = serve(engine, ends, add(1), Cancel([5]), Close())
+    assert answers[1] == EngineLoad([1], 17)
+    assert [type(answer) for answer in answers] == [Cancelled, EngineLoad, Finished]
+
+
 def test_a_job_is_reported_until_its_last_result(ends: tuple[Connection, Connection]) -> None:
     loop = EngineLoop(ends[1], RefusingEngine())
     loop._handle(add(1))
@@ -123,17 +138,6 @@ def test_a_job_is_reported_until_its_last_result(ends: tuple[Connection, Connect
         if ends[0].poll():
             sent.append(ends[0].recv())
     assert [message.parts[0].results[0].is_last for message in sent] == [False, True]
-
-
-def test_jobs_of_several_calls_come_in_their_order_and_go_back_call_by_call(
-    ends: tuple[Connection, Connection],
-) -> None:
-    engine = RefusingEngine()
-    loop = EngineLoop(ends[1], engine)
-    loop._handle(Add([JobGroup([1, 2], [JOB] * 2), JobGroup([7], [JOB])], [1, 7, 2]))
-    assert [job_id for job_id, _ in engine.failed] == [1, 7, 2]
-    loop._report(engine.step())
-    assert [part.numbers for part in ends[0].recv().parts] == [[1, 2], [7]]
 
 
 class SlowEngine(RefusingEngine):

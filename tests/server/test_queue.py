@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logsteer_server.contract.jobs import Job
+from logsteer_server.contract.engine import EngineLoad, EngineRoom
+from logsteer_server.contract.jobs import GenerateJob, Job
 from logsteer_server.contract.lane import Lane, Priority
-from logsteer_server.engines.queue import FairQueue
+from logsteer_server.engines.queue import LOOK_AHEAD, FairQueue
 from logsteer_server.engines.turns import EngineCall, TurnQueue
 
 SIZES = st.lists(st.integers(1, 12), max_size=6)
@@ -25,7 +26,7 @@ def ids(queue: FairQueue) -> list[int]:
 
 
 def test_calls_take_turns_and_keep_the_order_of_their_jobs() -> None:
-    queue = FairQueue(100)
+    queue = FairQueue(EngineRoom(100))
     queue.put(make_call(0, 1, 1, 1, 1))
     queue.put(make_call(10, 1))
     queue.put(make_call(20, 1, 1))
@@ -33,7 +34,7 @@ def test_calls_take_turns_and_keep_the_order_of_their_jobs() -> None:
 
 
 def test_the_engine_holds_no_more_than_the_budget() -> None:
-    queue = FairQueue(10)
+    queue = FairQueue(EngineRoom(10))
     queue.put(make_call(0, 4, 4, 4))
     assert ids(queue) == [0, 1]
     assert ids(queue) == []
@@ -42,7 +43,7 @@ def test_the_engine_holds_no_more_than_the_budget() -> None:
 
 
 def test_a_job_beyond_the_budget_runs_alone() -> None:
-    queue = FairQueue(10)
+    queue = FairQueue(EngineRoom(10))
     queue.put(make_call(0, 1, 30, 1))
     assert ids(queue) == [0]
     queue.finish(0)
@@ -52,7 +53,7 @@ def test_a_job_beyond_the_budget_runs_alone() -> None:
 
 
 def test_a_turn_waits_for_room_and_is_not_jumped() -> None:
-    queue = FairQueue(10)
+    queue = FairQueue(EngineRoom(10))
     queue.put(make_call(0, 6))
     queue.put(make_call(10, 6))
     queue.put(make_call(20, 1))
@@ -62,7 +63,7 @@ def test_a_turn_waits_for_room_and_is_not_jumped() -> None:
 
 
 def test_a_dropped_call_says_what_the_engine_has_of_it_and_keeps_that_room_till_the_end() -> None:
-    queue = FairQueue(10)
+    queue = FairQueue(EngineRoom(10))
     long, short = make_call(0, 5, 5, 5, 5), make_call(10, 5)
     queue.put(long)
     assert ids(queue) == [0, 1]
@@ -79,7 +80,7 @@ def test_a_dropped_call_says_what_the_engine_has_of_it_and_keeps_that_room_till_
 
 
 def test_a_finished_job_that_is_finished_again_frees_nothing_more() -> None:
-    queue = FairQueue(10)
+    queue = FairQueue(EngineRoom(10))
     queue.put(make_call(0, 5, 5, 5, 5, 5))
     assert ids(queue) == [0, 1]
     queue.finish(0)
@@ -89,14 +90,14 @@ def test_a_finished_job_that_is_finished_again_frees_nothing_more() -> None:
 
 
 def test_a_call_without_jobs_waits_for_nothing() -> None:
-    queue = FairQueue(10)
+    queue = FairQueue(EngineRoom(10))
     queue.put(make_call(0))
     queue.put(make_call(0, 1))
     assert ids(queue) == [0]
 
 
 def test_nothing_is_left_when_the_engine_is_gone() -> None:
-    queue = FairQueue(10)
+    queue = FairQueue(EngineRoom(10))
     queue.put(make_call(0, 10, 10))
     assert ids(queue) == [0]
     queue.clear()
@@ -109,7 +110,7 @@ def test_nothing_is_left_when_the_engine_is_gone() -> None:
 def test_every_job_gets_its_turn_within_the_budget(
     calls: list[list[int]], budget: int, draw: st.DataObject
 ) -> None:
-    queue = FairQueue(budget)
+    queue = FairQueue(EngineRoom(budget))
     size_of: dict[int, int] = {}
     for number, sizes in enumerate(calls):
         queue.put(make_call(100 * number, *sizes))
@@ -128,7 +129,7 @@ def test_every_job_gets_its_turn_within_the_budget(
 
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_a_long_call_delays_a_short_one_by_a_job_of_each_call_before_it(count: int) -> None:
-    queue = FairQueue(1)
+    queue = FairQueue(EngineRoom(1))
     for number in range(count):
         queue.put(make_call(1000 * number, *[1] * 50))
     queue.put(make_call(99_000, 1))
@@ -162,7 +163,7 @@ def drain(queue: FairQueue) -> list[int]:
 
 def test_a_tenant_with_many_calls_gets_no_more_than_one_with_one() -> None:
     """Turns went from call to call: whoever made ten calls had ten turns of eleven."""
-    queue = FairQueue(1)
+    queue = FairQueue(EngineRoom(1))
     for n in range(10):
         queue.put(lane_call(10 * n, "flood", 1, 1, 1))
     queue.put(lane_call(500, "ann", 1, 1, 1))
@@ -171,7 +172,7 @@ def test_a_tenant_with_many_calls_gets_no_more_than_one_with_one() -> None:
 
 
 def test_tenants_share_tokens_and_not_jobs() -> None:
-    queue = FairQueue(1)
+    queue = FairQueue(EngineRoom(1))
     queue.put(lane_call(0, "long", *[10] * 10))
     queue.put(lane_call(100, "short", *[1] * 40))
     order = drain(queue)
@@ -179,7 +180,7 @@ def test_tenants_share_tokens_and_not_jobs() -> None:
 
 
 def test_what_a_tenant_left_unused_is_not_saved_up() -> None:
-    queue = FairQueue(1)
+    queue = FairQueue(EngineRoom(1))
     queue.put(lane_call(0, "ann", *[1] * 100))
     for _ in range(50):
         (job_id,) = ids(queue)
@@ -190,7 +191,7 @@ def test_what_a_tenant_left_unused_is_not_saved_up() -> None:
 
 
 def test_a_tenant_that_comes_back_does_not_jump_the_others() -> None:
-    queue = FairQueue(1)
+    queue = FairQueue(EngineRoom(1))
     queue.put(lane_call(0, "ann", *[1] * 60))
     order = []
     for n in range(30):  # one call after another, each as soon as the last has ended
@@ -203,7 +204,7 @@ def test_a_tenant_that_comes_back_does_not_jump_the_others() -> None:
 
 
 def test_interactive_work_goes_first_and_batch_work_goes_on() -> None:
-    queue = FairQueue(1)
+    queue = FairQueue(EngineRoom(1))
     queue.put(lane_call(0, "night", *[1] * 4, priority="batch"))
     queue.put(lane_call(100, "ann", *[1] * 40))
     order = drain(queue)
@@ -214,7 +215,7 @@ def test_interactive_work_goes_first_and_batch_work_goes_on() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(get_args(Priority)), SIZES)))
 def test_every_job_of_every_lane_is_sent_once(calls: list[tuple[str, Priority, list[int]]]) -> None:
-    queue = FairQueue(12)
+    queue = FairQueue(EngineRoom(12))
     expected = []
     for n, (tenant, priority, sizes) in enumerate(calls):
         queue.put(lane_call(100 * n, tenant, *sizes, priority=priority))
@@ -234,9 +235,143 @@ def test_a_call_that_is_passed_by_is_taken_later(data: st.DataObject) -> None:
     assert len(turns) == len(calls)
     seen = set()
     for _ in range(4 * len(calls)):
-        seen.add(turns.peek().first_id)
-        turns.pass_by()
+        call = turns.peek()
+        assert call is not None
+        seen.add(call.first_id)
+        turns.pass_by(call)
     assert seen == {call.first_id for call in calls}
     for call in calls:
         turns.drop(call)
     assert not turns
+
+
+# ------------------------------------------------------------------ generation
+
+
+def chat_call(first_id: int, *prompts: int, max_tokens: int = 100_000) -> EngineCall:
+    """A call that continues prompts of so many tokens."""
+    jobs = [GenerateJob(np.zeros(size, np.int32), max_tokens) for size in prompts]
+    return EngineCall(jobs, first_id)
+
+
+def test_generation_is_let_in_by_what_it_holds_now() -> None:
+    """By prompt and max_tokens, one of these would fill any cache."""
+    queue = FairQueue(EngineRoom(10_000, cache_tokens=1000, sequences=100))
+    queue.put(chat_call(0, *[20] * 80))
+    first = ids(queue)
+    assert first == list(range(1000 // (20 + LOOK_AHEAD)))
+    queue.note_load(EngineLoad(first, held_tokens=35 * len(first)))
+    assert ids(queue) == []
+    for job_id in first[4:]:
+        queue.finish(job_id)
+    assert ids(queue) == [], "that they have ended does not say what is free"
+    queue.note_load(EngineLoad([], held_tokens=4 * 35))
+    assert len(ids(queue)) == (1000 - 4 * 35 - 4 * LOOK_AHEAD) // (20 + LOOK_AHEAD)
+
+
+def test_where_nothing_generates_one_job_may_whatever_it_takes() -> None:
+    queue = FairQueue(EngineRoom(10, cache_tokens=20, sequences=1))
+    queue.put(chat_call(0, 50, 1))
+    assert ids(queue) == [0]
+    queue.note_load(EngineLoad([0], held_tokens=50))
+    assert ids(queue) == []
+    queue.finish(0)
+    assert ids(queue) == [1], "what is held is told with the next step, which needs a job"
+
+
+def test_prompts_that_were_read_make_room_for_the_next() -> None:
+    queue = FairQueue(EngineRoom(100, cache_tokens=10_000, sequences=100))
+    queue.put(chat_call(0, *[40] * 6))
+    assert ids(queue) == [0, 1]
+    queue.note_load(EngineLoad([0], held_tokens=40))
+    assert ids(queue) == [2]
+    queue.finish(0)
+    assert ids(queue) == [], "its prompt makes room once"
+    queue.finish(1)
+    queue.note_load(EngineLoad([1, 2, 77], held_tokens=80))
+    assert ids(queue) == [3, 4]
+
+
+def test_texts_are_read_past_generation_that_waits_for_room() -> None:
+    queue = FairQueue(EngineRoom(100, cache_tokens=10_000, sequences=2))
+    queue.put(chat_call(0, 5, 5, 5, 5))
+    queue.put(chat_call(10, 1))
+    queue.put(make_call(20, 5, 5))
+    assert ids(queue) == [0, 10, 20, 21]
+    queue.put(make_call(30, 5))
+    assert ids(queue) == [30]
+    queue.finish(10)
+    assert ids(queue) == [1], "generation kept its turn"
+
+
+def test_a_generation_waits_for_its_turn_and_is_not_jumped() -> None:
+    queue = FairQueue(EngineRoom(10_000, cache_tokens=1000, sequences=100))
+    queue.put(chat_call(0, 20))
+    assert ids(queue) == [0]
+    queue.note_load(EngineLoad([0], held_tokens=500))
+    queue.put(chat_call(10, 600))
+    queue.put(chat_call(20, 20))
+    assert ids(queue) == []
+    queue.finish(0)
+    queue.note_load(EngineLoad([], held_tokens=0))
+    assert ids(queue) == [10, 20]
+
+
+def test_without_a_cache_that_is_told_of_generation_counts_with_all_that_it_may_come_to() -> None:
+    queue = FairQueue(EngineRoom(100))
+    queue.put(chat_call(0, 20, 20, 20, max_tokens=30))
+    assert ids(queue) == [0, 1]
+    queue.finish(0)
+    assert ids(queue) == [2]
+
+
+def test_nothing_of_generation_is_left_when_the_engine_is_gone() -> None:
+    queue = FairQueue(EngineRoom(100, cache_tokens=200, sequences=2))
+    queue.put(chat_call(0, 20, 20, 20))
+    assert ids(queue) == [0, 1]
+    queue.note_load(EngineLoad([0], held_tokens=200))
+    queue.clear()
+    queue.put(chat_call(10, 20, 20, 20))
+    assert ids(queue) == [10, 11]
+
+
+def test_batch_work_that_is_due_and_waits_for_room_keeps_nobody_back() -> None:
+    queue = FairQueue(EngineRoom(10_000, cache_tokens=10_000, sequences=1))
+    queue.put(chat_call(0, 1))
+    assert ids(queue) == [0]
+    night = chat_call(10, 1)
+    queue.put(EngineCall(night.jobs, 10, Lane("night", "batch")))
+    queue.put(lane_call(100, "ann", *[1] * 40))
+    assert ids(queue) == list(range(100, 140))
+    queue.finish(0)
+    assert ids(queue) == [10]
+
+
+@given(
+    calls=st.lists(st.tuples(st.booleans(), st.sampled_from("ab"), SIZES), max_size=6),
+    draw=st.data(),
+)
+def test_reading_and_generation_each_end_within_their_room(
+    calls: list[tuple[bool, str, list[int]]], draw: st.DataObject
+) -> None:
+    """Whatever ends first, every job is sent once, and no more generate than may."""
+    queue = FairQueue(EngineRoom(15, cache_tokens=150, sequences=3))
+    expected = []
+    for n, (generates, tenant, sizes) in enumerate(calls):
+        jobs = (chat_call if generates else make_call)(100 * n, *sizes).jobs
+        queue.put(EngineCall(jobs, 100 * n, Lane(tenant)))
+        expected += range(100 * n, 100 * n + len(sizes))
+    generating = {100 * n for n, (generates, _, _) in enumerate(calls) if generates}
+    running: list[int] = []
+    seen: list[int] = []
+    while (taken := ids(queue)) or running:
+        seen += taken
+        running += taken
+        chats = [job_id for job_id in running if job_id // 100 * 100 in generating]
+        assert len(chats) <= 3
+        held = draw.draw(st.integers(0, 150)) if chats else 0
+        for job_id in draw.draw(st.sets(st.sampled_from(running), min_size=1)):
+            queue.finish(job_id)
+            running.remove(job_id)
+        queue.note_load(EngineLoad([chat for chat in chats if chat % 2], held))
+    assert sorted(seen) == expected

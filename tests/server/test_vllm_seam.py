@@ -75,6 +75,11 @@ def test_a_gpus_memory_is_measured_with_rows_read(probe: dict[str, Any]) -> None
     assert profiled == {"meta": ["vllm", "rows", [7, 5]], "cpu": ["vllm"], "no head": ["vllm"]}
 
 
+def test_a_gpu_has_steps_as_large_as_in_vllms_server(probe: dict[str, Any]) -> None:
+    """8,192 tokens and 1,024 sequences where vLLM alone, with no usage named, has 2,048 and 128."""
+    assert probe["batches"] == {"large": [8192, 1024], "small": [2048, 256], "given": [512, 7]}
+
+
 def test_no_row_stands_twice() -> None:
     counts = Counter((row.name, row.kind, row.relies_on, row.used_in) for row in INTERNALS)
     assert [row for row, count in counts.items() if count > 1] == []

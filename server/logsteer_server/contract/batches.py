@@ -197,6 +197,13 @@ def count_positions(jobs: Sequence[Job]) -> list[int]:
     return [job.num_positions for job in jobs]
 
 
+def count_expected(jobs: Sequence[Job]) -> list[int]:
+    """Return each job's `num_expected`."""
+    if isinstance(jobs, ScoreJobs):
+        return count_positions(jobs)
+    return [job.num_expected for job in jobs]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreOutputs(Sequence[ScoreOutput]):
     """Outputs of N score jobs that have the same columns.

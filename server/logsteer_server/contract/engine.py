@@ -45,6 +45,30 @@ class EngineSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineRoom:
+    """What an engine takes in before it answers."""
+
+    ahead_tokens: int = 65_536
+    """Tokens of jobs that have not begun: enough that a step never lacks work, and no more, since
+    whoever comes later waits for them."""
+    cache_tokens: int | None = None
+    """Tokens whose keys and values it holds. Generation is then let in by what it holds now, as
+    `Engine.take_load` says; None: by all that it may come to, which counts among `ahead_tokens`."""
+    sequences: int | None = None
+    """Jobs that generate at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What generation takes of an engine: jobs whose prompts it has read since it last said so, and
+    how many tokens have their keys and values in the cache, or had them when they were preempted.
+    """
+
+    started: Sequence[int]
+    held_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What an engine is, once its model is loaded."""
 
@@ -81,6 +105,7 @@ class EngineInfo:
     """What else its numbers may change with: versions of libraries, and the device."""
     step_tokens: int | None = None
     """Tokens that a step reads at most, so that texts are split between steps; None: never."""
+    room: EngineRoom = field(default_factory=EngineRoom)
     int8_products: Int8Products | None = None
     """None where the model has no INT8 layers, and on GPUs."""
 
@@ -130,6 +155,10 @@ class Engine(Protocol):
 
     def step(self) -> list[tuple[int, JobResult]]:
         """Advance the work by one batch and return the results that came of it."""
+        ...
+
+    def take_load(self) -> EngineLoad | None:
+        """Return what changed of it with the last step; None where nothing worth a message did."""
         ...
 
     def close(self) -> None:

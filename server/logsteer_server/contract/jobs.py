@@ -33,6 +33,9 @@ class Policy:
     min_p: float = 0.0
 
 
+EXPECTED_TOKENS = 1024
+"""What a generation is expected to come to, at most: where a request gives no bound of its own, its
+job may use the whole context, and hardly any does."""
 FINGERPRINT_HEAD = struct.Struct("<IIII?")
 
 MAX_DRAWN_SEED = 2**31
@@ -76,6 +79,11 @@ class Job:
     @property
     def num_positions(self) -> int:
         """Positions of the context that the job may come to use."""
+        return len(self.tokens)
+
+    @property
+    def num_expected(self) -> int:
+        """Positions that budgets count before anything is known of what the job generates."""
         return len(self.tokens)
 
     @property
@@ -290,6 +298,11 @@ class GenerateJob(Job):
     def num_positions(self) -> int:
         """Positions of the context that the job may come to use."""
         return len(self.tokens) + self.max_tokens
+
+    @property
+    def num_expected(self) -> int:
+        """Positions that budgets count before anything is known of what the job generates."""
+        return len(self.tokens) + min(self.max_tokens, EXPECTED_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from logsteer.schemas import Column
 from logsteer_server.contract.captures import CaptureJob, CaptureOutput
-from logsteer_server.contract.engine import EngineInfo, EngineSpec
+from logsteer_server.contract.engine import EngineInfo, EngineRoom, EngineSpec
 from logsteer_server.contract.jobs import (
     GenerateJob,
     GenerateOutput,
@@ -127,7 +127,7 @@ def fake_scores(job: ScoreJob) -> list[JobResult]:
 
 class FakeEngine:
     """Answer jobs at once. `engine_args`: `vocab_size`, `context_length`, `num_layers`,
-    `hidden_size`, `delay_s` a step.
+    `hidden_size`, `ahead_tokens` of its room, `delay_s` a step.
 
     A token id of `crash_id` breaks the engine, `exit_id` ends its process without a word, `hang_id`
     keeps its step from ending, `fail_id` fails its job alone. A start lacks memory until the file
@@ -166,6 +166,7 @@ class FakeEngine:
             num_layers=int(args.get("num_layers", 4)),
             hidden_size=int(args.get("hidden_size", 16)),
             hooks=("resid_post",),
+            room=EngineRoom(int(args.get("ahead_tokens", 65_536))),
             lacks={
                 "override": f"the engine fake has no parameter overrides; {ELSEWHERE}",
                 "gradient": f"the engine fake has no gradients; {ELSEWHERE}",
@@ -218,6 +219,9 @@ class FakeEngine:
 
     def _capture(self, job: CaptureJob) -> list[JobResult]:
         return [CaptureOutput(fake_activations(job, self._info.hidden_size))]
+
+    def take_load(self) -> None:
+        """Return nothing: what generates ends with the step that it begins in."""
 
     def close(self) -> None:
         """Do nothing: there is no model to free."""

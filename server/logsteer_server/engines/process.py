@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from logsteer_server.contract.batches import pack_results
-from logsteer_server.contract.engine import Engine, EngineInfo, EngineSpec
+from logsteer_server.contract.engine import Engine, EngineInfo, EngineLoad, EngineSpec
 from logsteer_server.contract.jobs import Job, JobResult
 from logsteer_server.contract.results import ResultPart
 from logsteer_server.engines.failures import lacks_memory
@@ -100,7 +100,7 @@ class Failed:
 
 
 ToEngine = Add | Cancel | Close
-FromEngine = Ready | Finished | Cancelled | Beat | Failed
+FromEngine = Ready | Finished | EngineLoad | Cancelled | Beat | Failed
 
 
 def build_engine(spec: EngineSpec) -> Engine:
@@ -197,6 +197,8 @@ class EngineLoop:
             if self._engine.busy:
                 with self._call():
                     stepped = self._engine.step()
+                if (load := self._engine.take_load()) is not None:
+                    self.send(load)
                 self._report(stepped)
 
     @contextmanager

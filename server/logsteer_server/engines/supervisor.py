@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import ModelState
-from logsteer_server.contract.engine import EngineInfo, EngineSpec
+from logsteer_server.contract.engine import EngineInfo, EngineLoad, EngineSpec
 from logsteer_server.contract.jobs import Job
 from logsteer_server.contract.lane import Lane
 from logsteer_server.contract.results import ResultPart, count_last, find_first_failure, find_last
@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 class SupervisionLimits:
     """How an engine is fed, watched and restarted; `Settings` describes each number."""
 
-    engine_tokens: int = 65_536
     max_unread_results: int = 131_072
     watch: WatchLimits = field(default_factory=WatchLimits)
     max_restarts: int = 8
@@ -75,7 +74,7 @@ class EngineHandle:
         self.ready = asyncio.Event()
         self._limits = limits or SupervisionLimits()
         self._quarantine = Quarantine(self._limits.poison_s)
-        self._queue = FairQueue(self._limits.engine_tokens, self._quarantine)
+        self._queue = FairQueue(quarantine=self._quarantine)
         self._budget = RestartBudget(
             self._limits.max_restarts, self._limits.restart_window_s, self._limits.restart_delay_s
         )
@@ -241,8 +240,12 @@ class EngineHandle:
                 for job_id in job_ids:
                     self._forget(job_id)
                 self._send_jobs()
+            case EngineLoad():
+                self._queue.note_load(message)
+                self._send_jobs()
             case Ready(info):
                 self.info, self.state, self.detail = info, "ready", "answers"
+                self._queue.room = info.room
                 self.ready.set()
             case Failed():
                 self._fail(message)

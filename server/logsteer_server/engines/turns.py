@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
-from logsteer_server.contract.batches import count_positions, select_jobs
-from logsteer_server.contract.jobs import Job
+from logsteer_server.contract.batches import ScoreJobs, count_positions, select_jobs
+from logsteer_server.contract.jobs import GenerateJob, Job
 from logsteer_server.contract.lane import Lane, Priority
 
 BATCH_EVERY = 16
@@ -49,6 +49,16 @@ class EngineCall:
         """Return the jobs of these ids."""
         return select_jobs(self.jobs, [job_id - self.first_id for job_id in ids])
 
+    @property
+    def only_reads(self) -> bool:
+        """Whether none of its jobs generates, as far as is known without a look at each."""
+        return isinstance(self.jobs, ScoreJobs)
+
+    @property
+    def generates(self) -> bool:
+        """Whether the job that it sends in its next turn generates."""
+        return not self.only_reads and isinstance(self.job(self.unsent[0]), GenerateJob)
+
 
 class TenantQueue:
     """Calls of one priority. The tenant that is served next is the one with the least `served`.
@@ -79,28 +89,35 @@ class TenantQueue:
             self._served[tenant] = max(self._reached, self._served.get(tenant, 0))
         self._calls[tenant].append(call)
 
-    def peek(self) -> EngineCall:
-        """Return the call whose turn it is."""
-        return self._calls[self._choose()][0]
+    def peek(self, reading: bool = False) -> EngineCall | None:
+        """Return the call whose turn it is, if there is one; with `reading`, of those whose next
+        job does not generate.
+        """
+        if not reading:
+            return self._calls[self._choose()][0] if self._calls else None
+        turns = sorted(self._calls, key=self._served.__getitem__)
+        calls = (call for tenant in turns for call in self._calls[tenant])
+        return next((call for call in calls if not call.generates), None)
 
     def _choose(self) -> str:
         if len(self._calls) == 1:
             return next(iter(self._calls))
         return min(self._calls, key=self._served.__getitem__)
 
-    def pop(self) -> tuple[EngineCall, int]:
-        """Take the next job of the call whose turn it is; that has its next turn later."""
-        tenant = self._choose()
+    def pop(self, call: EngineCall) -> int:
+        """Take the next job of the call that `peek` returned; that has its next turn later."""
+        tenant = call.lane.tenant
         calls = self._calls[tenant]
-        call = calls.popleft()
+        calls.remove(call)
         job_id = call.unsent.popleft()
         self._reached = max(self._reached, self._served[tenant])
-        self._served[tenant] += max(1, call.size(job_id))
+        expected = call.size(job_id) if call.only_reads else call.job(job_id).num_expected
+        self._served[tenant] += max(1, expected)
         if call.unsent:
             calls.append(call)
         if not calls:
             self._forget(tenant)
-        return call, job_id
+        return job_id
 
     def pop_run(self, count: int) -> list[int]:
         """Take the next jobs, so many, of the one call that waits; return their ids."""
@@ -114,10 +131,11 @@ class TenantQueue:
             self._forget(tenant)
         return ids
 
-    def pass_by(self) -> None:
-        """Have the call whose turn it is wait until everybody else had one."""
-        tenant = self._choose()
-        self._calls[tenant].rotate(-1)
+    def pass_by(self, call: EngineCall) -> None:
+        """Have the call that `peek` returned wait until everybody else had a turn."""
+        tenant = call.lane.tenant
+        self._calls[tenant].remove(call)
+        self._calls[tenant].append(call)
         self._served[tenant] = 1 + max(self._served[other] for other in self._calls)
 
     def drop(self, call: EngineCall) -> None:
@@ -158,33 +176,34 @@ class TurnQueue:
         """Append a call."""
         self._queues[call.lane.priority].put(call)
 
-    def peek(self) -> EngineCall:
-        """Return the call whose turn it is; it stays so until the turn is taken."""
-        return self._choose().peek()
+    def peek(self, reading: bool = False) -> EngineCall | None:
+        """Return the call whose turn it is, if there is one; it stays so until the turn is taken.
 
-    def pop(self) -> tuple[EngineCall, int]:
-        """Take the next job of the call whose turn it is; return the call and the job's id."""
-        return self._take_turn().pop()
+        With `reading`, of the calls whose next job does not generate: the others keep their turns.
+        """
+        first, second = self._queues["interactive"], self._queues["batch"]
+        if self._turns_without_batch >= BATCH_EVERY - 1:
+            first, second = second, first
+        return first.peek(reading) or second.peek(reading)
 
-    def pop_run(self, count: int) -> list[int]:
+    def pop(self, call: EngineCall) -> int:
+        """Take the next job of the call that `peek` returned, and return its id."""
+        return self._take_turn(call).pop(call)
+
+    def pop_run(self, call: EngineCall, count: int) -> list[int]:
         """Take the next jobs, so many, of the one call that waits; return their ids."""
-        return self._take_turn().pop_run(count)
+        return self._take_turn(call).pop_run(count)
 
-    def pass_by(self) -> None:
-        """Have the call whose turn it is wait for a later one."""
-        self._take_turn().pass_by()
+    def pass_by(self, call: EngineCall) -> None:
+        """Have the call that `peek` returned wait for a later turn."""
+        self._take_turn(call).pass_by(call)
 
     def drop(self, call: EngineCall) -> None:
         """Remove a call, if it is there."""
         self._queues[call.lane.priority].drop(call)
 
-    def _choose(self) -> TenantQueue:
-        interactive, batch = self._queues["interactive"], self._queues["batch"]
-        is_due = batch and self._turns_without_batch >= BATCH_EVERY - 1
-        return batch if is_due or not interactive else interactive
-
-    def _take_turn(self) -> TenantQueue:
-        chosen, batch = self._choose(), self._queues["batch"]
+    def _take_turn(self, call: EngineCall) -> TenantQueue:
+        chosen, batch = self._queues[call.lane.priority], self._queues["batch"]
         if chosen is batch or not batch:
             self._turns_without_batch = 0
         else:

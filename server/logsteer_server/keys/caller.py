@@ -20,8 +20,8 @@ class Allowance:
     """How much one key may still do: requests at once, and tokens a minute.
 
     Tokens are a bucket that fills evenly up to one minute's worth. A request may begin while
-    anything is in it, and is charged in full: a large one leaves a debt, which later ones wait
-    for. With 600 tokens a minute:
+    anything is in it, and is charged in full, what it generates as that comes: a large one leaves
+    a debt, which later ones wait for. With 600 tokens a minute:
 
         at 0 s    600 left   a request of 900 begins    300 short
         at 15 s   150 short  the next is refused        Retry-After: 15
@@ -36,6 +36,11 @@ class Allowance:
         self._at_work = 0
         self._filled_at = clock()
         self._left = float(self.limits.tokens_per_minute or 0)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether tokens are limited."""
+        return self.limits.tokens_per_minute is not None
 
     @property
     def is_full(self) -> bool:
@@ -76,7 +81,7 @@ class Allowance:
 
     def charge(self, num_tokens: int) -> None:
         """Take tokens out, more than there are where it must be."""
-        if self.limits.tokens_per_minute is not None:
+        if self.counts_tokens:
             self._fill()
             self._left -= num_tokens
 

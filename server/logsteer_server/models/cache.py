@@ -58,7 +58,7 @@ def digest_scope(info: EngineInfo, settings: ModelSettings) -> bytes:
     Settings that cannot are named here, so that a new one counts until somebody knows better.
     """
     engine = asdict(info)
-    for name in ("tokenizer_path", "columns", "lacks", "hook_widths", "capture_rows"):
+    for name in ("tokenizer_path", "columns", "lacks", "hook_widths", "capture_rows", "room"):
         del engine[name]
     harmless = {"id", "path", "required", "memory", "max_model_len"}
     harmless |= {"capture_bytes", "steering_probes"}

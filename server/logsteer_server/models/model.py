@@ -12,7 +12,7 @@ from typing import cast
 
 from logsteer.errors import api_error
 from logsteer.schemas import ModelCard, ModelState, Precision, Provenance
-from logsteer_server.contract.batches import change_all, count_positions, select_jobs
+from logsteer_server.contract.batches import change_all, count_expected, select_jobs
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Job, Output
 from logsteer_server.contract.lane import Lane
@@ -51,8 +51,8 @@ class PreparedJobs:
 
     @property
     def num_tokens(self) -> int:
-        """Positions of the context that the jobs to compute may come to use."""
-        return sum(count_positions(self.jobs))
+        """Positions of the context that the jobs to compute are expected to use."""
+        return sum(count_expected(self.jobs))
 
     @property
     def num_known(self) -> int:
@@ -196,7 +196,7 @@ class ResidentModel:
                 found = OutputPart(part.numbers, cast(Sequence[Output], part.results))
                 self._count(count_work(jobs, found))
                 yield found
-        num_tokens = sum(count_positions(jobs))
+        num_tokens = sum(count_expected(jobs))
         self.admission.note_speed(num_tokens, time.monotonic() - started)
 
     async def check(self, job: Job) -> Output:

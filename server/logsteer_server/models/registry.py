@@ -22,7 +22,6 @@ class ModelRegistry:
 
     def __init__(self, settings: Settings, results: ResultCache, metrics: Metrics) -> None:
         limits = SupervisionLimits(
-            engine_tokens=settings.engine_tokens,
             max_unread_results=settings.max_unread_results,
             watch=WatchLimits(
                 settings.heartbeat_timeout_s, settings.max_step_s, settings.max_load_s

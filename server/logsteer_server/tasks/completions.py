@@ -66,7 +66,7 @@ def plan_completions(
         fit_prompt(ids, request.max_tokens if generates else 0, info.context_length)
         samples = _plan_samples(request, ids, request.max_tokens, top) if generates else []
         prompts.append(CompletionPrompt(text, ids, echo_job, reads_next, samples))
-        num_planned += sum(job.num_positions for job in prompts[-1].jobs)
+        num_planned += sum(job.num_expected for job in prompts[-1].jobs)
         yield num_planned
     return prompts
 

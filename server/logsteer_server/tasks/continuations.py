@@ -60,7 +60,7 @@ def plan_continuations(
         tokens = np.array(ids, dtype=np.int32)
         start = first.seed + len(jobs)
         jobs += [replace(first, tokens=tokens, seed=start + k) for k in range(count)]
-        num_planned += count * jobs[-1].num_positions
+        num_planned += count * jobs[-1].num_expected
         yield num_planned
     return jobs, truncated
 

@@ -77,7 +77,7 @@ class OpenAITask(Task):
         if self.echoes:
             scored = [job for job in jobs if isinstance(job, ScoreJob)]
             collector = Collector(scored)
-            room = sum(job.num_positions for job in samples)
+            room = sum(job.num_expected for job in samples)
             yield Batch(scored, collector.take, cache=True, room=room)
             for event in self._show_echoes(collector.outputs):
                 yield event
@@ -316,7 +316,7 @@ class ChatCompletionTask(OpenAITask):
 
     def _plan_prompts(self, codec: TextCodec, info: EngineInfo) -> Steps[list[CompletionPrompt]]:
         prompt = plan_chat(self._body, codec, info)
-        yield sum(job.num_positions for job in prompt.jobs)
+        yield sum(job.num_expected for job in prompt.jobs)
         return [prompt]
 
     def _render(self, index: int, output: GenerateOutput) -> dict[str, Any]:

@@ -122,7 +122,7 @@ class PerplexityTask(WindowTask):
             return
         parts = list(self._comparison.split(jobs, settings.max_reference_bytes // COMPARED_AT_ONCE))
         own = [jobs[part.start : part.stop] for part in parts]
-        room = max((sum(job.num_positions for job in part) for part in own), default=0)
+        room = max((sum(job.num_expected for job in part) for part in own), default=0)
         reference, vocab_size = self._comparison.reference, self._comparison.vocab_size
         # What the largest part needs is taken for all, before the stream of events opens.
         size = max((count_bytes(part, vocab_size) for part in own), default=0)

@@ -272,7 +272,8 @@ class Run:
                     self.expected_bytes = planner.expected_bytes
                     needed = max(prepared.num_tokens, batch.room)
                     self._reserve(model.admission).cover(needed)
-                    self.caller.allowance.charge(prepared.num_tokens)
+                    if self.caller.allowance.counts_tokens:
+                        self.caller.allowance.charge(sum(len(job.tokens) for job in prepared.jobs))
                     if not has_started and not batch.silent:
                         has_started = True
                         yield self._open()
@@ -296,9 +297,12 @@ class Run:
         return self._reservations[admission]
 
     def _count(self, batch: Batch, part: OutputPart) -> None:
+        work = count_work(batch.jobs, part)
+        if work.generated_tokens:
+            self.caller.allowance.charge(work.generated_tokens)
         if batch.purpose == "reference":
             return
-        self._usage.add(count_work(batch.jobs, part))
+        self._usage.add(work)
         for output in find_steered(batch.jobs, part):
             self._applied.add(output)
 

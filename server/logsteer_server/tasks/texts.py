@@ -143,7 +143,7 @@ def cut_texts(
             for piece in whole.split(cut.tokens_at_once):
                 found = cut.feed(piece)
                 windows += found
-                num_planned += sum(window.job.num_positions for window in found)
+                num_planned += sum(window.job.num_expected for window in found)
                 yield num_planned
             windows += cut.finish()
             lengths.append(cut.num_tokens)

@@ -6,13 +6,14 @@ runs. They take turns, so nobody waits for a long one. Jobs of one batch have th
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
 import torch
 
 from logsteer_server.contract.captures import CaptureJob
-from logsteer_server.contract.engine import EngineInfo, EngineSpec
+from logsteer_server.contract.engine import EngineInfo, EngineRoom, EngineSpec
 from logsteer_server.contract.jobs import (
     CheckAdapterJob,
     CheckAdapterOutput,
@@ -59,7 +60,8 @@ class TransformerLensEngine:
         limits = EngineLimits.parse(spec.engine_args)
         path = locate_model(spec.path)
         self._model = BridgeModel(spec, path)
-        self._info = _describe(spec, str(path), self._model, digest_weights(path))
+        info = _describe(spec, str(path), self._model, digest_weights(path))
+        self._info = replace(info, room=EngineRoom(limits.max_held_tokens))
         self._deltas = DeltaCache(self._model.parameters, limits.override_cache_bytes)
         self._failures: Results = []
         # Whoever is first has the next turn.
@@ -169,6 +171,9 @@ class TransformerLensEngine:
         assert job.adapter is not None
         self._deltas.read_adapter(job.adapter)
         return CheckAdapterOutput()
+
+    def take_load(self) -> None:
+        """Return nothing: continuations are let in by all that they may come to."""
 
     def close(self) -> None:
         """Free the model."""

@@ -37,12 +37,15 @@ E = TypeVar("E", bound=Entry)
 class EngineLimits:
     """What one batch holds at most: tokens with their padding, and rows.
 
+    `max_held_tokens`: of all jobs that the engine has, with those that they may generate: memory
+    of running continuations is taken until they end.
     `override_cache_bytes`: of directions that stay in memory for the next request, and as many of
     parameters with a direction or adapter added.
     """
 
     max_batch_tokens: int = 4096
     max_batch_rows: int = 64
+    max_held_tokens: int = 65_536
     override_cache_bytes: int = 2**30
 
     @classmethod

@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from logsteer_server.contract.engine import EngineInfo, EngineSpec
+from logsteer_server.contract.engine import EngineInfo, EngineRoom, EngineSpec
 from logsteer_server.contract.jobs import Feature
 from logsteer_server.engines.machine import (
     describe_machine,
@@ -239,12 +239,31 @@ def describe(
         tf32=spec.tf32 and config.device_config.device_type == "cuda",
         computed_on=describe_machine(config.device_config.device_type),
         max_probes=spec.steering_probes,
+        room=find_room(
+            config.scheduler_config.max_num_batched_tokens,
+            config.scheduler_config.max_num_seqs,
+            config.cache_config.kv_cache_size_tokens,
+        ),
         step_tokens=(
             config.scheduler_config.max_num_batched_tokens
             if config.scheduler_config.enable_chunked_prefill
             else None
         ),
     )
+
+
+STEPS_AHEAD = 8
+"""Steps that prompts in the engine are enough for: more than pass while others are on their way."""
+
+
+def find_room(step_tokens: int, sequences: int, cache_tokens: int) -> EngineRoom:
+    """Return the room of an engine by the sizes of its steps and of its cache.
+
+    An eighth of the sequences and half of the cache are never taken by what waits on the other
+    side: texts that are only read need not wait until a generation ends.
+    """
+    ahead = min(STEPS_AHEAD * step_tokens, cache_tokens // 2)
+    return EngineRoom(ahead, cache_tokens, sequences - sequences // 8)
 
 
 def _find_missing(spec: EngineSpec, unsteerable: str | None) -> dict[Feature, str]:

@@ -23,15 +23,21 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob
 from logsteer_server.engines.vllm.blocks import FreedPrefixes, clear_new_blocks
 from logsteer_server.engines.vllm.config import context_length, engine_args
 from logsteer_server.engines.vllm.extra_args import SCORE
+
+BATCH_DEFAULTS = UsageContext.OPENAI_API_SERVER
+"""Whose defaults `max_num_batched_tokens` and `max_num_seqs` have: those of vLLM's own server. With
+none named they are 2,048 and 128 on any device; with this, 8,192 and 1,024 on GPUs of 70 GiB, and
+the same 2,048 and 128 a rank on CPUs."""
 
 YOUNG_OBJECTS = 50_000
 """Objects that Python's collector looks at together: those of some thousand short requests.
@@ -66,11 +72,11 @@ class VllmCore:
         args = engine_args(spec, path, on_cpu, self.context_length)
         if spec.tensor_parallel * spec.pipeline_parallel == 1:
             look_at_models_here()
-        self.config = EngineArgs(**args).create_engine_config()
+        self.config = EngineArgs(**args).create_engine_config(BATCH_DEFAULTS)
         if on_cpu and self.config.model_config.is_hybrid:
             # The operations of state space layers give no states for the cache on the CPU.
             args["enable_prefix_caching"] = False
-            self.config = EngineArgs(**args).create_engine_config()
+            self.config = EngineArgs(**args).create_engine_config(BATCH_DEFAULTS)
         clear_new_blocks()
         executor = Executor.get_class(self.config)
         self._front = LLMEngine(self.config, executor, log_stats=False)
@@ -204,6 +210,18 @@ class VllmCore:
         }
         # None while pipeline stages are being filled
         return [output for batch in (outputs or {}).values() for output in batch.outputs]
+
+    def count_held(self) -> int:
+        """Return how many tokens have their keys and values in the cache, or had them when they
+        were preempted, and will again.
+        """
+        scheduler = self.engine_core.scheduler
+        size = self.config.cache_config.kv_cache_size_tokens
+        preempted = itertools.takewhile(
+            lambda request: request.status == RequestStatus.PREEMPTED, scheduler.waiting
+        )
+        held: int = round(scheduler.kv_cache_manager.usage * size)
+        return held + sum(int(request.num_tokens) for request in preempted)
 
     def step(self) -> list[Any]:
         """Run one step of the scheduler and the model, as `begin_step` and `end_step`."""

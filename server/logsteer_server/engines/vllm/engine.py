@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from logsteer_server.contract.captures import CaptureJob
-from logsteer_server.contract.engine import EngineInfo, EngineSpec
+from logsteer_server.contract.engine import EngineInfo, EngineLoad, EngineSpec
 from logsteer_server.contract.finite import find_failure, is_finite
 from logsteer_server.contract.jobs import (
     CheckAdapterJob,
@@ -45,6 +45,9 @@ from logsteer_server.imports import hold_collector
 ADAPTER_ANSWERS: dict[type[Job], Output] = {CheckAdapterJob: CheckAdapterOutput()}
 """Jobs that are done as soon as their adapter is loaded, and what they answer."""
 
+LOAD_PARTS = 64
+"""The cache is told of as so many parts: it is news when one is taken or freed."""
+
 
 class VllmEngine:
     """Run jobs on a model in vLLM. Errors: ValueError where the spec cannot be served."""
@@ -71,11 +74,13 @@ class VllmEngine:
         self._adapters = AdapterSlots(
             self._vllm, spec.adapter_slots, spec.adapter_rank, self._scratch.path
         )
+        self._generation = GenerationRequests(self._vllm, self._slots, self._info.eos_ids)
         self._kinds: dict[type[Job], JobRequests] = {
             ScoreJob: ScoreRequests(self._vllm, self._slots, self._info.eos_ids),
             CaptureJob: CaptureRequests(self._vllm, self._slots),
-            GenerateJob: GenerationRequests(self._vllm, self._slots, self._info.eos_ids),
+            GenerateJob: self._generation,
         }
+        self._held_tokens = 0
         self._waiting: dict[int, Job] = {}
         self._running: dict[int, RunningJob] = {}
         self._by_request_id: dict[str, RunningJob] = {}
@@ -280,6 +285,18 @@ class VllmEngine:
             self._release(running.slot, running.adapter)
             results.append((running.job_id, failure or traced))
         return results
+
+    def take_load(self) -> EngineLoad | None:
+        """Return what generation takes now; None where that is much the same as last time."""
+        started, is_running = self._generation.take_started(), self._generation.is_running
+        if not (is_running or self._held_tokens):
+            return None
+        held = self._vllm.count_held() if is_running else 0
+        moved = abs(held - self._held_tokens) * LOAD_PARTS >= (self._info.room.cache_tokens or 0)
+        if not (started or moved):
+            return None
+        self._held_tokens = held
+        return EngineLoad(started, held)
 
     def close(self) -> None:
         """Stop vLLM and its worker processes, and remove what lies on disk."""

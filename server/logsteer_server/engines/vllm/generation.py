@@ -41,6 +41,17 @@ class GenerationRequests:
         self._eos_ids = eos_ids
         self._samples: dict[str, _Sample] = {}
         self._by_output_id: dict[str, _Sample] = {}
+        self._started: list[int] = []
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a job has begun or waits to."""
+        return bool(self._samples)
+
+    def take_started(self) -> list[int]:
+        """Return the ids of jobs whose prompts have been read since the last call."""
+        started, self._started = self._started, []
+        return started
 
     def take_slot(self, job: GenerateJob) -> SteeringSlot | None:
         """Take the slot of the job's plan, if it has one; None where it has to wait."""
@@ -76,6 +87,7 @@ class GenerationRequests:
             sample = self._samples[running.request_id]
             if output.prefill_stats is not None:
                 sample.cached_tokens = output.prefill_stats.num_cached_tokens
+                self._started.append(running.job_id)
             if output.new_logprobs is not None:
                 sample.values.add(output.new_logprobs.logprobs)
                 output.new_logprobs = None
