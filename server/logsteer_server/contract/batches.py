@@ -168,6 +168,19 @@ class ScoreJobs(Sequence[ScoreJob]):
         return np.diff(self.target_starts)
 
 
+def pack_jobs(jobs: Sequence[Job]) -> Sequence[Job]:
+    """Return jobs as arrays where all are score jobs that are like one another."""
+    if isinstance(jobs, ScoreJobs) or not jobs:
+        return jobs
+    scored = [job for job in jobs if type(job) is ScoreJob]
+    kinds = {
+        (j.columns, j.top, j.export, j.reference, j.policy, j.double, j.salt)
+        + (id(j.plan), id(j.override), id(j.adapter))
+        for j in scored
+    }
+    return ScoreJobs.of(scored) if len(kinds) == 1 and len(scored) == len(jobs) else jobs
+
+
 def change_all(jobs: Sequence[Job], change: Callable[[Any], Any]) -> Sequence[Any]:
     """Return jobs with a change that is the same for all and leaves their tokens as they are."""
     if isinstance(jobs, ScoreJobs):
