@@ -16,6 +16,7 @@ from logsteer_server.contract.batches import (
     change_all,
     count_positions,
     make_fingerprints,
+    pack_jobs,
     pack_results,
     select_jobs,
 )
@@ -27,6 +28,7 @@ from logsteer_server.contract.jobs import (
     ScoreJob,
     ScoreOutput,
 )
+from logsteer_server.contract.parameters import Adapter, Direction, Override
 from logsteer_server.contract.plan import Readings, Site, SteeringPlan, SteeringTrace
 from logsteer_server.contract.results import OutputPart, count_work, find_steered
 
@@ -95,6 +97,28 @@ class TestJobs:
         batch = change_all(ScoreJobs.of(plain), lambda job: replace(job, plan=plan))
         assert make_fingerprints(batch) == [job.fingerprint for job in jobs]
         assert same(list(batch), jobs)
+
+    @given(job_lists())
+    def test_jobs_that_are_alike_are_packed(self, jobs: list[ScoreJob]) -> None:
+        packed = pack_jobs(jobs)
+        assert isinstance(packed, ScoreJobs)
+        assert same(list(packed), jobs)
+        assert pack_jobs(packed) is packed
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"columns": ("logprob",)}, {"top": 1}, {"policy": Policy()}, {"double": False},
+            {"salt": "ann"}, {"export": "file"}, {"reference": "file"},
+            {"plan": SteeringPlan((Site(2, "resid_post", np.ones(4, dtype=np.float32)),))},
+            {"override": Override(Direction("file", "a" * 64), 1e-3)},
+            {"adapter": Adapter("file", "a" * 64)},
+        ],
+    )  # fmt: skip
+    def test_jobs_that_differ_are_not_packed(self, change: dict[str, Any]) -> None:
+        one = ScoreJob(as_ids([1]), as_ids([2]), **LIKE)  # type: ignore[arg-type]
+        jobs = [one, replace(one, **change)]
+        assert pack_jobs(jobs) is jobs
 
     def test_an_index_beyond_its_end_is_none(self) -> None:
         batch = ScoreJobs.of([ScoreJob(as_ids([1]), as_ids([2]))])

@@ -174,8 +174,10 @@ def pack_jobs(jobs: Sequence[Job]) -> Sequence[Job]:
         return jobs
     scored = [job for job in jobs if type(job) is ScoreJob]
     kinds = {
-        (j.columns, j.top, j.export, j.reference, j.policy, j.double, j.salt)
-        + (id(j.plan), id(j.override), id(j.adapter))
+        (
+            *(j.columns, j.top, j.export, j.reference, j.policy, j.double, j.salt),
+            *(id(j.plan), id(j.override), id(j.adapter)),
+        )
         for j in scored
     }
     return ScoreJobs.of(scored) if len(kinds) == 1 and len(scored) == len(jobs) else jobs

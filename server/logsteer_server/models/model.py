@@ -12,7 +12,7 @@ from typing import cast
 
 from logsteer.errors import api_error
 from logsteer.schemas import ModelCard, ModelState, Precision, Provenance
-from logsteer_server.contract.batches import change_all, count_expected, select_jobs
+from logsteer_server.contract.batches import change_all, count_expected, pack_jobs, select_jobs
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Job, Output
 from logsteer_server.contract.lane import Lane
@@ -142,6 +142,7 @@ class ResidentModel:
         self, jobs: Sequence[Job], cache: bool, lane: Lane | None = None
     ) -> PreparedJobs:
         """Look jobs up in the result cache, where `cache` allows it; equal ones go together."""
+        jobs = pack_jobs(jobs)
         if lane is not None and lane.salt:
             jobs = change_all(jobs, partial(replace, salt=lane.salt))
         if not (cache and self._results.is_on):
