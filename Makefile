@@ -41,7 +41,7 @@ format: setup ## format the code
 	@.venv/bin/ruff format .
 	@.venv/bin/ruff check --fix .
 
-bench: setup ## run the benchmarks, write bench/results.json
+bench: setup ## run the benchmarks, write bench/results.json and bench/results.md
 	@$(PYTHON) bench/run.py
 
 gpu-check: setup ## check and measure on the GPU, write bench/gpu-check.md; GPU_CHECK gives options

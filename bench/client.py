@@ -9,7 +9,6 @@ it), and by how much its memory has grown at its peak. `limit_us_per_draw` is wh
 import argparse
 import asyncio
 import json
-import statistics
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 from logsteer import AsyncClient, Client
 from servers import run_logsteer
+from timing import spread
 
 DEMO = Path(__file__).resolve().parents[1] / "demo" / "model"
 POOL, DRAWS = 1_000, 32_768
@@ -33,21 +33,20 @@ def measure_sampling(directory: Path, runs: int) -> dict[str, Any]:
     """Measure 32,768 draws with replacement from 1,000 prompts, by what is done with them."""
     engine = {"vocab_size": 512, "context_length": 512}
     ways: dict[str, list[str]] = {
-        "Client, in memory": [],
-        "Client, into a file": ["--file"],
-        "Client, into a file, with rewards": ["--file", "--reward"],
-        "AsyncClient, into a file": ["--file", "--asynchronous"],
-        "Client, into a file, 64 tokens and two columns": ["--file", "--long"],
+        "Client, into a file": [],
+        "the same, with rewards": ["--reward"],
+        "AsyncClient, into a file": ["--asynchronous"],
+        "Client, into a file, 64 tokens and two columns": ["--long"],
     }
     found: dict[str, Any] = {}
     with run_logsteer({"fake": DEMO}, directory, engine="fake", engine_args=engine) as url:
         for name, flags in ways.items():
             times = [_run(url, directory, flags) for _ in range(runs)]
             found[name] = {
-                "us_per_draw": _spread([one["us_per_draw"] for one in times]),
+                "us_per_draw": spread([one["us_per_draw"] for one in times]),
                 "limit_us_per_draw": LIMIT_US,
-                "memory_mib": _spread([one["memory_mib"] for one in times]),
-                "draws_per_s": _spread([one["draws_per_s"] for one in times]),
+                "memory_mib": spread([one["memory_mib"] for one in times]),
+                "draws_per_s": spread([one["draws_per_s"] for one in times]),
             }
     note = f"{DRAWS} draws of {POOL} prompts, {TOKENS} tokens, {AT_ONCE} x {BATCH} prompts at once"
     return {"runs": runs, "ways": found, "notes": [note]}
@@ -58,10 +57,6 @@ def _run(url: str, directory: Path, flags: list[str]) -> dict[str, float]:
     output = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
     found: dict[str, float] = json.loads(output)
     return found
-
-
-def _spread(values: list[float]) -> list[float]:
-    return [float(f"{f(values):.4g}") for f in (min, statistics.median, max)]
 
 
 def _rate(_row: Any, _prompt: str, completion: str) -> float:
@@ -78,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("url")
     parser.add_argument("directory", type=Path)
-    for flag in ("--file", "--reward", "--asynchronous", "--long"):
+    for flag in ("--reward", "--asynchronous", "--long"):
         parser.add_argument(flag, action="store_true")
     given = parser.parse_args()
     prompts = [f"Once upon a time there were {number} cats" for number in range(POOL)]
@@ -94,7 +89,7 @@ def main() -> None:
     def sample(count: int) -> None:
         path = given.directory / "samples.jsonl"
         path.unlink(missing_ok=True)
-        own = {**options, "count": count, "file": path if given.file else None}
+        own = {**options, "count": count, "file": path}
         if given.asynchronous:
             found = asyncio.run(_sample_async(given.url, prompts, **own))
         else:

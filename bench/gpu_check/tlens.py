@@ -121,7 +121,9 @@ def measure_speed(options: Options, path: Path, found: Findings) -> None:
     dtype = "bfloat16" if options.on_cuda else "float32"
     command = ["bench/hooked.py", str(path), dtype, runs, *batches]
     server = os.pathsep.join([str(ROOT / "server"), str(ROOT / "client"), *sys.path])
-    output = run_command([sys.executable, *command], TIMEOUT_S, PYTHONPATH=server)
+    # The model for CPUs is small: a second thread would mostly wait for the first.
+    threads = {} if options.on_cuda else {"OMP_NUM_THREADS": "1"}
+    output = run_command([sys.executable, *command], TIMEOUT_S, PYTHONPATH=server, **threads)
     result = json.loads(find_line(output.splitlines(), "result "))
     table = Table(
         f"150 steered tokens of each sequence, {dtype}.",
