@@ -126,6 +126,18 @@ BARS = (
         for batch in (1, 8, 32)
     ),
     Bar(
+        "bookkeeping", "vLLM's bookkeeping of a short item, against stock vLLM's `LLM`",
+        ("ours_to_stock", "bookkeeping"), most=0.5,
+    ),
+    bar_ratio(
+        "arrivals", "TransformerLens, 32 callers within 5 s, against the same as one batch",
+        "arriving over 5 s / one batch", least=0.8,
+    ),
+    Bar(
+        "start", "a start that finds its caches filled, seconds to the first answer",
+        ("figures", "s to the first answer"), most=12,
+    ),
+    Bar(
         "memory", "2,048 rows over a vocabulary of 128,256, MiB added",
         ("figures", "MiB added at most"), most=256,
     ),

@@ -33,6 +33,7 @@ import harness
 import http_process
 import sampling
 import scoring
+import start
 import steering
 import stock
 from bars import BARS, write_table
@@ -58,6 +59,18 @@ class Benchmark:
 def in_directory(measure: Callable[[Path, int], dict[str, Any]]) -> Benchmark:
     """Return the row of a function that only wants a directory for its files."""
     return Benchmark(lambda place, runs: measure(place.directory, runs))
+
+
+def run_script(script: str, *arguments: str) -> Benchmark:
+    """Return the row of a script that is given the number of runs and prints its result."""
+
+    def measure(_place: Workplace, runs: int) -> dict[str, Any]:
+        command = [sys.executable, str(BENCH / script), *arguments, str(runs)]
+        output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+        found: dict[str, Any] = json.loads(output[("\n" + output).index("\n{\n") :])
+        return found
+
+    return Benchmark(measure)
 
 
 def measure_memory(_place: Workplace, runs: int) -> dict[str, Any]:
@@ -90,6 +103,9 @@ BENCHMARKS = {
     "http_cpu": in_directory(http_process.measure_cpu),
     "http_memory": in_directory(http_process.measure_memory),
     "client_sampling": in_directory(client.measure_sampling),
+    "bookkeeping": run_script("bookkeeping.py", "compare"),
+    "arrivals": run_script("arrivals.py"),
+    "start": in_directory(start.measure_start),
 }
 SHARING = ("choices", "overhead", "growth", "adapters")
 """Rows whose server is the same one."""
