@@ -11,6 +11,7 @@ from bench.gpu_check.part import Findings, Options, Table, run_part
 from bench.rows import time_runs
 from logsteer_server.contract.jobs import Policy
 from logsteer_server.numerics.drawing import RowSampler
+from logsteer_server.numerics.rows import RowSpec
 from logsteer_server.numerics.sampling import shape_rows
 
 VOCABS = (32_000, 262_144)
@@ -71,7 +72,7 @@ def check_policies(options: Options, found: Findings) -> None:
             # Rounding may decide at the cut: what counts is how much mass goes to the wrong side.
             lost_RV = exact.log_q_RV.exp().masked_fill(both_RV, 0.0)
             misplaced = float(lost_RV.sum(-1).max())
-            sampler = RowSampler([policy] * rows, list(range(rows)))
+            sampler = RowSampler([RowSpec((), policy=policy)] * rows, list(range(rows)))
             index_R = np.zeros(rows, dtype=np.uint64)
             times = time_runs(
                 lambda s=sampler, z=logits_RV, i=index_R: s.draw(z, i),  # type: ignore[misc]
@@ -94,8 +95,8 @@ def check_draws(options: Options, found: Findings) -> None:
     index_R = np.zeros(DRAWS, dtype=np.uint64)
 
     def draw(device: str) -> Tensor:
-        sampler = RowSampler([policy] * DRAWS, list(range(DRAWS)))
-        return sampler.draw(logits_RV.to(device), index_R).cpu()
+        sampler = RowSampler([RowSpec((), policy=policy)] * DRAWS, list(range(DRAWS)))
+        return sampler.draw(logits_RV.to(device), index_R).ids_R.cpu()
 
     drawn_R = draw(options.device)
     freq_V = drawn_R.bincount(minlength=CHOICES) / DRAWS

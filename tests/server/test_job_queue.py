@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from logsteer_server.contract.jobs import CheckOverrideJob, CheckOverrideOutput, Job, Output
+from logsteer_server.contract.check_jobs import CheckOverrideJob, CheckOverrideOutput
+from logsteer_server.contract.jobs import Job, Output
 from logsteer_server.engines.tlens.queue import (
     CheckEntry,
     CheckQueue,

@@ -15,7 +15,7 @@ from logsteer_server.contract.jobs import GenerateJob, Job, JobResult, ScoreJob
 from logsteer_server.metrics import Metrics
 from logsteer_server.models import model as model_module
 from logsteer_server.models.cache import ResultCache
-from logsteer_server.models.model import ResidentModel
+from logsteer_server.models.model import PreparedJobs, ResidentModel
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.models.timer import WorkTimer
 from logsteer_server.settings import ModelSettings, Settings
@@ -109,7 +109,18 @@ async def compute(
     model: ResidentModel, jobs: Sequence[Job], cache: bool = True, timer: WorkTimer | None = None
 ) -> dict[int, Any]:
     prepared = await model.prepare(jobs, cache)
-    return {index: output async for index, output in model.run(prepared, timer)}
+    return dict(await list_outputs(model, prepared, timer))
+
+
+async def list_outputs(
+    model: ResidentModel, prepared: PreparedJobs, timer: WorkTimer | None = None
+) -> list[tuple[int, Any]]:
+    """Index and output of each job, as they come."""
+    return [
+        found
+        async for part in model.run(prepared, timer)
+        for found in zip(part.indices, part.outputs, strict=True)
+    ]
 
 
 class TestJobs:
@@ -123,7 +134,7 @@ class TestJobs:
             assert sorted(index for index, _ in prepared.hits) == [0, 2]
             assert prepared.num_known == 2
             assert prepared.num_tokens == 2, "known jobs take no room"
-            second = {index: output async for index, output in model.run(prepared)}
+            second = dict(await list_outputs(model, prepared))
             assert sorted(second) == [0, 1, 2]
             for index, same in ((0, 2), (2, 0)):
                 for name in ("logprob", "rank"):
@@ -139,7 +150,7 @@ class TestJobs:
         async def work() -> None:
             prepared = await model.prepare(score(1, 2, 1, 1), cache=True)
             assert (len(prepared.jobs), prepared.num_known, prepared.num_tokens) == (2, 2, 4)
-            found = [(index, output) async for index, output in model.run(prepared)]
+            found = await list_outputs(model, prepared)
             assert sorted(index for index, _ in found) == [0, 1, 2, 3]
             by_index = dict(found)
             assert [by_index[index].cached_tokens for index in range(4)] == [1, 1, 0, 0]
@@ -170,7 +181,7 @@ class TestJobs:
         async def work() -> None:
             for _ in range(2):
                 prepared = await model.prepare([draw, *score(1), draw], cache=True)
-                indices = [index async for index, _ in model.run(prepared)]
+                indices = [index for index, _ in await list_outputs(model, prepared)]
                 assert sorted(indices) == [0, 0, 0, 1, 2, 2, 2]
 
         on_loop(work)

@@ -86,7 +86,7 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _DrawnRows:
     """Rows that are drawn at once, of which the same is read.
 
     `policies` is None where the most probable tokens are taken, and no policy column is asked for.
@@ -120,7 +120,7 @@ class RowSampler:
         self._num_rows = len(specs)
         self._seed_R = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
         self._specs = specs
-        self._parts: list[_Part] | None = None
+        self._parts: list[_DrawnRows] | None = None
         wanted = [spec for spec in specs if spec is not None]
         self._width = max((spec.width for spec in wanted), default=0)
         is_double = any(spec.double for spec in wanted)
@@ -148,7 +148,7 @@ class RowSampler:
             drawn.values_RW[part.rows, : part.spec.width] = own.values_RW.to(self._dtype)
         return drawn
 
-    def _draw_part(self, part: _Part, logits_RV: Tensor, index_R: np.ndarray) -> Drawn:
+    def _draw_part(self, part: _DrawnRows, logits_RV: Tensor, index_R: np.ndarray) -> Drawn:
         spec, own_rV = part.spec, logits_RV[part.rows].to(part.spec.dtype)
         shaped = part.policies.shape(own_rV) if part.policies else None
         if shaped is None:
@@ -164,7 +164,7 @@ class RowSampler:
         rows = Rows(own_rV, ids_r, None, spec.policy, spec.eos_ids, spec.double, shaped)
         return Drawn(ids_r, finite_r, read_rows(rows, spec))
 
-    def _make_parts(self, size: int, device: torch.device) -> list[_Part]:
+    def _make_parts(self, size: int, device: torch.device) -> list[_DrawnRows]:
         """Return the rows in parts of as many as are shaped at once."""
         groups: dict[tuple[RowSpec, bool], list[int]] = {}
         for row, spec in enumerate(self._specs):
@@ -172,7 +172,7 @@ class RowSampler:
                 looks_at_policy = not POLICY_COLUMNS.keys().isdisjoint(spec.columns)
                 is_shaped = looks_at_policy or not is_greedy(spec.policy)
                 groups.setdefault((replace(spec, policy=NEUTRAL), is_shaped), []).append(row)
-        step = max(1, CHUNK_LOGITS[device.type] // size)
+        step = max(1, CHUNK_LOGITS["cuda" if device.type == "cuda" else "cpu"] // size)
         parts = []
         for (spec, is_shaped), members in groups.items():
             for start in range(0, len(members), step):
@@ -180,6 +180,8 @@ class RowSampler:
                 policies = [row_spec.policy for r in own if (row_spec := self._specs[r])]
                 shaped = PolicyRows(policies, size, spec.dtype, device) if is_shaped else None
                 parts.append(
-                    _Part(np.array(own), pick_rows(own, device), spec, shaped, self._seed_R[own])
+                    _DrawnRows(
+                        np.array(own), pick_rows(own, device), spec, shaped, self._seed_R[own]
+                    )
                 )
         return parts

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from logsteer.errors import api_error
 from logsteer.schemas import AdapterCard
 from logsteer.schemas.steering import VectorName
-from logsteer_server.contract.jobs import CheckAdapterJob
+from logsteer_server.contract.check_jobs import CheckAdapterJob
 from logsteer_server.contract.parameters import Adapter
 from logsteer_server.http.dependencies import (
     AdaptersDep,

@@ -6,7 +6,7 @@ from fastapi import Query, Request, Response
 
 from logsteer.schemas import OverrideCard
 from logsteer.schemas.steering import VectorName
-from logsteer_server.contract.jobs import CheckOverrideJob, CheckOverrideOutput
+from logsteer_server.contract.check_jobs import CheckOverrideJob, CheckOverrideOutput
 from logsteer_server.http.dependencies import (
     FileReadersDep,
     ModelsDep,

@@ -13,18 +13,14 @@ from typing import Any
 import torch
 
 from logsteer_server.contract.captures import CaptureJob
-from logsteer_server.contract.engine import EngineInfo, EngineRoom, EngineSpec
-from logsteer_server.contract.jobs import (
+from logsteer_server.contract.check_jobs import (
     CheckAdapterJob,
     CheckAdapterOutput,
     CheckOverrideJob,
     CheckOverrideOutput,
-    GenerateJob,
-    GradientJob,
-    Job,
-    JobFailure,
-    ScoreJob,
 )
+from logsteer_server.contract.engine import EngineInfo, EngineRoom, EngineSpec
+from logsteer_server.contract.jobs import GenerateJob, GradientJob, Job, JobFailure, ScoreJob
 from logsteer_server.engines.failures import describe_error, lacks_memory
 from logsteer_server.engines.machine import describe_machine
 from logsteer_server.engines.tlens.capture import CaptureQueue
