@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 
 from logsteer_server.contract.engine import EngineSpec
-from logsteer_server.contract.jobs import GenerateJob, Job, JobResult, Policy, ScoreJob
+from logsteer_server.contract.jobs import (
+    GenerateJob,
+    Job,
+    JobResult,
+    Policy,
+    ScoreJob,
+    ScoreOutput,
+)
 from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
 from logsteer_server.engines.vllm.engine import VllmEngine
 from tests.probes import finish, start_vllm
@@ -80,7 +87,7 @@ def read(result: JobResult) -> Any:
     """A job's numbers, or the code of its failure."""
     if result.failed:
         return result.code
-    if hasattr(result, "columns"):
+    if isinstance(result, ScoreOutput):
         (column,) = result.columns.values()
         return np.nan_to_num(column, nan=1e9).tolist()
     return np.nan_to_num(result.logprobs, nan=1e9).tolist()
