@@ -17,8 +17,18 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def run_probe(module: str, *arguments: str, **environment: str) -> dict[str, Any]:
     """What the `main` of a module of the tests finds, in a process of its own."""
+    found: dict[str, Any] = _run(["-m", module, *arguments], environment)
+    return found
+
+
+def run_script(code: str, **environment: str) -> Any:
+    """What a script prints last, as JSON, in a process of its own."""
+    return _run(["-c", code], environment)
+
+
+def _run(arguments: list[str], environment: dict[str, str]) -> Any:
     done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
+        [sys.executable, *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -27,8 +37,7 @@ def run_probe(module: str, *arguments: str, **environment: str) -> dict[str, Any
         env=os.environ | environment,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def start_vllm(spec: EngineSpec) -> "VllmEngine":

@@ -1,11 +1,8 @@
 """The CUDA kernel, run by Triton's interpreter, against the plain form of the operation."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.probes import run_script
 
 SCRIPT = """
 import json
@@ -117,16 +114,7 @@ print(json.dumps(found))
 
 @pytest.mark.engine
 def test_the_kernel_does_what_the_plain_form_does() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env=os.environ | {"TRITON_INTERPRET": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    cases = json.loads(done.stdout.splitlines()[-1])
+    cases = run_script(SCRIPT, TRITON_INTERPRET="1", VLLM_LOGGING_LEVEL="ERROR")
     assert len(cases) == 6
     assert {holds for case in cases for holds in case["own"]} == {True, False}
     for case, tolerance in zip(cases, [2e-6] * 3 + [0.07] * 3, strict=True):
@@ -211,16 +199,7 @@ print(json.dumps(spilled))
 @pytest.mark.engine
 def test_the_kernel_compiles_for_a_gpu_and_stays_in_its_registers() -> None:
     """At width 16,384, four vectors of float32 fill a multiprocessor's registers."""
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILED],
-        env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    spilled = json.loads(done.stdout.splitlines()[-1])
+    spilled = run_script(COMPILED, VLLM_LOGGING_LEVEL="ERROR")
     widest = spilled.pop("16384")
     assert set(map(tuple, spilled.values())) == {(0, 0)}
     assert max(widest) <= 32

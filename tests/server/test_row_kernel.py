@@ -1,9 +1,6 @@
 """The kernel that reads rows on a GPU, run by Triton's interpreter, against the plain form."""
 
-import json
-import os
-import subprocess
-import sys
+from tests.probes import run_script
 
 SCRIPT = """
 import json
@@ -72,16 +69,7 @@ print(json.dumps(found))
 
 
 def test_the_kernel_reads_what_the_plain_form_reads() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    cases = json.loads(done.stdout.splitlines()[-1])
+    cases = run_script(SCRIPT, TRITON_INTERPRET="1")
     assert len(cases) == 15
     for case in cases:
         assert case["finite"] == case["expected_finite"], case

@@ -8,9 +8,10 @@ Jobs that differ in their tokens alone lie behind one another, and so do their o
 Both are sequences, so whoever works on single jobs takes them by their index.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast, overload
+from typing import Any, Self, TypeVar, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -49,8 +50,39 @@ def gather(values: npt.NDArray[Any], starts: Starts, indices: Indices) -> npt.ND
     return found
 
 
+class _Entries(Sequence[T]):
+    """Entries that lie in arrays, and are made when they are asked for."""
+
+    __slots__ = ()
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Self: ...
+
+    def __getitem__(self, index: int | slice) -> T | Self:
+        """Return the entry of that index, whose arrays are views, or those of a slice."""
+        if isinstance(index, slice):
+            return self.select(np.arange(len(self))[index])
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return self._make(index % len(self))
+
+    def select(self, indices: Indices) -> Self:
+        """Return the entries at these indices."""
+        in_order = len(indices) == len(self) and (indices == np.arange(len(self))).all()
+        return self if in_order else self._gather(indices)
+
+    @abstractmethod
+    def _make(self, index: int) -> T: ...
+
+    @abstractmethod
+    def _gather(self, indices: Indices) -> Self: ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class ScoreJobs(Sequence[ScoreJob]):
+class ScoreJobs(_Entries[ScoreJob]):
     """N score jobs that are like one another but for their tokens and targets.
 
     `shares_row` [N] is each job's own; the tokens, targets and `shares_row` of `like` are nobody's.
@@ -79,21 +111,9 @@ class ScoreJobs(Sequence[ScoreJob]):
         """Return N."""
         return len(self.shares_row)
 
-    @overload
-    def __getitem__(self, index: int) -> ScoreJob: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> "ScoreJobs": ...
-
-    def __getitem__(self, index: int | slice) -> "ScoreJob | ScoreJobs":
-        """Return the job of that index, whose arrays are views, or the batch of a slice."""
-        if isinstance(index, slice):
-            return self.select(np.arange(len(self))[index])
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        index %= len(self)
+    def _make(self, index: int) -> ScoreJob:
         read, scored = self.token_starts, self.target_starts
-        return self._make(
+        return self._fill(
             self.tokens[read[index] : read[index + 1]],
             self.targets[scored[index] : scored[index + 1]],
             bool(self.shares_row[index]),
@@ -103,13 +123,13 @@ class ScoreJobs(Sequence[ScoreJob]):
         """Yield the jobs in order."""
         read, scored = self.token_starts.tolist(), self.target_starts.tolist()
         for n, shares_row in enumerate(self.shares_row.tolist()):
-            yield self._make(
+            yield self._fill(
                 self.tokens[read[n] : read[n + 1]],
                 self.targets[scored[n] : scored[n + 1]],
                 shares_row,
             )
 
-    def _make(self, tokens: Ids, targets: Ids, shares_row: bool) -> ScoreJob:
+    def _fill(self, tokens: Ids, targets: Ids, shares_row: bool) -> ScoreJob:
         like = self.like
         return ScoreJob(
             tokens,
@@ -127,10 +147,7 @@ class ScoreJobs(Sequence[ScoreJob]):
             salt=like.salt,
         )
 
-    def select(self, indices: Indices) -> "ScoreJobs":
-        """Return the batch of the jobs at these indices."""
-        if len(indices) == len(self) and (indices == np.arange(len(self))).all():
-            return self
+    def _gather(self, indices: Indices) -> "ScoreJobs":
         return replace(
             self,
             tokens=gather(self.tokens, self.token_starts, indices),
@@ -220,7 +237,7 @@ def count_expected(jobs: Sequence[Job]) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ScoreOutputs(Sequence[ScoreOutput]):
+class ScoreOutputs(_Entries[ScoreOutput]):
     """Outputs of N score jobs that have the same columns.
 
     `columns` have the rows of all, behind one another; alternatives are [rows, top]. `traces` and
@@ -284,19 +301,7 @@ class ScoreOutputs(Sequence[ScoreOutput]):
         """Return N."""
         return len(self.cached_tokens)
 
-    @overload
-    def __getitem__(self, index: int) -> ScoreOutput: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> "ScoreOutputs": ...
-
-    def __getitem__(self, index: int | slice) -> "ScoreOutput | ScoreOutputs":
-        """Return the output of that index, whose arrays are views, or those of a slice."""
-        if isinstance(index, slice):
-            return self.select(np.arange(len(self))[index])
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        index %= len(self)
+    def _make(self, index: int) -> ScoreOutput:
         rows = slice(self.row_starts[index], self.row_starts[index + 1])
         return ScoreOutput(
             {name: values[rows] for name, values in self.columns.items()},
@@ -308,11 +313,7 @@ class ScoreOutputs(Sequence[ScoreOutput]):
             readings=self.readings[index] if self.readings else None,
         )
 
-    def select(self, indices: Indices) -> "ScoreOutputs":
-        """Return the outputs at these indices."""
-        if len(indices) == len(self) and (indices == np.arange(len(self))).all():
-            return self
-
+    def _gather(self, indices: Indices) -> "ScoreOutputs":
         def pick(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
             return gather(values, self.row_starts, indices)
 

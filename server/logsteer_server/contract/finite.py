@@ -5,7 +5,11 @@ Then its result is NaN, which says nothing: the job fails. A model as it is may 
 text that it does not hold; its scores are given as they are, NaN, and become null with a flag.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
 from logsteer_server.contract.batches import ScoreOutputs
 from logsteer_server.contract.captures import CaptureOutput
@@ -29,9 +33,7 @@ def is_finite(output: Output) -> bool:
     """
     match output:
         case ScoreOutput():
-            ranks_R = output.columns.get("rank")
-            ranked = ranks_R is None or bool((ranks_R > 0).all())
-            return ranked and not any(np.isnan(c).any() for c in output.columns.values())
+            return bool(_find_finite_rows(output.columns).all())
         case GenerateOutput() | GradientOutput():
             return not np.isnan(output.logprobs).any()
         case CaptureOutput():
@@ -41,12 +43,17 @@ def is_finite(output: Output) -> bool:
 
 def find_finite(outputs: ScoreOutputs) -> list[bool]:
     """Return for each output whether it is finite, as `is_finite` says."""
-    columns = outputs.columns
-    is_number_R = ~np.any([np.isnan(values) for values in columns.values()], axis=0)
-    if "rank" in columns:
-        is_number_R &= columns["rank"] > 0
-    found: list[bool] = np.logical_and.reduceat(is_number_R, outputs.row_starts[:-1]).tolist()
+    finite_R = _find_finite_rows(outputs.columns)
+    found: list[bool] = np.logical_and.reduceat(finite_R, outputs.row_starts[:-1]).tolist()
     return found
+
+
+def _find_finite_rows(columns: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:
+    """Return which rows [R] have no NaN in any column, and no rank 0."""
+    finite_R: npt.NDArray[np.bool_] = np.logical_and.reduce(
+        [values > 0 if name == "rank" else ~np.isnan(values) for name, values in columns.items()]
+    )
+    return finite_R
 
 
 def find_failure(job: Job, output: Output) -> JobFailure | None:

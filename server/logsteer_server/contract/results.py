@@ -67,13 +67,6 @@ def find_last(part: ResultPart) -> Sequence[int]:
     return [number for number, result in pairs if result.is_last]
 
 
-def count_last(results: Sequence[JobResult]) -> int:
-    """Count the results that nothing of their job follows."""
-    if isinstance(results, ScoreOutputs):
-        return len(results)
-    return sum(result.is_last for result in results)
-
-
 def find_first_failure(results: Sequence[JobResult]) -> JobFailure | None:
     """Return the first failure among results; None where there is none."""
     if isinstance(results, ScoreOutputs):

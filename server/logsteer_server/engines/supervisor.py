@@ -13,7 +13,7 @@ from logsteer.schemas import ModelState
 from logsteer_server.contract.engine import EngineInfo, EngineLoad, EngineSpec
 from logsteer_server.contract.jobs import Job
 from logsteer_server.contract.lane import Lane
-from logsteer_server.contract.results import ResultPart, count_last, find_first_failure, find_last
+from logsteer_server.contract.results import ResultPart, find_first_failure, find_last
 from logsteer_server.engines.engine_process import Ended, EngineProcess
 from logsteer_server.engines.process import (
     Add,
@@ -177,7 +177,7 @@ class EngineHandle:
                 if isinstance(part, APIError):
                     raise part
                 waiter.unread -= len(part.numbers)
-                missing -= count_last(part.results)
+                missing -= len(find_last(part))
                 failure = find_first_failure(part.results)
                 if failure is not None:
                     raise api_error(failure.code, failure.detail)

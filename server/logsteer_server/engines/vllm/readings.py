@@ -16,6 +16,7 @@ from torch import Tensor
 from logsteer_server.contract.plan import Readings
 from logsteer_server.engines.readings import ReadRequest, SequenceReadings
 from logsteer_server.engines.vllm import staging
+from logsteer_server.engines.vllm.latest_step import LatestStep
 from logsteer_server.engines.vllm.marks import CLOSED, DECIDED, NONE_READ, ReadTokens
 
 Indices = npt.NDArray[np.int64]
@@ -44,25 +45,12 @@ class _Span:
 
 
 @dataclass(slots=True)
-class _LatestRead:
-    """A step that was looked at, and what was read in it and in steps like it that followed."""
+class _LatestRead(LatestStep):
+    """What was found in the latest step, and read in it and in steps like it that followed."""
 
-    req_ids: list[str]
-    starts_R: Indices
-    next_R: Indices
     tokens: ReadTokens
     spans: list[_Span]
-    repeats: bool
     readings: list[Tensor] = field(default_factory=list)
-
-    def is_followed_by(self, req_ids: list[str], starts_R: Indices, computed_R: Indices) -> bool:
-        """Return whether a step has the next token of each request, read as this one's."""
-        return (
-            self.repeats
-            and self.req_ids == req_ids
-            and np.array_equal(self.starts_R, starts_R)
-            and np.array_equal(self.next_R, computed_R)
-        )
 
 
 class ReadingRecorder:
@@ -149,7 +137,7 @@ class ReadingRecorder:
         )
         spans = self._find_spans(entries_r[is_kept_r], positions_r[is_kept_r])
         repeats = len(entries_T) == len(req_ids) and bool((sources_r == DECIDED).all())
-        self._latest = _LatestRead(list(req_ids), starts_R, computed_R + 1, tokens, spans, repeats)
+        self._latest = _LatestRead(list(req_ids), starts_R, computed_R + 1, repeats, tokens, spans)
         return tokens
 
     def _find_spans(self, entries_k: Indices, positions_k: Indices) -> list[_Span]:

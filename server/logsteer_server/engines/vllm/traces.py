@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from logsteer_server.contract.plan import Positions
+from logsteer_server.engines.vllm.latest_step import LatestStep
 from logsteer_server.engines.vllm.marks import NONE_STEERED, SteeredTokens
 
 Indices = npt.NDArray[np.int64]
@@ -22,28 +23,14 @@ _ENDLESS = 2**62
 
 
 @dataclass(slots=True)
-class _LatestStep:
-    """A step that was looked at, and how many there were that went on from it, itself included.
-
-    `repeats`: while the same requests go on, a token each, all their next tokens are steered alike.
+class _LatestMarked(LatestStep):
+    """What was found in the latest step; `steps`: how many there were that went on from it, itself
+    included.
     """
 
-    req_ids: list[str]
-    starts_R: Indices
-    next_R: Indices
     tokens: SteeredTokens
     positions_t: Indices
-    repeats: bool
     steps: int = 1
-
-    def is_followed_by(self, req_ids: list[str], starts_R: Indices, computed_R: Indices) -> bool:
-        """Return whether a step has the next token of each request, steered as this one's."""
-        return (
-            self.repeats
-            and self.req_ids == req_ids
-            and np.array_equal(self.starts_R, starts_R)
-            and np.array_equal(self.next_R, computed_R)
-        )
 
 
 class TraceRecorder:
@@ -74,7 +61,7 @@ class TraceRecorder:
         self._entries = np.zeros(1, _ENTRY)
         self._entry_of: dict[str, int] = {}
         self._sliced: dict[int, Positions] = {}
-        self._latest: _LatestStep | None = None
+        self._latest: _LatestMarked | None = None
 
     def __len__(self) -> int:
         return len(self._entry_of)
@@ -143,8 +130,8 @@ class TraceRecorder:
         stays_T = (steered_T & (ends_T == _ENDLESS)) | (positions_T >= ends_T)
         repeats = len(positions_T) == len(req_ids) and bool(stays_T.all() and is_new_t.all())
         found = SteeredTokens(index_t, fields_T["slot"][index_t], entries_t, is_new_t)
-        self._latest = _LatestStep(
-            list(req_ids), starts_R, computed_R + 1, found, positions_t, repeats
+        self._latest = _LatestMarked(
+            list(req_ids), starts_R, computed_R + 1, repeats, found, positions_t
         )
         return found
 
