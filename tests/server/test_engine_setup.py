@@ -1,6 +1,8 @@
 """What engines are set up with: environment, devices, arguments, the context that they read."""
 
 import os
+import subprocess
+import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +12,11 @@ import pytest
 import yaml
 
 from logsteer_server.contract.engine import EngineSpec
+from logsteer_server.engines import process
 from logsteer_server.engines.machine import (
     COMPILED,
     describe_machine,
+    let_threads_sleep,
     separate_compiled_code,
     show_devices,
 )
@@ -224,3 +228,27 @@ class TestArguments:
             path.write_text(yaml.safe_dump({"models": [model]}))
             assert main(["--config", str(path), "--check"]) == status
         assert "model m: engine_args: enable_dbo: " in capsys.readouterr().err
+
+
+class TestThreads:
+    SCRIPT = f"import {let_threads_sleep.__module__} as m; m.let_threads_sleep(); import torch"
+
+    @pytest.mark.parametrize(("given", "used"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+    def test_openmp_takes_the_policy_with_torch(self, given: str | None, used: str) -> None:
+        environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+        environment |= {"OMP_DISPLAY_ENV": "true"} | ({"OMP_WAIT_POLICY": given} if given else {})
+        command = [sys.executable, "-c", self.SCRIPT]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert f"OMP_WAIT_POLICY = '{used}'" in done.stderr
+
+    def test_an_engine_process_sets_it_before_it_builds_its_engine(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+        called: list[str] = []
+        for name in ("follow_parent", "_serve", "let_threads_sleep"):
+            monkeypatch.setattr(process, name, lambda *_, name=name: called.append(name))
+        for module, name in ((os, "setsid"), (os, "_exit"), (process.util, "_exit_function")):
+            monkeypatch.setattr(module, name, lambda *_: None)
+        process.run_engine(None, EngineSpec("id", "fake", "path"), 1.0)  # type: ignore[arg-type]
+        assert called.index("let_threads_sleep") < called.index("_serve")

@@ -19,6 +19,7 @@ from logsteer_server.contract.jobs import Job, JobResult
 from logsteer_server.contract.results import ResultPart
 from logsteer_server.engines.failures import lacks_memory
 from logsteer_server.engines.lifetime import follow_parent
+from logsteer_server.engines.machine import let_threads_sleep
 from logsteer_server.imports import hold_collector, leave_out_unused
 
 log = logging.getLogger(__name__)
@@ -123,6 +124,7 @@ def run_engine(connection: Connection, spec: EngineSpec, beat_every_s: float) ->
     """
     os.setsid()
     follow_parent()
+    let_threads_sleep()
     _serve(connection, spec, beat_every_s)
     util._exit_function()  # type: ignore[attr-defined]
     sys.stdout.flush()
