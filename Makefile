@@ -8,7 +8,7 @@ PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reord
 EXACT := $(addprefix tests/contract/test_,exactness.py logprob.py quantized.py tlens.py)
 
 .PHONY: serve demo setup test test-fast test-avx2 families check format bench gpu-check openapi \
-	client lock clean
+	client docs lock clean
 
 serve: ## install what is missing, then serve CONFIG on PORT
 	@requirements/install.sh server
@@ -52,6 +52,10 @@ openapi: setup ## write openapi.json anew from the schemas
 
 client: setup ## write the client's methods anew from the table of endpoints and the schemas
 	@$(PYTHON) -m logsteer._generator
+
+docs: setup ## write the pages that follow from the code, build the documentation into site/
+	@$(PYTHON) -m logsteer_server.reference docs
+	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet
 
 lock: setup ## write the lock files anew
 	@PATH=$(CURDIR)/.venv/bin:$$PATH requirements/compile.sh

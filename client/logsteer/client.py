@@ -42,8 +42,9 @@ class Client(ClientMethods):
     request; `transport` replaces the network. With `encoding="msgpack"` arrays travel as raw
     buffers, which suits large answers.
 
-    >>> with Client(model="demo") as client:  # doctest: +SKIP
-    ...     client.score("The capital of France is", [" Paris", " London"]).choice_probs
+    Examples:
+        >>> with Client(model="demo") as client:  # doctest: +SKIP
+        ...     client.score("The capital of France is", [" Paris", " London"]).choice_probs
     """
 
     def __init__(

@@ -22,8 +22,14 @@ class ModelSettings(BaseModel):
     # What is wrong with a value is said without the value: it may be a key, or stand beside one.
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), hide_input_in_errors=True)
 
-    id: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$")
-    engine: EngineKind = "vllm"
+    id: str = Field(
+        min_length=1,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$",
+        description="The name under which requests ask for it.",
+    )
+    engine: EngineKind = Field(
+        "vllm", description="vllm for speed, transformer_lens for reach; fake is for tests."
+    )
     path: str = Field(min_length=1, description="Directory of a checkpoint, or its id on the hub.")
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field(
         "auto", description="What the model runs in; float64 takes engine transformer_lens."
@@ -32,10 +38,14 @@ class ModelSettings(BaseModel):
         "auto", description="What the head is computed in; auto: as the model."
     )
     tf32: bool = Field(False, description="Let a GPU compute float32 products in TF32.")
-    devices: Literal["auto", "cpu"] | list[int] = "auto"
-    tensor_parallel: int = Field(1, ge=1)
-    pipeline_parallel: int = Field(1, ge=1)
-    quantization: str | None = None
+    devices: Literal["auto", "cpu"] | list[int] = Field(
+        "auto", description="GPUs by index, within CUDA_VISIBLE_DEVICES; auto: the first ones."
+    )
+    tensor_parallel: int = Field(1, ge=1, description="Devices that each layer is split over.")
+    pipeline_parallel: int = Field(1, ge=1, description="Devices that layers are divided among.")
+    quantization: str | None = Field(
+        None, description="A method of vLLM's; null: what the checkpoint says itself."
+    )
     max_model_len: int | None = Field(
         None,
         ge=2,
@@ -45,8 +55,10 @@ class ModelSettings(BaseModel):
     memory: float | str | None = Field(
         None, description="Fraction of a GPU, or the key-value cache's size, such as 1GiB."
     )
-    compile: bool = True
-    required: bool = True
+    compile: bool = Field(
+        True, description="Compile the model: slower to start, faster to answer; false: eager."
+    )
+    required: bool = Field(True, description="Whether /readyz waits for it.")
     chunk_bytes: int = Field(
         256 * 2**20,
         ge=2**20,
@@ -84,7 +96,9 @@ class ModelSettings(BaseModel):
     adapter_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = Field(
         16, description="The largest rank of an adapter in vLLM; memory is set aside for it."
     )
-    engine_args: dict[str, Any] = Field(default_factory=dict)
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict, description="Anything else the engine takes, under its own names."
+    )
 
     @model_validator(mode="after")
     def _dtype_fits_the_engine(self) -> "ModelSettings":
@@ -112,10 +126,12 @@ class Settings(BaseSettings):
         hide_input_in_errors=True,  # which may be a key
     )
 
-    models: list[ModelSettings] = Field(default_factory=list)
+    models: list[ModelSettings] = Field(
+        default_factory=list, description="The models to keep resident, one at least."
+    )
     directory: Path = Field(Path(), description="Where relative paths start.")
-    host: str = "127.0.0.1"
-    port: int = Field(8000, ge=0, le=65535)
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0: any that is free.")
     uds: Path | None = Field(
         None, description="Unix domain socket to listen on, in place of host and port."
     )
@@ -143,7 +159,9 @@ class Settings(BaseSettings):
         description="Have the keys of a key file share results and prefixes: each may then learn "
         "what others have scored.",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="The least that is logged."
+    )
 
     max_connections: int = Field(
         2048, ge=1, description="Connections at once, as far as the system's descriptors reach."

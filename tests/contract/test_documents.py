@@ -1,0 +1,136 @@
+"""Every code block of the documentation, run as it stands against the demo model."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from logsteer_server.settings import Settings
+from tests.conftest import ROOT, Server
+from tests.documents import (
+    NOT_RUN,
+    PAGES,
+    assert_contains,
+    read_blocks,
+    run_python,
+    run_shell,
+)
+
+README = ROOT / "README.md"
+LANGUAGES = {"sh", "python", "json", "yaml", "text"}
+"""What a block may be of; `text` is for drawings and is not run."""
+ELSEWHERE = {"export_gguf", "extra_body", "fwd_hooks", "lm_eval", "model_args", "token_ids"}
+"""Names in the documentation that are other tools'."""
+GUIDES = [page for page in PAGES if page != README and any(b.is_run for b in read_blocks(page))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_blocks_have_a_language_and_those_that_are_not_run_a_reason(page: Path) -> None:
+    text = page.read_text()
+    assert text.count("```") == 2 * len(read_blocks(page)), "a fence without a language"
+    for block in read_blocks(page):
+        assert block.language in LANGUAGES, block.name
+        assert block.is_run or len(block.title) > len(NOT_RUN), block.name
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_the_blocks_of_a_page_run_in_their_order(
+    page: Path, demo_server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A page's blocks share a directory and what Python has defined; JSON is the answer before."""
+    namespace: dict[str, Any] = {}
+    answer = ""
+    for block in filter(lambda block: block.is_run, read_blocks(page)):
+        try:
+            match block.language:
+                case "sh":
+                    answer = run_shell(block.code, demo_server.url, tmp_path)
+                case "python":
+                    run_python(block.code, demo_server.url, block.name, namespace)
+                    answer = capsys.readouterr().out
+                case "json":
+                    assert_contains(json.loads(answer), json.loads(block.code))
+                case "yaml":
+                    document = yaml.safe_load(block.code)
+                    assert "models" not in document or Settings(**document).models
+        except BaseException as error:
+            error.add_note(f"in {block.name}")
+            raise
+
+
+def test_the_readme_is_short_and_has_three_calls() -> None:
+    assert len(README.read_text().split()) <= 600
+    calls = [b for b in read_blocks(README) if b.language == "sh" and b.code.startswith("curl")]
+    assert len(calls) == 3
+
+
+@pytest.mark.engine
+def test_the_readme_runs(
+    demo_server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = ""
+    for block in filter(lambda block: block.is_run, read_blocks(README)):
+        match block.language:
+            case "sh":
+                answer = run_shell(block.code, demo_server.url, ROOT)
+                assert answer
+            case "json":
+                assert_contains(json.loads(answer), json.loads(block.code))
+            case "python":
+                run_python(block.code, demo_server.url, block.name, {})
+                printed = capsys.readouterr().out.splitlines()
+                assert printed[0].startswith("0 [0.99")
+                assert "all alone in the dark" in printed[1]
+                assert "danced and sang with her friends" in printed[2]
+            case "yaml":
+                assert Settings(**yaml.safe_load(block.code)).models[0].tensor_parallel == 2
+
+
+@pytest.mark.engine
+def test_the_calls_that_the_server_prints_are_those_of_the_readme(demo_server: Server) -> None:
+    calls = [b.code.strip() for b in read_blocks(README) if b.code.startswith("curl")]
+    printed = [line.strip() for line in demo_server.lines if line.startswith("  curl")]
+    assert printed == [call.replace("http://127.0.0.1:8000", demo_server.url) for call in calls]
+
+
+def test_make_targets_of_the_documentation_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    known = set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE))
+    named = {
+        target
+        for page in PAGES
+        for target in re.findall(r"`make ([\w-]+)|^make ([\w-]+)", page.read_text(), re.MULTILINE)
+        for target in target
+        if target
+    }
+    assert {"serve", "test"} <= named <= known
+
+
+def read_names(value: Any) -> set[str]:
+    """Names of fields, and values of enumerations, at any depth of a JSON document."""
+    if isinstance(value, dict):
+        own = {name for name in value if isinstance(name, str)}
+        return own.union(*map(read_names, value.values()))
+    if isinstance(value, list):
+        return {v for v in value if isinstance(v, str)}.union(*map(read_names, value))
+    return {value} if isinstance(value, str) else set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_fields_that_a_page_names_exist(page: Path) -> None:
+    """Whatever stands in backquotes and has an underscore is a name of the code or the API."""
+    known = read_names(json.loads((ROOT / "openapi.json").read_text()))
+    known |= read_names(Settings.model_json_schema())
+    sources = [*ROOT.glob("client/**/*.py"), *ROOT.glob("server/**/*.py"), *ROOT.glob("demo/*.py")]
+    words = set(re.findall(r"\w+", "\n".join(path.read_text() for path in sources)))
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    named = {
+        name
+        for code in re.findall(r"`([^`\n]+)`", prose)
+        for name in re.findall(r"(?<![\w/.])[a-z]+(?:_[a-z0-9]+)+(?![\w/(])", code)
+    }
+    assert not {name for name in named - known - words - ELSEWHERE if "test_" not in name}
