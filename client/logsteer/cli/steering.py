@@ -31,9 +31,10 @@ from logsteer.cli.terminal import (
 )
 from logsteer.client import Client
 from logsteer.errors import AnswerError, LogsteerError
+from logsteer.extras.figures import check_plot_path
 from logsteer.extras.json_lines import read_json_lines
 from logsteer.extras.labels import label_sweep
-from logsteer.extras.plots import check_plot_path, plot_sweep
+from logsteer.extras.plots import plot_sweep
 
 _SAMPLING = {
     "max_tokens": "N", "n": "N", "temperature": "T", "top_p": "P", "top_k": "K", "min_p": "P",

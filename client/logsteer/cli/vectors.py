@@ -27,8 +27,9 @@ from logsteer.cli.vector_tables import (
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
 from logsteer.extras.dose_response import evaluate_vector
+from logsteer.extras.figures import check_plot_path
 from logsteer.extras.json_lines import read_json_lines
-from logsteer.extras.plots import check_plot_path, plot_doses
+from logsteer.extras.plots import plot_doses
 from logsteer.extras.sae import import_feature
 from logsteer.schemas import ContentFormat
 
