@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from logsteer.cli.tables import draw_completions, draw_rows, show_number, sum_up_completion
+from logsteer.cli.continuations import draw_completions, sum_up_completion
+from logsteer.cli.tables import draw_rows, show_number
 from logsteer.extras.rows import name_columns
 from logsteer.schemas import Completion, GenerateAnswer, GradientAnswer, ItemScore, TargetGradient
 from logsteer.schemas.common import Aggregate, Float, RowColumns

@@ -72,7 +72,7 @@ def list_rows(answer: Any, per: str | None = None) -> list[FlatRow]:
                 return list(found)
         return []
     if per not in writers:
-        raise LogsteerError(f"there is no row per {per} here; there is one per {' or '.join(writers)}")
+        raise LogsteerError(f"there is no row per {per}, but one per {' or '.join(writers)}")
     found = writers[per](answer)
     if found is None:
         raise LogsteerError(f"the answer has no {per}s: {_MISSING.get(per, 'ask for them')}")
