@@ -20,6 +20,8 @@ _STEPS = ((0.5, "#5c4a1c"), (2.0, "#8a5310"), (4.0, "#b5420f"), (7.0, "#d0211c")
 _TOKENS_SHOWN = 400
 _CURVES_SHOWN = 16
 _WIDEST = 72
+_STRETCHED = 20
+"""Curves of fewer points are drawn about as wide."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -106,7 +108,8 @@ class Sparklines:
         longest = min(max(len(name) for name, _ in self._curves), options.max_width // 3)
         room = max(8, min(_WIDEST, options.max_width - longest - 26))
         for name, values in self._curves:
-            table.add_row(Text(name), Text(draw_blocks(values, room), "cyan"), _tell_range(values))
+            wide = [value for value in values for _ in range(max(1, _STRETCHED // len(values)))]
+            table.add_row(Text(name), Text(draw_blocks(wide, room), "cyan"), _tell_range(values))
         yield table
 
 
@@ -114,7 +117,7 @@ def _tell_range(values: Sequence[Float]) -> RenderableType:
     found = [value for value in values if value is not None]
     if not found:
         return Text("n/a", "dim")
-    return Text(f"{show_number(min(found), 4)} … {show_number(max(found), 4)}", "dim")
+    return Text(f"{show_number(min(found), 3)} … {show_number(max(found), 3)}", "dim")
 
 
 def draw_blocks(values: Sequence[Float], room: int = _WIDEST) -> str:

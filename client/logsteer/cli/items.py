@@ -30,24 +30,25 @@ from logsteer.client import Client
 from logsteer.errors import AnswerError
 from logsteer.schemas import GradientAnswer, ItemGradients, ItemScore, LogprobAnswer, LogprobItem
 
-_LINES = """
+LINES = """
 With -, a line is an item: {"context": "…", "targets": ["…"]}, or with context_ids and target_ids,
 or messages and targets; or a line of `logsteer generate -`, whose completions are the targets. For
 each, a line is printed when its batch is done (--batch-size): the object, with its result. A batch
 that is refused is halved, so that what stands in front of the line that it is refused for is
-printed.
+printed. TARGETs beside - are those of lines that have none; such a line may be a text in quotation
+marks, too.
 """
 DIAGNOSTICS_EXAMPLES = f"""
   logsteer diagnostics "The capital of France is" " Paris" " London"
   logsteer diagnostics "I feel" " happy" --columns entropy --columns rank --temperature 0.7
   logsteer generate - -n 4 < prompts.jsonl | logsteer diagnostics - > looked-at.jsonl
-{_LINES}"""
+{LINES}"""
 GRADIENT_EXAMPLES = f"""
   logsteer gradient "I feel" " happy" " sad" --layers 1,2
   logsteer gradient "I feel" " happy" --layers 2 --hook attn_out --at last_prompt
   logsteer gradient "I feel" " happy" " sad" --along direction
   logsteer gradient - --layers 2 < items.jsonl | jq '.result.targets[0].norms'
-{_LINES}"""
+{LINES}"""
 
 ITEM_FORM = '{"context": "…", "targets": ["…"]}'
 _DIAGNOSTICS = {"columns": "NAME", "window": "TOKENS", "precision": None}

@@ -12,7 +12,7 @@ from logsteer._pairs import pair_scores
 from logsteer._progress import ScoringProgress
 from logsteer.cli import tables, token_tables
 from logsteer.cli.heat import Sparklines, draw_targets
-from logsteer.cli.items import add_item_arguments, answer_items, read_item_arguments
+from logsteer.cli.items import LINES, add_item_arguments, answer_items, read_item_arguments
 from logsteer.cli.options import add_options
 from logsteer.cli.output import RowSink, add_output_options, choose_format, show
 from logsteer.cli.steering_options import add_probe_option, add_steering_options, read_changes
@@ -25,11 +25,11 @@ from logsteer.extras.rows import list_rows, write_window
 from logsteer.extras.texts import JOIN, JoinedRows
 from logsteer.schemas import LogprobAnswer, PerplexityAnswer, WindowEvent, WindowScore
 
-SCORE_EXAMPLES = """
+SCORE_EXAMPLES = f"""
   logsteer score "The capital of France is" " Paris" " London"
   logsteer score "2 + 2 =" 4 --space both --top 3 --json
-  echo '{"context": "I feel", "targets": [" happy", " sad"]}' | logsteer score - --format csv
-"""
+  echo '"I feel"' | logsteer score - " happy" " sad" --format csv
+{LINES}"""
 PERPLEXITY_EXAMPLES = """
   logsteer perplexity book.txt --protocol rolling --context-length 256
   cat book.txt | logsteer perplexity - --json

@@ -127,7 +127,8 @@ def draw_vectors(cards: Sequence[VectorCard]) -> Table:
     for card in cards:
         source = " ".join(filter(None, [card.about.source, card.about.method, card.about.format]))
         layers = label_layers(card.layers)
-        cells = [card.name, card.hook, layers, str(card.width), card.created, source, card.sha256]
+        cells = [card.name, card.hook, layers, str(card.width), _show_time(card.created), source]
+        cells.append(card.sha256[:12])
         table.add_row(*map(Text, cells))
     return table
 
@@ -137,7 +138,8 @@ def draw_adapters(cards: Sequence[AdapterCard]) -> Table:
     table = start_table("name", "model", ">rank", ">alpha", "modules", "created", "sha256")
     for card in cards:
         sizes = [str(card.rank), show_number(card.alpha)]
-        cells = [card.name, card.model, *sizes, ", ".join(card.modules), card.created, card.sha256]
+        cells = [card.name, card.model, *sizes, ", ".join(card.modules)]
+        cells += [_show_time(card.created), card.sha256[:12]]
         table.add_row(*map(Text, cells))
     return table
 
@@ -148,10 +150,12 @@ def draw_overrides(cards: Sequence[OverrideCard]) -> Table:
     for card in cards:
         moved = f"{card.moved} of {card.total}"
         cells = [card.name, card.model, str(card.tensors), moved, show_number(card.norm)]
-        table.add_row(*map(Text, [*cells, card.created, card.sha256]))
+        table.add_row(*map(Text, [*cells, _show_time(card.created), card.sha256[:12]]))
     return table
 
 
+_WHOLE = ("name", "created", "sha256")
+"""Columns that are not broken while others can be."""
 _VERDICT_STYLES = {"passed": "green", "failed": "bold red", "not_run": "yellow"}
 
 
@@ -281,6 +285,11 @@ def _fix(value: float | None) -> str:
     return "n/a" if value is None else f"{value:.3f}"
 
 
+def _show_time(created: str) -> str:
+    """Write a time of RFC 3339 to the minute, in UTC as it comes."""
+    return created[:16].replace("T", " ")
+
+
 def show_number(value: float | None, digits: int = 5) -> str:
     """Write a number with so many significant digits."""
     return "n/a" if value is None else f"{value:.{digits}g}"
@@ -331,9 +340,9 @@ def start_table(*heads: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title_justify="left")
     for head in heads:
         # As Text, because what looks like rich's markup is data.
-        table.add_column(
-            Text(head.removeprefix(">")), justify="right" if head[:1] == ">" else "left"
-        )
+        name = Text(head.removeprefix(">"))
+        right = head[:1] == ">"
+        table.add_column(name, justify="right" if right else "left", no_wrap=head in _WHOLE)
     return table
 
 

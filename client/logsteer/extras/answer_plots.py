@@ -51,6 +51,8 @@ _MAX_PANELS = 6
 _MAX_NAMED = 60
 """Tokens that are written under their bars; more would not be read."""
 _MAX_BARS = 40
+_FEW_TOKENS = 3
+"""Targets that are no longer than this are told by their sums."""
 _WIDE = 8.0
 _QUALITY = ("accuracy", "auc", "pair_accuracy")
 
@@ -191,7 +193,10 @@ def _plot_records(records: LogProbs, path: str | Path | None) -> Figure:
 
 
 def _plot_item(item: ItemScore, path: str | Path | None) -> Figure:
-    if all(target.tokens is None for target in item.targets):
+    """Draw the targets' tokens; where all are short, or have no tokens, a bar for each target."""
+    longest = max(len(target.tokens or ()) for target in item.targets)
+    probed = any(target.probes for target in item.targets)
+    if longest <= (0 if probed or len(item.targets) == 1 else _FEW_TOKENS):
         names = [repr(target.target) for target in item.targets]
         return _plot_choices(names, [target.logprob for target in item.targets], path)
     return _plot_strips([_strip_target(target) for target in item.targets], "Targets", path)
