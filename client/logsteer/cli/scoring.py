@@ -113,7 +113,7 @@ def _measure(client: Client, arguments: argparse.Namespace) -> None:
     drawn = [tables.draw_perplexity(answer), windows.draw(), *tables.draw_changes(answer)]
 
     def draw(path: str) -> None:
-        plot_windows(windows.kept, title, path)
+        plot_windows(windows.list_kept(), title, path)
 
     if windows.written:
         if arguments.plot:
@@ -139,7 +139,7 @@ class _Windows:
         self._sink = sink
         self._merged = 1
         self._open: list[WindowScore] = []
-        self.kept: list[WindowScore] = []
+        self._kept: list[WindowScore] = []
 
     @property
     def written(self) -> bool:
@@ -155,19 +155,23 @@ class _Windows:
         self._open.append(window)
         if len(self._open) < self._merged:
             return
-        self.kept.append(_merge(self._open))
+        self._kept.append(_merge(self._open))
         self._open = []
-        if len(self.kept) == _WINDOWS_KEPT:
-            self.kept = [_merge(self.kept[k : k + 2]) for k in range(0, _WINDOWS_KEPT, 2)]
+        if len(self._kept) == _WINDOWS_KEPT:
+            self._kept = [_merge(self._kept[k : k + 2]) for k in range(0, _WINDOWS_KEPT, 2)]
             self._merged *= 2
+
+    def list_kept(self) -> list[WindowScore]:
+        """Return the windows so far, neighbours as one where there are many."""
+        return [*self._kept, *([_merge(self._open)] if self._open else [])]
 
     def draw(self) -> Sparklines:
         """Draw the mean surprisal along the text."""
-        means = [write_window(window)["mean_logprob"] for window in self.kept]
+        means = [write_window(window)["mean_logprob"] for window in self.list_kept()]
         curve = [None if mean is None else -mean for mean in means]
-        count = len(self.kept) * self._merged
-        title = f"mean surprisal a token in nats, along {'about ' * (self._merged > 1)}"
-        return Sparklines(f"{title}{count} windows", [("", curve)])
+        count = len(self._kept) * self._merged + len(self._open)
+        title = f"mean surprisal a token in nats, along {count} windows"
+        return Sparklines(title, [("", curve)])
 
 
 def _merge(windows: Sequence[WindowScore]) -> WindowScore:
