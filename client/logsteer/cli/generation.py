@@ -26,17 +26,13 @@ from logsteer.schemas import GenerateAnswer, PromptCompletions
 
 EXAMPLES = """
   logsteer generate "Once upon a time" --max-tokens 40 --seed 1
-  logsteer generate "Once upon a time" "The king" -n 3 --temperature 0.7
-  logsteer generate "Once upon a time" --diagnostics --columns log_q --columns rb_entropy
-  echo '"Once upon a time"' | logsteer generate -
-  jq -R . < texts.txt | logsteer generate -
-  logsteer generate - --field question < rows.jsonl > continued.jsonl
+  logsteer generate "Once upon a time" "Tom" -n 3 --diagnostics --columns log_q --columns rank
   logsteer generate - -n 4 < prompts.jsonl | logsteer diagnostics - > looked-at.jsonl
 
-With -, a line is a text in quotation marks, or an object with a prompt, prompt_ids or messages. For
-each, a line is printed when its batch is done (--batch-size): the object, with its prompt_ids and
-completions. A batch that is refused is halved, so that what stands in front of the line that it is
-refused for is printed.
+With -, a line is a text in quotation marks (jq -R . makes them of plain lines), or an object with a
+prompt, prompt_ids or messages; --field names another field than prompt. For each, a line is printed
+when its batch is done (--batch-size): the object, with its prompt_ids and completions. A batch that
+is refused is halved, so that what stands in front of the line that it is refused for is printed.
 """
 
 _SAMPLING = {

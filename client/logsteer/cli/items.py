@@ -32,11 +32,11 @@ from logsteer.schemas import GradientAnswer, ItemGradients, ItemScore, LogprobAn
 
 LINES = """
 With -, a line is an item: {"context": "…", "targets": ["…"]}, or with context_ids and target_ids,
-or messages and targets; or a line of `logsteer generate -`, whose completions are the targets. For
-each, a line is printed when its batch is done (--batch-size): the object, with its result. A batch
-that is refused is halved, so that what stands in front of the line that it is refused for is
-printed. TARGETs beside - are those of lines that have none; such a line may be a text in quotation
-marks, too.
+or messages and targets; or a line of `logsteer generate -`, whose completions are the targets.
+TARGETs beside - are those of lines that have none, which may be texts in quotation marks, too. For
+each, a line is printed when its batch is done (--batch-size): the object, with its result; or flat
+rows, with --format csv or parquet. A batch that is refused is halved, so that what stands in front
+of the line that it is refused for is printed.
 """
 DIAGNOSTICS_EXAMPLES = f"""
   logsteer diagnostics "The capital of France is" " Paris" " London"
@@ -46,8 +46,7 @@ DIAGNOSTICS_EXAMPLES = f"""
 GRADIENT_EXAMPLES = f"""
   logsteer gradient "I feel" " happy" " sad" --layers 1,2
   logsteer gradient "I feel" " happy" --layers 2 --hook attn_out --at last_prompt
-  logsteer gradient "I feel" " happy" " sad" --along direction
-  logsteer gradient - --layers 2 < items.jsonl | jq '.result.targets[0].norms'
+  logsteer gradient "I feel" " happy" " sad" --along gradient
 {LINES}"""
 
 ITEM_FORM = '{"context": "…", "targets": ["…"]}'

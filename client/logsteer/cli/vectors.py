@@ -44,10 +44,10 @@ SHOW_EXAMPLES = """
   logsteer vectors show mood --plot layers.png
 """
 PUT_EXAMPLES = """
-  logsteer vectors put happy mood.gguf
+  logsteer vectors put happy mood.safetensors
 """
 GET_EXAMPLES = """
-  logsteer vectors get mood mood.gguf
+  logsteer vectors get mood mood.safetensors
 """
 TRAIN_EXAMPLES = """
   logsteer vectors train mood pairs.jsonl
