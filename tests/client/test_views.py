@@ -256,6 +256,12 @@ def test_without_pandas_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
             answer.to_pandas()
 
 
+def test_numbers_of_items_stay_integers() -> None:
+    frame = ANSWERS["sweep"].to_pandas()
+    assert list(frame["target"].dropna().unique()) == [0, 1] and frame["target"].dtype == "Int64"
+    assert frame["change"].dtype == "float64"
+
+
 def test_records_of_get_log_prob_are_a_list_and_a_table() -> None:
     records = ANSWERS["log_prob"]
     assert isinstance(records, LogProbs) and isinstance(records, list)

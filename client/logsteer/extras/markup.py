@@ -27,6 +27,7 @@ _CURVE = (240, 44)
 _BOX = "font-family:system-ui,sans-serif;font-size:13px;line-height:1.5;max-width:60em"
 _DIM = "opacity:.7"
 _CELL = "padding:1px 10px 1px 0;text-align:{};white-space:nowrap;font-variant-numeric:tabular-nums"
+_EDGE = "border-right:1px solid #8885"
 _HEAT = "margin:.2em 0;white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.7"
 
 
@@ -111,7 +112,7 @@ def write_heat(
     """
     spans = []
     for token, value, title in zip(tokens, values, titles, strict=True):
-        style, shown = f"background:{_colour(value, signed)}", _show_token(token)
+        style, shown = f"{_EDGE};background:{_colour(value, signed)}", _show_token(token)
         spans.append(f'<span style="{style}" title="{escape(title)}">{shown}</span>')
     return f'<div style="{_HEAT}">{"".join(spans)}</div>'
 
@@ -150,10 +151,11 @@ def write_curve(values: Sequence[Float], title: str) -> str:
     )
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     label = escape(f"{title}: {show_value(found[0])} … {show_value(found[-1])}")
+    told = f"{label}; least {show_value(low)}, most {show_value(high)}"
     return (
-        f'<svg {size} role="img" aria-label="{label}" style="vertical-align:middle"><title>{label}'
-        f'</title>{lines}</svg> <span style="{_DIM}">{label}, least {show_value(low)}, '
-        f"most {show_value(high)}</span><br>"
+        f'<div style="display:flex;align-items:center;gap:.8em"><svg {size} role="img" '
+        f'aria-label="{label}" style="flex:none"><title>{label}</title>{lines}</svg>'
+        f'<span style="{_DIM}">{told}</span></div>'
     )
 
 

@@ -85,12 +85,17 @@ def list_grains(kind: type) -> list[str]:
 
 
 def to_frame(answer: Any, per: str | None = None) -> "pd.DataFrame":
-    """Return the rows of an answer as a table of pandas.
+    """Return the rows of an answer, or rows, as a table of pandas; integers stay so beside nulls.
 
     Raises ImportError that says what to install, and what `list_rows` raises.
     """
     pandas = load_pandas()
-    frame: pd.DataFrame = pandas.DataFrame(list_rows(answer, per))
+    rows = answer if isinstance(answer, list) else list_rows(answer, per)
+    frame: pd.DataFrame = pandas.DataFrame(rows)
+    for name in frame.columns:
+        kinds = {type(row.get(name)) for row in rows}
+        if kinds == {int, type(None)}:
+            frame[name] = pandas.array([row.get(name) for row in rows], dtype="Int64")
     return frame
 
 
@@ -166,8 +171,7 @@ def _write_target(target: TargetScore) -> FlatRow:
             "logprob_any_space": getattr(target, "logprob_any_space", None),
         }
     ends = {f"{name}_mean": one.mean for name, one in (target.aggregates or {}).items()}
-    flags = ",".join(target.flags)
-    return {**row, **both, **ends, **_pick(target, _TARGET_END), "flags": flags}
+    return {**row, **both, **ends, **_pick(target, _TARGET_END), "flags": ",".join(target.flags)}
 
 
 def _write_target_tokens(target: TargetScore) -> Iterable[FlatRow] | None:
@@ -342,9 +346,9 @@ def _write_norms(item: ItemGradients) -> Iterable[FlatRow] | None:
         return None
     rows = []
     for target in item.targets:
-        norms = target.norms or {}
+        norms = {f"norm@{layer}": values for layer, values in (target.norms or {}).items()}
         for position, *values in zip(target.positions or [], *norms.values(), strict=True):
-            found = {f"norm@{layer}": v for layer, v in zip(norms, values, strict=True)}
+            found = dict(zip(norms, values, strict=True))
             rows.append({"target": target.target, "position": position, **found})
     return rows
 
