@@ -62,9 +62,11 @@ def choose_format(arguments: argparse.Namespace) -> str:
     """Return the format that was asked for, by a flag or by the name of the file."""
     if getattr(arguments, "json", False):
         return "json"
-    if (form := getattr(arguments, "output_format", None)) is not None:
-        return str(form)
-    suffix = Path(getattr(arguments, "output", None) or "").suffix.lstrip(".").lower()
+    if not hasattr(arguments, "output_format"):
+        return "table"
+    if arguments.output_format is not None:
+        return str(arguments.output_format)
+    suffix = Path(arguments.output or "").suffix.lstrip(".").lower()
     return suffix if suffix in FORMATS else "table"
 
 

@@ -154,7 +154,7 @@ def draw_overrides(cards: Sequence[OverrideCard]) -> Table:
     return table
 
 
-_WHOLE = ("name", "created", "sha256")
+_WHOLE = ("name", "created", "sha256", ">scale")
 """Columns that are not broken while others can be."""
 _VERDICT_STYLES = {"passed": "green", "failed": "bold red", "not_run": "yellow"}
 

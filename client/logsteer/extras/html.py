@@ -97,6 +97,16 @@ def _draw_receipt(receipt: SteeringReceipt) -> Parts:
     yield write_table(rows)
 
 
+def _draw_each(parts: Sequence[Any], noun: str, draw: Callable[[Any, _Room], Parts]) -> Parts:
+    """Yield the first parts of an answer, each under its number where there are several."""
+    room = _Room()
+    for number, part in enumerate(parts[:PARTS_SHOWN]):
+        if len(parts) > 1:
+            yield write_head(f"{noun} {number}")
+        yield from draw(part, room)
+    yield write_rest(len(parts) - PARTS_SHOWN, f"{noun}s")
+
+
 # ------------------------------------------------------------------ tokens
 
 
@@ -177,12 +187,7 @@ def _draw_scored_target(target: TargetScore) -> Parts:
 
 
 def _draw_logprob(answer: LogprobAnswer) -> Parts:
-    room = _Room()
-    for number, item in enumerate(answer.results[:PARTS_SHOWN]):
-        if len(answer.results) > 1:
-            yield write_head(f"item {number}")
-        yield from _draw_item(item, room)
-    yield write_rest(len(answer.results) - PARTS_SHOWN, "items")
+    yield from _draw_each(answer.results, "item", _draw_item)
     if any(_has_tokens(item.targets) for item in answer.results[:PARTS_SHOWN]):
         yield write_legend()
     yield from write_receipt(answer)
@@ -213,12 +218,7 @@ def _draw_text(text: TextResult, room: _Room) -> Parts:
 
 
 def _draw_perplexity(answer: PerplexityAnswer) -> Parts:
-    room = _Room()
-    for number, text in enumerate(answer.results[:PARTS_SHOWN]):
-        if len(answer.results) > 1:
-            yield write_head(f"text {number}")
-        yield from _draw_text(text, room)
-    yield write_rest(len(answer.results) - PARTS_SHOWN, "texts")
+    yield from _draw_each(answer.results, "text", _draw_text)
     if any(text.tokens is not None for text in answer.results[:PARTS_SHOWN]):
         yield write_legend()
     if len(answer.results) > 1:
@@ -273,12 +273,7 @@ def _draw_one_prompt(result: PromptCompletions) -> Parts:
 
 
 def _draw_generated(answer: SteerAnswer | GenerateAnswer) -> Parts:
-    room = _Room()
-    for number, result in enumerate(answer.results[:PARTS_SHOWN]):
-        if len(answer.results) > 1:
-            yield write_head(f"prompt {number}")
-        yield from _draw_prompt(result, room)
-    yield write_rest(len(answer.results) - PARTS_SHOWN, "prompts")
+    yield from _draw_each(answer.results, "prompt", _draw_prompt)
     yield write_legend()
     yield from write_receipt(answer)
 
