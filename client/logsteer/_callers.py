@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from logsteer._call import ApiCall
 from logsteer._calls import as_list, build_call, build_file_call
 from logsteer._exchange import Terms, exchange
-from logsteer._pairs import LogProb, pair_items, pair_records, pair_scores
+from logsteer._pairs import LogProbs, pair_items, pair_records, pair_scores
 from logsteer._sampling import sample_in_tasks, sample_in_threads
 from logsteer._wire import AsyncWire, Wire
 from logsteer.errors import PayloadTooLargeError
@@ -61,7 +61,7 @@ class Caller:
 
     def _get_log_prob(
         self, prompts: str | Sequence[str], targets: str | Sequence[str], **options: Any
-    ) -> list[LogProb]:
+    ) -> LogProbs:
         prompts, targets = as_list(prompts), as_list(targets)
         items = pair_items(prompts, targets)
         sums: Any = {"per_token": False, "columns": ["logprob"]}
@@ -128,7 +128,7 @@ class AsyncCaller:
 
     async def _get_log_prob(
         self, prompts: str | Sequence[str], targets: str | Sequence[str], **options: Any
-    ) -> list[LogProb]:
+    ) -> LogProbs:
         prompts, targets = as_list(prompts), as_list(targets)
         items = pair_items(prompts, targets)
         sums: Any = {"per_token": False, "columns": ["logprob"]}

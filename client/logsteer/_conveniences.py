@@ -57,7 +57,7 @@ CONVENIENCES = (
             _TARGETS,
         ),
         frozenset({"items", "columns", "policy", "top", "per_token", "probes"}),
-        "list[LogProb]",
+        "LogProbs",
         "Return one record per prompt and target, prompt by prompt, in the order given.",
         "A record is a dictionary with attributes: prompt, target, sequence (the text that was "
         "scored), log_prob, prob, num_tokens, perplexity (exp of minus the summed log_prob) and "

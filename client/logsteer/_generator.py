@@ -57,7 +57,7 @@ from typing import Any
 from logsteer._call import Download
 from logsteer._callers import {caller}, {resource}
 from logsteer._endpoints import GenerateEvent, PerplexityEvent, SelftestEvent, SteerEvent
-from logsteer._pairs import LogProb
+from logsteer._pairs import LogProbs
 from logsteer._parameters import NOT_GIVEN, NotGiven
 from logsteer._upload import {source}
 from logsteer.extras.activations import Activations

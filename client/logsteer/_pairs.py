@@ -2,11 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from logsteer.errors import AnswerError
 from logsteer.schemas import ItemScore, LogprobAnswer
 from logsteer.schemas.logprob import ScoredTarget, TargetScore
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
 
 
 class LogProb(dict[str, Any]):
@@ -66,6 +71,27 @@ class LogProb(dict[str, Any]):
         return value
 
 
+class LogProbs(list[LogProb]):
+    """The records of `get_log_prob`: the list that it is, which notebooks show as a table."""
+
+    def _repr_html_(self) -> str:
+        from logsteer.extras.html import write_html
+
+        return write_html(self)
+
+    def to_pandas(self) -> "pd.DataFrame":
+        """Return a row per record. Errors: ImportError that says what to install."""
+        from logsteer.extras.rows import to_frame
+
+        return to_frame(self)
+
+    def plot(self, path: str | Path | None = None) -> "Figure":
+        """Draw the log-probability of each pair. Errors: LogsteerError."""
+        from logsteer.extras.answer_plots import plot_answer
+
+        return plot_answer(self, path)
+
+
 def pair_items(prompts: Sequence[str], targets: Sequence[str]) -> list[dict[str, object]]:
     """Return one item per prompt, each with every target."""
     return [{"context": prompt, "targets": list(targets)} for prompt in prompts]
@@ -83,21 +109,19 @@ def pair_scores(answer: LogprobAnswer, num_prompts: int, num_targets: int) -> li
     return answer.results
 
 
-def pair_records(
-    prompts: Sequence[str], targets: Sequence[str], answer: LogprobAnswer
-) -> list[LogProb]:
+def pair_records(prompts: Sequence[str], targets: Sequence[str], answer: LogprobAnswer) -> LogProbs:
     """Return a record of each pair, prompt by prompt: all targets of the first, then of the second.
 
     A target with variants has two: with one leading space, then without.
     Raises AnswerError where the answer has not one score per pair.
     """
     results = pair_scores(answer, len(prompts), len(targets))
-    return [
+    return LogProbs(
         _record(prompt, target, sequence, score)
         for prompt, result in zip(prompts, results, strict=True)
         for target, found in zip(targets, result.targets, strict=True)
         for sequence, score in _variants(target, found)
-    ]
+    )
 
 
 def _variants(target: str, score: ScoredTarget) -> list[tuple[str, TargetScore]]:

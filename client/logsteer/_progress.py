@@ -5,7 +5,14 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from logsteer.schemas import WindowEvent
 from logsteer.schemas.perplexity import StreamStart
@@ -84,6 +91,28 @@ class CountingProgress(_Bars):
     def advance(self, count: int) -> None:
         """Count so many more as done."""
         self._progress.advance(self._task, count)
+
+
+class LineProgress(_Bars):
+    """A count of answered lines, drawn only where it is wanted and stderr is a terminal."""
+
+    def __init__(self, wanted: bool) -> None:
+        super().__init__(
+            SpinnerColumn(), TextColumn("{task.completed:.0f} lines answered"), wanted=wanted
+        )
+        self._task = self._progress.add_task("", total=None)
+
+    def advance(self, count: int) -> None:
+        """Count so many more as answered."""
+        self._progress.advance(self._task, count)
+
+
+class Waiting(_Bars):
+    """A sign of life for one long request, drawn only where stderr is a terminal."""
+
+    def __init__(self, title: str) -> None:
+        super().__init__(SpinnerColumn(), TextColumn("{task.description}"))
+        self._progress.add_task(title, total=None)
 
 
 def _size(file: BinaryIO) -> int | None:

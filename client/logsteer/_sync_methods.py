@@ -12,7 +12,7 @@ from typing import Any
 from logsteer._call import Download
 from logsteer._callers import Caller, StoreMethods
 from logsteer._endpoints import GenerateEvent, PerplexityEvent, SelftestEvent, SteerEvent
-from logsteer._pairs import LogProb
+from logsteer._pairs import LogProbs
 from logsteer._parameters import NOT_GIVEN, NotGiven
 from logsteer._upload import Source
 from logsteer.extras.activations import Activations
@@ -1186,7 +1186,7 @@ class ClientMethods(Caller):
         cache: bool | NotGiven = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
         space: SpacePolicy | NotGiven = NOT_GIVEN,
-    ) -> list[LogProb]:
+    ) -> LogProbs:
         """Return one record per prompt and target, prompt by prompt, in the order given.
 
         A record is a dictionary with attributes: prompt, target, sequence (the text that was

@@ -316,11 +316,11 @@ def test_the_commands_about_adapters(capsys: Output, run: Any, directory: Path) 
     printed = capsys.readouterr().out
     assert "damaged: torn; put or delete" in printed
     row = next(line for line in printed.splitlines() if "lora" in line)
-    cells = ["lora", "demo", "8", "16", "[red]q_proj,", "v_proj", CARD["created"], "ab" * 32]
-    assert row.split() == cells
+    cells = ["lora", "demo", "8", "16", "[red]q_proj,", "v_proj"]
+    assert row.split() == [*cells, *CARD["created"][:16].split("T"), "ab" * 6]
     server = answer(CARD)
     assert run(server, "adapters", "put", "lora", str(directory), "--model", "demo") == 0
-    assert "ab" * 32 in capsys.readouterr().out
+    assert "ab" * 6 in capsys.readouterr().out
     assert server.requests[0].url.path == "/adapters/lora"
     assert dict(server.requests[0].url.params) == {"model": "demo"}
     assert parts_of(server.requests[0], server.bodies[0]) == WHOLE

@@ -84,6 +84,16 @@ def test_activations_are_arrays_by_layer_and_by_text(call: Caller, tmp_path: Pat
     assert not again.layers[2].flags.writeable
 
 
+def test_activations_are_a_table_of_their_norms() -> None:
+    server = CaptureServer()
+    found = Activations(bytes(server.write({"items": TEXTS, "layers": [1, 2]})))
+    frame = found.to_pandas()
+    assert list(frame["item"]) == [0, 1, 2, 3, 4] and list(frame["token_id"]) == [1, 3, 5, 7, 9]
+    assert frame["norm@2"].to_numpy() == pytest.approx([2 * n * WIDTH**0.5 for n in range(1, 6)])
+    page = found._repr_html_()
+    assert "resid_post of demo: 5 rows of 3 numbers a layer" in page and "norm@1" in page
+
+
 def test_one_string_is_one_text(call: Caller) -> None:
     server = CaptureServer()
     call(server, lambda client: client.activations("abc", [1]))

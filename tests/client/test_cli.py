@@ -190,7 +190,7 @@ def test_a_refusal_is_one_line_on_stderr(capsys: Output) -> None:
 
 
 def test_no_server_is_told(capsys: Output, pauses: list[float]) -> None:
-    assert run(Script(httpx.ConnectError("refused")), "models", "--base-url", "http://h:1") == 1
+    assert run(Script(httpx.ConnectError("refused")), "models", "--base-url", "http://h:1") == 3
     err = capsys.readouterr().err
     assert err.startswith("error: no connection to http://h:1 (refused)")
     assert "make serve" in err and "(request " in err

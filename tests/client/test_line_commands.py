@@ -198,7 +198,8 @@ def test_a_derivative_along_a_direction(capsys: Output) -> None:
         ["generate", "a", "--override", ":1"],
         ["generate", "-", "--batch-size", "0"],
         ["diagnostics", "a"],
-        ["diagnostics", "-", "a"],
+        ["diagnostics", "-", "a", "--plot", "a.png"],
+        ["diagnostics", "-", "a", "--format", "table"],
         ["gradient", "a", "b"],
         ["gradient", "a", "b", "--layers", "1", "--along", "dir"],
         ["gradient", "a", "b", "--along", "dir", "--at", "all"],
@@ -240,7 +241,7 @@ def test_lines_keep_their_fields(capsys: Output, pipe: Any) -> None:
 def test_lines_go_in_batches_and_come_as_they_are_done(capsys: Output, pipe: Any) -> None:
     pipe(*({"question": f"q{n}"} for n in range(5)))
     server = Script(continue_all, continue_all, problem("overloaded", 422))
-    assert run(server, "generate", "-", "--field", "question", "--batch-size", "2") == 1
+    assert run(server, "generate", "-", "--field", "question", "--batch-size", "2") == 3
     out, err = capsys.readouterr()
     assert [json.loads(line)["question"] for line in out.splitlines()] == ["q0", "q1", "q2", "q3"]
     assert err.startswith("error: line 5: overloaded")

@@ -65,6 +65,8 @@ def test_using_all_of_it_loads_no_server() -> None:
         "fastapi",
         "matplotlib",
         "numpy",
+        "pandas",
+        "pyarrow",
         "starlette",
         "transformers",
         "vllm",

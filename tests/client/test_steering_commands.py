@@ -1,6 +1,7 @@
 """`logsteer steer`, `sweep`, and steering in `score` and `perplexity`: what is sent and shown."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -247,14 +248,14 @@ def test_side_by_side_grows_on_a_terminal(capsys: Output, monkeypatch: pytest.Mo
     monkeypatch.setenv("FORCE_COLOR", "1")
     pieces = [piece(" half", steered=True), piece(" other", steered=False), piece(" done")]
     assert run(stream(*pieces, baseline=True), "steer", "I", "--vector", "m", "--baseline") == 0
-    out = capsys.readouterr().out
+    out = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
     assert out.index("half") < out.index("other") < out.index("half done") < out.index("glad 0")
 
 
 def test_a_refusal_while_streaming_ends_the_line(capsys: Output) -> None:
     error = json.loads(problem("out_of_memory", 503).content)
     text = events(("start", START), ("piece", piece(" half")), ("error", error))
-    assert run(Script(event_stream(text)), "steer", "I", "--vector", "mood") == 1
+    assert run(Script(event_stream(text)), "steer", "I", "--vector", "mood") == 3
     out, err = capsys.readouterr()
     assert out == "I half\n"
     assert err.startswith("error: out_of_memory")

@@ -204,7 +204,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_list_and_show(capsys: Output, run: Any) -> None:
     assert run(answer(LIST), "vectors", "list") == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if "happy" in line)
-    assert "1-3, 7" in row and "training pca" in row and "ab" * 32 in row
+    assert "1-3, 7" in row and "training pca" in row and "ab" * 6 in row.split()
     assert run(answer(CARD), "vectors", "show", "happy") == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     # |2 x vector| is 4.5, of activations of 10

@@ -35,6 +35,12 @@ def test_windows_and_tokens_add_up_to_the_text(client: Client, protocol: Protoco
         assert sum(v or 0 for v in result.tokens.logprobs) == pytest.approx(
             result.sum_logprob, rel=1e-5
         )
+        pieces = client.detokenize([[token_id] for token_id in result.tokens.token_ids]).texts
+        assert result.tokens.tokens is not None and len(result.tokens.tokens) == len(pieces)
+        assert all(
+            one.strip() == other.strip()
+            for one, other in zip(result.tokens.tokens, pieces, strict=True)
+        )
         assert result.sum_logprob is not None
         assert result.perplexity == pytest.approx(math.exp(-result.sum_logprob / result.num_scored))
     total = answer.total

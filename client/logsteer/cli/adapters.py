@@ -4,15 +4,29 @@ import argparse
 from pathlib import Path
 
 from logsteer.cli import tables
+from logsteer.cli.output import show
 from logsteer.cli.stored import add_stored_commands
-from logsteer.cli.terminal import show
+from logsteer.cli.terminal import add_examples
 from logsteer.client import Client
+from logsteer.schemas import AdapterList
+
+EXAMPLES = """
+  logsteer adapters put story adapter
+  logsteer adapters list
+"""
+PUT_EXAMPLES = """
+  logsteer adapters put story adapter
+  logsteer score "I feel" " happy" " sad" --adapter story
+"""
 
 
 def add_adapter_commands(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
     """Give the parser of `logsteer adapters` its commands."""
-    add = add_stored_commands(parser, common, "adapters", tables.draw_adapters)
-    put = add("put", _put, "upload what PEFT has saved as an adapter")
+    add_examples(parser, EXAMPLES)
+    add = add_stored_commands(
+        parser, common, "adapters", tables.draw_adapters, AdapterList, "story"
+    )
+    put = add("put", _put, "upload what PEFT has saved as an adapter", PUT_EXAMPLES)
     put.add_argument(
         "directory",
         metavar="DIRECTORY",

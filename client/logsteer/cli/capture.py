@@ -8,19 +8,25 @@ from pathlib import Path
 from typing import Any, get_args
 
 from logsteer.cli.options import add_options
+from logsteer.cli.output import wants_json
 from logsteer.cli.steering_options import add_steering_options, parse_positions, read_changes
-from logsteer.cli.terminal import decode_text, given, parse_layers, read_input, wants_json
+from logsteer.cli.terminal import add_examples, decode_text, given, parse_layers, read_input
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
 from logsteer.extras.json_lines import read_json_lines
 from logsteer.schemas import AllPositions
 
 _READING = {"read": None, "hook": "NAME", "bos": None, "on_overflow": None}
+EXAMPLES = """
+  logsteer capture corpus.jsonl --layers 2,3 --read mean --output means.safetensors
+  logsteer capture corpus.jsonl --layers 2 --output shards
+"""
 FILE_ENDING = ".safetensors"
 
 
 def add_capture(parser: argparse.ArgumentParser) -> None:
     """Make this the parser of `logsteer capture`."""
+    add_examples(parser, EXAMPLES)
     parser.add_argument(
         "file", metavar="FILE",
         help="a text a line; or, where the first line is an object or a string of JSON, JSON lines "

@@ -3,69 +3,65 @@
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import httpx
 
 import logsteer
-from logsteer._calls import fits_query
-from logsteer._pairs import pair_items, pair_scores
-from logsteer._progress import ScoringProgress
-from logsteer.cli import tables, token_tables
+from logsteer.cli import tables
 from logsteer.cli.adapters import add_adapter_commands
 from logsteer.cli.capture import add_capture
+from logsteer.cli.completion import add_completion
 from logsteer.cli.generation import add_generate
 from logsteer.cli.items import add_diagnostics, add_gradient
-from logsteer.cli.options import add_options
+from logsteer.cli.output import add_output_options, check_output, show
 from logsteer.cli.overrides import add_override_commands
+from logsteer.cli.scoring import add_perplexity, add_score
 from logsteer.cli.selftest import add_selftest
 from logsteer.cli.steering import add_steer, add_sweep
-from logsteer.cli.steering_options import add_probe_option, add_steering_options, read_changes
-from logsteer.cli.terminal import Command, decode_text, given, show
+from logsteer.cli.terminal import Command, add_examples
 from logsteer.cli.vectors import add_vector_commands
 from logsteer.client import Client
-from logsteer.errors import LogsteerError
-from logsteer.extras.datasets import name_source
-from logsteer.extras.texts import JOIN, JoinedRows
-from logsteer.schemas import PerplexityAnswer
+from logsteer.errors import (
+    DeadlineError,
+    LogsteerError,
+    OverloadedError,
+    TransportError,
+    UnavailableError,
+)
+from logsteer.schemas import ModelList, TokenizeAnswer
 
-EXAMPLES = """examples:
-  logsteer models
+EXAMPLES = """
   logsteer score "The capital of France is" " Paris" " London"
-  logsteer score "2 + 2 =" 4 --space both --top 3 --json
-  logsteer perplexity book.txt --protocol rolling --context-length 512
-  zcat corpus.gz | logsteer perplexity -
-  logsteer perplexity --dataset Salesforce/wikitext/wikitext-2-raw-v1 --split test \\
-      --protocol exl3 --context-length 2048
-  logsteer tokenize "Hello world"
-  logsteer generate "Once upon a time" --max-tokens 40
-  logsteer generate - -n 4 < prompts.jsonl | logsteer diagnostics - > looked-at.jsonl
-  logsteer gradient "I feel" " happy" " sad" --layers 1,2
-  logsteer selftest demo --against demo-tlens
-  logsteer vectors train happy pairs.jsonl --method pca --layers 10,11,12
-  logsteer vectors get happy happy.gguf
-  logsteer vectors import-sae blocks.8.hook_resid_pre --feature 123 --name golden
-  logsteer steer "Once upon a time" --vector happy:4@2 --baseline --seed 1
-  logsteer score "I feel" " happy" " sad" --vector happy:4@2
-  logsteer sweep --vector happy@2 --scales=-4,-2,0,2,4 --item "I feel" " happy" " sad" \\
-      --text book.txt --plot sweep.png
-  logsteer capture corpus.jsonl --layers 2,3 --read mean --output means.safetensors
+  cat book.txt | logsteer perplexity - --plot along.png
+  logsteer vectors train mood pairs.jsonl
+  logsteer steer "Once upon a time" --vector mood:4@2 --baseline --seed 1
+  logsteer sweep --vector mood@2 --scales=-4,-2,0,2,4 --item "I feel" " happy" " sad"
+  logsteer generate - -n 2 < prompts.jsonl | logsteer diagnostics - > looked-at.jsonl
 
-LOGSTEER_BASE_URL and LOGSTEER_API_KEY stand in for --base-url and --api-key.
-Each command's --help has more. Exit status: 0 done, 1 refused or not reached, 2 wrong usage,
-130 interrupted, 141 nobody reads the output any more.
+Each command's --help has examples of its own. LOGSTEER_BASE_URL and LOGSTEER_API_KEY stand in for
+--base-url and --api-key; NO_COLOR keeps colours away.
+
+exit status:
+  0    done
+  1    refused: by the server, or because of a file, or a self-test has failed
+  2    wrong usage
+  3    not now: no connection, no answer in time, or a server that is loading or has too much to do
+  130  interrupted
+  141  nobody reads the output any more
 """
-
-_SCORING = {"boundary": None, "space": None, "top": "N", "precision": None}
-_WINDOWS = {
-    "protocol": None, "context_length": "TOKENS", "stride": "TOKENS", "rows": "N", "bos": None,
-    "precision": None,
-}  # fmt: skip
-"""Options of a command that are parameters of its call -> what stands for a value in the help."""
+MODELS_EXAMPLES = """
+  logsteer models
+  logsteer models --json
+"""
+TOKENIZE_EXAMPLES = """
+  logsteer tokenize "Hello world"
+  logsteer tokenize "Hello world" --format csv
+"""
+REFUSED, NOT_NOW, INTERRUPTED, UNREAD = 1, 3, 130, 141
+_PASSING = (TransportError, OverloadedError, UnavailableError, DeadlineError)
 
 
 def main(argv: Sequence[str] | None = None, *, transport: httpx.BaseTransport | None = None) -> int:
@@ -79,24 +75,36 @@ def main(argv: Sequence[str] | None = None, *, transport: httpx.BaseTransport | 
     settings: Any = {name: given[name] for name in names if name in given}
     command: Command = arguments.command
     try:
+        check_output(arguments)
         with Client(transport=transport, **settings) as client:
             command(client, arguments)
+        sys.stdout.flush()
     except LogsteerError as error:
-        return _fail(str(error))
+        return _fail(str(error), choose_status(error))
     except BrokenPipeError:
         # Python would write what is left at its end, and fail there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return UNREAD
     except OSError as error:
         return _fail(f"{error.strerror or error}: {error.filename}" if error.filename else error)
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     return 0
 
 
-def _fail(message: object) -> int:
+def choose_status(error: BaseException) -> int:
+    """Return the exit status for an error: whether the same command may succeed later."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, _PASSING):
+            return NOT_NOW
+        found = found.__cause__ if isinstance(found, LogsteerError) else None
+    return REFUSED
+
+
+def _fail(message: object, status: int = REFUSED) -> int:
     print("error:", " ".join(str(message).split()), file=sys.stderr)
-    return 1
+    return status
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -104,21 +112,24 @@ def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="logsteer",
         description="Score text with the language models of a logsteer server, and steer them.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         parents=[common],
     )
+    add_examples(parser, EXAMPLES)
     parser.add_argument("--version", action="version", version=f"logsteer {logsteer.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add = partial(commands.add_parser, parents=[common])
     models = add("models", help="list the models and their state")
+    add_examples(models, MODELS_EXAMPLES)
+    add_output_options(models, ModelList)
     models.set_defaults(command=_show_models)
-    _add_score(add("score", help="log-probability of each target after a context"))
-    _add_perplexity(
+    add_score(add("score", help="log-probability of each target after a context"))
+    add_perplexity(
         add("perplexity", help="log-likelihood of a text file or data set of any length")
     )
     tokenize = add("tokenize", help="cut a text into tokens")
+    add_examples(tokenize, TOKENIZE_EXAMPLES)
     tokenize.add_argument("text", metavar="TEXT")
+    add_output_options(tokenize, TokenizeAnswer)
     tokenize.set_defaults(command=_show_tokens)
     add_generate(add("generate", help="continue prompts, from arguments or JSON lines"))
     add_diagnostics(add("diagnostics", help="what a sampling policy saw at each token of targets"))
@@ -130,6 +141,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add_vector_commands(add("vectors", help="store, make and fetch steering vectors"), common)
     add_adapter_commands(add("adapters", help="store LoRA adapters"), common)
     add_override_commands(add("overrides", help="store directions of the parameters"), common)
+    add_completion(add("completion", help="a script that completes commands in a shell"), parser)
     return parser
 
 
@@ -143,31 +155,6 @@ def _build_common_options() -> argparse.ArgumentParser:
     group.add_argument("--timeout", type=_positive, metavar="SECONDS", help="default 600")
     group.add_argument("--json", action="store_true", help="print the answer as JSON, only that")
     return common
-
-
-def _add_score(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("context", metavar="CONTEXT")
-    parser.add_argument("targets", metavar="TARGET", nargs="+")
-    add_options(parser, "logprob", _SCORING)
-    add_steering_options(parser)
-    add_probe_option(parser)
-    parser.set_defaults(command=_show_scores)
-
-
-def _add_perplexity(parser: argparse.ArgumentParser) -> None:
-    text = parser.add_mutually_exclusive_group(required=True)
-    text.add_argument("file", metavar="FILE", nargs="?", help="UTF-8 text; - is standard input")
-    text.add_argument(
-        "--dataset", metavar="NAME[/CONFIG][@SPLIT]",
-        help="of the Hugging Face hub, or a directory like one; or a file of JSON lines",
-    )  # fmt: skip
-    rows = parser.add_argument_group("data sets")
-    rows.add_argument("--split", metavar="SPLIT", help="in place of @SPLIT; default test")
-    rows.add_argument("--column", metavar="NAME", help="what is read of a row; default text")
-    rows.add_argument("--join", metavar="TEXT", help="stands between rows; default two newlines")
-    add_options(parser, "perplexity_stream", _WINDOWS)
-    add_steering_options(parser)
-    parser.set_defaults(command=_show_perplexity)
 
 
 def _positive(text: str) -> float:
@@ -185,55 +172,6 @@ def _show_models(client: Client, arguments: argparse.Namespace) -> None:
     show(arguments, answer, tables.draw_models(answer))
 
 
-def _show_scores(client: Client, arguments: argparse.Namespace) -> None:
-    own = given(arguments, *_SCORING, "probes")
-    options: Any = {**own, **read_changes(arguments)}
-    items = pair_items([arguments.context], arguments.targets)
-    answer = client.logprob(items, **options)
-    result = pair_scores(answer, 1, len(arguments.targets))[0]
-    drawn = [*tables.draw_scores(result)]
-    if arguments.probes:
-        drawn += [
-            token_tables.draw_token_columns(target.tokens or [], target.logprobs or [], target)
-            for target in result.targets
-        ]
-    show(arguments, answer, *drawn, *tables.draw_changes(answer))
-
-
 def _show_tokens(client: Client, arguments: argparse.Namespace) -> None:
     answer = client.tokenize(arguments.text)
     show(arguments, answer, tables.draw_tokens(answer.results[0]))
-
-
-def _show_perplexity(client: Client, arguments: argparse.Namespace) -> None:
-    own = given(arguments, *_WINDOWS)
-    options: Any = {**own, **read_changes(arguments)}
-    rows = given(arguments, "split", "column", "join")
-    if arguments.dataset is not None:
-        source = name_source(arguments.dataset, rows.get("split"))
-        joined = JoinedRows(source, rows.get("column", "text"), rows.get("join", JOIN))
-        answer = _score_file(client, cast(BinaryIO, joined), options)
-    elif rows:
-        raise LogsteerError(f"--{next(iter(rows))} goes with --dataset; leave it out")
-    elif arguments.file == "-":
-        answer = _score_file(client, sys.stdin.buffer, options)
-    else:
-        with Path(arguments.file).open("rb") as file:
-            answer = _score_file(client, file, options)
-    show(arguments, answer, tables.draw_perplexity(answer), *tables.draw_changes(answer))
-
-
-def _score_file(client: Client, file: BinaryIO, options: Mapping[str, Any]) -> PerplexityAnswer:
-    with ScoringProgress(file) as progress:
-        if fits_query("perplexity_stream", options):
-            events = client.perplexity_stream(progress.source, **options)
-        else:
-            # Vectors by value may be too long for a query; a body takes them beside a whole text.
-            text = decode_text(progress.source.read(), getattr(file, "name", "the text"))
-            events = client.perplexity_events(text, **options)
-        with closing(events):
-            for event in events:
-                if isinstance(event, PerplexityAnswer):
-                    return event
-                progress.show(event)
-    raise AssertionError("a stream ends with its result or raises")

@@ -2,15 +2,14 @@
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any
-
-from rich.console import Console
 
 from logsteer.cli import tables, token_tables
 from logsteer.cli.continuations import stream_one
 from logsteer.cli.lines import (
+    AnsweredLines,
     NumberedRow,
     Row,
     UnusableRowError,
@@ -19,23 +18,21 @@ from logsteer.cli.lines import (
     read_rows,
 )
 from logsteer.cli.options import add_options
+from logsteer.cli.output import add_output_options, show, wants_json
 from logsteer.cli.steering_options import add_probe_option, add_steering_options, read_changes
-from logsteer.cli.terminal import STDIN, add_examples, given, show, wants_json
+from logsteer.cli.terminal import STDIN, TerminalConsole, add_examples, given
 from logsteer.client import Client
+from logsteer.schemas import GenerateAnswer, PromptCompletions
 
 EXAMPLES = """
   logsteer generate "Once upon a time" --max-tokens 40 --seed 1
-  logsteer generate "Once upon a time" "The king" -n 3 --temperature 0.7
-  logsteer generate "Once upon a time" --diagnostics --columns log_q --columns rb_entropy
-  echo '"Once upon a time"' | logsteer generate -
-  jq -R . < texts.txt | logsteer generate -
-  logsteer generate - --field question < rows.jsonl > continued.jsonl
+  logsteer generate "Once upon a time" "Tom" -n 3 --diagnostics --columns log_q --columns rank
   logsteer generate - -n 4 < prompts.jsonl | logsteer diagnostics - > looked-at.jsonl
 
-With -, a line is a text in quotation marks, or an object with a prompt, prompt_ids or messages. For
-each, a line is printed when its batch is done (--batch-size): the object, with its prompt_ids and
-completions. A batch that is refused is halved, so that what stands in front of the line that it is
-refused for is printed.
+With -, a line is a text in quotation marks (jq -R . makes them of plain lines), or an object with a
+prompt, prompt_ids or messages; --field names another field than prompt. For each, a line is printed
+when its batch is done (--batch-size): the object, with its prompt_ids and completions. A batch that
+is refused is halved, so that what stands in front of the line that it is refused for is printed.
 """
 
 _SAMPLING = {
@@ -66,6 +63,7 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     add_options(parser.add_argument_group("diagnostics"), "generate", _DIAGNOSTICS)
     add_steering_options(parser)
     add_probe_option(parser)
+    add_output_options(parser, GenerateAnswer, plot=True)
     parser.set_defaults(command=_generate)
 
 
@@ -76,6 +74,8 @@ def _generate(client: Client, arguments: argparse.Namespace) -> None:
     if STDIN in prompts:
         if prompts != [STDIN] or arguments.chat:
             arguments.refuse("- stands alone: its lines are the prompts, or have messages")
+        if arguments.plot:
+            arguments.refuse("--plot draws the PROMPTs of arguments, not the lines of -")
         _generate_lines(client, arguments, options)
         return
     form: dict[str, Any] = {"prompts": prompts}
@@ -85,7 +85,7 @@ def _generate(client: Client, arguments: argparse.Namespace) -> None:
         form = {"prompts": None, "messages": [{"role": "user", "content": prompts[0]}]}
     plain = not given(arguments, *_DIAGNOSTICS)
     if plain and len(prompts) == 1 and (arguments.n or 1) == 1 and not wants_json(arguments):
-        console = Console(highlight=False)
+        console = TerminalConsole()
         with closing(client.generate_events(**form, **options)) as events:
             answer = stream_one(events, console, "" if arguments.chat else prompts[0])
         drawn = token_tables.draw_end(answer.results[0].completions[0])
@@ -103,15 +103,14 @@ def _generate_lines(
     field: str = arguments.field
     count = 0
 
-    def ask(rows: Sequence[Row]) -> Iterator[Mapping[str, Any]]:
+    def ask(rows: Sequence[Row]) -> Sequence[PromptCompletions]:
         nonlocal count
         own = dict(options)
         if "seed" in own:
             own["seed"] += count * own.get("n", 1)
         answer = client.generate(**_read_form(rows, field), **own)
         count += len(rows)
-        for result in answer.results:
-            yield result.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+        return answer.results
 
     def kind(numbered: NumberedRow) -> int:
         number, row = numbered
@@ -120,7 +119,8 @@ def _generate_lines(
 
     example = json.dumps({field: "Once upon a time"})
     form = f'a text in quotation marks, "Once upon a time", or an object, {example}'
-    answer_rows(read_rows(form, field), arguments.batch_size, ask, kind)
+    answered = AnsweredLines(arguments, None)
+    answer_rows(read_rows(form, field), arguments.batch_size, ask, answered, kind)
 
 
 def _read_form(rows: Sequence[Row], field: str) -> dict[str, Any]:

@@ -4,24 +4,34 @@ import argparse
 from pathlib import Path
 
 from logsteer.cli import tables
+from logsteer.cli.output import add_output_options, show
 from logsteer.cli.stored import add_stored_commands
-from logsteer.cli.terminal import add_examples, show
+from logsteer.cli.terminal import add_examples
 from logsteer.client import Client
+from logsteer.schemas import OverrideCard, OverrideList
 
 EXAMPLES = """
   logsteer overrides put gradient direction.safetensors
   logsteer overrides show gradient
   logsteer score "I feel" " happy" " sad" --override gradient:1e-3
-  logsteer overrides delete gradient
+"""
+SHOW_EXAMPLES = """
+  logsteer overrides show gradient
+"""
+PUT_EXAMPLES = """
+  logsteer overrides put gradient direction.safetensors
 """
 
 
 def add_override_commands(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
     """Give the parser of `logsteer overrides` its commands."""
     add_examples(parser, EXAMPLES)
-    add = add_stored_commands(parser, common, "overrides", tables.draw_overrides)
-    add("show", _show, "one direction: what it moves, and how far")
-    put = add("put", _put, "upload a file as a direction")
+    add = add_stored_commands(
+        parser, common, "overrides", tables.draw_overrides, OverrideList, "gradient"
+    )
+    showing = add("show", _show, "one direction: what it moves, and how far", SHOW_EXAMPLES)
+    add_output_options(showing, OverrideCard)
+    put = add("put", _put, "upload a file as a direction", PUT_EXAMPLES)
     put.add_argument(
         "file",
         metavar="FILE",

@@ -12,18 +12,25 @@ from rich.text import Text
 from logsteer._endpoints import SelftestEvent
 from logsteer.cli import tables
 from logsteer.cli.options import add_options
-from logsteer.cli.terminal import given, show
+from logsteer.cli.output import add_output_options, show
+from logsteer.cli.terminal import add_examples, given
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
 from logsteer.schemas import SelftestAnswer, SelftestCheck
 
+EXAMPLES = """
+  logsteer selftest demo
+  logsteer selftest demo --format csv
+"""
 _OPTIONS = {"against": "ID"}
 
 
 def add_selftest(parser: argparse.ArgumentParser) -> None:
     """Make this the parser of `logsteer selftest`."""
+    add_examples(parser, EXAMPLES)
     parser.add_argument("tested", metavar="MODEL")
     add_options(parser, "selftest", _OPTIONS)
+    add_output_options(parser, SelftestAnswer)
     parser.set_defaults(command=_selftest)
 
 

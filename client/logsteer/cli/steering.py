@@ -1,19 +1,19 @@
 """`logsteer steer` and `logsteer sweep`: what a model says, and how it scores, under steering."""
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rich.console import Console
-from rich.text import Text
-
+from logsteer._progress import Waiting
 from logsteer.cli import tables, token_tables
-from logsteer.cli.continuations import stream_one, stream_side_by_side
+from logsteer.cli.continuations import draw_completions, stream_one, stream_side_by_side
+from logsteer.cli.heat import draw_sweep_curves
 from logsteer.cli.items import ITEM_FORM
 from logsteer.cli.options import add_options
+from logsteer.cli.output import add_output_options, show, wants_json
 from logsteer.cli.steering_options import (
     add_probe_option,
     add_steering_options,
@@ -21,19 +21,32 @@ from logsteer.cli.steering_options import (
     read_steering,
 )
 from logsteer.cli.terminal import (
+    TerminalConsole,
+    add_examples,
     given,
     parse_layers,
     parse_scales,
     read_input,
     read_text,
-    show,
-    wants_json,
 )
 from logsteer.client import Client
 from logsteer.errors import AnswerError, LogsteerError
 from logsteer.extras.json_lines import read_json_lines
-from logsteer.extras.labels import label_sweep
-from logsteer.extras.plots import check_plot_path, plot_sweep
+from logsteer.extras.labels import SweepLabels, label_sweep
+from logsteer.extras.plots import plot_sweep
+from logsteer.extras.rows import FlatRow, list_rows
+from logsteer.schemas import SteerAnswer, SweepAnswer
+
+STEER_EXAMPLES = """
+  logsteer steer "Once upon a time" --vector mood:4@2 --baseline --seed 1
+  logsteer steer "Once upon a time" --vector mood:4@2 --probe mood@3 --temperature 0
+  logsteer steer "Once upon a time" --vector mood:4@2 -n 3 --per token --output tokens.csv
+"""
+SWEEP_EXAMPLES = """
+  logsteer sweep --vector mood@2 --scales=-4,-2,0,2,4 --item "Tom was very" " happy" " sad"
+  logsteer sweep --vector mood --layers '1;2;1,2' --scales=-2,2 --text book.txt --plot sweep.png
+  logsteer sweep --vector mood@2 --scales=-4,4 --items items.jsonl --format csv
+"""
 
 _SAMPLING = {
     "max_tokens": "N", "n": "N", "temperature": "T", "top_p": "P", "top_k": "K", "min_p": "P",
@@ -44,19 +57,22 @@ _SWEPT = {"boundary": None, "bos": None}
 
 def add_steer(parser: argparse.ArgumentParser) -> None:
     """Make this the parser of `logsteer steer`."""
+    add_examples(parser, STEER_EXAMPLES)
     parser.add_argument("prompt", metavar="PROMPT")
     add_steering_options(parser, required=True)
     add_probe_option(parser)
     group = parser.add_argument_group("sampling")
-    add_options(group, "steer", _SAMPLING)
+    add_options(group, "steer", _SAMPLING, short={"n": "-n"})
     group.add_argument(
         "--chat", action="store_true", help="PROMPT is a user's message, for the chat template"
     )
+    add_output_options(parser, SteerAnswer, plot=True)
     parser.set_defaults(command=_steer)
 
 
 def add_sweep(parser: argparse.ArgumentParser) -> None:
     """Make this the parser of `logsteer sweep`."""
+    add_examples(parser, SWEEP_EXAMPLES)
     add_steering_options(parser, required=True)
     group = parser.add_argument_group("what is scored, and where")
     group.add_argument(
@@ -91,7 +107,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
         help="a UTF-8 text whose perplexity is told; repeatable",
     )
     add_options(group, "sweep", _SWEPT)
-    group.add_argument("--plot", metavar="FILE", help="draw it: a .png, .svg or .pdf")
+    add_output_options(parser, SweepAnswer, plot=True)
     parser.set_defaults(command=_sweep)
 
 
@@ -107,7 +123,7 @@ def _steer(client: Client, arguments: argparse.Namespace) -> None:
         show(arguments, client.steer(prompt, steering, **options))
         return
     alone = (arguments.n or 1) == 1 and not arguments.baseline
-    console = Console(highlight=False)
+    console = TerminalConsole()
     with closing(client.steer_events(prompt, steering, **options)) as events:
         if alone:
             answer = stream_one(events, console, prompt or "")
@@ -118,7 +134,7 @@ def _steer(client: Client, arguments: argparse.Namespace) -> None:
         drawn = token_tables.draw_end(result.completions[0])
         show(arguments, answer, *drawn, *tables.draw_changes(answer))
     else:
-        table = tables.draw_completions(result)
+        table = draw_completions(result)
         show(arguments, answer, table, *tables.draw_changes(answer))
 
 
@@ -129,25 +145,42 @@ def _sweep(client: Client, arguments: argparse.Namespace) -> None:
     names: list[str] = arguments.texts or []
     if not items and not names:
         arguments.refuse("give --item, --items or --text: something to score at each scale")
-    if arguments.plot:
-        check_plot_path(arguments.plot)
     options: Any = {**given(arguments, *_SWEPT, "layers"), **read_parameters(arguments)}
     if items:
         options["items"] = items
     if names:
         options["texts"] = [read_text(Path(name)) for name in names]
-    answer = client.sweep(steering, arguments.scales, **options)
+    with Waiting(f"sweeping over {len(arguments.scales)} scales"):
+        answer = client.sweep(steering, arguments.scales, **options)
     texts = [Path(name).name for name in names]
     try:
         labels = label_sweep(answer, items, texts)
     except ValueError as wrong:
         raise AnswerError(f"{wrong}: a fault of the server", request_id=answer.id) from wrong
-    notes = list(tables.draw_changes(answer))
-    if arguments.plot:
+
+    def draw(path: str) -> None:
         title = f"{_name_steering(steering)} on {answer.model}"
-        plot_sweep(answer, arguments.plot, items=items, texts=texts, title=title)
-        notes.append(Text(f"plot: {arguments.plot}"))
-    show(arguments, answer, tables.draw_sweep(answer, labels), *notes)
+        plot_sweep(answer, path, items=items, texts=texts, title=title)
+
+    drawn = [tables.draw_sweep(answer, labels), draw_sweep_curves(answer, labels)]
+    show(
+        arguments,
+        answer,
+        *drawn,
+        *tables.draw_changes(answer),
+        rows=lambda: list(_name_rows(list_rows(answer), labels)),
+        draw=draw,
+    )
+
+
+def _name_rows(rows: Iterable[FlatRow], labels: SweepLabels) -> Iterator[FlatRow]:
+    """Yield the rows with names in place of the numbers of items, targets and texts."""
+    for row in rows:
+        item, target, text = row["item"], row["target"], row["text"]
+        named = {} if text is None else {"text": labels.texts[text]}
+        if item is not None:
+            named = {"item": labels.contexts[item], "target": labels.targets[item][target]}
+        yield {**row, **named}
 
 
 def _read_items(arguments: argparse.Namespace) -> list[dict[str, Any]]:

@@ -4,9 +4,11 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from pydantic import BaseModel
 from rich.table import Table
 
-from logsteer.cli.terminal import Command, show
+from logsteer.cli.output import add_output_options, show
+from logsteer.cli.terminal import Command, add_examples
 from logsteer.client import Client
 
 
@@ -14,7 +16,7 @@ class AddCommand(Protocol):
     """What gives `logsteer RESOURCE` one more command."""
 
     def __call__(
-        self, name: str, command: Command, text: str, *, named: bool = True
+        self, name: str, command: Command, text: str, examples: str, *, named: bool = True
     ) -> argparse.ArgumentParser:
         """Add a command with this help; `named`: its first argument is the name of one."""
         ...
@@ -25,18 +27,22 @@ def add_stored_commands(
     common: argparse.ArgumentParser,
     resource: str,
     draw: Callable[[Sequence[Any]], Table],
+    kind: type[BaseModel],
+    example: str,
 ) -> AddCommand:
     """Give the parser of `logsteer RESOURCE` its commands; return what adds further ones.
 
-    `draw` makes the table of cards.
+    `draw` makes the table of cards, `kind` is the class of their list, and `example` the name of
+    one in examples.
     """
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def add(
-        name: str, command: Command, text: str, *, named: bool = True
+        name: str, command: Command, text: str, examples: str, *, named: bool = True
     ) -> argparse.ArgumentParser:
         one = commands.add_parser(name, parents=[common], help=text)
         one.set_defaults(command=command)
+        add_examples(one, examples)
         if named:
             one.add_argument("name", metavar="NAME")
         return one
@@ -52,6 +58,11 @@ def add_stored_commands(
         gone = getattr(client, resource).delete(arguments.name)
         show(arguments, gone, f"deleted {gone.name}, {gone.sha256 or 'damaged'}")
 
-    add("list", list_cards, f"list the {resource} that the server has", named=False)
-    add("delete", delete, f"delete one of the {resource}")
+    examples = f"\n  logsteer {resource} list\n  logsteer {resource} list --format csv\n"
+    listing = add(
+        "list", list_cards, f"list the {resource} that the server has", examples, named=False
+    )
+    add_output_options(listing, kind)
+    add("delete", delete, f"delete one of the {resource}",
+        f"\n  logsteer {resource} delete {example}\n")  # fmt: skip
     return add

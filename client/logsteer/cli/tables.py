@@ -16,12 +16,10 @@ from logsteer.schemas import (
     AdapterCard,
     AppliedInterventions,
     AppliedParameters,
-    Completion,
     ItemScore,
     ModelList,
     OverrideCard,
     PerplexityAnswer,
-    PromptCompletions,
     Provenance,
     SelftestCheck,
     SteeringReceipt,
@@ -40,7 +38,7 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 def draw_models(answer: ModelList) -> Table:
     """Draw a row per model."""
-    table = _table("model", "engine", "state", ">context", ">vocabulary", "detail")
+    table = start_table("model", "engine", "state", ">context", ">vocabulary", "detail")
     for card in answer.models:
         sizes = [_plain(card.context_length), _plain(card.vocab_size)]
         table.add_row(*map(Text, [card.id, card.engine, card.state, *sizes, card.detail]))
@@ -51,7 +49,7 @@ def draw_scores(result: ItemScore) -> Iterator[Table | Text]:
     """Draw a row per target, the best marked; then what is unusual, and the alternatives."""
     spaces = any(target.variants for target in result.targets)
     heads = [">logprob", ">prob", ">perplexity", ">tokens", ">share"]
-    table = _table("", "target", *heads, *([">any space"] if spaces else []))
+    table = start_table("", "target", *heads, *([">any space"] if spaces else []))
     for index, target in enumerate(result.targets):
         best = index == result.best
         share = result.choice_probs[index] if index < len(result.choice_probs) else None
@@ -74,7 +72,7 @@ def draw_scores(result: ItemScore) -> Iterator[Table | Text]:
 def draw_perplexity(answer: PerplexityAnswer) -> Table:
     """Draw a row per statistic of the whole."""
     total = answer.total
-    table = _table("statistic", ">value")
+    table = start_table("statistic", ">value")
     interval = "" if total.stderr is None else f" ± {show_number(total.stderr)}"
     rows = {
         "perplexity": f"{show_number(total.perplexity)}{interval}",
@@ -106,7 +104,7 @@ def _describe_windows(made: Provenance) -> str:
 
 def draw_tokens(encoded: Encoded) -> Table:
     """Draw a row per token."""
-    table = _table(">id", "token", ">start", ">end")
+    table = start_table(">id", "token", ">start", ">end")
     for token_id, token, span in zip(
         encoded.token_ids, encoded.tokens, encoded.offsets, strict=True
     ):
@@ -117,7 +115,7 @@ def draw_tokens(encoded: Encoded) -> Table:
 
 def draw_rows(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """Draw rows of cells; a column whose head begins with > stands on the right."""
-    table = _table(*heads)
+    table = start_table(*heads)
     for row in rows:
         table.add_row(*map(Text, row))
     return table
@@ -125,41 +123,45 @@ def draw_rows(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 
 def draw_vectors(cards: Sequence[VectorCard]) -> Table:
     """Draw a row per vector."""
-    table = _table("name", "hook", "layers", ">width", "created", "from", "sha256")
+    table = start_table("name", "hook", "layers", ">width", "created", "from", "sha256")
     for card in cards:
         source = " ".join(filter(None, [card.about.source, card.about.method, card.about.format]))
         layers = label_layers(card.layers)
-        cells = [card.name, card.hook, layers, str(card.width), card.created, source, card.sha256]
+        cells = [card.name, card.hook, layers, str(card.width), _show_time(card.created), source]
+        cells.append(card.sha256[:12])
         table.add_row(*map(Text, cells))
     return table
 
 
 def draw_adapters(cards: Sequence[AdapterCard]) -> Table:
     """Draw a row per adapter."""
-    table = _table("name", "model", ">rank", ">alpha", "modules", "created", "sha256")
+    table = start_table("name", "model", ">rank", ">alpha", "modules", "created", "sha256")
     for card in cards:
         sizes = [str(card.rank), show_number(card.alpha)]
-        cells = [card.name, card.model, *sizes, ", ".join(card.modules), card.created, card.sha256]
+        cells = [card.name, card.model, *sizes, ", ".join(card.modules)]
+        cells += [_show_time(card.created), card.sha256[:12]]
         table.add_row(*map(Text, cells))
     return table
 
 
 def draw_overrides(cards: Sequence[OverrideCard]) -> Table:
     """Draw a row per direction of the parameters."""
-    table = _table("name", "model", ">tensors", ">moved", ">norm", "created", "sha256")
+    table = start_table("name", "model", ">tensors", ">moved", ">norm", "created", "sha256")
     for card in cards:
         moved = f"{card.moved} of {card.total}"
         cells = [card.name, card.model, str(card.tensors), moved, show_number(card.norm)]
-        table.add_row(*map(Text, [*cells, card.created, card.sha256]))
+        table.add_row(*map(Text, [*cells, _show_time(card.created), card.sha256[:12]]))
     return table
 
 
+_WHOLE = ("name", "created", "sha256", ">scale")
+"""Columns that are not broken while others can be."""
 _VERDICT_STYLES = {"passed": "green", "failed": "bold red", "not_run": "yellow"}
 
 
 def draw_checks(checks: Sequence[SelftestCheck]) -> Table:
     """Draw a row per check of a self-test: its promise, and under it what was measured."""
-    table = _table("check", ">values", ">largest", ">limit", "verdict")
+    table = start_table("check", ">values", ">largest", ">limit", "verdict")
     for column in table.columns[1:]:
         column.no_wrap = True
     for check in checks:
@@ -174,35 +176,6 @@ def draw_checks(checks: Sequence[SelftestCheck]) -> Table:
             Text(verdict, _VERDICT_STYLES[check.verdict]),
         )
     return table
-
-
-def draw_completions(result: PromptCompletions, head: str = "steered") -> Table:
-    """Draw a row per completion, beside it the unsteered one with the same seed if asked for."""
-    heads = [head] if result.baseline is None else [head, "unsteered"]
-    columns = [result.completions, *([] if result.baseline is None else [result.baseline])]
-    cells = [[(one.text, sum_up_completion(one)) for one in column] for column in columns]
-    return draw_side_by_side(heads, list(zip(*cells, strict=True)))
-
-
-def draw_side_by_side(heads: Sequence[str], rows: Sequence[Sequence[tuple[str, str]]]) -> Table:
-    """Draw texts in columns of equal width, a remark under each."""
-    table = _table(*heads)
-    table.show_lines = len(rows) > 1
-    table.expand = True
-    for column in table.columns:
-        column.ratio = 1
-    for row in rows:
-        cells = [Text(escape_controls(text)).append(f"\n{note}", "dim") for text, note in row]
-        table.add_row(*cells)
-    return table
-
-
-def sum_up_completion(completion: Completion) -> str:
-    """Return one line about a completion."""
-    return (
-        f"{completion.num_tokens} tokens, {completion.finish_reason}, "
-        f"logprob {show_number(completion.logprob)}, seed {completion.seed}"
-    )
 
 
 def draw_changes(answer: AppliedParameters) -> Iterator[Table | Text]:
@@ -225,7 +198,7 @@ def _draw_receipt(receipt: SteeringReceipt) -> Iterator[Table | Text]:
         for vector in receipt.vectors
     )
     yield Text(f"steered {receipt.tokens_steered} tokens by {used}")
-    table = _table("layer", ">tokens", ">|change| / |activation|")
+    table = start_table("layer", ">tokens", ">|change| / |activation|")
     for layer, site in receipt.layers.items():
         table.add_row(*map(Text, [layer, str(site.tokens), show_number(site.relative_norm)]))
     yield table
@@ -263,7 +236,7 @@ class _Fitting:
 def _draw_points(answer: SweepAnswer, title: str, columns: Sequence["_Columns"]) -> Table:
     with_layers = any(point.layers is not None for point in answer.points)
     heads = [">scale", *(f">{head}" for one in columns for head in one.heads)]
-    table = _table(*(["layers"] if with_layers else []), *heads)
+    table = start_table(*(["layers"] if with_layers else []), *heads)
     table.title = Text(title) if title else None
     for column in table.columns:
         column.overflow = "fold"
@@ -312,6 +285,11 @@ def _fix(value: float | None) -> str:
     return "n/a" if value is None else f"{value:.3f}"
 
 
+def _show_time(created: str) -> str:
+    """Write a time of RFC 3339 to the minute, in UTC as it comes."""
+    return created[:16].replace("T", " ")
+
+
 def show_number(value: float | None, digits: int = 5) -> str:
     """Write a number with so many significant digits."""
     return "n/a" if value is None else f"{value:.{digits}g}"
@@ -324,7 +302,7 @@ def escape_controls(text: str) -> str:
 
 def _draw_alternatives(target: ScoredTarget, top: TopAlternatives) -> Table:
     count = max(map(len, top.tokens), default=0)
-    table = _table("token", *(f"#{rank}" for rank in range(1, count + 1)))
+    table = start_table("token", *(f"#{rank}" for rank in range(1, count + 1)))
     table.title = Text(f"most probable at each token of {target.target!r}")
     for index, (tokens, logprobs) in enumerate(zip(top.tokens, top.logprobs, strict=True)):
         token = repr(target.tokens[index]) if target.tokens else str(index)
@@ -357,13 +335,14 @@ def _score_cells(target: TargetScore) -> list[str]:
     return [*map(show_number, numbers), str(target.num_tokens)]
 
 
-def _table(*heads: str) -> Table:
+def start_table(*heads: str) -> Table:
+    """Return a table without rows; a column whose head begins with > stands on the right."""
     table = Table(box=box.SIMPLE_HEAD, title_justify="left")
     for head in heads:
         # As Text, because what looks like rich's markup is data.
-        table.add_column(
-            Text(head.removeprefix(">")), justify="right" if head[:1] == ">" else "left"
-        )
+        name = Text(head.removeprefix(">"))
+        right = head[:1] == ">"
+        table.add_column(name, justify="right" if right else "left", no_wrap=head in _WHOLE)
     return table
 
 

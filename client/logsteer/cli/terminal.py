@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
 from rich.console import Console
 
 from logsteer.client import Client
@@ -19,6 +18,17 @@ STDIN = "-"
 """What stands for standard input among the arguments of a command."""
 
 
+class TerminalConsole(Console):
+    """A console of this command: words are not coloured by what they look like."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, **options)
+
+    def on_broken_pipe(self) -> None:
+        """Leave it to `main`, which tells it by its exit status."""
+        raise BrokenPipeError
+
+
 def add_examples(parser: argparse.ArgumentParser, examples: str) -> None:
     """Have the parser's help end in these examples, as they are written."""
     parser.epilog = f"examples:{examples}"
@@ -28,21 +38,6 @@ def add_examples(parser: argparse.ArgumentParser, examples: str) -> None:
 def given(arguments: argparse.Namespace, *names: str) -> Mapping[str, Any]:
     """Return those of the arguments that were given."""
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
-
-
-def wants_json(arguments: argparse.Namespace) -> bool:
-    """Return whether the answer is printed as JSON, and nothing else."""
-    return bool(getattr(arguments, "json", False))
-
-
-def show(arguments: argparse.Namespace, answer: BaseModel, *tables: Any) -> None:
-    """Print the tables, or with --json the answer and nothing else."""
-    if wants_json(arguments):
-        print(answer.model_dump_json(indent=2))
-        return
-    console = Console(highlight=False)
-    for table in tables:
-        console.print(table)
 
 
 def parse_layers(text: str) -> list[int]:

@@ -1,12 +1,13 @@
 """What answers say of single tokens, drawn as tables for a terminal."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from rich.table import Table
 from rich.text import Text
 
-from logsteer.cli.tables import draw_completions, draw_rows, show_number, sum_up_completion
+from logsteer.cli.continuations import draw_completions, sum_up_completion
+from logsteer.cli.tables import draw_rows, show_number
+from logsteer.extras.rows import name_columns
 from logsteer.schemas import Completion, GenerateAnswer, GradientAnswer, ItemScore, TargetGradient
 from logsteer.schemas.common import Aggregate, Float, RowColumns
 
@@ -29,19 +30,7 @@ def draw_token_columns(
     tokens: Sequence[str], logprobs: Sequence[Float], found: RowColumns
 ) -> Table:
     """Draw a row per token of a sequence, a column for each that was read."""
-    columns: dict[str, Sequence[Float]] = {"logprob": logprobs} if logprobs else {}
-    if found.ranks is not None:
-        columns["rank"] = found.ranks
-    columns |= found.columns or {}
-    seen: Counter[str] = Counter()
-    for read in found.probes or ():
-        name = f"{read.name or 'probe'}@{read.layer}:\n{read.read}"
-        seen[name] += 1
-        if seen[name] > 1:
-            name += f"\n({seen[name]})"
-        columns[name] = read.before
-        if read.after is not None:
-            columns[f"{name}\nafter"] = read.after
+    columns = name_columns(logprobs, found, between="\n")
     rows = zip(tokens, *columns.values(), strict=True)
     table = draw_rows(
         ["token", *(f">{name}" for name in columns)],

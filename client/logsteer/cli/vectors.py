@@ -8,16 +8,13 @@ from typing import Any, get_args
 
 from rich.text import Text
 
+from logsteer._progress import Waiting
 from logsteer.cli import tables
+from logsteer.cli.heat import Sparklines
 from logsteer.cli.options import add_options
+from logsteer.cli.output import add_output_options, show
 from logsteer.cli.stored import add_stored_commands
-from logsteer.cli.terminal import (
-    given,
-    parse_layers,
-    parse_scales,
-    read_input,
-    show,
-)
+from logsteer.cli.terminal import add_examples, given, parse_layers, parse_scales, read_input
 from logsteer.cli.vector_tables import (
     describe_readouts,
     draw_card,
@@ -26,11 +23,10 @@ from logsteer.cli.vector_tables import (
 )
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
-from logsteer.extras.dose_response import evaluate_vector
+from logsteer.extras.dose_response import DoseResponse, evaluate_vector
 from logsteer.extras.json_lines import read_json_lines
-from logsteer.extras.plots import check_plot_path, plot_doses
 from logsteer.extras.sae import import_feature
-from logsteer.schemas import ContentFormat
+from logsteer.schemas import ContentFormat, TrainAnswer, VectorCard, VectorList
 
 _PAIR = '{"positive": "…", "negative": "…"}'
 _PAIRS = f"a line a pair: {_PAIR}; or a JSON list of these; - is standard input"
@@ -38,27 +34,61 @@ _SIDES = ("positive", "negative")
 _TRAINING = {"method": None, "whiten": None, "read": None, "hook": "NAME", "bos": None}
 
 
+EXAMPLES = """
+  logsteer vectors train mood pairs.jsonl
+  logsteer vectors list
+  logsteer steer "Once upon a time" --vector mood:4@2
+"""
+SHOW_EXAMPLES = """
+  logsteer vectors show mood
+  logsteer vectors show mood --plot layers.png
+"""
+PUT_EXAMPLES = """
+  logsteer vectors put happy mood.safetensors
+"""
+GET_EXAMPLES = """
+  logsteer vectors get mood mood.safetensors
+"""
+TRAIN_EXAMPLES = """
+  logsteer vectors train mood pairs.jsonl
+  logsteer vectors train mood pairs.jsonl --method logistic --layers 1-3 --plot layers.png
+"""
+EVALUATE_EXAMPLES = """
+  logsteer vectors evaluate mood --pairs pairs.jsonl --plot doses.png
+  logsteer vectors evaluate mood --pairs pairs.jsonl --scales=-2,0,2 --layers 2 --format csv
+"""
+IMPORT_EXAMPLES = """
+  logsteer vectors import-sae sae --feature 3 --name golden
+"""
+
+
 def add_vector_commands(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
     """Give the parser of `logsteer vectors` its commands."""
-    add = add_stored_commands(parser, common, "vectors", tables.draw_vectors)
-    add("show", _show, "one vector: its layers, their norms, and where it comes from")
-    put = add("put", _put, "upload a file as a vector")
+    add_examples(parser, EXAMPLES)
+    add = add_stored_commands(parser, common, "vectors", tables.draw_vectors, VectorList, "mood")
+    showing = add(
+        "show", _show, "one vector: its layers, their norms, and where it comes from", SHOW_EXAMPLES
+    )
+    add_output_options(showing, VectorCard, plot=True)
+    put = add("put", _put, "upload a file as a vector", PUT_EXAMPLES)
     put.add_argument("file", metavar="FILE", help="safetensors, GGUF, or written by torch.save")
     add_options(put, "vectors.put", {"format": None})
-    get = add("get", _get, "download a vector as a file")
+    get = add("get", _get, "download a vector as a file", GET_EXAMPLES)
     get.add_argument("file", metavar="FILE", nargs="?", help="default NAME.FORMAT")
     formats = get_args(ContentFormat)
     get.add_argument("--format", choices=formats, help="default: as FILE ends")
-    _add_train(add("train", _train, "make a vector from contrasting texts"))
-    _add_evaluate(add("evaluate", _evaluate, "what a vector does to contrasting texts, by scale"))
+    _add_train(add("train", _train, "make a vector from contrasting texts", TRAIN_EXAMPLES))
+    text = "what a vector does to contrasting texts, by scale"
+    _add_evaluate(add("evaluate", _evaluate, text, EVALUATE_EXAMPLES))
     text = "store a feature of a sparse autoencoder, and its encoder as NAME.probe"
-    _add_import(add("import-sae", _import_feature, text, named=False))
+    _add_import(add("import-sae", _import_feature, text, IMPORT_EXAMPLES, named=False))
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("pairs", metavar="FILE", help=_PAIRS)
     parser.add_argument("--layers", type=parse_layers, metavar="N,N-N,…", help="default: all")
     add_options(parser, "vectors.train", _TRAINING)
+    add_output_options(parser, TrainAnswer, plot=True)
 
 
 def _add_evaluate(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +102,7 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layers", type=parse_layers, metavar="N,N-N,…", help="default: the one recommended"
     )
-    parser.add_argument("--plot", metavar="FILE", help="draw it: a .png, .svg or .pdf")
+    add_output_options(parser, DoseResponse, plot=True)
 
 
 def _add_import(parser: argparse.ArgumentParser) -> None:
@@ -118,23 +148,21 @@ def _get(client: Client, arguments: argparse.Namespace) -> None:
 def _train(client: Client, arguments: argparse.Namespace) -> None:
     pairs = _read_pairs(arguments.pairs)
     options: Any = given(arguments, *_TRAINING, "layers")
-    answer = client.vectors.train(arguments.name, pairs, **options)
+    with Waiting(f"training {arguments.name} on {len(pairs)} pairs"):
+        answer = client.vectors.train(arguments.name, pairs, **options)
     card = answer.vector
     details = [*draw_card(card), *draw_likeness(answer)]
     show(arguments, answer, tables.draw_vectors([card]), *details)
 
 
 def _evaluate(client: Client, arguments: argparse.Namespace) -> None:
-    if arguments.plot:
-        check_plot_path(arguments.plot)
     pairs = _read_pairs(arguments.pairs)
     options: Any = given(arguments, "scales", "layers")
-    response = evaluate_vector(client, arguments.name, pairs, **options)
-    notes = []
-    if arguments.plot:
-        plot_doses(response, arguments.plot)
-        notes.append(Text(f"plot: {arguments.plot}"))
-    show(arguments, response, *draw_doses(response), *notes)
+    with Waiting(f"evaluating {arguments.name} on {len(pairs)} pairs"):
+        response = evaluate_vector(client, arguments.name, pairs, **options)
+    changes = [point.preference_change for point in response.points]
+    curve = Sparklines("", [("change of preference", changes)])
+    show(arguments, response, *draw_doses(response), curve)
 
 
 def _import_feature(client: Client, arguments: argparse.Namespace) -> None:

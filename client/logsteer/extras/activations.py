@@ -19,6 +19,7 @@ from logsteer.schemas import ActivationsHeader
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+    import pandas as pd
 
     Floats: TypeAlias = npt.NDArray[np.float32]
     Ids: TypeAlias = npt.NDArray[np.int32]
@@ -95,6 +96,37 @@ class Activations(Sequence[ActivationsOfItem]):
     def save(self, path: str | Path) -> None:
         """Write the file, which `open_activations` and any reader of safetensors reads."""
         Path(path).write_bytes(memoryview(self.file))
+
+    def _repr_html_(self) -> str:
+        from logsteer.extras.markup import write_box, write_note, write_table
+
+        rows, width = next(iter(self.layers.values())).shape
+        note = f"{self.answer.hook} of {self.answer.model}: {rows} rows of {width} numbers a layer"
+        return write_box([write_note(note), write_table(self._list_norms())])
+
+    def to_pandas(self) -> "pd.DataFrame":
+        """Return a row per activation: its text, its token, and its norm at each layer.
+
+        The numbers themselves are in `layers`. Errors: ImportError that says what to install.
+        """
+        from logsteer.extras.rows import to_frame
+
+        return to_frame(self._list_norms())
+
+    def _list_norms(self) -> list[dict[str, Any]]:
+        np = _import_numpy()
+        norms = {
+            f"norm@{layer}": np.linalg.norm(rows, axis=1) for layer, rows in self.layers.items()
+        }
+        found = []
+        for item, one in enumerate(self):
+            first = int(self.row_starts[item])
+            for row in range(int(self.row_starts[item + 1]) - first):
+                place = None if one.positions is None else int(one.positions[row])
+                token = None if place is None else int(one.token_ids[place])
+                sizes = {name: float(values[first + row]) for name, values in norms.items()}
+                found.append({"item": item, "position": place, "token_id": token, **sizes})
+        return found
 
 
 def open_activations(path: str | Path) -> Activations:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from logsteer.errors import LogsteerError
 from logsteer.schemas import ContrastPair, SweepAnswer, SweepPoint, VectorCard
 from logsteer.schemas.common import Float, Reply
+from logsteer.schemas.views import Plotted
 
 if TYPE_CHECKING:
     from logsteer.client import Client
@@ -42,7 +43,7 @@ class DosePoint(Reply):
     """Mean of |change| / |activation| over steered tokens and layers."""
 
 
-class DoseResponse(Reply):
+class DoseResponse(Plotted):
     """The points in the order of their scales, for a vector at some layers (None: its own)."""
 
     name: str

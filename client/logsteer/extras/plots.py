@@ -12,8 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from logsteer.errors import LogsteerError
 from logsteer.extras.dose_response import DosePoint, DoseResponse
+from logsteer.extras.figures import (
+    COLOURS,
+    GREY,
+    MARKERS,
+    check_plot_path,
+    dress_axes,
+    escape_formula,
+    finish_figure,
+    prepare_figure,
+    save_figure,
+)
 from logsteer.extras.labels import ItemLike, SweepLabels, label_layers, label_sweep
 from logsteer.schemas import SweepAnswer, SweepPoint
 
@@ -24,10 +34,8 @@ if TYPE_CHECKING:
 LayerSet: TypeAlias = tuple[int, ...] | None
 Read: TypeAlias = Callable[[SweepPoint], float | None]
 
-_COLOURS = ("#1f6fb4", "#d9541e", "#2f9e5b", "#8e5bb5", "#c2971a", "#4aa8b8", "#c04d7d", "#6b6b6b")
+_DOSE = "scale, as a multiple of the vectors' own"
 _DASHES = ("-", "--", ":", "-.")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-_GREY = "#8a8a8a"
 _RING: dict[str, Any] = {
     "marker": "o", "mfc": "white", "mec": "#333333", "ms": 7, "mew": 1.3, "ls": "", "zorder": 4,
 }  # fmt: skip
@@ -68,16 +76,12 @@ def plot_sweep(
     sweep = _Sweep(answer, labels)
     panels = [sweep.draw_changes, sweep.draw_kl] if labels.targets else []
     panels += [sweep.draw_perplexities] if labels.texts else []
-    figure, places = _prepare(axes, len(panels), title)
+    figure, places = prepare_figure(axes, len(panels), title)
     for draw, place in zip(panels, places, strict=False):
         draw(place)
     if axes is None:
-        figure.suptitle(
-            _escape(title or f"Sweep on {answer.model}"), fontsize=12, x=0.01, ha="left"
-        )
-    if path is not None:
-        figure.savefig(path, dpi=150)
-    return figure
+        return finish_figure(figure, title or f"Sweep on {answer.model}", path)
+    return save_figure(figure, path)
 
 
 def plot_doses(response: DoseResponse, path: str | Path | None = None) -> Figure:
@@ -89,7 +93,7 @@ def plot_doses(response: DoseResponse, path: str | Path | None = None) -> Figure
     """
     if path is not None:
         check_plot_path(path)
-    figure, (left, right) = _prepare(None, 2, None)
+    figure, (left, right) = prepare_figure(None, 2, None)
     scales = [point.scale for point in response.points]
     lines: list[tuple[Axes, str, Callable[[DosePoint], float | None]]] = [
         (left, "preference", lambda point: point.preference_change),
@@ -100,29 +104,17 @@ def plot_doses(response: DoseResponse, path: str | Path | None = None) -> Figure
     for index, (axes, label, read) in enumerate(lines):
         found = [read(point) for point in response.points]
         values = [math.nan if value is None else value for value in found]
-        marker, dashes = _MARKERS[index], _DASHES[index]
-        colour = _COLOURS[index]
+        marker, dashes = MARKERS[index], _DASHES[index]
+        colour = COLOURS[index]
         axes.plot(scales, values, dashes, marker=marker, color=colour, label=label, markersize=4)
-    left.axhline(0, color=_GREY, linewidth=0.8, zorder=1)
+    left.axhline(0, color=GREY, linewidth=0.8, zorder=1)
     left.legend(fontsize=8, frameon=False)
-    _dress(left, "Change of log-probability", "nats, mean over the pairs")
-    _dress(right, "Divergence where the texts part", "KL(unsteered || steered), nats")
+    dress_axes(left, "Change of log-probability", "nats, mean over the pairs", _DOSE)
+    dress_axes(right, "Divergence where the texts part", "KL(unsteered || steered), nats", _DOSE)
     right.set_ylim(bottom=0)
     places = "own layers" if response.layers is None else f"layers {label_layers(response.layers)}"
     title = f"{response.name} at {places} on {response.num_pairs} pairs, {response.model}"
-    figure.suptitle(_escape(title), fontsize=12, x=0.01, ha="left")
-    if path is not None:
-        figure.savefig(path, dpi=150)
-    return figure
-
-
-def check_plot_path(path: str | Path) -> None:
-    """Check that a plot can be written there; else raise LogsteerError, which says what to do."""
-    from_suffix = _load_figure()(figsize=(1, 1)).canvas.get_supported_filetypes()
-    if Path(path).suffix.lstrip(".").lower() not in from_suffix:
-        raise LogsteerError(f"{path}: give a name that ends in .png, .svg or .pdf")
-    if not Path(path).absolute().parent.is_dir():
-        raise LogsteerError(f"{path}: there is no directory {Path(path).absolute().parent}")
+    return finish_figure(figure, title, path)
 
 
 @dataclass(frozen=True)
@@ -153,9 +145,9 @@ class _Sweep:
 
     def draw_changes(self, axes: Axes) -> None:
         """Draw the change of each target's log-probability."""
-        axes.axhline(0, color=_GREY, linewidth=0.8, zorder=1)
+        axes.axhline(0, color=GREY, linewidth=0.8, zorder=1)
         self._draw(axes, _group_targets(self._labels))
-        _dress(axes, "Change of log-probability", "nats, against unsteered")
+        dress_axes(axes, "Change of log-probability", "nats, against unsteered", _DOSE)
 
     def draw_kl(self, axes: Axes) -> None:
         """Draw how far the next token's distribution is from unsteered."""
@@ -163,7 +155,7 @@ class _Sweep:
         reads = [_read_kl(index) for index in range(count)]
         label = self._labels.contexts[0] if count == 1 else f"mean of {count} items"
         self._draw(axes, [_Series(label, reads)])
-        _dress(axes, "Divergence of the next token", "KL(unsteered || steered), nats")
+        dress_axes(axes, "Divergence of the next token", "KL(unsteered || steered), nats", _DOSE)
         axes.set_ylim(bottom=0)
 
     def draw_perplexities(self, axes: Axes) -> None:
@@ -174,7 +166,7 @@ class _Sweep:
             reads = [read for one in series for read in one.reads]
             series = [_Series(f"mean of {len(names)} texts", reads)]
         self._draw(axes, series)
-        _dress(axes, "Perplexity", "")
+        dress_axes(axes, "Perplexity", "", _DOSE)
         values = [text.perplexity for point in self._points() for text in point.texts]
         finite = [value for value in values if value]
         if finite and max(finite) > _LOG_RATIO * min(finite):
@@ -193,7 +185,7 @@ class _Sweep:
         scales = sorted({point.scale for points in self._lines.values() for point in points})
         if len(scales) <= _MAX_TICKS:
             axes.set_xticks(scales, [f"{scale:g}" for scale in scales])
-        axes.axvline(0, color=_GREY, linewidth=0.8, linestyle=(0, (2, 3)), zorder=1)
+        axes.axvline(0, color=GREY, linewidth=0.8, linestyle=(0, (2, 3)), zorder=1)
         several = len(self._lines) > 1
         colours = _pick_colours(len(self._lines) if several else len(series))
         looks = [_make_look(place, colours, several) for place in range(len(series))]
@@ -215,7 +207,7 @@ class _Sweep:
 
 def _make_look(place: int, colours: Sequence[Any], several: bool) -> dict[str, Any]:
     """Return how lines of a series look; where colours are sets of layers, dashes tell it apart."""
-    look: dict[str, Any] = {"marker": _MARKERS[place % len(_MARKERS)], "markersize": 4.5}
+    look: dict[str, Any] = {"marker": MARKERS[place % len(MARKERS)], "markersize": 4.5}
     if several:
         return look | {"color": "#444444", "linestyle": _DASHES[place % len(_DASHES)]}
     return look | {"color": colours[place]}
@@ -237,7 +229,7 @@ def _draw_line(
         for own in zip(*values, strict=True):
             axes.plot(scales, own, color=look["color"], linewidth=0.7, alpha=0.4, zorder=2)
     means = [_mean(found) for found in values]
-    axes.plot(scales, means, **look, linewidth=1.8, label=_escape(label), zorder=3)
+    axes.plot(scales, means, **look, linewidth=1.8, label=escape_formula(label), zorder=3)
 
 
 def _add_legend(axes: Axes, keys: Sequence[tuple[str, dict[str, Any]]]) -> None:
@@ -248,7 +240,7 @@ def _add_legend(axes: Axes, keys: Sequence[tuple[str, dict[str, Any]]]) -> None:
     # A fixed distance under the axes: under the axis' own label, however high the panel is.
     below = axes.transAxes + ScaledTranslation(0, -0.52, axes.figure.dpi_scale_trans)
     longest = max(len(label) for label, _ in keys)
-    handles = [Line2D([], [], label=_escape(label), **look) for label, look in keys]
+    handles = [Line2D([], [], label=escape_formula(label), **look) for label, look in keys]
     axes.legend(
         handles=handles,
         loc="upper left",
@@ -300,29 +292,12 @@ def _mean(values: Sequence[float]) -> float:
 
 def _pick_colours(count: int) -> Sequence[Any]:
     """Return `count` colours: named ones, or steps of one scale where those are too few."""
-    if count <= len(_COLOURS):
-        return _COLOURS
+    if count <= len(COLOURS):
+        return COLOURS
     import matplotlib as mpl
 
     scale = mpl.colormaps["viridis"]
     return [scale(0.92 * place / (count - 1)) for place in range(count)]
-
-
-def _prepare(
-    axes: Axes | Sequence[Axes] | None, count: int, title: str | None
-) -> tuple[Figure, Sequence[Axes]]:
-    """Return the figure, and its axes for the panels."""
-    if axes is None:
-        figure = _load_figure()(figsize=(1.2 + 4.3 * count, 4.0), layout="constrained")
-        return figure, figure.subplots(1, count, squeeze=False)[0].tolist()
-    places: list[Axes] = list(axes) if isinstance(axes, Iterable) else [axes]
-    if not 0 < len(places) <= count:
-        raise ValueError(f"{len(places)} axes for {count} panels")
-    found = places[0].get_figure(root=True)
-    assert found is not None, "axes belong to a figure"
-    if title is not None:
-        found.suptitle(_escape(title))
-    return found, places
 
 
 def _choose_log_ticks(values: Sequence[float]) -> tuple[list[float], list[str]]:
@@ -332,27 +307,3 @@ def _choose_log_ticks(values: Sequence[float]) -> tuple[list[float], list[str]]:
     ticks = [step * 10.0**power for power in powers for step in steps]
     inside = [tick for tick in ticks if min(values) * 0.7 <= tick <= max(values) * 1.4]
     return inside, [f"{tick:g}" for tick in inside]
-
-
-def _dress(axes: Axes, title: str, unit: str) -> None:
-    axes.set_title(title, fontsize=10.5, loc="left", pad=8)
-    axes.set_ylabel(unit)
-    axes.set_xlabel("scale, as a multiple of the vectors' own")
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _escape(text: str) -> str:
-    """Return the text as matplotlib shows it: a dollar sign would begin a formula."""
-    return text.replace("$", r"\$")
-
-
-def _load_figure() -> type[Figure]:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise LogsteerError(
-            'plots need matplotlib, which is not installed: pip install "logsteer[plot]"'
-        ) from error
-    return Figure

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, overload
 from logsteer.errors import LogsteerError
 from logsteer.extras.datasets import PromptRow
 from logsteer.extras.draws import DrawnPrompt
+from logsteer.extras.rows import load_pandas
 from logsteer.schemas import Completion
 
 if TYPE_CHECKING:
@@ -103,11 +104,8 @@ class Samples(Sequence[Sample]):
 
     def to_pandas(self) -> "pd.DataFrame":
         """Return the records as a table. Errors: ImportError that says what to install."""
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise ImportError("tables need pandas: pip install 'logsteer[datasets]'") from error
-        return pd.DataFrame(self.records())
+        frame: pd.DataFrame = load_pandas().DataFrame(self.records())
+        return frame
 
     def to_parquet(self, path: str | Path) -> None:
         """Write the table to a file. Errors: ImportError, OSError."""

@@ -3,6 +3,7 @@
 from pydantic import Field
 
 from logsteer.schemas.common import Reply
+from logsteer.schemas.views import Tabled
 
 
 class UsedAdapter(Reply):
@@ -12,7 +13,7 @@ class UsedAdapter(Reply):
     sha256: str
 
 
-class AdapterCard(Reply):
+class AdapterCard(Tabled):
     """One stored adapter."""
 
     name: str
@@ -28,7 +29,7 @@ class AdapterCard(Reply):
     created: str = Field(description="When the name was given this content: RFC 3339, UTC.")
 
 
-class AdapterList(Reply):
+class AdapterList(Tabled):
     """Every stored adapter, by name."""
 
     adapters: list[AdapterCard]

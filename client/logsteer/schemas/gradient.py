@@ -23,6 +23,7 @@ from logsteer.schemas.steering import (
     SlicePositions,
     VectorName,
 )
+from logsteer.schemas.views import Tabled
 
 
 class GradientVariable(Request):
@@ -97,13 +98,13 @@ class TargetGradient(Reply):
     flags: list[str] = Field(default_factory=list)
 
 
-class ItemGradients(Reply):
+class ItemGradients(Tabled):
     """One item's targets."""
 
     targets: list[TargetGradient]
 
 
-class GradientAnswer(Answer, AppliedInterventions):
+class GradientAnswer(Answer, AppliedInterventions, Tabled):
     """One result per item, in the order given; `along` is the direction, where there is one."""
 
     results: list[ItemGradients]

@@ -21,6 +21,7 @@ from logsteer.schemas.common import (
     Window,
 )
 from logsteer.schemas.interventions import ActivationFields, AppliedInterventions
+from logsteer.schemas.views import Plotted
 
 Boundary = Literal["joint", "separate"]
 BoundaryFinding = Literal["exact", "merged"]
@@ -104,7 +105,7 @@ class DiagnosticsRequest(LogprobRequest):
     window: Window = 16
 
 
-class TargetScore(RowColumns):
+class TargetScore(RowColumns, Plotted):
     """The score of one target of T tokens; the arrays have one entry per token."""
 
     target: str = Field(description="The target as given; for ids, their text.")
@@ -150,7 +151,7 @@ class ScoredTarget(TargetScore):
     )
 
 
-class ItemScore(Reply):
+class ItemScore(Plotted):
     """The scores of one context's targets."""
 
     targets: list[ScoredTarget]
@@ -160,7 +161,7 @@ class ItemScore(Reply):
     )
 
 
-class LogprobAnswer(Answer, AppliedInterventions):
+class LogprobAnswer(Answer, AppliedInterventions, Plotted):
     """One result per item, in the order given."""
 
     results: list[ItemScore]

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from logsteer.schemas.common import EngineKind, Provenance, Reply
+from logsteer.schemas.views import Tabled
 
 ModelState = Literal["loading", "testing", "ready", "restarting", "failed"]
 """`testing`: the engine is ready, and the self-test that `--selftest` asks for runs."""
@@ -36,7 +37,7 @@ class ModelCard(Reply):
     restarts: int = 0
 
 
-class ModelList(Reply):
+class ModelList(Tabled):
     """Every configured model."""
 
     models: list[ModelCard]

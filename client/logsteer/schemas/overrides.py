@@ -6,6 +6,7 @@ from pydantic import Field
 
 from logsteer.schemas.common import Reply, Request
 from logsteer.schemas.steering import Finite, VectorName
+from logsteer.schemas.views import Tabled
 
 
 class ParameterOverride(Request):
@@ -39,7 +40,7 @@ class UsedOverride(Reply):
     )
 
 
-class OverrideCard(Reply):
+class OverrideCard(Tabled):
     """One stored direction."""
 
     name: str
@@ -54,7 +55,7 @@ class OverrideCard(Reply):
     created: str = Field(description="When the name was given this content: RFC 3339, UTC.")
 
 
-class OverrideList(Reply):
+class OverrideList(Tabled):
     """Every stored direction, by name."""
 
     overrides: list[OverrideCard]

@@ -23,6 +23,7 @@ from logsteer.schemas.common import (
 from logsteer.schemas.interventions import ActivationFields, AppliedInterventions
 from logsteer.schemas.overrides import ParameterOverride
 from logsteer.schemas.steering import Steering, VectorName
+from logsteer.schemas.views import Plotted
 
 Protocol = Literal["sliding", "rolling", "disjoint", "llamacpp", "exl3"]
 DEFAULT_ROWS = 100
@@ -180,17 +181,20 @@ class TokenScores(RowColumns):
 
     positions: list[int]
     token_ids: list[int]
+    tokens: list[str] | None = Field(
+        default=None, description="What each adds to the text; null from a server that is older."
+    )
     logprobs: list[Float]
 
 
-class TextResult(TextScore):
+class TextResult(TextScore, Plotted):
     """The score of one text."""
 
     windows: list[WindowScore] | None = None
     tokens: TokenScores | None = None
 
 
-class PerplexityAnswer(Answer, AppliedInterventions):
+class PerplexityAnswer(Answer, AppliedInterventions, Plotted):
     """One result per text, in the order given, and the total."""
 
     results: list[TextResult]

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from logsteer.schemas.common import Answer, Float, Reply, Request, TokenId
+from logsteer.schemas.views import Tabled
 
 Verdict = Literal["passed", "failed", "not_run"]
 PromiseName = Literal[
@@ -64,7 +65,7 @@ class SelftestCheck(Reply):
     )
 
 
-class SelftestAnswer(Answer):
+class SelftestAnswer(Answer, Tabled):
     """The verdict, `failed` where one of the checks has failed, and each check."""
 
     verdict: Verdict

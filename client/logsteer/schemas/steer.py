@@ -33,6 +33,7 @@ from logsteer.schemas.interventions import (
 from logsteer.schemas.logprob import Boundary, LogprobItem
 from logsteer.schemas.openai import FinishReason
 from logsteer.schemas.steering import Finite, Steering, SteeringReceipt
+from logsteer.schemas.views import Plotted
 
 MAX_SWEEP = 256
 
@@ -114,7 +115,7 @@ class GenerateRequest(PromptRequest):
     window: Window = 16
 
 
-class Completion(RowColumns):
+class Completion(RowColumns, Plotted):
     """One continuation; the arrays have one entry per token."""
 
     text: str
@@ -130,7 +131,7 @@ class Completion(RowColumns):
     aggregates: dict[str, Aggregate] | None = None
 
 
-class PromptCompletions(Reply):
+class PromptCompletions(Plotted):
     """The continuations of one prompt."""
 
     completions: list[Completion]
@@ -146,14 +147,14 @@ class PromptCompletions(Reply):
     )
 
 
-class SteerAnswer(Answer, AppliedInterventions):
+class SteerAnswer(Answer, AppliedInterventions, Plotted):
     """One result per prompt, in the order given."""
 
     results: list[PromptCompletions]
     steering: SteeringReceipt
 
 
-class GenerateAnswer(Answer, AppliedInterventions):
+class GenerateAnswer(Answer, AppliedInterventions, Plotted):
     """One result per prompt, in the order given."""
 
     results: list[PromptCompletions]
@@ -255,7 +256,7 @@ class SweepPoint(Reply):
     )
 
 
-class SweepAnswer(Answer, AppliedParameters):
+class SweepAnswer(Answer, AppliedParameters, Plotted):
     """The unsteered values, and a point for each set of layers and scale, in the order given."""
 
     unsteered: SweepPoint

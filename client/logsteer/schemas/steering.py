@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from logsteer.schemas.common import Count, Float, Index, ProbeRead, Reply, Request
+from logsteer.schemas.views import Tabled
 
 Operation = Literal["add", "ablate", "project", "clamp", "replace", "rotate"]
 Unit = Literal["raw", "unit", "residual_norm"]
@@ -200,7 +201,7 @@ class UsedVector(Reply):
     )
 
 
-class SteeringReceipt(Reply):
+class SteeringReceipt(Tabled):
     """Proof of what was applied. Tokens from the prefix cache were steered when they were read."""
 
     tokens_steered: int = Field(description="Input tokens that were read under steering.")

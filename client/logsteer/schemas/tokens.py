@@ -3,6 +3,7 @@
 from pydantic import Field, model_validator
 
 from logsteer.schemas.common import BosPolicy, Reply, Request, TokenId
+from logsteer.schemas.views import Tabled
 
 
 class TokenizeRequest(Request):
@@ -25,7 +26,7 @@ class TokenizeRequest(Request):
         return self
 
 
-class Encoded(Reply):
+class Encoded(Tabled):
     """One text's tokens; offsets are [start, end) in characters, null for an added BOS."""
 
     token_ids: list[int]
@@ -33,7 +34,7 @@ class Encoded(Reply):
     offsets: list[tuple[int, int] | None]
 
 
-class TokenizeAnswer(Reply):
+class TokenizeAnswer(Tabled):
     """One result per text, in the order given."""
 
     model: str

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from logsteer.schemas.common import Answer, BosPolicy, Float, Index, Reply, Request
 from logsteer.schemas.steering import HOOK, Finite, HookName, VectorName
+from logsteer.schemas.views import Plotted, Tabled
 
 VectorFormat = Literal["safetensors", "gguf", "pt"]
 ContentFormat = Literal["safetensors", "gguf"]
@@ -119,7 +120,7 @@ class VectorReadout(Reply):
     threshold: float = 0.0
 
 
-class VectorCard(Reply):
+class VectorCard(Plotted):
     """One stored vector."""
 
     name: str
@@ -139,7 +140,7 @@ class VectorCard(Reply):
     about: VectorAbout
 
 
-class VectorList(Reply):
+class VectorList(Tabled):
     """Every stored vector, by name."""
 
     vectors: list[VectorCard]
@@ -243,7 +244,7 @@ class SimilarVectors(Reply):
     )
 
 
-class TrainAnswer(Answer):
+class TrainAnswer(Answer, Plotted):
     """The vector that was made and stored, and what it is like."""
 
     vector: VectorCard

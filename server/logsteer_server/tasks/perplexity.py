@@ -136,6 +136,7 @@ class PerplexityTask(WindowTask):
 
     def _cut(self) -> Steps[list[TextWindow]]:
         codec, info = self.model.require()
+        self._codec = codec
         if self._comparison is not None:
             info = replace(info, context_length=self._comparison.context_length)
         body = self._body
@@ -164,7 +165,9 @@ class PerplexityTask(WindowTask):
             if self._body.windows:
                 result["windows"] = sorted(score.windows, key=lambda entry: entry["start"])
             if self._body.tokens:
-                result["tokens"] = score.list_tokens(self._body.columns, self.interventions)
+                tokens = score.list_tokens(self._body.columns, self.interventions)
+                pieces = map(self._codec.piece, tokens["token_ids"].tolist())
+                result["tokens"] = tokens | {"tokens": list(pieces)}
         divergence = self._comparison.summarize() if self._comparison else None
         return {**document, "divergence": divergence}
 

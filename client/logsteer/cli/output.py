@@ -1,0 +1,217 @@
+"""How a command gives its answer: tables for a terminal, JSON, or flat rows for other programs."""
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from pydantic import BaseModel
+from rich.text import Text
+
+from logsteer.cli.terminal import TerminalConsole
+from logsteer.errors import LogsteerError
+from logsteer.extras.answer_plots import plot_answer
+from logsteer.extras.figures import check_plot_path
+from logsteer.extras.rows import FlatRow, list_grains, list_rows
+
+FORMATS = ("table", "json", "jsonl", "csv", "parquet")
+_ROWS = ("jsonl", "csv", "parquet")
+_PLOT = "draw it: a .png, .svg or .pdf"
+
+
+def add_output_options(
+    parser: argparse.ArgumentParser,
+    kind: type[BaseModel],
+    *,
+    grains: Sequence[str] | None = None,
+    plot: bool = False,
+) -> None:
+    """Give a command the options that say where its answer of this class goes, and as what.
+
+    `grains` are what its rows may be one of, the usual one first; None: all that the class has.
+    """
+    found = list_grains(kind) if grains is None else list(grains)
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--format", choices=FORMATS, dest="output_format",
+        help=f"table, the whole answer as json, or a row per {found[0]}; default table, or as the "
+        "name of --output ends; parquet goes to a file",
+    )  # fmt: skip
+    group.add_argument("--output", metavar="FILE", help="write it there")
+    if len(found) > 1:
+        group.add_argument(
+            "--per",
+            choices=found,
+            help=f"what is a row of jsonl, csv, parquet; default {found[0]}",
+        )
+    if plot:
+        group.add_argument("--plot", metavar="FILE", help=_PLOT)
+    parser.set_defaults(refuse=parser.error)
+
+
+def wants_json(arguments: argparse.Namespace) -> bool:
+    """Return whether something else than tables is printed."""
+    return choose_format(arguments) != "table"
+
+
+def choose_format(arguments: argparse.Namespace) -> str:
+    """Return the format that was asked for, by a flag or by the name of the file."""
+    if getattr(arguments, "json", False):
+        return "json"
+    if not hasattr(arguments, "output_format"):
+        return "table"
+    if arguments.output_format is not None:
+        return str(arguments.output_format)
+    suffix = Path(arguments.output or "").suffix.lstrip(".").lower()
+    return suffix if suffix in FORMATS else "table"
+
+
+def check_output(arguments: argparse.Namespace) -> None:
+    """Check the options of `add_output_options` before anything is asked for.
+
+    Exits with 2 where they do not go together. Raises LogsteerError where something is missing.
+    """
+    if not hasattr(arguments, "output_format"):
+        return
+    form, file = choose_format(arguments), arguments.output
+    if getattr(arguments, "json", False) and arguments.output_format not in (None, "json"):
+        arguments.refuse(
+            f"--json and --format {arguments.output_format} are two formats: leave out one"
+        )
+    if form == "parquet" and file is None:
+        arguments.refuse("--format parquet goes to a file: give --output FILE")
+    if file is not None and form == "table" and arguments.output_format is None:
+        arguments.refuse(f"--output {file}: give --format, or a name that ends in one of {_ROWS}")
+    if getattr(arguments, "per", None) is not None and form not in _ROWS:
+        arguments.refuse("--per goes with --format jsonl, csv or parquet")
+    if form == "parquet":
+        _load_arrow()
+    if file is not None and not Path(file).absolute().parent.is_dir():
+        raise LogsteerError(f"{file}: there is no directory {Path(file).absolute().parent}")
+    if getattr(arguments, "plot", None):
+        check_plot_path(arguments.plot)
+
+
+def show(
+    arguments: argparse.Namespace,
+    answer: BaseModel,
+    *tables: Any,
+    rows: Callable[[], Sequence[FlatRow]] | None = None,
+    draw: Callable[[str], object] | None = None,
+) -> None:
+    """Print the tables, or the answer in the format asked for; then draw the plot asked for.
+
+    `rows` gives its rows, and `draw` its plot, in place of those that the class has.
+    """
+    form, plot = choose_format(arguments), getattr(arguments, "plot", None)
+    if form == "table":
+        _print_tables(arguments, tables)
+    elif form == "json":
+        with _open_output(arguments) as file:
+            file.write(answer.model_dump_json(indent=2) + "\n")
+    else:
+        per = getattr(arguments, "per", None)
+        with RowSink(arguments) as sink:
+            sink.write(list_rows(answer, per) if rows is None else rows())
+    if plot:
+        (draw or (lambda path: plot_answer(answer, path)))(plot)
+        if form == "table" and arguments.output is None:
+            _print_tables(arguments, [Text(f"plot: {plot}")])
+
+
+def _print_tables(arguments: argparse.Namespace, tables: Iterable[Any]) -> None:
+    with _open_output(arguments) as file:
+        console = TerminalConsole(file=None if file is sys.stdout else file)
+        for table in tables:
+            console.print(table)
+
+
+class _StandardOutput:
+    """Standard output as a context, which does not end with it."""
+
+    def __enter__(self) -> TextIO:
+        return sys.stdout
+
+    def __exit__(self, *_: object) -> None:
+        sys.stdout.flush()
+
+
+def _open_output(arguments: argparse.Namespace) -> Any:
+    path = getattr(arguments, "output", None)
+    if path is None or not hasattr(arguments, "output_format"):
+        return _StandardOutput()
+    return Path(path).open("w", encoding="utf-8", newline="")
+
+
+class RowSink:
+    """Writes flat rows as they come, as JSON lines or CSV; as Parquet, all of them at the end.
+
+    The columns of CSV are those of the first rows written.
+    """
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._form = choose_format(arguments)
+        self._path = arguments.output
+        self._output = None if self._form == "parquet" else _open_output(arguments)
+        self._kept: list[FlatRow] = []
+        self._names: list[str] | None = None
+
+    def __enter__(self) -> Self:
+        self._file: TextIO | None = None if self._output is None else self._output.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._output is not None:
+            self._output.__exit__(kind, error, trace)
+        elif error is None:
+            self._write_parquet()
+
+    def write(self, rows: Sequence[FlatRow]) -> None:
+        """Write these rows. Raises LogsteerError for a column of CSV that comes too late."""
+        if self._file is None:
+            self._kept += rows
+            return
+        if self._form == "jsonl":
+            self._file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        else:
+            self._write_csv(self._file, rows)
+        self._file.flush()
+
+    def _write_csv(self, file: TextIO, rows: Sequence[FlatRow]) -> None:
+        writer = csv.writer(file, lineterminator="\n")
+        if self._names is None and rows:
+            self._names = list(dict.fromkeys(name for row in rows for name in row))
+            writer.writerow(self._names)
+        for row in rows:
+            if late := [name for name in row if name not in (self._names or ())]:
+                raise LogsteerError(f"{late[0]} is no column of the first rows: take jsonl")
+            writer.writerow([_write_cell(row.get(name)) for name in self._names or ()])
+
+    def _write_parquet(self) -> None:
+        arrow, parquet = _load_arrow()
+        names = dict.fromkeys(name for row in self._kept for name in row)
+        columns = {name: [row.get(name) for row in self._kept] for name in names}
+        parquet.write_table(arrow.table(columns), self._path)
+
+
+def _write_cell(value: Any) -> Any:
+    """Return a value as CSV has it: as JSON where it is no text or number, empty for null."""
+    return json.dumps(value) if isinstance(value, bool | list | dict) else value
+
+
+def _load_arrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow as arrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise LogsteerError('parquet needs pyarrow: pip install "logsteer[tables]"') from error
+    return arrow, parquet

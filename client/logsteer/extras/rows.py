@@ -1,0 +1,400 @@
+"""Answers as flat rows: what tables, CSV and Parquet files and pandas have of them.
+
+Each kind of answer has rows of one or more grains, such as one a token or one a target. Arrays of
+an answer are columns; nothing is left out, and nothing is computed that an answer does not say.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from pydantic import BaseModel
+
+from logsteer._pairs import LogProbs
+from logsteer.errors import LogsteerError
+from logsteer.extras.dose_response import DoseResponse
+from logsteer.extras.labels import label_layers
+from logsteer.schemas import (
+    AdapterCard,
+    AdapterList,
+    Completion,
+    GenerateAnswer,
+    GradientAnswer,
+    ItemGradients,
+    ItemScore,
+    LogprobAnswer,
+    ModelList,
+    OverrideCard,
+    OverrideList,
+    PerplexityAnswer,
+    PromptCompletions,
+    SelftestAnswer,
+    SteerAnswer,
+    SteeringReceipt,
+    SweepAnswer,
+    SweepPoint,
+    TargetScore,
+    TextResult,
+    TokenizeAnswer,
+    TrainAnswer,
+    VectorCard,
+    VectorList,
+    WindowScore,
+)
+from logsteer.schemas.common import Float, RowColumns
+from logsteer.schemas.perplexity import TokenScores
+from logsteer.schemas.tokens import Encoded
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FlatRow: TypeAlias = dict[str, Any]
+_Write: TypeAlias = Callable[[Any], Iterable[FlatRow] | None]
+
+_TARGET = ("target", "logprob", "prob", "perplexity", "num_tokens", "num_bytes", "is_greedy")
+_TARGET_END = ("boundary", "truncated_tokens")
+_TEXT = (
+    "perplexity", "sum_logprob", "sum_squared_logprob", "num_tokens", "num_scored", "num_bytes",
+    "num_chars", "num_words", "word_perplexity", "byte_perplexity", "bits_per_byte", "stderr",
+)  # fmt: skip
+
+
+def list_rows(answer: Any, per: str | None = None) -> list[FlatRow]:
+    """Return the rows of an answer, of the grain `per`, such as "token".
+
+    None: the first grain of its kind that the answer has. Raises LogsteerError for a grain that
+    there is none of, or that was not asked for.
+    """
+    writers = _find_writers(answer)
+    if per is None:
+        for write in writers.values():
+            if (found := write(answer)) is not None:
+                return list(found)
+        return []
+    if per not in writers:
+        raise LogsteerError(f"there is no row per {per}, but one per {' or '.join(writers)}")
+    found = writers[per](answer)
+    if found is None:
+        raise LogsteerError(f"the answer has no {per}s: {_MISSING.get(per, 'ask for them')}")
+    return list(found)
+
+
+def list_grains(kind: type) -> list[str]:
+    """Return what `per` may be for answers of this class, the usual one first."""
+    return list(_WRITERS.get(kind, {}))
+
+
+def to_frame(answer: Any, per: str | None = None) -> "pd.DataFrame":
+    """Return the rows of an answer, or rows, as a table of pandas; integers stay so beside nulls.
+
+    Raises ImportError that says what to install, and what `list_rows` raises.
+    """
+    pandas = load_pandas()
+    rows = answer if isinstance(answer, list) else list_rows(answer, per)
+    frame: pd.DataFrame = pandas.DataFrame(rows)
+    for name in frame.columns:
+        kinds = {type(row.get(name)) for row in rows}
+        if kinds == {int, type(None)}:
+            frame[name] = pandas.array([row.get(name) for row in rows], dtype="Int64")
+    return frame
+
+
+def load_pandas() -> Any:
+    """Return the module pandas; ImportError that says what to install where it is missing."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise ImportError('tables need pandas: pip install "logsteer[tables]"') from error
+    return pandas
+
+
+def name_columns(
+    logprobs: Sequence[Float] | None, found: RowColumns, between: str = " "
+) -> dict[str, Sequence[Float]]:
+    """Return what was read of each token, by names such as `rank` or `mood@2: cosine after`.
+
+    A probe that was asked for twice is numbered; `between` stands between the parts of its name.
+    """
+    columns: dict[str, Sequence[Float]] = {"logprob": logprobs} if logprobs else {}
+    if found.ranks is not None:
+        columns["rank"] = found.ranks
+    columns |= found.columns or {}
+    seen: Counter[str] = Counter()
+    for read in found.probes or ():
+        name = f"{read.name or 'probe'}@{read.layer}:{between}{read.read}"
+        seen[name] += 1
+        if seen[name] > 1:
+            name += f"{between}({seen[name]})"
+        columns[name] = read.before
+        if read.after is not None:
+            columns[f"{name}{between}after"] = read.after
+    return columns
+
+
+def _find_writers(answer: Any) -> Mapping[str, _Write]:
+    for kind in type(answer).__mro__:
+        if kind in _WRITERS:
+            return _WRITERS[kind]
+    raise LogsteerError(f"{type(answer).__name__} has no rows")
+
+
+def _pick(model: BaseModel, names: Iterable[str]) -> FlatRow:
+    return {name: getattr(model, name) for name in names}
+
+
+def _write_tokens(
+    tokens: Sequence[str] | None,
+    token_ids: Sequence[int] | None,
+    logprobs: Sequence[Float] | None,
+    found: RowColumns,
+    **places: Sequence[int],
+) -> Iterator[FlatRow]:
+    """Yield a row for each token of a sequence, with all that was read of it."""
+    columns: dict[str, Sequence[Any]] = dict(places)
+    columns |= {"token": tokens} if tokens is not None else {}
+    columns |= {"token_id": token_ids} if token_ids is not None else {}
+    columns |= name_columns(logprobs, found)
+    for number, values in enumerate(zip(*columns.values(), strict=True)):
+        yield {"place": number, **dict(zip(columns, values, strict=True))}
+
+
+# ------------------------------------------------------------------ scores
+
+
+def _write_target(target: TargetScore) -> FlatRow:
+    row = _pick(target, _TARGET)
+    variants, both = getattr(target, "variants", None), {}
+    if variants is not None:
+        both = {
+            "logprob_with_space": variants.with_space.logprob,
+            "logprob_without_space": variants.without_space.logprob,
+            "logprob_any_space": getattr(target, "logprob_any_space", None),
+        }
+    ends = {f"{name}_mean": one.mean for name, one in (target.aggregates or {}).items()}
+    return {**row, **both, **ends, **_pick(target, _TARGET_END), "flags": ",".join(target.flags)}
+
+
+def _write_target_tokens(target: TargetScore) -> Iterable[FlatRow] | None:
+    if target.logprobs is None and target.columns is None:
+        return None
+    return _write_tokens(target.tokens, target.token_ids, target.logprobs, target)
+
+
+def _write_item(item: ItemScore) -> Iterator[FlatRow]:
+    for index, target in enumerate(item.targets):
+        share = item.choice_probs[index] if index < len(item.choice_probs) else None
+        row = _write_target(target)
+        yield {"target": row.pop("target"), "choice_prob": share, "best": index == item.best, **row}
+
+
+def _write_item_tokens(item: ItemScore) -> Iterable[FlatRow] | None:
+    parts = [(target.target, _write_target_tokens(target)) for target in item.targets]
+    if all(rows is None for _, rows in parts):
+        return None
+    return ({"target": name, **row} for name, rows in parts for row in rows or ())
+
+
+def _number(name: str, results: str, write: _Write) -> _Write:
+    """Return a writer of all results of an answer, whose rows tell which one they are of."""
+
+    def write_all(answer: Any) -> Iterable[FlatRow] | None:
+        parts = [write(result) for result in getattr(answer, results)]
+        if parts and all(rows is None for rows in parts):
+            return None
+        return ({name: index, **row} for index, rows in enumerate(parts) for row in rows or ())
+
+    return write_all
+
+
+# ------------------------------------------------------------------ texts
+
+
+def _write_text(text: TextResult) -> Iterator[FlatRow]:
+    yield {**_pick(text, _TEXT), "flags": ",".join(text.flags)}
+
+
+def write_window(window: WindowScore) -> FlatRow:
+    """Return the row of a window: what it reads, and what its scored tokens come to."""
+    row = window.model_dump()
+    count, total = window.num_scored, window.sum_logprob
+    return row | {"mean_logprob": None if total is None or not count else total / count}
+
+
+def _write_windows(text: TextResult) -> Iterable[FlatRow] | None:
+    if text.windows is None:
+        return None
+    rows = map(write_window, text.windows)
+    return ({name: value for name, value in row.items() if name != "text"} for row in rows)
+
+
+def _write_text_tokens(text: TextResult) -> Iterable[FlatRow] | None:
+    found: TokenScores | None = text.tokens
+    if found is None:
+        return None
+    places = {"position": found.positions}
+    return _write_tokens(found.tokens, found.token_ids, found.logprobs, found, **places)
+
+
+# ------------------------------------------------------------------ continuations
+
+
+def _write_completion(completion: Completion) -> FlatRow:
+    names = ("text", "logprob", "num_tokens", "finish_reason", "seed")
+    ends = {f"{name}_mean": one.mean for name, one in (completion.aggregates or {}).items()}
+    return {**_pick(completion, names), **ends}
+
+
+def _write_completion_tokens(completion: Completion) -> Iterable[FlatRow]:
+    made = completion
+    return _write_tokens(made.tokens, made.token_ids, made.logprobs, made)
+
+
+def _list_completions(result: PromptCompletions) -> Iterator[tuple[FlatRow, Completion]]:
+    """Yield each completion of a prompt and its number, behind each its unsteered neighbour."""
+    for index, completion in enumerate(result.completions):
+        if result.baseline is None:
+            yield {"completion": index}, completion
+            continue
+        yield {"completion": index, "steered": True}, completion
+        yield {"completion": index, "steered": False}, result.baseline[index]
+
+
+def _write_prompt(result: PromptCompletions) -> Iterator[FlatRow]:
+    for which, completion in _list_completions(result):
+        yield {**which, **_write_completion(completion)}
+
+
+def _write_prompt_tokens(result: PromptCompletions) -> Iterator[FlatRow]:
+    for which, completion in _list_completions(result):
+        for row in _write_completion_tokens(completion):
+            yield {**which, **row}
+
+
+# ------------------------------------------------------------------ sweeps, vectors, the rest
+
+
+def _write_sweep(answer: SweepAnswer) -> Iterator[FlatRow]:
+    """Yield a row for each target and each text at each point; what is of the other is null."""
+    plain = [answer.unsteered] if all(point.scale for point in answer.points) else []
+    for point in [*plain, *answer.points]:
+        yield from _write_point(point)
+
+
+def _write_point(point: SweepPoint) -> Iterator[FlatRow]:
+    layers = None if point.layers is None else label_layers(point.layers)
+    where = {"layers": layers, "scale": point.scale, "relative_norm": point.relative_norm}
+    none = dict.fromkeys(
+        ("item", "target", "logprob", "change", "kl", "text", "perplexity", "num_scored")
+    )
+    for number, item in enumerate(point.items):
+        for place, target in enumerate(item.targets):
+            found = {"item": number, "target": place, "kl": item.kl}
+            yield {**where, **none, **found, **_pick(target, ("logprob", "change"))}
+    for number, text in enumerate(point.texts):
+        found = {"text": number, "logprob": text.sum_logprob}
+        yield {**where, **none, **found, **_pick(text, ("perplexity", "num_scored"))}
+
+
+def _write_layers(card: VectorCard) -> Iterator[FlatRow]:
+    quality = card.about.quality or {}
+    for layer, norm in card.norms.items():
+        found = quality.get(layer)
+        told = {} if found is None else found.model_dump()
+        yield {"name": card.name, "layer": layer, "hook": card.hook, "norm": norm, **told}
+
+
+def _write_receipt(receipt: SteeringReceipt) -> Iterator[FlatRow]:
+    for layer, site in receipt.layers.items():
+        yield {"layer": layer, "tokens": site.tokens, "relative_norm": site.relative_norm}
+
+
+def _write_card(card: VectorCard) -> Iterator[FlatRow]:
+    row = _pick(card, ("name", "sha256", "hook", "width", "bytes", "created"))
+    about = card.about
+    source = {"source": about.source, "method": about.method, "pairs": about.pairs}
+    yield {**row, "layers": label_layers(card.layers), **source}
+
+
+def _write_plain(model: BaseModel) -> Iterator[FlatRow]:
+    """Yield the fields of a card that are no lists or objects; lists of words as one text."""
+    row = model.model_dump(mode="json")
+    lists = {name: value for name, value in row.items() if isinstance(value, list)}
+    told = {name: ", ".join(map(str, value)) for name, value in lists.items()}
+    yield {name: value for name, value in (row | told).items() if not isinstance(value, dict)}
+
+
+def _write_each(results: str, write: _Write) -> _Write:
+    return lambda answer: [row for one in getattr(answer, results) for row in write(one) or ()]
+
+
+def _write_encoded(encoded: Encoded) -> Iterator[FlatRow]:
+    for place, (number, token, span) in enumerate(
+        zip(encoded.token_ids, encoded.tokens, encoded.offsets, strict=True)
+    ):
+        start, end = (None, None) if span is None else span
+        yield {"place": place, "token": token, "token_id": number, "start": start, "end": end}
+
+
+def _write_gradients(item: ItemGradients) -> Iterator[FlatRow]:
+    for target in item.targets:
+        names = ("target", "logprob", "num_context", "boundary", "truncated_tokens", "directional")
+        yield {**_pick(target, names), "num_tokens": len(target.token_ids)}
+
+
+def _write_norms(item: ItemGradients) -> Iterable[FlatRow] | None:
+    if all(target.norms is None for target in item.targets):
+        return None
+    rows = []
+    for target in item.targets:
+        norms = {f"norm@{layer}": values for layer, values in (target.norms or {}).items()}
+        for position, *values in zip(target.positions or [], *norms.values(), strict=True):
+            found = dict(zip(norms, values, strict=True))
+            rows.append({"target": target.target, "position": position, **found})
+    return rows
+
+
+_MISSING = {
+    "token": "a request with per_token or tokens set to false gives none",
+    "window": "ask with windows=True",
+    "position": "ask with respect to layers",
+}
+_ITEM: Mapping[str, _Write] = {"target": _write_item, "token": _write_item_tokens}
+_TEXTS: Mapping[str, _Write] = {
+    "token": _write_text_tokens, "window": _write_windows, "text": _write_text,
+}  # fmt: skip
+_PROMPT: Mapping[str, _Write] = {"completion": _write_prompt, "token": _write_prompt_tokens}
+
+
+def _of_all(name: str, writers: Mapping[str, _Write]) -> Mapping[str, _Write]:
+    return {grain: _number(name, "results", write) for grain, write in writers.items()}
+
+
+_WRITERS: Mapping[type, Mapping[str, _Write]] = {
+    TargetScore: {"token": _write_target_tokens, "target": lambda one: [_write_target(one)]},
+    ItemScore: _ITEM,
+    LogprobAnswer: _of_all("item", _ITEM),
+    LogProbs: {"target": lambda records: records},
+    TextResult: _TEXTS,
+    PerplexityAnswer: _of_all("text", _TEXTS),
+    Completion: {"token": _write_completion_tokens, "completion": lambda c: [_write_completion(c)]},
+    PromptCompletions: _PROMPT,
+    SteerAnswer: _of_all("prompt", _PROMPT),
+    GenerateAnswer: _of_all("prompt", _PROMPT),
+    SweepAnswer: {"point": _write_sweep},
+    VectorCard: {"layer": _write_layers, "vector": _write_card},
+    TrainAnswer: {"layer": lambda answer: _write_layers(answer.vector)},
+    SteeringReceipt: {"layer": _write_receipt},
+    VectorList: {"vector": _write_each("vectors", _write_card)},
+    DoseResponse: {"point": _write_each("points", _write_plain)},
+    GradientAnswer: _of_all("item", {"position": _write_norms, "target": _write_gradients}),
+    ItemGradients: {"position": _write_norms, "target": _write_gradients},
+    Encoded: {"token": _write_encoded},
+    TokenizeAnswer: _of_all("text", {"token": _write_encoded}),
+    ModelList: {"model": _write_each("models", _write_plain)},
+    SelftestAnswer: {"check": _write_each("checks", _write_plain)},
+    AdapterCard: {"adapter": _write_plain},
+    AdapterList: {"adapter": _write_each("adapters", _write_plain)},
+    OverrideCard: {"override": _write_plain},
+    OverrideList: {"override": _write_each("overrides", _write_plain)},
+}
+"""Answer -> grain -> what writes its rows; None where an answer was not asked for them."""

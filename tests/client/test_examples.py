@@ -1,0 +1,59 @@
+"""The examples in the commands' help, which the parser takes; and the notebook as it is kept."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .test_completion import COMMANDS, PARSER
+
+EXAMPLES = {
+    " ".join(words): [
+        line.strip()
+        for line in (parser.epilog or "").partition("examples:")[2].split("\n\n")[0].splitlines()
+        if line.strip()
+    ]
+    for words, parser in COMMANDS.items()
+}
+"""Command -> the lines of its examples."""
+
+
+def list_calls(line: str) -> list[list[str]]:
+    """The calls of logsteer in a line of shell, without what is redirected."""
+    calls = []
+    for part in re.split(r" \| |\(|\)", line):
+        words = shlex.split(part, comments=True)
+        if words[:1] == ["logsteer"]:
+            ends = [index for index, word in enumerate(words) if word in ("<", ">")]
+            calls.append(words[1 : min(ends, default=len(words))])
+    return calls
+
+
+@pytest.mark.parametrize("command", EXAMPLES)
+def test_every_command_has_one_to_three_examples(command: str) -> None:
+    lines = EXAMPLES[command]
+    assert 1 <= len(lines) <= (3 if command else 6)
+    assert all(len(line) <= 98 for line in lines)
+    own = f"logsteer {command}".strip()
+    assert any(own in line for line in lines)
+
+
+@pytest.mark.parametrize("line", sorted({line for lines in EXAMPLES.values() for line in lines}))
+def test_the_parser_takes_every_example(line: str) -> None:
+    calls = list_calls(line)
+    assert calls
+    for words in calls:
+        found: Any = PARSER.parse_args(words)
+        assert callable(found.command)
+
+
+def test_the_notebook_is_kept_without_outputs() -> None:
+    path = Path(__file__).resolve().parents[2] / "docs" / "tour.ipynb"
+    notebook = json.loads(path.read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) > 10
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+    assert notebook["metadata"].keys() == {"kernelspec", "language_info"}

@@ -1,0 +1,310 @@
+"""What answers are to people: HTML in a notebook, rows and tables, plots."""
+
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+
+from logsteer import LogsteerError
+from logsteer._pairs import LogProbs, pair_records
+from logsteer.extras.markup import PARTS_SHOWN, TOKENS_SHOWN
+from logsteer.extras.rows import list_grains, list_rows
+from logsteer.schemas import (
+    Completion,
+    GenerateAnswer,
+    ItemScore,
+    LogprobAnswer,
+    ModelList,
+    PerplexityAnswer,
+    SelftestAnswer,
+    SteerAnswer,
+    SweepAnswer,
+    TokenizeAnswer,
+    VectorCard,
+)
+
+from .documents import (
+    MODELS,
+    PERPLEXITY,
+    SCORE,
+    SELFTEST,
+    SWEEP,
+    TOKENS,
+    completion,
+    logprob_answer,
+    steer_answer,
+    steering_receipt,
+    target,
+)
+
+NASTY = "<script>alert('&')</script>\x1b[1m\u202e"
+PROBE = {"name": "mood", "sha256": "ab" * 32, "layer": 2, "hook": "resid_post",
+         "read": "projection", "before": [1.5, None], "after": [2.5, -1.0]}  # fmt: skip
+
+
+def scored(text: str, **more: Any) -> dict[str, Any]:
+    """A target of two tokens with all that is read of them."""
+    own = {
+        "tokens": [f"{text}\n", NASTY], "token_ids": [3, 4], "logprobs": [-0.5, None],
+        "ranks": [1, 7], "columns": {"entropy": [0.25, 0.5]}, "probes": [PROBE],
+    }  # fmt: skip
+    return target(text, -1.5, **own, **more)
+
+
+LOGPROB = LogprobAnswer.model_validate(
+    {**logprob_answer([scored(" glad"), scored(NASTY, boundary="merged")]),
+     "steering": steering_receipt()}
+)  # fmt: skip
+WINDOWS = [
+    {"text": 0, "start": 2 * k, "end": 2 * k + 2, "num_scored": 2, "sum_logprob": -1.0 - k,
+     "sum_squared_logprob": 1.0} for k in range(3)
+]  # fmt: skip
+TEXT_TOKENS = {"positions": [1, 2], "token_ids": [5, 6], "tokens": ["a", "b"],
+               "logprobs": [-1.0, -9.0]}  # fmt: skip
+
+
+def perplexity(**more: Any) -> PerplexityAnswer:
+    return PerplexityAnswer.model_validate({**PERPLEXITY, "results": [{**SCORE, **more}]})
+
+
+def steered(**more: Any) -> SteerAnswer:
+    answer = steer_answer(2, baseline=True)
+    answer["results"][0]["completions"][0] |= more
+    return SteerAnswer.model_validate(answer)
+
+
+QUALITY = {"accuracy": 1.0, "auc": None, "pair_accuracy": 0.5}
+CARD = VectorCard.model_validate(
+    {
+        "name": "mood", "sha256": "ab" * 32, "hook": "resid_post", "layers": [2, 3], "width": 4,
+        "norms": {"2": 1.5, "3": 2.0}, "bytes": 9, "created": "now",
+        "about": {
+            "source": "training", "method": "pca", "quality": {"2": QUALITY, "3": QUALITY},
+            "validation": {"folds": 4},
+            "recommendation": {"layer": 3, "scales": [1.0, 2.0], "relative_norms": [0.1, 0.2],
+                               "reason": "it is <best>", "caution": "few pairs"},
+        },
+    }
+)  # fmt: skip
+ANSWERS: dict[str, Any] = {
+    "logprob": LOGPROB,
+    "item": LOGPROB.results[0],
+    "target": LOGPROB.results[0].targets[0],
+    "perplexity": perplexity(windows=WINDOWS, tokens=TEXT_TOKENS),
+    "text": perplexity(windows=WINDOWS).results[0],
+    "steer": steered(probes=[PROBE]),
+    "generate": GenerateAnswer.model_validate(steer_answer()),
+    "prompt": steered().results[0],
+    "completion": Completion.model_validate(completion("glad")),
+    "sweep": SweepAnswer.model_validate(SWEEP),
+    "receipt": steered().steering,
+    "card": CARD,
+    "log_prob": pair_records(["I am"], [" glad", " sad"], LOGPROB),
+    "models": ModelList.model_validate(MODELS),
+    "tokens": TokenizeAnswer.model_validate(TOKENS),
+    "selftest": SelftestAnswer.model_validate(SELFTEST),
+}
+NO_PLOT = {"receipt", "models", "tokens", "selftest"}
+
+
+class Reader(HTMLParser):
+    """Checks that tags close in order, and gathers tags, titles and text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.titles: list[str] = []
+        self.text = ""
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        assert not {name for name, _ in attributes} & {"href", "src", "onclick", "class"}
+        self.titles += [value or "" for name, value in attributes if name == "title"]
+        if tag != "br":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_page_stands_for_itself(name: str) -> None:
+    page = ANSWERS[name]._repr_html_()
+    found = Reader(page)
+    assert not {"script", "style", "link", "img", "iframe"} & found.tags
+    assert "http" not in page and "url(" not in page
+    assert "\x1b" not in page and "\u202e" not in page
+    # The page's own colours show through: nothing sets the colour of text, or an opaque background.
+    assert not re.findall(r"(?<![-\w])color:", page)
+    assert not re.findall(r"background:#", page)
+
+
+def test_a_heat_map_has_titles_and_a_legend() -> None:
+    found = Reader(LOGPROB._repr_html_())
+    first = next(title for title in found.titles if title.startswith("' glad\\n'"))
+    lines = first.splitlines()
+    assert {"surprisal 0.5", "probability 0.60653", "id 3", "rank 1", "entropy 0.25"} <= set(lines)
+    assert "mood@2: projection 1.5" in lines and "mood@2: projection after 2.5" in lines
+    assert "surprisal: 0" in found.text and "mood at layer 2: -2.5" in found.text
+    assert "<script>alert('&')</script>\\x1b[1m\\u202e" in found.text
+    assert "joins tokens with the context's end" in found.text
+    assert "steered 5 tokens by mood x 2 (abababababab)" in found.text
+    assert "50.00%" in found.text
+
+
+def test_what_is_not_finite_has_a_colour_of_its_own() -> None:
+    page = LOGPROB.results[0].targets[0]._repr_html_()
+    assert "rgba(128,128,128,.35)" in page and "surprisal n/a" in page
+
+
+def test_a_page_is_bounded_and_says_what_is_left_out() -> None:
+    count = 5_000
+    long = {"tokens": ["x" * 1000] * count, "token_ids": [1] * count, "logprobs": [-1.0] * count,
+            "columns": {f"column {n}": [0.5] * count for n in range(100)}}  # fmt: skip
+    answer = logprob_answer(*[[target("t", -1.0, **long)] * 30] * 40)
+    page = LogprobAnswer.model_validate(answer)._repr_html_()
+    assert len(page) < 2_000_000
+    assert page.count("surprisal 1\n") == TOKENS_SHOWN
+    text = Reader(page).text
+    assert f"and {count - TOKENS_SHOWN:,} more tokens" in text
+    assert f"and {40 - PARTS_SHOWN} more items" in text
+
+
+def test_steered_and_unsteered_stand_side_by_side() -> None:
+    found = Reader(steered(probes=[PROBE])._repr_html_())
+    assert found.text.count("unsteered") == 2 and "glad 1" in found.text and "sad 1" in found.text
+    assert "abababababab" in found.text
+
+
+def test_windows_and_sweeps_are_curves() -> None:
+    assert "mean surprisal of 3 windows: 0.5 … 1.5" in perplexity(windows=WINDOWS)._repr_html_()
+    page = ANSWERS["sweep"]._repr_html_()
+    assert page.count("<svg") == 6 and "change of item 0, target 1, scales -1 to 1" in page
+
+
+# ------------------------------------------------------------------ rows and tables
+
+
+def test_rows_of_targets_and_tokens() -> None:
+    first = list_rows(LOGPROB)[0]
+    assert first.items() >= {
+        "item": 0, "target": " glad", "choice_prob": 0.5, "best": True, "logprob": -1.5,
+        "boundary": "exact", "flags": "",
+    }.items()  # fmt: skip
+    rows = list_rows(LOGPROB, "token")
+    assert len(rows) == 4
+    assert rows[0] == {
+        "item": 0, "target": " glad", "place": 0, "token": " glad\n", "token_id": 3,
+        "logprob": -0.5, "rank": 1, "entropy": 0.25, "mood@2: projection": 1.5,
+        "mood@2: projection after": 2.5,
+    }  # fmt: skip
+
+
+def test_the_usual_rows_are_the_finest_that_a_text_has() -> None:
+    both = perplexity(windows=WINDOWS, tokens=TEXT_TOKENS)
+    assert [row["position"] for row in list_rows(both)] == [1, 2]
+    windows = list_rows(perplexity(windows=WINDOWS))
+    assert [(row["text"], row["start"], row["mean_logprob"]) for row in windows] == [
+        (0, 0, -0.5), (0, 2, -1.0), (0, 4, -1.5),
+    ]  # fmt: skip
+    assert list_rows(perplexity())[0]["perplexity"] == SCORE["perplexity"]
+    with pytest.raises(LogsteerError, match="no windows: ask with windows=True"):
+        list_rows(perplexity(), "window")
+    with pytest.raises(LogsteerError, match="one per token or window or text"):
+        list_rows(perplexity(), "target")
+
+
+def test_rows_of_completions_sweeps_vectors() -> None:
+    rows = list_rows(steered())
+    assert [(row["completion"], row["steered"], row["text"]) for row in rows] == [
+        (0, True, "glad 0"), (0, False, "sad 0"), (1, True, "glad 1"), (1, False, "sad 1"),
+    ]  # fmt: skip
+    assert len(list_rows(steered(), "token")) == 8
+    sweep = list_rows(ANSWERS["sweep"])
+    assert len(sweep) == 6 * 3
+    assert sweep[0].items() >= {"layers": "2", "scale": -1, "target": 0, "change": -1.5}.items()
+    assert sweep[2].items() >= {"text": 0, "perplexity": 3.0, "target": None}.items()
+    assert [row["accuracy"] for row in list_rows(CARD)] == [1.0, 1.0]
+    (card,) = list_rows(CARD, "vector")
+    assert card["layers"] == "2-3" and card["method"] == "pca"
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_every_answer_is_a_table(name: str) -> None:
+    answer = ANSWERS[name]
+    frame = answer.to_pandas()
+    assert len(frame) == len(list_rows(answer)) > 0
+    for per in list_grains(type(answer)):
+        if per not in ("token", "window") or name not in ("perplexity", "text"):
+            assert list_rows(answer, per)
+
+
+def test_without_pandas_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    for answer in (LOGPROB, ANSWERS["log_prob"]):
+        with pytest.raises(ImportError, match=r'pip install "logsteer\[tables\]"'):
+            answer.to_pandas()
+
+
+def test_numbers_of_items_stay_integers() -> None:
+    frame = ANSWERS["sweep"].to_pandas()
+    assert list(frame["target"].dropna().unique()) == [0, 1] and frame["target"].dtype == "Int64"
+    assert frame["change"].dtype == "float64"
+
+
+def test_records_of_get_log_prob_are_a_list_and_a_table() -> None:
+    records = ANSWERS["log_prob"]
+    assert isinstance(records, LogProbs) and isinstance(records, list)
+    assert list(records.to_pandas()["target"]) == [" glad", " sad"]
+
+
+# ------------------------------------------------------------------ plots
+
+
+@pytest.mark.parametrize("name", sorted(ANSWERS.keys() - NO_PLOT))
+def test_plots(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "plot.png"
+    figure = ANSWERS[name].plot(path)
+    assert isinstance(figure, Figure)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_figure_shows_itself_in_a_notebook() -> None:
+    figure = ANSWERS["card"].plot()
+    assert figure._repr_png_().startswith(b"\x89PNG")
+
+
+def test_a_plot_shows_the_numbers_of_the_answer() -> None:
+    strip = ANSWERS["target"].plot().axes[0]
+    heights = [bar.get_height() for bar in strip.patches]
+    assert heights[0] == 0.5 and heights[1] != heights[1]
+    window, so_far = ANSWERS["text"].plot().axes[0].lines
+    assert list(window.get_xdata()) == [1.0, 3.0, 5.0]
+    assert list(window.get_ydata()) == [0.5, 1.0, 1.5]
+    assert list(so_far.get_ydata()) == [0.5, 0.75, 1.0]
+    with pytest.raises(LogsteerError, match="windows=True or tokens=True"):
+        perplexity().plot()
+
+
+def test_without_matplotlib_plots_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(LogsteerError, match=r'pip install "logsteer\[plot\]"'):
+        LOGPROB.plot()
+
+
+def test_an_item_without_arrays_has_bars() -> None:
+    plain = ItemScore.model_validate(
+        {"targets": [target("a", -1.0), target("b", None)], "best": 0, "choice_probs": [1.0, None]}
+    )
+    assert "heat" not in plain._repr_html_() and "100.00%" in plain._repr_html_()
+    assert len(plain.plot().axes[0].patches) == 2

@@ -1,0 +1,103 @@
+"""Every example in the help of the command line, run as it stands against the demo model.
+
+The server is TransformerLens', which can do what every command asks for.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from logsteer import Client
+from tests.client.test_examples import EXAMPLES
+from tests.conftest import Server
+
+pytestmark = pytest.mark.engine
+
+NAMES = ("Tom", "Lily", "Ben", "Mia")
+PAIRS = [{"positive": f"{n} was very happy.", "negative": f"{n} was very sad."} for n in NAMES]
+STORY = "Lily was a little girl. She had a ball. One day, she walked to the park with her dog. "
+LINES = {
+    "pairs.jsonl": PAIRS,
+    "items.jsonl": [{"context": "I feel", "targets": [" happy", " sad"]}],
+    "prompts.jsonl": ["Once upon a time", {"prompt": "The king"}],
+    "corpus.jsonl": [{"text": STORY}, {"text": "Tom was happy."}],
+}
+MAKES = {
+    "--plot along.png": "along.png", "--output windows.csv": "windows.csv",
+    "--output tokens.csv": "tokens.csv", "--output means.safetensors": "means.safetensors",
+    "--output shards": "shards/index.json", "> looked-at.jsonl": "looked-at.jsonl",
+    "--plot layers.png": "layers.png", "--plot doses.png": "doses.png",
+    "--plot sweep.png": "sweep.png", "get mood mood.s": "mood.safetensors",
+    "> _logsteer": "_logsteer", "> logsteer.fish": "logsteer.fish",
+}  # fmt: skip
+"""What stands in an example, and the file that it then leaves."""
+
+
+@pytest.fixture(scope="module")
+def place(
+    tlens_server: Server, tlens_client: Client, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
+    """A directory with the files that the examples name, and a server with what they name there."""
+    import numpy as np
+    from safetensors.torch import save_file
+
+    from tests.client.test_sae import save as save_autoencoder
+    from tests.conftest import DEMO_MODEL
+    from tests.contract.directions import draw_direction, load_model
+    from tests.contract.lora import write_adapter
+
+    directory = tmp_path_factory.mktemp("examples")
+    (directory / "book.txt").write_text(STORY * 40)
+    for name, rows in LINES.items():
+        (directory / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_adapter(directory / "adapter")
+    save_file(draw_direction(load_model(DEMO_MODEL)), directory / "direction.safetensors")
+    width = tlens_client.models().models[0].hidden_size or 0
+    arrays = {"W_enc": (width, 9), "W_dec": (9, width), "b_dec": (width,)}
+    random = np.random.default_rng(0)
+    weights = {name: random.standard_normal(shape) for name, shape in arrays.items()}
+    save_autoencoder(directory / "sae", {"d_in": width}, **weights)
+    yield directory
+    for name in ("mood", "happy", "golden", "golden.probe"):
+        if name in [card.name for card in tlens_client.vectors.list().vectors]:
+            tlens_client.vectors.delete(name)
+
+
+@pytest.fixture(autouse=True)
+def _stored(place: Path, tlens_client: Client) -> None:
+    """Have what the examples name, whatever an earlier one has deleted."""
+    if not (place / "mood.safetensors").exists() or not _has_mood(tlens_client):
+        tlens_client.vectors.train("mood", PAIRS)
+        (place / "mood.safetensors").write_bytes(tlens_client.vectors.download("mood"))
+    tlens_client.adapters.put("story", place / "adapter")
+    tlens_client.overrides.put("gradient", place / "direction.safetensors")
+
+
+def _has_mood(client: Client) -> bool:
+    return "mood" in [card.name for card in client.vectors.list().vectors]
+
+
+@pytest.mark.parametrize("line", sorted({line for lines in EXAMPLES.values() for line in lines}))
+def test_an_example_runs(line: str, place: Path, tlens_server: Server) -> None:
+    made = [file for words, file in MAKES.items() if words in line]
+    for file in made:
+        (place / file).unlink(missing_ok=True)
+    bin_directory = Path(sys.executable).parent
+    environment = os.environ | {
+        "LOGSTEER_BASE_URL": tlens_server.url,
+        "PATH": f"{bin_directory}:{os.environ['PATH']}",
+    }
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", line],
+        capture_output=True, text=True, check=False, cwd=place, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert done.stdout or made or line.startswith("source")
+    for file in made:
+        assert (place / file).stat().st_size > 0
