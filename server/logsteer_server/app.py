@@ -24,7 +24,7 @@ from logsteer_server.interventions.namespaces import NamespaceRegistry
 from logsteer_server.keys.keyring import KeyRing
 from logsteer_server.metrics import Metrics, RequestMetrics
 from logsteer_server.models.cache import ResultCache
-from logsteer_server.models.registry import ModelRegistry
+from logsteer_server.models.registry import MakeHandle, ModelRegistry
 from logsteer_server.routes import (
     adapters,
     openai,
@@ -46,8 +46,11 @@ MAX_REQUEST_ID = 128
 MAX_FILE_READERS = 2
 
 
-def create_app(settings: Settings) -> FastAPI:
-    """Create the application for these settings; engines start and end with its lifespan."""
+def create_app(settings: Settings, make_handle: MakeHandle | None = None) -> FastAPI:
+    """Create the application for these settings; engines start and end with its lifespan.
+
+    Where engines are not processes of this machine, `make_handle` makes their handles.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -61,7 +64,7 @@ def create_app(settings: Settings) -> FastAPI:
         threads = StoreThreads(settings.store_threads, settings.max_store_calls)
         app.state.store_threads = threads
         app.state.namespaces = await threads.run(NamespaceRegistry, settings, threads)
-        models = ModelRegistry(settings, results, app.state.metrics)
+        models = ModelRegistry(settings, results, app.state.metrics, make_handle)
         app.state.models = models
         # Each model is tested before it answers, where the settings ask for that.
         models.start(

@@ -9,7 +9,7 @@ from logsteer.errors import OverloadedError
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob, GenerateOutput
 from logsteer_server.contract.results import ResultPart
-from logsteer_server.engines.supervisor import EngineHandle, SupervisionLimits
+from logsteer_server.engines.supervisor import LocalEngine, SupervisionLimits
 from logsteer_server.http.respond import EventBuffer
 
 NONE = np.zeros((1, 0), np.float32)
@@ -22,7 +22,7 @@ def piece(*, ends: bool = False) -> GenerateOutput:
 
 def test_a_call_whose_results_are_not_read_is_ended() -> None:
     limits = SupervisionLimits(max_unread_results=10)
-    handle = EngineHandle(EngineSpec("any", "fake", "here"), limits)
+    handle = LocalEngine(EngineSpec("any", "fake", "here"), limits)
     handle.check_ready = lambda: None  # type: ignore[assignment, method-assign, return-value]
     job = GenerateJob(np.arange(3, dtype=np.int32), 100, stream=True)
 
@@ -51,7 +51,7 @@ def test_a_call_whose_results_are_not_read_is_ended() -> None:
 
 def test_a_reader_who_keeps_up_is_never_ended() -> None:
     limits = SupervisionLimits(max_unread_results=10)
-    handle = EngineHandle(EngineSpec("any", "fake", "here"), limits)
+    handle = LocalEngine(EngineSpec("any", "fake", "here"), limits)
     handle.check_ready = lambda: None  # type: ignore[assignment, method-assign, return-value]
     job = GenerateJob(np.arange(3, dtype=np.int32), 100, stream=True)
 

@@ -15,6 +15,7 @@ from logsteer_server.contract.jobs import Job
 from logsteer_server.contract.lane import Lane
 from logsteer_server.contract.results import ResultPart, find_first_failure, find_last
 from logsteer_server.engines.engine_process import Ended, EngineProcess
+from logsteer_server.engines.handle import ReplicaReading
 from logsteer_server.engines.process import (
     Add,
     Cancel,
@@ -54,10 +55,9 @@ class _Waiter:
     results: asyncio.Queue[ResultPart | APIError] = field(default_factory=asyncio.Queue)
 
 
-class EngineHandle:
-    """Run jobs on a resident model, and restart its process when that dies or hangs.
-
-    `given_up` says that it is not started any more, because it died too often.
+class LocalEngine:
+    """The `EngineHandle` of an engine in a process of this machine, restarted when that dies or
+    hangs.
     """
 
     def __init__(
@@ -160,6 +160,10 @@ class EngineHandle:
 
     def _restarting_detail(self) -> str:
         return f"The engine of model {self.spec.id} is being restarted; try again shortly."
+
+    def read(self) -> Sequence[ReplicaReading]:
+        """Return what the one process is at right now."""
+        return [ReplicaReading(self.state, self.detail, self.restarts, len(self._in_engine))]
 
     async def run(
         self, jobs: Sequence[Job], lane: Lane | None = None

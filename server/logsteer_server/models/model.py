@@ -18,7 +18,7 @@ from logsteer_server.contract.jobs import Job, Output
 from logsteer_server.contract.lane import Lane
 from logsteer_server.contract.parameters import Cast
 from logsteer_server.contract.results import OutputPart, WorkCounts, count_work
-from logsteer_server.engines.supervisor import EngineHandle
+from logsteer_server.engines.handle import EngineHandle
 from logsteer_server.metrics import ModelCounters, ModelReading
 from logsteer_server.models.admission import Admission
 from logsteer_server.models.cache import Computed, MissingJob, ResultCache, digest_scope
@@ -86,6 +86,7 @@ class ResidentModel:
         self._results = results
         self._counters = counters
         self._codec: TextCodec | None = None
+        self._fault: str | None = None
         self.gate: tuple[ModelState, str] | None = None
         """State and detail of a model that does not answer although its engine is ready."""
 
@@ -95,7 +96,7 @@ class ResidentModel:
         return self.settings.id
 
     async def load_codec(self) -> None:
-        """Load the tokenizer when the engine is ready; the handle's state says if that fails."""
+        """Load the tokenizer when the engine is ready; the model's state says if that fails."""
         await asyncio.to_thread(TextCodec.import_transformers)
         await self.handle.ready.wait()
         assert self.handle.info is not None
@@ -103,12 +104,13 @@ class ResidentModel:
             self._codec = await asyncio.to_thread(TextCodec.load, self.handle.info.tokenizer_path)
         except Exception as error:  # a tokenizer's own code may raise anything
             log.exception("the tokenizer of model %s did not load", self.id)
-            self.handle.state = "failed"
-            self.handle.detail = f"its tokenizer did not load: {error}"
+            self._fault = f"its tokenizer did not load: {error}"
 
     @property
     def status(self) -> tuple[ModelState, str]:
         """State and detail: the engine's; once that is ready, the tokenizer's and the gate's."""
+        if self._fault is not None:
+            return "failed", self._fault
         own = self.handle.state, self.handle.detail
         if own[0] != "ready":
             return own
@@ -132,6 +134,9 @@ class ResidentModel:
 
     def require_engine(self) -> tuple[TextCodec, EngineInfo]:
         """Return tokenizer and engine, whatever the gate says. Errors: APIError without them."""
+        if self._fault is not None:
+            detail = f"Model {self.id} failed: {self._fault}. See the server's log."
+            raise api_error("internal", detail)
         info = self.handle.check_ready()
         if self._codec is None:
             detail = f"The tokenizer of model {self.id} is still loading; try again shortly."

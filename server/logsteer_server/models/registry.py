@@ -4,36 +4,50 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from logsteer.errors import api_error
-from logsteer_server.engines.supervisor import EngineHandle, SupervisionLimits
+from logsteer_server.engines.handle import EngineHandle
+from logsteer_server.engines.supervisor import LocalEngine, SupervisionLimits
 from logsteer_server.engines.watchdog import WatchLimits
 from logsteer_server.metrics import Metrics
 from logsteer_server.models.admission import Admission
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.scratch import ScratchSpace
-from logsteer_server.settings import Settings
+from logsteer_server.settings import ModelSettings, Settings
 
 Prove = Callable[[ResidentModel], Awaitable[None]]
 """Finds out whether a model may answer, and lifts or labels its gate."""
 
+MakeHandle = Callable[[ModelSettings], EngineHandle]
+"""Makes the handle of a model's engine, which is not started yet."""
+
+
+def make_local_handles(settings: Settings) -> MakeHandle:
+    """Return what makes handles of engines in processes of this machine."""
+    limits = SupervisionLimits(
+        max_unread_results=settings.max_unread_results,
+        watch=WatchLimits(settings.heartbeat_timeout_s, settings.max_step_s, settings.max_load_s),
+        max_restarts=settings.max_restarts,
+        restart_window_s=settings.restart_window_s,
+        poison_s=settings.poison_s,
+    )
+    return lambda model: LocalEngine(model.to_spec(settings.directory), limits)
+
 
 class ModelRegistry:
-    """Every configured model, by id."""
+    """Every configured model, by id; their engines' handles are what `make_handle` makes."""
 
-    def __init__(self, settings: Settings, results: ResultCache, metrics: Metrics) -> None:
-        limits = SupervisionLimits(
-            max_unread_results=settings.max_unread_results,
-            watch=WatchLimits(
-                settings.heartbeat_timeout_s, settings.max_step_s, settings.max_load_s
-            ),
-            max_restarts=settings.max_restarts,
-            restart_window_s=settings.restart_window_s,
-            poison_s=settings.poison_s,
-        )
+    def __init__(
+        self,
+        settings: Settings,
+        results: ResultCache,
+        metrics: Metrics,
+        make_handle: MakeHandle | None = None,
+    ) -> None:
+        make_handle = make_handle or make_local_handles(settings)
         self.by_id = {
             model.id: ResidentModel(
                 model,
-                EngineHandle(model.to_spec(settings.directory), limits),
+                make_handle(model),
                 Admission(settings.max_pending_tokens, share=settings.max_key_share),
                 results,
                 metrics.for_model(model.id),
@@ -87,5 +101,5 @@ class ModelRegistry:
 
 async def _load(model: ResidentModel, prove: Prove | None) -> None:
     await model.load_codec()
-    if prove is not None and model.handle.state != "failed":
+    if prove is not None and model.status[0] != "failed":
         await prove(model)
