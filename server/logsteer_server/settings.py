@@ -35,6 +35,13 @@ class ModelSettings(BaseModel):
     devices: Literal["auto", "cpu"] | list[int] = "auto"
     tensor_parallel: int = Field(1, ge=1)
     pipeline_parallel: int = Field(1, ge=1)
+    replicas: int = Field(
+        1,
+        ge=1,
+        le=256,
+        description="Engine processes of this model. Each takes tensor_parallel x "
+        "pipeline_parallel of the devices, in their order, and its share of the cores.",
+    )
     quantization: str | None = None
     max_model_len: int | None = Field(
         None,
@@ -85,6 +92,16 @@ class ModelSettings(BaseModel):
         16, description="The largest rank of an adapter in vLLM; memory is set aside for it."
     )
     engine_args: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _replicas_have_devices(self) -> "ModelSettings":
+        needed = self.replicas * self.tensor_parallel * self.pipeline_parallel
+        if self.replicas > 1 and isinstance(self.devices, list) and len(self.devices) != needed:
+            raise ValueError(
+                f"{self.replicas} replicas need {needed} devices, {needed // self.replicas} each, "
+                f"and devices lists {len(self.devices)}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _dtype_fits_the_engine(self) -> "ModelSettings":
@@ -190,7 +207,9 @@ class Settings(BaseSettings):
     max_items: int = Field(16_384, ge=1, description="Items or texts of one request.")
     max_targets: int = Field(65_536, ge=1, description="Targets of one request, all items.")
     max_pending_tokens: int = Field(
-        8_000_000, ge=1, description="Tokens of accepted unfinished work, per model."
+        8_000_000,
+        ge=1,
+        description="Tokens of accepted unfinished work, per model and replica of it.",
     )
     max_key_share: float = Field(
         0.5, gt=0, le=1, description="What one key of a key file may have of max_pending_tokens."
@@ -270,6 +289,12 @@ class Settings(BaseSettings):
         True,
         description="End the server, with status 3, when a required model is given up. A model "
         "whose first load fails for a reason that stays is not restarted, and the server goes on.",
+    )
+    prefix_worth: float = Field(
+        4.0,
+        ge=0,
+        description="Tokens of other work that a job waits for rather than have one token of its "
+        "prefix computed again by another replica; 0: each goes where least is to be done.",
     )
     poison_s: float = Field(
         600.0,

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from logsteer_server.contract.engine import EngineSpec
-from logsteer_server.engines.supervisor import LocalEngine, SupervisionLimits
+from logsteer_server.engines.replica import SupervisionLimits
+from logsteer_server.engines.supervisor import LocalEngine
 from tests.conftest import DEMO_MODEL, VOCAB_SIZE, fake_model
 from tests.faults.processes import (
     check_retryable,
@@ -125,8 +126,9 @@ async def restart_and_count() -> None:
             await asyncio.wait_for(handle.ready.wait(), 30)
             await asyncio.sleep(0.1)
             counts.append((len(list(Path("/proc/self/fd").iterdir())), threading.active_count()))
-            assert handle._process is not None
-            handle._process.kill()
+            (replica,) = handle.replicas
+            assert replica.process is not None
+            replica.process.kill()
             restarts = handle.restarts
             while handle.restarts == restarts:
                 await asyncio.sleep(0.01)

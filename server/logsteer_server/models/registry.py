@@ -5,7 +5,8 @@ from collections.abc import Awaitable, Callable
 
 from logsteer.errors import api_error
 from logsteer_server.engines.handle import EngineHandle
-from logsteer_server.engines.supervisor import LocalEngine, SupervisionLimits
+from logsteer_server.engines.replica import SupervisionLimits
+from logsteer_server.engines.supervisor import LocalEngine
 from logsteer_server.engines.watchdog import WatchLimits
 from logsteer_server.metrics import Metrics
 from logsteer_server.models.admission import Admission
@@ -29,6 +30,7 @@ def make_local_handles(settings: Settings) -> MakeHandle:
         max_restarts=settings.max_restarts,
         restart_window_s=settings.restart_window_s,
         poison_s=settings.poison_s,
+        prefix_worth=settings.prefix_worth,
     )
     return lambda model: LocalEngine(model.to_spec(settings.directory), limits)
 
@@ -48,7 +50,9 @@ class ModelRegistry:
             model.id: ResidentModel(
                 model,
                 make_handle(model),
-                Admission(settings.max_pending_tokens, share=settings.max_key_share),
+                Admission(
+                    settings.max_pending_tokens * model.replicas, share=settings.max_key_share
+                ),
                 results,
                 metrics.for_model(model.id),
             )
