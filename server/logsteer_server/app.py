@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -24,6 +24,7 @@ from logsteer_server.interventions.namespaces import NamespaceRegistry
 from logsteer_server.keys.keyring import KeyRing
 from logsteer_server.metrics import Metrics, RequestMetrics
 from logsteer_server.models.cache import ResultCache
+from logsteer_server.models.changes import ModelChanges
 from logsteer_server.models.registry import MakeHandle, ModelRegistry
 from logsteer_server.routes import (
     adapters,
@@ -46,10 +47,15 @@ MAX_REQUEST_ID = 128
 MAX_FILE_READERS = 2
 
 
-def create_app(settings: Settings, make_handle: MakeHandle | None = None) -> FastAPI:
+def create_app(
+    settings: Settings,
+    make_handle: MakeHandle | None = None,
+    reread: Callable[[], Settings] | None = None,
+) -> FastAPI:
     """Create the application for these settings; engines start and end with its lifespan.
 
-    Where engines are not processes of this machine, `make_handle` makes their handles.
+    Where engines are not processes of this machine, `make_handle` makes their handles. `reread`
+    reads the configuration again; None: the same as now.
     """
 
     @asynccontextmanager
@@ -66,6 +72,8 @@ def create_app(settings: Settings, make_handle: MakeHandle | None = None) -> Fas
         app.state.namespaces = await threads.run(NamespaceRegistry, settings, threads)
         models = ModelRegistry(settings, results, app.state.metrics, make_handle)
         app.state.models = models
+        changes = ModelChanges(models, settings, reread or (lambda: settings))
+        app.state.changes = changes
         # Each model is tested before it answers, where the settings ask for that.
         models.start(
             partial(prove, models=models, capacity=app.state.capacity)
@@ -75,6 +83,7 @@ def create_app(settings: Settings, make_handle: MakeHandle | None = None) -> Fas
         try:
             yield
         finally:
+            changes.close()
             await models.close()
             await asyncio.to_thread(results.close)
             app.state.capacity.close()

@@ -290,6 +290,17 @@ class Settings(BaseSettings):
         description="End the server, with status 3, when a required model is given up. A model "
         "whose first load fails for a reason that stays is not restarted, and the server goes on.",
     )
+    model_drain_s: float = Field(
+        600.0,
+        gt=0,
+        description="Time for a model's running requests before its engine ends: when it is "
+        "unloaded, replaced or removed.",
+    )
+    reload_beside: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Start a model of changed settings beside the one that it replaces; auto: on a "
+        "CPU where memory is estimated to be enough, on GPUs where they are others.",
+    )
     prefix_worth: float = Field(
         4.0,
         ge=0,

@@ -1,7 +1,7 @@
 """The models of the configuration, by id: started, found, ended."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from logsteer.errors import api_error
 from logsteer_server.engines.handle import EngineHandle
@@ -45,35 +45,69 @@ class ModelRegistry:
         metrics: Metrics,
         make_handle: MakeHandle | None = None,
     ) -> None:
-        make_handle = make_handle or make_local_handles(settings)
-        self.by_id = {
-            model.id: ResidentModel(
-                model,
-                make_handle(model),
-                Admission(
-                    settings.max_pending_tokens * model.replicas, share=settings.max_key_share
-                ),
-                results,
-                metrics.for_model(model.id),
-            )
-            for model in settings.models
-        }
+        self._make_handle = make_handle or make_local_handles(settings)
+        self._settings = settings
+        self._results = results
+        self._metrics = metrics
+        self.by_id = {model.id: self.make(model) for model in settings.models}
         metrics.live.read_models = lambda: [model.read() for model in self.by_id.values()]
         self.scratch = ScratchSpace(settings.max_reference_bytes)
-        self._loading: list[asyncio.Task[None]] = []
+        self._prove: Prove | None = None
+        self._loading: dict[ResidentModel, asyncio.Task[None]] = {}
+        self._has_started = False
+
+    def make(self, model: ModelSettings) -> ResidentModel:
+        """Return a model of these settings, which is not started and not found yet."""
+        settings = self._settings
+        return ResidentModel(
+            model,
+            self._make_handle(model),
+            Admission(settings.max_pending_tokens * model.replicas, share=settings.max_key_share),
+            self._results,
+            self._metrics.for_model(model.id),
+        )
 
     def start(self, prove: Prove | None = None) -> None:
         """Start every engine; returns at once. With `prove`, no model answers before that."""
+        self._prove = prove
         for model in self.by_id.values():
-            if prove is not None:
-                model.gate = ("testing", "its self-test has not ended")
-            model.handle.start()
-            self._loading.append(asyncio.create_task(_load(model, prove)))
+            self.start_one(model)
+
+    def start_one(self, model: ResidentModel) -> None:
+        """Start a model's engine; returns at once."""
+        if self._prove is not None:
+            model.gate = ("testing", "its self-test has not ended")
+        model.handle.start()
+        if (earlier := self._loading.get(model)) is not None:
+            earlier.cancel()
+        self._loading[model] = asyncio.create_task(_load(model, self._prove))
+        self._loading[model].add_done_callback(lambda _: self._loading.pop(model, None))
+
+    def restart(self, model: ResidentModel) -> None:
+        """Start a new engine for a model whose own has been closed."""
+        model.restart_with(self._make_handle(model.settings))
+        self.start_one(model)
+
+    def sort(self, ids: Sequence[str]) -> None:
+        """Have models listed in the order of these ids, others behind them."""
+        places = {model_id: place for place, model_id in enumerate(ids)}
+        order = sorted(self.by_id, key=lambda model_id: places.get(model_id, len(places)))
+        self.by_id = {model_id: self.by_id[model_id] for model_id in order}
+
+    @property
+    def required(self) -> list[ResidentModel]:
+        """The models without which the server is not ready."""
+        return [model for model in self.by_id.values() if model.settings.required]
+
+    @property
+    def has_started(self) -> bool:
+        """Whether every required model has answered once, all at one time."""
+        self._has_started = self._has_started or all(model.is_ready for model in self.required)
+        return self._has_started
 
     def find_given_up(self) -> ResidentModel | None:
         """Return a required model whose engine is not started any more, if there is one."""
-        models = self.by_id.values()
-        return next((m for m in models if m.settings.required and m.handle.given_up), None)
+        return next((model for model in self.required if model.handle.given_up), None)
 
     def stop(self) -> None:
         """Answer everyone who waits for an engine that the server is shutting down."""
@@ -82,7 +116,7 @@ class ModelRegistry:
 
     async def close(self) -> None:
         """End every engine."""
-        for task in self._loading:
+        for task in list(self._loading.values()):
             task.cancel()
         await asyncio.gather(*(model.handle.close() for model in self.by_id.values()))
 
