@@ -164,11 +164,11 @@ _OPERATIONS = [
     ),
     _change(
         "unload_model", "/models/{model_id}/unload", s.ModelCard,
-        "Answer what a model has at work, then end its engine; return its card.",
+        "Finish what a model has at work, then end its engine; return its card.",
     ),
     _change(
         "drain_model", "/models/{model_id}/drain", s.ModelCard,
-        "Answer what a model has at work, and refuse it new requests; return its card.",
+        "Finish what a model has at work, and refuse it new requests; return its card.",
     ),
     _change(
         "reload", "/admin/reload", s.ReloadAnswer,

@@ -27,7 +27,6 @@ from logsteer.schemas import (
     AdapterCard,
     AdapterList,
     AllPositions,
-    Answer,
     BosPolicy,
     Boundary,
     Column,
@@ -162,7 +161,7 @@ class ClientMethods(Caller):
         return answer
 
     def unload_model(self, model_id: str, *, wait_s: float | NotGiven = NOT_GIVEN) -> ModelCard:
-        """Answer what a model has at work, then end its engine; return its card.
+        """Finish what a model has at work, then end its engine; return its card.
 
         Without `wait_s` the answer comes at once, and says how far it has come.
 
@@ -175,7 +174,7 @@ class ClientMethods(Caller):
         return answer
 
     def drain_model(self, model_id: str, *, wait_s: float | NotGiven = NOT_GIVEN) -> ModelCard:
-        """Answer what a model has at work, and refuse it new requests; return its card.
+        """Finish what a model has at work, and refuse it new requests; return its card.
 
         Without `wait_s` the answer comes at once, and says how far it has come.
 
