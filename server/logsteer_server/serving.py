@@ -271,11 +271,15 @@ class DrainingServer(uvicorn.Server):
 
 async def _reload(changes: ModelChanges) -> None:
     """Read the configuration again, as SIGHUP asks, and log what that changes."""
-    try:
-        report = await changes.reload()
-    except APIError as error:
-        log.error("SIGHUP: %s", error.detail)
-        return
+    while True:
+        try:
+            report = await changes.reload()
+            break
+        except APIError as error:
+            log.error("SIGHUP: %s", error.detail)
+            if not error.retryable:
+                return
+            await asyncio.sleep(error.retry_after or 1.0)  # an earlier one is at work
     for name in ("added", "removed", "replaced", "needs_restart"):
         if found := getattr(report, name):
             log.warning("SIGHUP: %s: %s", name.replace("_", " "), ", ".join(found))

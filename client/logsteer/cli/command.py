@@ -20,6 +20,7 @@ from logsteer.cli.adapters import add_adapter_commands
 from logsteer.cli.capture import add_capture
 from logsteer.cli.generation import add_generate
 from logsteer.cli.items import add_diagnostics, add_gradient
+from logsteer.cli.models import add_model_commands
 from logsteer.cli.options import add_options
 from logsteer.cli.overrides import add_override_commands
 from logsteer.cli.selftest import add_selftest
@@ -35,6 +36,7 @@ from logsteer.schemas import PerplexityAnswer
 
 EXAMPLES = """examples:
   logsteer models
+  logsteer models unload demo
   logsteer score "The capital of France is" " Paris" " London"
   logsteer score "2 + 2 =" 4 --space both --top 3 --json
   logsteer perplexity book.txt --protocol rolling --context-length 512
@@ -111,8 +113,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"logsteer {logsteer.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add = partial(commands.add_parser, parents=[common])
-    models = add("models", help="list the models and their state")
-    models.set_defaults(command=_show_models)
+    add_model_commands(add("models", help="list, load, unload, drain and replace models"), common)
     _add_score(add("score", help="log-probability of each target after a context"))
     _add_perplexity(
         add("perplexity", help="log-likelihood of a text file or data set of any length")
@@ -178,11 +179,6 @@ def _positive(text: str) -> float:
     if not seconds > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return seconds
-
-
-def _show_models(client: Client, arguments: argparse.Namespace) -> None:
-    answer = client.models()
-    show(arguments, answer, tables.draw_models(answer))
 
 
 def _show_scores(client: Client, arguments: argparse.Namespace) -> None:
