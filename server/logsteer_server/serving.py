@@ -53,7 +53,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="logsteer-server",
         description="Keep language models resident and score text with them.",
-        epilog="Commands: `logsteer-server keys --help`, `logsteer-server store --help`.",
+        epilog="Commands: `logsteer-server keys --help`, `logsteer-server store --help`, "
+        "`logsteer-server doctor --help`.",
     )
     parser.add_argument("--config", type=Path, help="YAML file that lists the models")
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")

@@ -140,7 +140,7 @@ class TestOneModel:
             card = change(server, "/models/slow/unload").json()
             assert [one.result().status_code for one in asked] == [200] * 8
         assert card["state"] == "unloaded"
-        assert len(set(find_engines(server)) & engines) == 1
+        assert len(set(find_engines(server)) & engines) == 2
         check_closed(score(server, "slow"), "unloaded")
         assert score(server, "b").status_code == 200
         status, ready = probe(server, "readyz")

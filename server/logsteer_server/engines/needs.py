@@ -75,7 +75,9 @@ def find_checkpoint(path: str) -> Path:
     home = os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub"))
     found = sorted((hub / f"models--{path.replace('/', '--')}" / "snapshots").glob("*/config.json"))
-    if path.startswith((".", "/", "~")) or not found:
+    if path.startswith((".", "/", "~")):
+        raise ValueError(f"{path}: no such directory")
+    if not found:
         raise ValueError(f"{path} is not on this machine; a hub id is downloaded at the first load")
     return found[-1].parent
 
