@@ -22,7 +22,7 @@ from logsteer_server.engines.machine_facts import Gpu, count_cores, list_gpus, m
 from logsteer_server.engines.needs import ModelNeeds, estimate
 from logsteer_server.settings import ConfigurationError, ModelSettings, Settings, load_settings
 
-Verdict = Literal["ok", "warn", "fail", "info"]
+MachineVerdict = Literal["ok", "warn", "fail", "info"]
 
 WIDTH = 100
 GPU_SHARE = 0.9
@@ -35,10 +35,10 @@ SERVER_BYTES = 400 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class MachineFinding:
     """One line: what was looked at, what was found, and what that means."""
 
-    verdict: Verdict
+    verdict: MachineVerdict
     subject: str
     text: str
 
@@ -64,21 +64,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if any(finding.verdict == "fail" for finding in findings) else 0
 
 
-def examine(settings: Settings | None) -> Iterator[Finding]:
+def examine(settings: Settings | None) -> Iterator[MachineFinding]:
     """Look at the machine, and at what the settings ask of it; yield what is found."""
     gpus = list_gpus()
-    yield Finding("info", "logsteer", f"{__version__} on Python {platform.python_version()}")
+    yield MachineFinding("info", "logsteer", f"{__version__} on Python {platform.python_version()}")
     yield _list_versions()
     yield from _describe_machine(gpus)
     if settings is None:
-        yield Finding("info", "models", "none were looked at: name a configuration by --config")
+        yield MachineFinding(
+            "info", "models", "none were looked at: name a configuration by --config"
+        )
         return
     yield _try_port(settings)
     yield from _measure_disks(settings)
     yield from _fit_models(settings, gpus)
 
 
-def _list_versions() -> Finding:
+def _list_versions() -> MachineFinding:
     found = []
     for name in LIBRARIES:
         try:
@@ -87,31 +89,33 @@ def _list_versions() -> Finding:
             continue
     has_engine = any(part.startswith(("vllm", "transformer-lens")) for part in found)
     if has_engine:
-        return Finding("ok", "versions", ", ".join(found))
-    return Finding("fail", "versions", f"{', '.join(found)}: no engine is installed")
+        return MachineFinding("ok", "versions", ", ".join(found))
+    return MachineFinding("fail", "versions", f"{', '.join(found)}: no engine is installed")
 
 
-def _describe_machine(gpus: Sequence[Gpu]) -> Iterator[Finding]:
+def _describe_machine(gpus: Sequence[Gpu]) -> Iterator[MachineFinding]:
     total, free = measure_memory()
     if total:
-        yield Finding("ok", "memory", f"{_write(free)} free of {_write(total)}")
+        yield MachineFinding("ok", "memory", f"{_write(free)} free of {_write(total)}")
     else:
-        yield Finding("warn", "memory", "the system does not say how much there is")
+        yield MachineFinding("warn", "memory", "the system does not say how much there is")
     cores = count_cores()
     load = os.getloadavg()[0]
-    verdict: Verdict = "warn" if load > cores else "ok"
-    yield Finding(verdict, "cores", f"{cores} for this process, load {load:.1f}{_name_cpu()}")
+    verdict: MachineVerdict = "warn" if load > cores else "ok"
+    yield MachineFinding(
+        verdict, "cores", f"{cores} for this process, load {load:.1f}{_name_cpu()}"
+    )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     for gpu in gpus:
         text = (
             f"{gpu.name}, {_write(gpu.free_bytes)} free of {_write(gpu.total_bytes)}, "
             f"driver {gpu.driver}"
         )
-        yield Finding("ok", f"GPU {gpu.index}", text)
+        yield MachineFinding("ok", f"GPU {gpu.index}", text)
     if not gpus:
-        yield Finding("info", "GPUs", "nvidia-smi names none: models run on the CPU")
+        yield MachineFinding("info", "GPUs", "nvidia-smi names none: models run on the CPU")
     if visible is not None:
-        yield Finding("info", "GPUs", f"CUDA_VISIBLE_DEVICES is {visible!r}")
+        yield MachineFinding("info", "GPUs", f"CUDA_VISIBLE_DEVICES is {visible!r}")
 
 
 def _name_cpu() -> str:
@@ -124,11 +128,11 @@ def _name_cpu() -> str:
     return f"; has {', '.join(has)}" if has else ""
 
 
-def _try_port(settings: Settings) -> Finding:
+def _try_port(settings: Settings) -> MachineFinding:
     if settings.uds is not None:
         taken = settings.uds.exists()
         text = "exists: a server may listen there" if taken else "is free"
-        return Finding("warn" if taken else "ok", "socket", f"{settings.uds} {text}")
+        return MachineFinding("warn" if taken else "ok", "socket", f"{settings.uds} {text}")
     place = f"{settings.host}:{settings.port}"
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -137,11 +141,11 @@ def _try_port(settings: Settings) -> Finding:
             probe.bind((settings.host, settings.port))
         except OSError as error:
             text = f"{place} cannot be used: {error.strerror or error}; choose another --port"
-            return Finding("fail", "port", text)
-    return Finding("ok", "port", f"{place} is free")
+            return MachineFinding("fail", "port", text)
+    return MachineFinding("ok", "port", f"{place} is free")
 
 
-def _measure_disks(settings: Settings) -> Iterator[Finding]:
+def _measure_disks(settings: Settings) -> Iterator[MachineFinding]:
     places = {"stores": settings.store_path}
     if settings.cache_file is not None:
         places["cache file"] = settings.directory / settings.cache_file
@@ -149,13 +153,13 @@ def _measure_disks(settings: Settings) -> Iterator[Finding]:
         there = next(parent for parent in (path, *path.parents) if parent.exists())
         free = shutil.disk_usage(there).free
         if not os.access(there, os.W_OK):
-            yield Finding("fail", name, f"{path}: {there} cannot be written to")
+            yield MachineFinding("fail", name, f"{path}: {there} cannot be written to")
         else:
-            verdict: Verdict = "warn" if free < FREE_DISK_BYTES else "ok"
-            yield Finding(verdict, name, f"{path}: {_write(free)} free on its disk")
+            verdict: MachineVerdict = "warn" if free < FREE_DISK_BYTES else "ok"
+            yield MachineFinding(verdict, name, f"{path}: {_write(free)} free on its disk")
 
 
-def _fit_models(settings: Settings, gpus: Sequence[Gpu]) -> Iterator[Finding]:
+def _fit_models(settings: Settings, gpus: Sequence[Gpu]) -> Iterator[MachineFinding]:
     """Yield what each model needs, and whether all of them fit together."""
     on_cpu = SERVER_BYTES + settings.cache_bytes + settings.max_pending_bytes
     for model in settings.models:
@@ -163,24 +167,24 @@ def _fit_models(settings: Settings, gpus: Sequence[Gpu]) -> Iterator[Finding]:
         try:
             needs = estimate(model.to_spec(settings.directory))
         except ValueError as error:
-            verdict: Verdict = "fail" if model.path.startswith((".", "/", "~")) else "warn"
-            yield Finding(verdict, subject, str(error))
+            verdict: MachineVerdict = "fail" if model.path.startswith((".", "/", "~")) else "warn"
+            yield MachineFinding(verdict, subject, str(error))
             continue
         if gpus and model.devices != "cpu" and model.engine != "fake":
             yield _fit_gpus(subject, model, needs, gpus)
             on_cpu += model.replicas * needs.process_bytes
         else:
-            yield Finding("ok", subject, _tell_needs(model, needs))
+            yield MachineFinding("ok", subject, _tell_needs(model, needs))
             on_cpu += model.replicas * needs.num_bytes
     free = measure_memory()[1]
     text = f"about {_write(on_cpu)} of memory for all models and the HTTP process"
     if free and on_cpu > free:
-        yield Finding("fail", "together", f"{text}, and {_write(free)} are free")
+        yield MachineFinding("fail", "together", f"{text}, and {_write(free)} are free")
     else:
-        yield Finding("ok", "together", text)
+        yield MachineFinding("ok", "together", text)
     cores, replicas = count_cores(), sum(model.replicas for model in settings.models)
     if replicas > cores:
-        yield Finding("warn", "together", f"{replicas} engine processes share {cores} cores")
+        yield MachineFinding("warn", "together", f"{replicas} engine processes share {cores} cores")
 
 
 def _tell_needs(model: ModelSettings, needs: ModelNeeds) -> str:
@@ -196,7 +200,7 @@ def _tell_needs(model: ModelSettings, needs: ModelNeeds) -> str:
 
 def _fit_gpus(
     subject: str, model: ModelSettings, needs: ModelNeeds, gpus: Sequence[Gpu]
-) -> Finding:
+) -> MachineFinding:
     """Say whether each GPU of a model holds its part of the weights, and what is left for keys and
     values.
     """
@@ -207,7 +211,7 @@ def _fit_gpus(
     missing = [index for index in indices if index not in by_index]
     if missing or len(indices) < wanted:
         told = f"devices {missing} are not here" if missing else f"{len(indices)} GPUs are here"
-        return Finding("fail", subject, f"{wanted} GPUs are needed, and {told}")
+        return MachineFinding("fail", subject, f"{wanted} GPUs are needed, and {told}")
     share = model.memory if isinstance(model.memory, float) else GPU_SHARE
     room = min(
         min(share * by_index[index].total_bytes, by_index[index].free_bytes)
@@ -218,11 +222,11 @@ def _fit_gpus(
     where = f"each of {wanted} GPUs" if wanted > 1 else "one GPU"
     text = f"{model.engine}, weights {_write(part)} on {where}"
     if left <= 0:
-        return Finding("fail", subject, f"{text}, where {_write(int(room))} can be had")
+        return MachineFinding("fail", subject, f"{text}, where {_write(int(room))} can be had")
     tokens = left * ranks // needs.token_bytes if needs.token_bytes else 0
     told = f", about {tokens} tokens of cache" if tokens else ""
     tight = needs.context_length is not None and 0 < tokens < needs.context_length
-    return Finding("fail" if tight else "ok", subject, f"{text}, {_write(left)} left{told}")
+    return MachineFinding("fail" if tight else "ok", subject, f"{text}, {_write(left)} left{told}")
 
 
 def _write(num_bytes: int) -> str:
@@ -235,7 +239,7 @@ def _write(num_bytes: int) -> str:
 COLOURS = {"ok": "32", "warn": "33", "fail": "31;1", "info": "2"}
 
 
-def draw(findings: Sequence[Finding], *, colour: bool) -> str:
+def draw(findings: Sequence[MachineFinding], *, colour: bool) -> str:
     """Return the findings as lines, long ones wrapped, and one that counts what is wrong."""
     width = max(len(finding.subject) for finding in findings)
     lines = []

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from logsteer_server import doctor
 from logsteer_server.contract.engine import EngineSpec
-from logsteer_server.doctor import Finding, draw, examine
+from logsteer_server.doctor import MachineFinding, draw, examine
 from logsteer_server.engines.machine_facts import Gpu, measure_memory, parse_gpus
 from logsteer_server.engines.needs import CPU_CACHE_BYTES, PROCESS_BYTES, estimate
 from logsteer_server.models.fit import fits_beside
@@ -39,7 +39,9 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def look(settings: Settings, gpus: Sequence[Gpu], monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
+def look(
+    settings: Settings, gpus: Sequence[Gpu], monkeypatch: pytest.MonkeyPatch
+) -> list[MachineFinding]:
     monkeypatch.setattr(doctor, "list_gpus", lambda: list(gpus))
     return list(examine(settings))
 
@@ -107,7 +109,7 @@ def test_memory_is_that_of_the_machine() -> None:
 
 class TestPage:
     def test_a_model_on_gpus(self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def judge(**fields: Any) -> Finding:
+        def judge(**fields: Any) -> MachineFinding:
             model = {"id": "m", "path": str(checkpoint), **fields}
             found = look(settings_of(model), GPUS, monkeypatch)
             return next(finding for finding in found if finding.subject == "model m")
@@ -145,7 +147,10 @@ class TestPage:
         assert "choose another --port" in found["port"].text
 
     def test_each_line_has_a_verdict_and_fits(self) -> None:
-        findings = [Finding("ok", "a", "word " * 60), Finding("fail", "longer name", "x")]
+        findings = [
+            MachineFinding("ok", "a", "word " * 60),
+            MachineFinding("fail", "longer name", "x"),
+        ]
         page = draw(findings, colour=False).splitlines()
         assert max(map(len, page)) <= doctor.WIDTH
         assert page[-1] == "1 failed, nothing to look at."
