@@ -71,19 +71,11 @@ def create_app(
         app.state.store_threads = threads
         app.state.namespaces = await threads.run(NamespaceRegistry, settings, threads)
         models = ModelRegistry(settings, results, app.state.metrics, make_handle)
-        app.state.models = models
-        changes = ModelChanges(models, settings, reread or (lambda: settings))
-        app.state.changes = changes
-        # Each model is tested before it answers, where the settings ask for that.
-        models.start(
-            partial(prove, models=models, capacity=app.state.capacity)
-            if settings.selftest
-            else None
-        )
+        _start_models(app, models, reread or (lambda: settings))
         try:
             yield
         finally:
-            changes.close()
+            app.state.changes.close()
             await models.close()
             await asyncio.to_thread(results.close)
             app.state.capacity.close()
@@ -114,6 +106,15 @@ def create_app(
     app.add_middleware(RequestMetrics, metrics=app.state.metrics)
     add_handlers(app)
     return app
+
+
+def _start_models(app: FastAPI, models: ModelRegistry, reread: Callable[[], Settings]) -> None:
+    """Start the models, each of which is tested before it answers where the settings say so."""
+    settings: Settings = app.state.settings
+    app.state.models = models
+    app.state.changes = ModelChanges(models, settings, reread)
+    test = partial(prove, models=models, capacity=app.state.capacity)
+    models.start(test if settings.selftest else None)
 
 
 class RequestIds:

@@ -286,6 +286,15 @@ class TestReload:
         answer = change(server, "/admin/reload")
         assert (answer.status_code, answer.json()["retryable"]) == (429, True)
 
+    def test_an_unloaded_model_stays_so_and_is_loaded_with_its_new_settings(
+        self, server: Server
+    ) -> None:
+        change(server, "/models/a/unload")
+        told = reload(server, config_of(fake_model("a", context_length=96), fake_model("b"), SLOW))
+        assert (told["replaced"], told["failed"]) == (["a"], {})
+        assert read_card(server, "a")["state"] == "unloaded"
+        assert change(server, "/models/a/load").json()["context_length"] == 96
+
     def test_required_alone_starts_nothing(self, server: Server) -> None:
         engines = find_engines(server)
         changed = fake_model("a", delay_s=0.05) | {"required": False}

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from logsteer.errors import APIError
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob, ScoreJob
 from logsteer_server.contract.results import ResultPart
+from logsteer_server.engines import supervisor
 from logsteer_server.engines.fake import fake_generation, fake_logprobs
 from logsteer_server.engines.replica import SupervisionLimits
 from logsteer_server.engines.supervisor import LocalEngine
@@ -44,8 +46,10 @@ def make_spec(replicas: int = 2, **args: Any) -> EngineSpec:
 
 
 @asynccontextmanager
-async def started(spec: EngineSpec) -> AsyncIterator[LocalEngine]:
-    engine = LocalEngine(spec, LIMITS)
+async def started(
+    spec: EngineSpec, limits: SupervisionLimits = LIMITS
+) -> AsyncIterator[LocalEngine]:
+    engine = LocalEngine(spec, limits)
     engine.start()
     try:
         await until(lambda: all(own.state == "ready" for own in engine.read()))
@@ -213,6 +217,27 @@ def test_a_generation_that_has_shown_nothing_is_run_again(number: int) -> None:
             for call in calls:
                 found = await asyncio.wait_for(call, 30)
                 assert [len(piece.token_ids) for piece in found[0]] == [1, 1, 1, 1]
+
+    on_loop(work)
+
+
+def test_a_suspect_that_cannot_be_tried_is_told_to_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The replica that died does not come back in time, and the other one is not risked."""
+    monkeypatch.setattr(supervisor, "SUSPECT_WAIT_S", 0.5)
+
+    async def work() -> None:
+        limits = replace(LIMITS, restart_delay_s=30.0)
+        async with started(make_spec(exit_id=EXIT), limits) as engine:
+            bad = ScoreJob(np.array([EXIT, 3], np.int32), np.array([7], np.int32))
+            with pytest.raises(APIError) as caught:
+                await asyncio.wait_for(collect(engine, [bad]), 30)
+            assert (caught.value.code, caught.value.retryable) == ("engine_restarting", True)
+            states = [own.state for own in engine.read()]
+            assert sorted(states) == ["ready", "restarting"]
+            jobs = make_jobs(20)
+            check_answers(jobs, await collect(engine, jobs))
 
     on_loop(work)
 

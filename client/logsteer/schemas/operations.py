@@ -60,7 +60,7 @@ class ReloadAnswer(Reply):
     unchanged: list[str]
     pending: list[str] = Field(description="Those whose change had not ended with this answer.")
     failed: dict[str, str] = Field(
-        description="Those that could not be changed, and why: they are as they were."
+        description="Those that could not be changed, and why. One to be replaced is as it was."
     )
     needs_restart: list[str] = Field(
         description="Settings that are others in the file and count from the next start on."

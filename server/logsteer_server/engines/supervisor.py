@@ -30,6 +30,9 @@ from logsteer_server.engines.turns import EngineCall
 
 log = logging.getLogger(__name__)
 
+SUSPECT_WAIT_S = 60.0
+"""For so long a job that a replica may have died of waits for its trial; then its caller is told to
+come back. A replica that may be lost to it has to answer, and no other suspect be on trial."""
 STATES: Sequence[ModelState] = ("ready", "loading", "restarting", "failed")
 """Of several replicas' states, the first one here is the engine's."""
 SAME = ("weights_digest", "engine_version", "dtype", "vocab_size", "context_length")
@@ -328,9 +331,18 @@ class LocalEngine:
         for waiter, ids in again.items():
             if waiter.begun.isdisjoint(ids):
                 self._queue.put_back(waiter.call, ids, last=suspected)
+                if suspected and self._loop is not None:
+                    self._loop.call_later(SUSPECT_WAIT_S, self._give_up_waiting, waiter, ids, error)
             else:
                 self._drop(waiter)
                 waiter.results.put_nowait(error)
+
+    def _give_up_waiting(self, waiter: _Waiter, ids: Sequence[int], error: APIError) -> None:
+        """End a call with an error if a replica still was not sent one of these jobs."""
+        unsent = set(waiter.call.unsent).intersection(ids)
+        if any(self._waiters.get(job_id) is waiter for job_id in unsent):
+            self._drop(waiter)
+            waiter.results.put_nowait(error)
 
     def _answer_all(self, error: APIError) -> None:
         """End every call with an error."""

@@ -91,7 +91,7 @@ class ModelChanges:
 
     async def _unload(self, model: ResidentModel) -> None:
         await self._end_work(model)
-        await model.handle.close()
+        await self._models.end_one(model)
         model.closed = ("unloaded", "it was unloaded: POST its load to have it answer again")
         log.info("model %s was unloaded", model.id)
 
@@ -116,7 +116,7 @@ class ModelChanges:
         if state == "draining":
             model.closed = None
         elif state in ("unloaded", "failed"):
-            await model.handle.close()
+            await self._models.end_one(model)
             self._models.restart(model)
         await _wait_until(lambda: model.status[0] in ("ready", "failed"), wait_s)
 
@@ -213,19 +213,23 @@ class ModelChanges:
                 since = now
             await asyncio.sleep(POLL_S)
         model.closed = ("unloaded", "it was replaced or removed")
-        await model.handle.close()
+        await self._models.end_one(model)
         log.info("model %s of earlier settings has ended", model.id)
 
     async def _replace(self, old: ResidentModel, wanted: ModelSettings) -> None:
         new = self._models.make(wanted)
         state = old.status[0]
+        if state == "unloaded":
+            new.closed = old.closed
+            self._models.by_id[old.id] = new
+            return
         if state == "ready" and fits_beside(old.settings, wanted, self._settings):
             old.note = "its replacement loads"
             self._models.start_one(new)
             try:
                 await _wait_for_answer(new)
             except ChangeError as error:
-                await new.handle.close()
+                await self._models.end_one(new)
                 old.note = f"its replacement failed: {error}"
                 raise
             self._models.by_id[old.id] = new
@@ -233,14 +237,14 @@ class ModelChanges:
             return
         old.closed = ("draining", "it is being replaced")
         await self._end_work(old)
-        await old.handle.close()
+        await self._models.end_one(old)
         old.closed = ("unloaded", "it was replaced")
         self._models.by_id[old.id] = new
         self._models.start_one(new)
         try:
             await _wait_for_answer(new)
         except ChangeError as error:
-            await new.handle.close()
+            await self._models.end_one(new)
             self._models.by_id[old.id] = old
             self._models.restart(old)
             old.note = f"its replacement failed: {error}"

@@ -54,6 +54,8 @@ class ModelRegistry:
         self.scratch = ScratchSpace(settings.max_reference_bytes)
         self._prove: Prove | None = None
         self._loading: dict[ResidentModel, asyncio.Task[None]] = {}
+        self._running: set[ResidentModel] = set()
+        """Models with an engine: those that requests find, and those that come or go."""
         self._has_started = False
 
     def make(self, model: ModelSettings) -> ResidentModel:
@@ -78,6 +80,7 @@ class ModelRegistry:
         if self._prove is not None:
             model.gate = ("testing", "its self-test has not ended")
         model.handle.start()
+        self._running.add(model)
         if (earlier := self._loading.get(model)) is not None:
             earlier.cancel()
         self._loading[model] = asyncio.create_task(_load(model, self._prove))
@@ -87,6 +90,13 @@ class ModelRegistry:
         """Start a new engine for a model whose own has been closed."""
         model.restart_with(self._make_handle(model.settings))
         self.start_one(model)
+
+    async def end_one(self, model: ResidentModel) -> None:
+        """End a model's engine."""
+        if (loading := self._loading.get(model)) is not None:
+            loading.cancel()
+        await model.handle.close()
+        self._running.discard(model)
 
     def sort(self, ids: Sequence[str]) -> None:
         """Have models listed in the order of these ids, others behind them."""
@@ -111,14 +121,14 @@ class ModelRegistry:
 
     def stop(self) -> None:
         """Answer everyone who waits for an engine that the server is shutting down."""
-        for model in self.by_id.values():
+        for model in self._running:
             model.handle.stop()
 
     async def close(self) -> None:
         """End every engine."""
         for task in list(self._loading.values()):
             task.cancel()
-        await asyncio.gather(*(model.handle.close() for model in self.by_id.values()))
+        await asyncio.gather(*(model.handle.close() for model in self._running))
 
     def find(self, model_id: str | None) -> ResidentModel:
         """Return the model of that id, or the only one for None.
