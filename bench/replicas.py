@@ -17,7 +17,7 @@ import psutil
 from logsteer import Client
 from models import DEVICE, ROOT
 from servers import find_process
-from timing import compare_with_first, spread, summarize
+from timing import compare, compare_with_first, spread, summarize
 from workplace import ID, Workplace
 
 sys.path.insert(0, str(ROOT / "demo"))
@@ -46,20 +46,24 @@ def compare_replicas(place: Workplace, runs: int) -> dict[str, Any]:
         _leave_one(one)
         ways = {TWO: client, ONE: other}
         seconds: dict[str, list[float]] = {name: [] for name in ways}
-        shares = []
+        shares, busiest = [], {name: list[float]() for name in ways}
         difference, tokens = 0.0, 0
         for run in range(runs + 1):
             texts = make_texts(run)
             found: dict[str, Any] = {}
             for name, asked in ways.items():
-                before = measure_cpu(two)
+                url = two if name == TWO else one
+                before, engines = measure_cpu(find_process(url)), find_engines(url)
+                used = [measure_cpu(engine) for engine in engines]
                 started = time.perf_counter()
                 found[name] = asked.perplexity(texts)
                 taken = time.perf_counter() - started
                 if run:
                     seconds[name].append(taken)
+                    own = zip(engines, used, strict=True)
+                    busiest[name].append(max(measure_cpu(engine) - past for engine, past in own))
                     if name == TWO:
-                        shares.append((measure_cpu(two) - before) / taken)
+                        shares.append((measure_cpu(find_process(url)) - before) / taken)
             pairs = zip(found[TWO].results, found[ONE].results, strict=True)
             difference = max(
                 difference,
@@ -70,7 +74,10 @@ def compare_replicas(place: Workplace, runs: int) -> dict[str, Any]:
             )
             tokens = found[TWO].total.num_scored
     result = summarize(seconds, tokens, "tokens") | {"ratios": compare_with_first(seconds)}
-    result["figures"] = {"HTTP process of two replicas, cores": spread(shares)}
+    result["figures"] = {
+        "HTTP process of two replicas, cores": spread(shares),
+        "the ratio in CPU seconds of the busiest engine": compare(busiest[TWO], busiest[ONE]),
+    }
     return result | {"largest_difference_nats": float(f"{difference:.2g}")}
 
 
@@ -84,10 +91,16 @@ def make_texts(seed: int) -> list[str]:
     ]
 
 
-def measure_cpu(url: str) -> float:
-    """CPU seconds of the HTTP process of a server so far."""
-    times = find_process(url).cpu_times()
-    return times.user + times.system
+def measure_cpu(process: psutil.Process) -> float:
+    """CPU seconds of a process so far."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def find_engines(url: str) -> list[psutil.Process]:
+    """The processes of the engines of a server."""
+    found = find_process(url).children()
+    return [child for child in found if "spawn_main" in " ".join(child.cmdline())]
 
 
 def _states(url: str) -> list[str]:
@@ -105,10 +118,7 @@ def _wait_for_replicas(url: str, count: int) -> None:
 
 def _leave_one(url: str) -> None:
     """Stop the second replica's process, and take it from the model."""
-    engines = [
-        child for child in find_process(url).children() if "spawn_main" in " ".join(child.cmdline())
-    ]
-    max(engines, key=psutil.Process.create_time).kill()
+    max(find_engines(url), key=psutil.Process.create_time).kill()
     deadline = time.monotonic() + WAIT_S
     while _states(url) != ["ready", "failed"]:
         if time.monotonic() > deadline:
