@@ -78,7 +78,7 @@ class ModelChanges:
         """Refuse a model new requests, and wait until those at work are answered."""
         self._check_free(model)
         if model.status[0] != "unloaded":
-            model.closed = ("draining", "it was drained: POST its load to have it answer again")
+            model.closed = ("draining", "it was drained: load it to have it answer again")
             await _wait_until(lambda: not model.num_running, wait_s)
 
     async def unload(self, model: ResidentModel, wait_s: float) -> None:
@@ -92,7 +92,7 @@ class ModelChanges:
     async def _unload(self, model: ResidentModel) -> None:
         await self._end_work(model)
         await self._models.end_one(model)
-        model.closed = ("unloaded", "it was unloaded: POST its load to have it answer again")
+        model.closed = ("unloaded", "it was unloaded: load it to have it answer again")
         log.info("model %s was unloaded", model.id)
 
     async def _end_work(self, model: ResidentModel) -> None:
@@ -256,9 +256,11 @@ class ChangeError(Exception):
 
 
 async def _wait_for_answer(model: ResidentModel) -> None:
-    """Wait until a model answers. Errors: ChangeError where it fails."""
+    """Wait until a model answers, with each replica that loads. Errors: ChangeError if it fails."""
     settled: tuple[ModelState, ...] = ("ready", "failed", "unloaded")
     while model.status[0] not in settled:
+        await asyncio.sleep(POLL_S)
+    while any(replica.state == "loading" for replica in model.handle.read()):
         await asyncio.sleep(POLL_S)
     state, detail = model.status
     if state != "ready":
