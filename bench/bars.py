@@ -95,6 +95,10 @@ BARS = (
         "logsteer over HTTP / its engine in-process", least=0.9,
     ),
     bar_ratio(
+        "replicas", "two replicas on a core each against one on one core, texts over HTTP",
+        "two replicas, a core each / one replica on one core", least=1.85,
+    ),
+    bar_ratio(
         "steered_decoding", "steered decoding against unsteered",
         "steered / unsteered, 64 slots", least=0.97,
     ),

@@ -31,6 +31,7 @@ import client
 import growth
 import harness
 import http_process
+import replicas
 import sampling
 import scoring
 import start
@@ -91,6 +92,7 @@ BENCHMARKS = {
     "overhead": Benchmark(scoring.compare_with_own_engine, runs=5, any_model=True),
     "growth": Benchmark(growth.measure_growth, any_model=True),
     "adapters": Benchmark(sampling.compare_adapters),
+    "replicas": Benchmark(replicas.compare_replicas, runs=5),
     "lm_eval": Benchmark(harness.compare_harnesses, any_model=True),
     "full_text": Benchmark(scoring.compare_full_text, runs=5, any_model=True),
     "steered_decoding": Benchmark(steering.compare_decoding, runs=5, any_model=True),

@@ -55,10 +55,12 @@ from logsteer.schemas import (
     ProbeRequest,
     Protocol,
     Readiness,
+    ReloadAnswer,
     SamplingPolicy,
     SelftestAnswer,
     SlicePositions,
     SpacePolicy,
+    Startup,
     SteerAnswer,
     Steering,
     SweepAnswer,
@@ -145,9 +147,81 @@ class AsyncClientMethods(AsyncCaller):
             against=against,
         )
 
+    async def load_model(self, model_id: str, *, wait_s: float | NotGiven = NOT_GIVEN) -> ModelCard:
+        """Have a model answer that was unloaded, drained or failed; return its card.
+
+        Without `wait_s` the answer comes at once, and says how far it has come.
+
+        Args:
+            model_id: Id of the model.
+            wait_s: Seconds after which the answer comes at the latest; the change goes on.
+                Default 0.0.
+        """
+        answer: ModelCard = await self._ask("load_model", model_id=model_id, wait_s=wait_s)
+        return answer
+
+    async def unload_model(
+        self,
+        model_id: str,
+        *,
+        wait_s: float | NotGiven = NOT_GIVEN,
+    ) -> ModelCard:
+        """Finish what a model has at work, then end its engine; return its card.
+
+        Without `wait_s` the answer comes at once, and says how far it has come.
+
+        Args:
+            model_id: Id of the model.
+            wait_s: Seconds after which the answer comes at the latest; the change goes on.
+                Default 0.0.
+        """
+        answer: ModelCard = await self._ask("unload_model", model_id=model_id, wait_s=wait_s)
+        return answer
+
+    async def drain_model(
+        self,
+        model_id: str,
+        *,
+        wait_s: float | NotGiven = NOT_GIVEN,
+    ) -> ModelCard:
+        """Finish what a model has at work, and refuse it new requests; return its card.
+
+        Without `wait_s` the answer comes at once, and says how far it has come.
+
+        Args:
+            model_id: Id of the model.
+            wait_s: Seconds after which the answer comes at the latest; the change goes on.
+                Default 0.0.
+        """
+        answer: ModelCard = await self._ask("drain_model", model_id=model_id, wait_s=wait_s)
+        return answer
+
+    async def reload(self, *, wait_s: float | NotGiven = NOT_GIVEN) -> ReloadAnswer:
+        """Have the server read its configuration again: add, remove and replace models.
+
+        Without `wait_s` the answer comes at once, and says how far it has come.
+
+        Args:
+            wait_s: Seconds after which the answer comes at the latest; the change goes on.
+                Default 0.0.
+        """
+        answer: ReloadAnswer = await self._ask("reload", wait_s=wait_s)
+        return answer
+
     async def health(self) -> Health:
-        """Return that the server's process answers, and its version."""
+        """Return that the server's process is sound, and its version.
+
+        It is an answer, too, where the server sends it with status 503.
+        """
         answer: Health = await self._ask("health")
+        return answer
+
+    async def startup(self) -> Startup:
+        """Return whether every required model has answered once.
+
+        It is an answer, too, where the server sends it with status 503.
+        """
+        answer: Startup = await self._ask("startup")
         return answer
 
     async def ready(self) -> Readiness:

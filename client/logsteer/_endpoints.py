@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from logsteer import schemas as s
 from logsteer.schemas import openai
 from logsteer.schemas.perplexity import StreamStart
-from logsteer.schemas.queries import ContentQuery, ModelQuery, UploadQuery
+from logsteer.schemas.queries import ContentQuery, ModelQuery, UploadQuery, WaitQuery
 
 Method = Literal["GET", "POST", "PUT", "DELETE"]
 Content = Literal["text", "file", "form"]
@@ -124,6 +124,20 @@ _PERPLEXITY_EVENTS: Mapping[str, type[BaseModel]] = {
     LAST_EVENT: s.PerplexityAnswer,
 }
 
+_WAIT_NOTE = "Without `wait_s` the answer comes at once, and says how far it has come."
+
+
+def _change(name: str, path: str, answer: type[BaseModel], summary: str) -> Endpoint:
+    """Return an endpoint that changes which models are resident."""
+    of_model = "{model_id}" in path
+    return Endpoint(
+        name, "POST", path, "operations", answer, query=WaitQuery, scope="admin",
+        positional=("model_id",) if of_model else (),
+        parameters={"model_id": "Id of the model."} if of_model else {},
+        summary=summary, notes=_WAIT_NOTE,
+    )  # fmt: skip
+
+
 _OPERATIONS = [
     Endpoint(
         "models", "GET", "/models", "operations", s.ModelList,
@@ -144,9 +158,32 @@ _OPERATIONS = [
         events_summary="Yield the events of `selftest`: a start, each check as it ends, then the "
         "whole answer.",
     ),
+    _change(
+        "load_model", "/models/{model_id}/load", s.ModelCard,
+        "Have a model answer that was unloaded, drained or failed; return its card.",
+    ),
+    _change(
+        "unload_model", "/models/{model_id}/unload", s.ModelCard,
+        "Finish what a model has at work, then end its engine; return its card.",
+    ),
+    _change(
+        "drain_model", "/models/{model_id}/drain", s.ModelCard,
+        "Finish what a model has at work, and refuse it new requests; return its card.",
+    ),
+    _change(
+        "reload", "/admin/reload", s.ReloadAnswer,
+        "Have the server read its configuration again: add, remove and replace models.",
+    ),
     Endpoint(
-        "health", "GET", "/healthz", "operations", s.Health, scope=None,
-        summary="Return that the server's process answers, and its version.",
+        "health", "GET", "/healthz", "operations", s.Health, statuses=frozenset({503}), scope=None,
+        summary="Return that the server's process is sound, and its version.",
+        notes="It is an answer, too, where the server sends it with status 503.",
+    ),
+    Endpoint(
+        "startup", "GET", "/startupz", "operations", s.Startup, statuses=frozenset({503}),
+        scope=None,
+        summary="Return whether every required model has answered once.",
+        notes="It is an answer, too, where the server sends it with status 503.",
     ),
     Endpoint(
         "ready", "GET", "/readyz", "operations", s.Readiness, statuses=frozenset({503}),

@@ -10,6 +10,7 @@ from importlib import import_module
 from logsteer_server.imports import hold_collector
 
 COMMANDS = {
+    "doctor": "logsteer_server.doctor",
     "keys": "logsteer_server.keys.commands",
     "store": "logsteer_server.store_commands",
 }

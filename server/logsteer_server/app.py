@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -24,7 +24,8 @@ from logsteer_server.interventions.namespaces import NamespaceRegistry
 from logsteer_server.keys.keyring import KeyRing
 from logsteer_server.metrics import Metrics, RequestMetrics
 from logsteer_server.models.cache import ResultCache
-from logsteer_server.models.registry import ModelRegistry
+from logsteer_server.models.changes import ModelChanges
+from logsteer_server.models.registry import MakeHandle, ModelRegistry
 from logsteer_server.routes import (
     adapters,
     openai,
@@ -46,8 +47,16 @@ MAX_REQUEST_ID = 128
 MAX_FILE_READERS = 2
 
 
-def create_app(settings: Settings) -> FastAPI:
-    """Create the application for these settings; engines start and end with its lifespan."""
+def create_app(
+    settings: Settings,
+    make_handle: MakeHandle | None = None,
+    reread: Callable[[], Settings] | None = None,
+) -> FastAPI:
+    """Create the application for these settings; engines start and end with its lifespan.
+
+    Where engines are not processes of this machine, `make_handle` makes their handles. `reread`
+    reads the configuration again; None: the same as now.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -61,17 +70,12 @@ def create_app(settings: Settings) -> FastAPI:
         threads = StoreThreads(settings.store_threads, settings.max_store_calls)
         app.state.store_threads = threads
         app.state.namespaces = await threads.run(NamespaceRegistry, settings, threads)
-        models = ModelRegistry(settings, results, app.state.metrics)
-        app.state.models = models
-        # Each model is tested before it answers, where the settings ask for that.
-        models.start(
-            partial(prove, models=models, capacity=app.state.capacity)
-            if settings.selftest
-            else None
-        )
+        models = ModelRegistry(settings, results, app.state.metrics, make_handle)
+        _start_models(app, models, reread or (lambda: settings))
         try:
             yield
         finally:
+            app.state.changes.close()
             await models.close()
             await asyncio.to_thread(results.close)
             app.state.capacity.close()
@@ -102,6 +106,15 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(RequestMetrics, metrics=app.state.metrics)
     add_handlers(app)
     return app
+
+
+def _start_models(app: FastAPI, models: ModelRegistry, reread: Callable[[], Settings]) -> None:
+    """Start the models, each of which is tested before it answers where the settings say so."""
+    settings: Settings = app.state.settings
+    app.state.models = models
+    app.state.changes = ModelChanges(models, settings, reread)
+    test = partial(prove, models=models, capacity=app.state.capacity)
+    models.start(test if settings.selftest else None)
 
 
 class RequestIds:

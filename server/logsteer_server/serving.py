@@ -7,9 +7,11 @@ import ipaddress
 import logging
 import os
 import resource
+import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -17,6 +19,7 @@ from types import FrameType
 import uvicorn
 from starlette.datastructures import State
 
+from logsteer.errors import APIError
 from logsteer_server import __version__
 from logsteer_server.app import create_app
 from logsteer_server.engines.vllm.arguments import check_arguments
@@ -25,6 +28,7 @@ from logsteer_server.http.drain import Drain
 from logsteer_server.keys.entries import check_key_file
 from logsteer_server.log_limits import RepeatFilter
 from logsteer_server.models.cachefile import check_cache_file
+from logsteer_server.models.changes import ModelChanges
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import ConfigurationError, Settings, load_settings
 from logsteer_server.stores.store import check_store_directory
@@ -49,7 +53,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="logsteer-server",
         description="Keep language models resident and score text with them.",
-        epilog="Commands: `logsteer-server keys --help`, `logsteer-server store --help`.",
+        epilog="Commands: `logsteer-server keys --help`, `logsteer-server store --help`, "
+        "`logsteer-server doctor --help`.",
     )
     parser.add_argument("--config", type=Path, help="YAML file that lists the models")
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
@@ -81,16 +86,9 @@ def main(argv: list[str] | None = None) -> int:
     model was given up; 128 and its number after a second signal.
     """
     arguments = parse_arguments(argv)
+    reread = partial(_read_settings, arguments)
     try:
-        settings = load_settings(
-            arguments.config,
-            host=arguments.host,
-            port=arguments.port,
-            uds=arguments.uds,
-            insecure=arguments.insecure,
-            selftest=arguments.selftest,
-        )
-        _check_arguments(settings)
+        settings = reread()
         check_cache_file(settings)
         check_store_directory(settings)
         check_key_file(settings)
@@ -120,10 +118,24 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    status, last_words = asyncio.run(_serve(settings, listener))
+    status, last_words = asyncio.run(_serve(settings, listener, reread))
     if last_words:
         log.critical(last_words)
     return status
+
+
+def _read_settings(arguments: argparse.Namespace) -> Settings:
+    """Read what the command line names. Errors: ConfigurationError."""
+    settings = load_settings(
+        arguments.config,
+        host=arguments.host,
+        port=arguments.port,
+        uds=arguments.uds,
+        insecure=arguments.insecure,
+        selftest=arguments.selftest,
+    )
+    _check_arguments(settings)
+    return settings
 
 
 def _check_arguments(settings: Settings) -> None:
@@ -258,9 +270,27 @@ class DrainingServer(uvicorn.Server):
             self._deadline = time.monotonic() + self._settings.drain_s
 
 
-async def _serve(settings: Settings, listener: socket.socket) -> tuple[int, str]:
+async def _reload(changes: ModelChanges) -> None:
+    """Read the configuration again, as SIGHUP asks, and log what that changes."""
+    while True:
+        try:
+            report = await changes.reload()
+            break
+        except APIError as error:
+            log.error("SIGHUP: %s", error.detail)
+            if not error.retryable:
+                return
+            await asyncio.sleep(error.retry_after or 1.0)  # an earlier one is at work
+    for name in ("added", "removed", "replaced", "needs_restart"):
+        if found := getattr(report, name):
+            log.warning("SIGHUP: %s: %s", name.replace("_", " "), ", ".join(found))
+
+
+async def _serve(
+    settings: Settings, listener: socket.socket, reread: Callable[[], Settings]
+) -> tuple[int, str]:
     """Serve until the end; return the exit status and what is to be logged last."""
-    app = create_app(settings)
+    app = create_app(settings, reread=reread)
     limits = ConnectionLimits.of(settings, raise_descriptor_limit() - OWN_DESCRIPTORS)
     config = uvicorn.Config(
         app,
@@ -283,6 +313,11 @@ async def _serve(settings: Settings, listener: socket.socket) -> tuple[int, str]
         needs_key = app.state.keys.needs_key
         if not needs_key and settings.uds is None and not _is_loopback(settings.host):
             log.warning("INSECURE: whoever reaches %s may use it, no key is asked for", url)
+        loop, reloads = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+        loop.add_signal_handler(
+            signal.SIGHUP,
+            lambda: reloads.add(asyncio.create_task(_reload(app.state.changes))),
+        )
         watching = asyncio.create_task(report_start(app.state.models, url, needs_key))
         await serving
         watching.cancel()

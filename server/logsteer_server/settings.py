@@ -43,6 +43,13 @@ class ModelSettings(BaseModel):
     )
     tensor_parallel: int = Field(1, ge=1, description="Devices that each layer is split over.")
     pipeline_parallel: int = Field(1, ge=1, description="Devices that layers are divided among.")
+    replicas: int = Field(
+        1,
+        ge=1,
+        le=256,
+        description="Engine processes of this model. Each takes tensor_parallel x "
+        "pipeline_parallel of the devices, in their order, and its share of the cores.",
+    )
     quantization: str | None = Field(
         None, description="A method of vLLM's; null: what the checkpoint says itself."
     )
@@ -99,6 +106,16 @@ class ModelSettings(BaseModel):
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Anything else the engine takes, under its own names."
     )
+
+    @model_validator(mode="after")
+    def _replicas_have_devices(self) -> "ModelSettings":
+        needed = self.replicas * self.tensor_parallel * self.pipeline_parallel
+        if self.replicas > 1 and isinstance(self.devices, list) and len(self.devices) != needed:
+            raise ValueError(
+                f"{self.replicas} replicas need {needed} devices, {needed // self.replicas} each, "
+                f"and devices lists {len(self.devices)}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _dtype_fits_the_engine(self) -> "ModelSettings":
@@ -208,7 +225,9 @@ class Settings(BaseSettings):
     max_items: int = Field(16_384, ge=1, description="Items or texts of one request.")
     max_targets: int = Field(65_536, ge=1, description="Targets of one request, all items.")
     max_pending_tokens: int = Field(
-        8_000_000, ge=1, description="Tokens of accepted unfinished work, per model."
+        8_000_000,
+        ge=1,
+        description="Tokens of accepted unfinished work, per model and replica of it.",
     )
     max_key_share: float = Field(
         0.5, gt=0, le=1, description="What one key of a key file may have of max_pending_tokens."
@@ -288,6 +307,23 @@ class Settings(BaseSettings):
         True,
         description="End the server, with status 3, when a required model is given up. A model "
         "whose first load fails for a reason that stays is not restarted, and the server goes on.",
+    )
+    model_drain_s: float = Field(
+        600.0,
+        gt=0,
+        description="Time for a model's running requests before its engine ends: when it is "
+        "unloaded, replaced or removed.",
+    )
+    reload_beside: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Start a model of changed settings beside the one that it replaces; auto: on a "
+        "CPU where memory is estimated to be enough, on GPUs where they are others.",
+    )
+    prefix_worth: float = Field(
+        4.0,
+        ge=0,
+        description="Tokens of other work that a job waits for rather than have one token of its "
+        "prefix computed again by another replica; 0: each goes where least is to be done.",
     )
     poison_s: float = Field(
         600.0,

@@ -63,6 +63,7 @@ def place(
     weights = {name: random.standard_normal(shape) for name, shape in arrays.items()}
     save_autoencoder(directory / "sae", {"d_in": width}, **weights)
     yield directory
+    _load(tlens_client)
     for name in ("mood", "happy", "golden", "golden.probe"):
         if name in [card.name for card in tlens_client.vectors.list().vectors]:
             tlens_client.vectors.delete(name)
@@ -70,12 +71,19 @@ def place(
 
 @pytest.fixture(autouse=True)
 def _stored(place: Path, tlens_client: Client) -> None:
-    """Have what the examples name, whatever an earlier one has deleted."""
+    """Have what the examples name, whatever an earlier one has deleted or unloaded."""
+    _load(tlens_client)
     if not (place / "mood.safetensors").exists() or not _has_mood(tlens_client):
         tlens_client.vectors.train("mood", PAIRS)
         (place / "mood.safetensors").write_bytes(tlens_client.vectors.download("mood"))
     tlens_client.adapters.put("story", place / "adapter")
     tlens_client.overrides.put("gradient", place / "direction.safetensors")
+
+
+def _load(client: Client) -> None:
+    (model,) = client.models().models
+    if model.state != "ready":
+        client.load_model(model.id, wait_s=300)
 
 
 def _has_mood(client: Client) -> bool:

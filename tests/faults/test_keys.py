@@ -110,6 +110,7 @@ def test_every_route_stands_in_the_table() -> None:
     assert {e.path for e in ENDPOINTS.values() if e.scope is None} == {
         "/healthz",
         "/readyz",
+        "/startupz",
         "/metrics",
     }
 
@@ -121,7 +122,9 @@ WORK = {
               ("POST", "/activations")],
     "write": [("PUT", "/vectors/a"), ("DELETE", "/vectors/a"), ("POST", "/vectors/train"),
               ("POST", "/vectors/a/combine"), ("PUT", "/overrides/a"), ("DELETE", "/adapters/a")],
-    "admin": [("POST", "/models/quick/selftest")],
+    "admin": [("POST", "/models/quick/selftest"), ("POST", "/models/quick/load"),
+              ("POST", "/models/quick/unload"), ("POST", "/models/quick/drain"),
+              ("POST", "/admin/reload")],
 }  # fmt: skip
 HAS = {"scorer": {"score"}, "steerer": {"score", "steer"}, "writer": {"score", "write"}}
 

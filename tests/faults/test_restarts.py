@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from logsteer_server.contract.engine import EngineSpec
-from logsteer_server.engines.supervisor import EngineHandle, SupervisionLimits
+from logsteer_server.engines.replica import SupervisionLimits
+from logsteer_server.engines.supervisor import LocalEngine
 from tests.conftest import DEMO_MODEL, VOCAB_SIZE, fake_model
 from tests.faults.processes import (
     check_retryable,
@@ -93,7 +94,7 @@ def test_a_start_without_descriptors_is_tried_again() -> None:
 
 
 async def start_without_descriptors() -> None:
-    handle = EngineHandle(SPEC, SupervisionLimits(restart_delay_s=0.2))
+    handle = LocalEngine(SPEC, SupervisionLimits(restart_delay_s=0.2))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(list(Path("/proc/self/fd").iterdir()))
     resource.setrlimit(resource.RLIMIT_NOFILE, (used - 1, limits[1]))
@@ -117,7 +118,7 @@ def test_nothing_of_a_dead_engine_is_left() -> None:
 
 
 async def restart_and_count() -> None:
-    handle = EngineHandle(SPEC, SupervisionLimits(restart_delay_s=0.01, max_restarts=10))
+    handle = LocalEngine(SPEC, SupervisionLimits(restart_delay_s=0.01, max_restarts=10))
     handle.start()
     counts = []
     try:
@@ -125,8 +126,9 @@ async def restart_and_count() -> None:
             await asyncio.wait_for(handle.ready.wait(), 30)
             await asyncio.sleep(0.1)
             counts.append((len(list(Path("/proc/self/fd").iterdir())), threading.active_count()))
-            assert handle._process is not None
-            handle._process.kill()
+            (replica,) = handle.replicas
+            assert replica.process is not None
+            replica.process.kill()
             restarts = handle.restarts
             while handle.restarts == restarts:
                 await asyncio.sleep(0.01)

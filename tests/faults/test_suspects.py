@@ -92,7 +92,8 @@ class TestQuarantine:
         self.taken = self.queue.take()
         return [
             int(call.job(job_id).tokens[1])
-            for call, own in self.taken.by_call.items()
+            for sent in self.taken.by_replica.values()
+            for call, own in sent.by_call.items()
             for job_id in own
         ]
 

@@ -9,7 +9,8 @@ from logsteer.errors import OverloadedError
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob, GenerateOutput
 from logsteer_server.contract.results import ResultPart
-from logsteer_server.engines.supervisor import EngineHandle, SupervisionLimits
+from logsteer_server.engines.replica import SupervisionLimits
+from logsteer_server.engines.supervisor import LocalEngine
 from logsteer_server.http.respond import EventBuffer
 
 NONE = np.zeros((1, 0), np.float32)
@@ -22,12 +23,12 @@ def piece(*, ends: bool = False) -> GenerateOutput:
 
 def test_a_call_whose_results_are_not_read_is_ended() -> None:
     limits = SupervisionLimits(max_unread_results=10)
-    handle = EngineHandle(EngineSpec("any", "fake", "here"), limits)
+    handle = LocalEngine(EngineSpec("any", "fake", "here"), limits)
     handle.check_ready = lambda: None  # type: ignore[assignment, method-assign, return-value]
     job = GenerateJob(np.arange(3, dtype=np.int32), 100, stream=True)
 
     def deliver(count: int) -> None:
-        handle._deliver(ResultPart([0] * count, [piece()] * count, 0.0))
+        handle._deliver(handle.replicas[0], ResultPart([0] * count, [piece()] * count, 0.0))
 
     async def read() -> list[int]:
         found = []
@@ -51,7 +52,7 @@ def test_a_call_whose_results_are_not_read_is_ended() -> None:
 
 def test_a_reader_who_keeps_up_is_never_ended() -> None:
     limits = SupervisionLimits(max_unread_results=10)
-    handle = EngineHandle(EngineSpec("any", "fake", "here"), limits)
+    handle = LocalEngine(EngineSpec("any", "fake", "here"), limits)
     handle.check_ready = lambda: None  # type: ignore[assignment, method-assign, return-value]
     job = GenerateJob(np.arange(3, dtype=np.int32), 100, stream=True)
 
@@ -62,13 +63,13 @@ def test_a_reader_who_keeps_up_is_never_ended() -> None:
             if found % 5 == 0:
                 count = 1 if found == 100 else 5
                 own = [piece(ends=found == 100)] * count
-                handle._deliver(ResultPart([0] * count, own, 0.0))
+                handle._deliver(handle.replicas[0], ResultPart([0] * count, own, 0.0))
         return found
 
     async def start() -> int:
         reading = asyncio.create_task(run())
         await asyncio.sleep(0)
-        handle._deliver(ResultPart([0] * 5, [piece()] * 5, 0.0))
+        handle._deliver(handle.replicas[0], ResultPart([0] * 5, [piece()] * 5, 0.0))
         return await reading
 
     assert asyncio.run(start()) == 101

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from logsteer.errors import api_error
+from logsteer.schemas import ModelState
 from logsteer_server.contract.captures import CaptureJob, CaptureOutput
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import (
@@ -28,6 +29,7 @@ from logsteer_server.engines.fake import (
     fake_generation,
     fake_scores,
 )
+from logsteer_server.engines.handle import ReplicaReading
 from logsteer_server.engines.supervisor import now
 from logsteer_server.interventions.interventions import Stores
 from logsteer_server.metrics import Metrics
@@ -93,7 +95,8 @@ class ScriptedHandle:
 
     def __init__(self, info: EngineInfo = INFO, answer: Answer = answer_as_fake) -> None:
         self.info = info
-        self.state = "ready"
+        self.state: ModelState = "ready"
+        self.given_up = False
         self.detail = "answers"
         self.restarts = 0
         self.ready = asyncio.Event()
@@ -101,6 +104,18 @@ class ScriptedHandle:
         self.calls: list[list[Job]] = []
         self.open = 0
         self._answer = answer
+
+    def start(self) -> None:
+        """There is nothing to start."""
+
+    def stop(self) -> None:
+        """There is nothing to stop."""
+
+    async def close(self) -> None:
+        """There is nothing to close."""
+
+    def read(self) -> Sequence[ReplicaReading]:
+        return [ReplicaReading(self.state, self.detail, self.restarts)]
 
     @property
     def num_jobs(self) -> int:
@@ -137,7 +152,7 @@ def make_model(
     """A model that answers; without a result cache unless one is given."""
     model = ResidentModel(
         ModelSettings(id=model_id, path="here"),
-        handle or ScriptedHandle(),  # type: ignore[arg-type]
+        handle or ScriptedHandle(),
         Admission(max_tokens),
         results or ResultCache(0),
         Metrics().for_model(model_id),

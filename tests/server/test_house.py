@@ -121,7 +121,7 @@ def test_the_contract_imports_nothing_of_the_project() -> None:
 
 
 SHARED_BY_ENGINES = (
-    "weights", "machine", "lifetime", "scratch", "failures", "readings", "drawn",
+    "weights", "machine", "needs", "lifetime", "scratch", "failures", "readings", "drawn",
 )  # fmt: skip
 
 

@@ -72,7 +72,7 @@ class TestReadiness:
         handle = ScriptedHandle(replace(INFO, tokenizer_path=str(tmp_path)))
         model = make_model(handle)
         asyncio.run(model.load_codec())
-        assert (model.is_ready, handle.state) == (False, "failed")
+        assert (model.is_ready, model.describe().state) == (False, "failed")
         assert "tokenizer did not load" in model.describe().detail
 
     def test_a_card_says_what_the_engine_and_tokenizer_are(self) -> None:

@@ -46,7 +46,7 @@ def finish(
     engine: HonestEngine, *others: ResidentModel, settings: Settings = SETTINGS, **fields: Any
 ) -> SelftestAnswer:
     model = make_model(engine, max_tokens=100_000)
-    task = SelftestTask("any", SelftestRequest(**fields), register(model, *others))
+    task = SelftestTask(model, SelftestRequest(**fields), register(model, *others))
     return SelftestAnswer.model_validate(asyncio.run(Run(task, Capacity(settings)).finish()))
 
 
@@ -270,20 +270,20 @@ def test_it_repeats_itself_and_asks_no_cache() -> None:
 def test_over_the_budget_it_is_refused_before_it_runs_and_gives_its_room_back() -> None:
     engine = HonestEngine()
     model = make_model(engine, max_tokens=100_000)
-    task = SelftestTask("any", SelftestRequest(), register(model))
+    task = SelftestTask(model, SelftestRequest(), register(model))
     with model.admission.enter() as others:
         others.cover(100_000)
         with pytest.raises(OverloadedError):
             asyncio.run(Run(task, Capacity(SETTINGS)).finish())
     assert engine.calls == []
-    task = SelftestTask("any", SelftestRequest(), register(model))
+    task = SelftestTask(model, SelftestRequest(), register(model))
     asyncio.run(Run(task, Capacity(SETTINGS)).finish())
     assert model.admission.pending == 0
 
 
 def test_a_stream_has_an_event_for_each_check() -> None:
     model = make_model(HonestEngine(), max_tokens=100_000)
-    task = SelftestTask("any", SelftestRequest(stream=True), register(model))
+    task = SelftestTask(model, SelftestRequest(stream=True), register(model))
 
     async def collect() -> list[Event]:
         return [event async for event in Run(task, Capacity(SETTINGS)).events()]
@@ -357,7 +357,7 @@ class TestAtStart:
         with pytest.raises(APIError, match="steered_neighbour") as caught:
             model.require()
         assert caught.value.code == "internal"
-        task = SelftestTask("any", SelftestRequest(), register(model))
+        task = SelftestTask(model, SelftestRequest(), register(model))
         assert asyncio.run(Run(task, Capacity(SETTINGS)).finish())["verdict"] == "failed"
 
     def test_one_that_cannot_be_tested_does_not_answer(self) -> None:

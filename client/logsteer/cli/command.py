@@ -16,6 +16,7 @@ from logsteer.cli.capture import add_capture
 from logsteer.cli.completion import add_completion
 from logsteer.cli.generation import add_generate
 from logsteer.cli.items import add_diagnostics, add_gradient
+from logsteer.cli.models import add_model_commands
 from logsteer.cli.output import add_output_options, check_output, show
 from logsteer.cli.overrides import add_override_commands
 from logsteer.cli.scoring import add_perplexity, add_score
@@ -31,7 +32,7 @@ from logsteer.errors import (
     TransportError,
     UnavailableError,
 )
-from logsteer.schemas import ModelList, TokenizeAnswer
+from logsteer.schemas import TokenizeAnswer
 
 EXAMPLES = """
   logsteer score "The capital of France is" " Paris" " London"
@@ -51,10 +52,6 @@ exit status:
   3    not now: no connection, no answer in time, or a server that is loading or has too much to do
   130  interrupted
   141  nobody reads the output any more
-"""
-MODELS_EXAMPLES = """
-  logsteer models
-  logsteer models --json
 """
 TOKENIZE_EXAMPLES = """
   logsteer tokenize "Hello world"
@@ -118,10 +115,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"logsteer {logsteer.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add = partial(commands.add_parser, parents=[common])
-    models = add("models", help="list the models and their state")
-    add_examples(models, MODELS_EXAMPLES)
-    add_output_options(models, ModelList)
-    models.set_defaults(command=_show_models)
+    add_model_commands(add("models", help="list, load, unload, drain and replace models"), common)
     add_score(add("score", help="log-probability of each target after a context"))
     add_perplexity(
         add("perplexity", help="log-likelihood of a text file or data set of any length")
@@ -165,11 +159,6 @@ def _positive(text: str) -> float:
     if not seconds > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return seconds
-
-
-def _show_models(client: Client, arguments: argparse.Namespace) -> None:
-    answer = client.models()
-    show(arguments, answer, tables.draw_models(answer))
 
 
 def _show_tokens(client: Client, arguments: argparse.Namespace) -> None:

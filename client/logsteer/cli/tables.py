@@ -41,7 +41,11 @@ def draw_models(answer: ModelList) -> Table:
     table = start_table("model", "engine", "state", ">context", ">vocabulary", "detail")
     for card in answer.models:
         sizes = [_plain(card.context_length), _plain(card.vocab_size)]
-        table.add_row(*map(Text, [card.id, card.engine, card.state, *sizes, card.detail]))
+        ready = sum(replica.state == "ready" for replica in card.replicas)
+        state = (
+            f"{card.state} {ready}/{len(card.replicas)}" if len(card.replicas) > 1 else card.state
+        )
+        table.add_row(*map(Text, [card.id, card.engine, state, *sizes, card.detail]))
     return table
 
 

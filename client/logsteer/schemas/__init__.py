@@ -62,7 +62,16 @@ from logsteer.schemas.logprob import (
     SpaceVariants,
     TargetScore,
 )
-from logsteer.schemas.operations import Health, ModelCard, ModelList, ModelState, Readiness
+from logsteer.schemas.operations import (
+    Health,
+    ModelCard,
+    ModelList,
+    ModelState,
+    Readiness,
+    ReloadAnswer,
+    ReplicaCard,
+    Startup,
+)
 from logsteer.schemas.overrides import (
     DeletedOverride,
     OverrideCard,
@@ -229,6 +238,8 @@ __all__ = [
     "Provenance",
     "Readiness",
     "Recommendation",
+    "ReloadAnswer",
+    "ReplicaCard",
     "RequestOptions",
     "RowOptions",
     "SamplingPolicy",
@@ -241,6 +252,7 @@ __all__ = [
     "SlicePositions",
     "SpacePolicy",
     "SpaceVariants",
+    "Startup",
     "SteerAnswer",
     "SteerPiece",
     "SteerRequest",

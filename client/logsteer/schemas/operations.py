@@ -1,4 +1,4 @@
-"""`GET /models`, `/models/{id}`, `/healthz`, `/readyz`."""
+"""`/models`, `/models/{id}` and what changes them; `/healthz`, `/readyz`, `/startupz`."""
 
 from typing import Literal
 
@@ -7,8 +7,19 @@ from pydantic import Field
 from logsteer.schemas.common import EngineKind, Provenance, Reply
 from logsteer.schemas.views import Tabled
 
-ModelState = Literal["loading", "testing", "ready", "restarting", "failed"]
-"""`testing`: the engine is ready, and the self-test that `--selftest` asks for runs."""
+ModelState = Literal["loading", "testing", "ready", "restarting", "failed", "draining", "unloaded"]
+"""`testing`: the engine is ready, and the self-test that `--selftest` asks for runs. `draining`:
+what is at work is answered, and new requests are told to come back. `unloaded`: it has no engine
+until it is loaded again."""
+
+
+class ReplicaCard(Reply):
+    """One engine process of a model."""
+
+    state: ModelState
+    detail: str = Field(description="What it does, or what is wrong with it.")
+    restarts: int = 0
+    num_jobs: int = Field(default=0, description="Sequences that it has now.")
 
 
 class ModelCard(Reply):
@@ -34,7 +45,27 @@ class ModelCard(Reply):
         default=None, description="Row columns that this engine can read."
     )
     provenance: Provenance | None = None
-    restarts: int = 0
+    restarts: int = Field(default=0, description="Of all its replicas.")
+    replicas: list[ReplicaCard] = Field(
+        default_factory=list,
+        description="Its engine processes; the model answers while one of them does.",
+    )
+
+
+class ReloadAnswer(Reply):
+    """What a configuration that was read again has changed; ids of models, names of settings."""
+
+    added: list[str]
+    removed: list[str]
+    replaced: list[str]
+    unchanged: list[str]
+    pending: list[str] = Field(description="Those whose change had not ended with this answer.")
+    failed: dict[str, str] = Field(
+        description="Those that could not be changed, and why. One to be replaced is as it was."
+    )
+    needs_restart: list[str] = Field(
+        description="Settings that are others in the file and count from the next start on."
+    )
 
 
 class ModelList(Tabled):
@@ -44,10 +75,13 @@ class ModelList(Tabled):
 
 
 class Health(Reply):
-    """The HTTP process answers."""
+    """Whether the process is sound. Status 503: only a restart of the whole process helps, because
+    a required model was given up, which died too often.
+    """
 
-    status: Literal["ok"]
+    status: Literal["ok", "failing"]
     version: str
+    reason: str | None = Field(default=None, description="Why it is failing.")
 
 
 class Readiness(Reply):
@@ -55,3 +89,11 @@ class Readiness(Reply):
 
     ready: bool
     models: dict[str, ModelState]
+    reason: str | None = Field(default=None, description="Why it is not ready.")
+
+
+class Startup(Reply):
+    """Whether every required model has answered once since the process began; it stays so."""
+
+    started: bool
+    reason: str | None = Field(default=None, description="What it still waits for.")

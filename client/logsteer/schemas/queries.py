@@ -15,6 +15,19 @@ class ModelQuery(BaseModel):
     )
 
 
+class WaitQuery(BaseModel):
+    """How long an answer may wait for the change that it is asked for."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    wait_s: float = Field(
+        default=0.0,
+        ge=0,
+        le=3600,
+        description="Seconds after which the answer comes at the latest; the change goes on.",
+    )
+
+
 class UploadQuery(BaseModel):
     """The format of an uploaded vector."""
 

@@ -5,7 +5,7 @@ work, and sends what `step` returns back in batches.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from logsteer_server.contract.captures import CaptureJob
@@ -29,6 +29,9 @@ class EngineSpec:
     devices: str | tuple[int, ...] = "auto"
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    replicas: int = 1
+    replica: int = 0
+    """Which of the replicas it is for."""
     quantization: str | None = None
     max_model_len: int | None = None
     memory: float | str | None = None
@@ -42,6 +45,24 @@ class EngineSpec:
     adapter_slots: int = 0
     adapter_rank: int = 16
     engine_args: dict[str, Any] = field(default_factory=dict)
+
+    def split(self) -> "list[EngineSpec]":
+        """Return what each replica gets: of listed devices those that it needs, in their order.
+
+        devices 0 1 2 3, tensor_parallel 2, replicas 2     0 1 | 2 3
+        """
+        if self.replicas == 1:
+            return [self]
+        return [
+            replace(self, replica=number, devices=self._pick_devices(number))
+            for number in range(self.replicas)
+        ]
+
+    def _pick_devices(self, number: int) -> str | tuple[int, ...]:
+        if isinstance(self.devices, str):
+            return self.devices
+        ranks = self.tensor_parallel * self.pipeline_parallel
+        return self.devices[number * ranks : (number + 1) * ranks]
 
 
 @dataclass(frozen=True, slots=True)

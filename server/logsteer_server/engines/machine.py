@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from logsteer_server.contract.engine import EngineSpec
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 CPU_FACTS = ("model name", "flags", "Features")
 """Lines of Linux's cpuinfo; the last is what ARM has for flags."""
@@ -36,6 +38,26 @@ def let_threads_sleep() -> None:
     instead of 0.3. OMP_WAIT_POLICY=ACTIVE is for an engine whose cores nobody else uses.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def take_share(spec: EngineSpec) -> None:
+    """Have this process run on its replica's share of the cores that it may run on, and have CUDA
+    see its replica's share of the GPUs; before threads and CUDA are first used.
+
+    Listed devices are shared out already, and where none are listed, by their order. Replicas that
+    outnumber the cores share them.
+
+    Errors: ValueError where CUDA_VISIBLE_DEVICES has fewer GPUs than all replicas need.
+    """
+    if spec.replicas == 1:
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // spec.replicas)
+    first = spec.replica * share % len(cores)
+    os.sched_setaffinity(0, cores[first : first + share])
+    if spec.devices == "auto" and os.environ.get(VISIBLE, "0") not in ("", "-1"):
+        ranks = spec.tensor_parallel * spec.pipeline_parallel
+        show_devices(range(spec.replica * ranks, (spec.replica + 1) * ranks))
 
 
 def show_devices(indices: Sequence[int]) -> None:

@@ -19,7 +19,7 @@ from logsteer_server.contract.jobs import Job, JobResult
 from logsteer_server.contract.results import ResultPart
 from logsteer_server.engines.failures import lacks_memory
 from logsteer_server.engines.lifetime import follow_parent
-from logsteer_server.engines.machine import let_threads_sleep
+from logsteer_server.engines.machine import let_threads_sleep, take_share
 from logsteer_server.imports import hold_collector, leave_out_unused
 
 log = logging.getLogger(__name__)
@@ -134,6 +134,7 @@ def run_engine(connection: Connection, spec: EngineSpec, beat_every_s: float) ->
 
 def _serve(connection: Connection, spec: EngineSpec, beat_every_s: float) -> None:
     try:
+        take_share(spec)
         engine = build_engine(spec)
     except Exception as error:
         log.exception("engine %s did not start", spec.id)

@@ -1,184 +1,228 @@
-"""A queue of calls in front of one engine: nobody's long call keeps those of others waiting."""
+"""A queue of calls in front of an engine: nobody's long call keeps those of others waiting."""
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from typing import Literal
 
 from logsteer_server.contract.engine import EngineLoad, EngineRoom
+from logsteer_server.engines.occupancy import Occupancy
+from logsteer_server.engines.routing import BLOCK, Router, hash_blocks
 from logsteer_server.engines.suspects import Quarantine
 from logsteer_server.engines.turns import EngineCall, TurnQueue
 
-LOOK_AHEAD = 16
-"""Tokens that each generation may still grow by when another one is let in."""
+Verdict = Literal["pass", "hold", "refuse"]
+"""What becomes of a job that is not sent: others may go first; nobody goes before; it is poison."""
+PREFIX_WORTH = 4.0
+
+
+@dataclass(slots=True)
+class ReplicaJobs:
+    """The ids of the jobs that one replica is sent now, in order and by their calls."""
+
+    order: list[int] = field(default_factory=list)
+    by_call: dict[EngineCall, list[int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class NextJobs:
-    """The ids of the jobs that the engine is sent now, in order and by their calls, and of those
-    that no engine is given.
+    """The jobs that each replica is sent now, by its number, and those that no engine is given.
 
     With `wait_s`, jobs are held back that may be sent after so many seconds.
     """
 
-    order: list[int] = field(default_factory=list)
-    by_call: dict[EngineCall, list[int]] = field(default_factory=dict)
+    by_replica: dict[int, ReplicaJobs] = field(default_factory=dict)
     refused: list[int] = field(default_factory=list)
     wait_s: float | None = None
 
-    def add(self, call: EngineCall, ids: Sequence[int]) -> None:
+    def add(self, replica: int, call: EngineCall, ids: Sequence[int]) -> None:
         """Append jobs of a call."""
-        self.order += ids
-        self.by_call.setdefault(call, []).extend(ids)
+        own = self.by_replica.setdefault(replica, ReplicaJobs())
+        own.order += ids
+        own.by_call.setdefault(call, []).extend(ids)
+
+    def wait(self, seconds: float) -> None:
+        """Have the queue looked at again after so many seconds, or earlier."""
+        self.wait_s = seconds if self.wait_s is None else min(self.wait_s, seconds)
+
+    @property
+    def order(self) -> list[int]:
+        """The ids of all jobs that are sent, replica by replica."""
+        return [job_id for own in self.by_replica.values() for job_id in own.order]
 
 
 class FairQueue:
-    """Give the engine the next jobs, from the calls that wait in turn, as far as it has room.
+    """Give an engine's replicas the next jobs, from the calls that wait in turn, as far as there is
+    room.
 
-    Of what it has not begun, the engine has at most `room.ahead_tokens`, or one job. Where it says
-    what generation holds (`note_load`), a job that generates counts there with its prompt, until
-    that has been read. A further one is let in while the prompts to come fit into the cache beside
-    what is held now, and all may grow by LOOK_AHEAD. The engine preempts some where they grow more.
-    While generation waits for such room, jobs that are only read go past it:
+    A job goes where `Router` says, of the replicas that have room for it (`Occupancy`). While
+    generation waits for room, jobs that are only read go past it:
 
         cache of 1000 tokens          held  to come
         40 prompts of 20 tokens wait     0      540   27 are sent: 27 * (20 + 16) <= 1000
         each has generated 15          945        0   none is sent: 945 + 20 + 28 * 16 > 1000
         22 have ended                  175      400   20 are sent: 175 + 20 * 20 + 25 * 16 <= 1000
 
-    Those that were in an engine as it died are let in as `quarantine` says.
+    Those that were in an engine as it died are let in as `quarantine` says; where there are several
+    replicas, only while two are open or the others are `gone`: never into the last one that answers
+    while another may come back.
     """
 
     def __init__(
-        self, room: EngineRoom | None = None, quarantine: Quarantine | None = None
+        self,
+        room: EngineRoom | None = None,
+        quarantine: Quarantine | None = None,
+        replicas: int = 1,
+        prefix_worth: float = PREFIX_WORTH,
     ) -> None:
-        self.room = room or EngineRoom()
+        self.places = [Occupancy(number, room) for number in range(replicas)]
+        self.gone: set[int] = set()
+        """Numbers of replicas that are not started again."""
+        self._router = Router(replicas, prefix_worth)
         self._quarantine = quarantine or Quarantine()
         self._waiting = TurnQueue()
-        self._in_engine: dict[int, int] = {}
-        """Job -> its tokens that count as not begun."""
-        self._ahead_tokens = 0
-        self._generating: set[int] = set()
-        self._unread_prompts = 0
-        self._held_tokens = 0
 
     def put(self, call: EngineCall) -> None:
         """Append a call to those that take turns."""
         if call.unsent:
             self._waiting.put(call)
 
+    def put_back(self, call: EngineCall, ids: Sequence[int], *, last: bool) -> None:
+        """Have jobs of a call that a replica had wait again: as its next, or as its `last`."""
+        is_waiting = bool(call.unsent)
+        if last:
+            call.unsent.extend(ids)
+        else:
+            call.unsent.extendleft(reversed(ids))
+        if not is_waiting:
+            self._waiting.put(call)
+
     def take(self) -> NextJobs:
-        """Return the jobs that the engine has room for now, and count them as its own."""
+        """Return the jobs that replicas have room for now, and count them as theirs."""
         taken = NextJobs()
         passed: set[EngineCall] = set()
         reading = False
         while (call := self._waiting.peek(reading)) is not None and call not in passed:
-            if not self._is_due(call):
+            due = [place for place in self.places if place.is_due(call)]
+            if not due:
                 break
-            if not self._may_generate(call):
+            fit = [place for place in due if place.may_generate(call)]
+            if not fit:
                 reading = True
                 continue
-            if self._quarantine.is_quiet and len(self._waiting) == 1 and call.only_reads:
-                self._take_run(call, taken)
+            if self._quarantine.is_quiet:
+                if len(self.places) == 1 and len(self._waiting) == 1 and call.only_reads:
+                    self._take_run(call, taken)
+                else:
+                    self._take_one(call, fit, taken)
                 continue
-            job = call.job(call.unsent[0])
-            verdict = self._quarantine.judge(job, engine_is_empty=not self._in_engine)
-            if verdict == "hold":
-                taken.wait_s = self._quarantine.wait_s
+            deaths = self._quarantine.count_deaths(call.job(call.unsent[0]))
+            found = self._judge(deaths, fit, taken)
+            if found == "hold":
                 return taken
-            if verdict == "pass":
+            if found == "pass":
                 self._waiting.pass_by(call)
                 passed.add(call)
                 continue
             passed.clear()
-            generates = call.generates
-            size = self._measure(call)
-            job_id = self._waiting.pop(call)
-            if verdict == "refuse":
-                taken.refused.append(job_id)
-                continue
-            self._quarantine.note_sent(job_id, job)
-            if generates:
-                self._generating.add(job_id)
-                self._unread_prompts += size
-            self._send(call, [job_id], [size], taken)
+            if found == "refuse":
+                taken.refused.append(self._waiting.pop(call))
+            else:
+                self._take_one(call, found, taken, is_suspect=deaths > 0)
         return taken
+
+    def _judge(
+        self, deaths: int, fit: Sequence[Occupancy], taken: NextJobs
+    ) -> Verdict | list[Occupancy]:
+        """Return where a job whose turn it is may go while there are suspects, or what becomes of
+        it; so many engines have died with it.
+        """
+        quarantine = self._quarantine
+        if deaths > 1:
+            return "refuse"
+        if not deaths:
+            free = [place for place in fit if not quarantine.keeps_out(place.number)]
+            if not free:
+                taken.wait(min(quarantine.measure_wait(place.number) for place in fit))
+            return free or "hold"
+        if quarantine.is_trying or not self._may_try():
+            return "pass"
+        place = min(fit, key=lambda place: (not quarantine.keeps_out(place.number), len(place)))
+        if not len(place) or quarantine.is_settled(place.number):
+            return [place]
+        taken.wait(quarantine.measure_wait(place.number))
+        if len(self.places) == 1:
+            return "hold"
+        quarantine.reserve(place.number)
+        return "pass"
+
+    def _may_try(self) -> bool:
+        """Return whether a replica may be lost to a suspect."""
+        is_open = sum(place.is_open for place in self.places)
+        return is_open > 1 or is_open + len(self.gone) == len(self.places)
+
+    def _take_one(
+        self,
+        call: EngineCall,
+        fit: Sequence[Occupancy],
+        taken: NextJobs,
+        *,
+        is_suspect: bool = False,
+    ) -> None:
+        """Take a call's next job for one of the replicas that have room for it."""
+        generates, place = call.generates, fit[0]
+        blocks: Sequence[int] = ()
+        job_id = call.unsent[0]
+        if len(self.places) > 1:
+            if call.size(job_id) >= BLOCK:
+                blocks = hash_blocks(call.job(job_id))
+            place = self._router.choose(blocks, fit)
+            self._router.note(blocks, place)
+        size = place.measure(call)
+        self._waiting.pop(call)
+        if is_suspect:
+            self._quarantine.try_job(job_id, place.number)
+        else:
+            self._quarantine.note_sent(place.number)
+        if generates:
+            job = call.job(job_id)
+            place.expect(job_id, size, job.num_expected - len(job.tokens))
+        place.add([job_id], [size])
+        taken.add(place.number, call, [job_id])
 
     def _take_run(self, call: EngineCall, taken: NextJobs) -> None:
         """Take the next jobs of the only call that waits, as many as there is room for."""
-        room = self.room.ahead_tokens - self._ahead_tokens
-        count = max(1, bisect_right(list(accumulate(map(call.size, call.unsent))), room))
-        ids = self._waiting.pop_run(call, count)
-        self._quarantine.note_sent(ids[-1], call.job(ids[-1]))
-        self._send(call, ids, [call.size(job_id) for job_id in ids], taken)
+        (place,) = self.places
+        ids = self._waiting.pop_run(call, place.count_due([*map(call.size, call.unsent)]))
+        self._quarantine.note_sent(place.number)
+        place.add(ids, [call.size(job_id) for job_id in ids])
+        taken.add(0, call, ids)
 
-    def _send(
-        self, call: EngineCall, ids: Sequence[int], sizes: Sequence[int], taken: NextJobs
-    ) -> None:
-        self._in_engine.update(zip(ids, sizes, strict=True))
-        self._ahead_tokens += sum(sizes)
-        taken.add(call, ids)
+    def note_load(self, load: EngineLoad, replica: int = 0) -> None:
+        """Note what generation holds in a replica, and which prompts have been read."""
+        self.places[replica].note_load(load)
 
-    def _measure(self, call: EngineCall) -> int:
-        """Return the tokens of a call's next job that count as not begun."""
-        job_id = call.unsent[0]
-        if self.room.cache_tokens is None or call.only_reads:
-            return call.size(job_id)
-        return len(call.job(job_id).tokens)
-
-    def _is_due(self, call: EngineCall) -> bool:
-        """Return whether the engine has begun so much that it may be sent a call's next job."""
-        ahead = self._ahead_tokens
-        return not ahead or ahead + self._measure(call) <= self.room.ahead_tokens
-
-    def _may_generate(self, call: EngineCall) -> bool:
-        """Return whether there is room for what a call's next job generates, if it does."""
-        cache_tokens, sequences = self.room.cache_tokens, self.room.sequences
-        count = len(self._generating)
-        if not count or not call.generates:
-            return True
-        if sequences is not None and count >= sequences:
-            return False
-        if cache_tokens is None:
-            return True
-        to_come = self._unread_prompts + self._measure(call) + LOOK_AHEAD * (count + 1)
-        return self._held_tokens + to_come <= cache_tokens
-
-    def note_load(self, load: EngineLoad) -> None:
-        """Note what generation holds, and which prompts have been read."""
-        for job_id in load.started:
-            if job_id in self._generating:
-                self._begin(job_id)
-                self._in_engine[job_id] = 0
-        self._held_tokens = load.held_tokens
-
-    def _begin(self, job_id: int) -> None:
-        """Count a job's tokens no longer as not begun."""
-        size = self._in_engine.get(job_id, 0)
-        self._ahead_tokens -= size
-        if job_id in self._generating:
-            self._unread_prompts -= size
-
-    def finish(self, job_id: int) -> None:
-        """Free the room of a job that the engine no longer has."""
-        self._begin(job_id)
-        self._in_engine.pop(job_id, None)
-        self._generating.discard(job_id)
+    def finish(self, job_id: int, replica: int = 0) -> None:
+        """Free the room of a job that a replica no longer has."""
+        self.places[replica].finish(job_id)
         self._quarantine.note_ended(job_id)
 
     def drop(self, call: EngineCall) -> list[int]:
-        """Remove a call; return the ids of its jobs that the engine has.
+        """Remove a call; return the ids of its jobs that replicas have.
 
-        Those keep their room until they are finished: the engine may be at work on them.
+        Those keep their room until they are finished: an engine may be at work on them.
         """
         self._waiting.drop(call)
         ids = range(call.first_id, call.first_id + len(call.jobs))
-        return [job_id for job_id in ids if job_id in self._in_engine]
+        return [job_id for job_id in ids if any(job_id in place for place in self.places)]
+
+    def lose(self, replica: int) -> None:
+        """Remove what a replica has: its process is gone."""
+        self.places[replica].clear()
+        self._router.forget(replica)
+        self._quarantine.clear_engine(replica)
 
     def clear(self) -> None:
-        """Remove all calls and jobs: the engine is gone."""
+        """Remove all calls and jobs."""
         self._waiting = TurnQueue()
-        self._in_engine.clear()
-        self._generating.clear()
-        self._ahead_tokens = self._unread_prompts = self._held_tokens = 0
-        self._quarantine.clear_engine()
+        for place in self.places:
+            self.lose(place.number)

@@ -1,10 +1,10 @@
-"""Engines, as the HTTP process sees them: start, jobs, health, restart."""
+"""Engines in processes of this machine, as the HTTP process sees them: jobs, replicas, errors."""
 
 import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -14,50 +14,47 @@ from logsteer_server.contract.engine import EngineInfo, EngineLoad, EngineSpec
 from logsteer_server.contract.jobs import Job
 from logsteer_server.contract.lane import Lane
 from logsteer_server.contract.results import ResultPart, find_first_failure, find_last
-from logsteer_server.engines.engine_process import Ended, EngineProcess
+from logsteer_server.engines.handle import ReplicaReading
 from logsteer_server.engines.process import (
     Add,
     Cancel,
     Cancelled,
-    Failed,
     Finished,
     FromEngine,
     JobGroup,
-    Ready,
 )
 from logsteer_server.engines.queue import FairQueue
+from logsteer_server.engines.replica import Loss, Replica, SupervisionLimits
 from logsteer_server.engines.suspects import Quarantine, identify
 from logsteer_server.engines.turns import EngineCall
-from logsteer_server.engines.watchdog import RestartBudget, Watchdog, WatchLimits
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class SupervisionLimits:
-    """How an engine is fed, watched and restarted; `Settings` describes each number."""
-
-    max_unread_results: int = 131_072
-    watch: WatchLimits = field(default_factory=WatchLimits)
-    max_restarts: int = 8
-    restart_window_s: float = 600.0
-    restart_delay_s: float = 1.0
-    poison_s: float = 600.0
+SUSPECT_WAIT_S = 60.0
+"""For so long a job that a replica may have died of waits for its trial; then its caller is told to
+come back. A replica that may be lost to it has to answer, and no other suspect be on trial."""
+STATES: Sequence[ModelState] = ("ready", "loading", "restarting", "failed")
+"""Of several replicas' states, the first one here is the engine's."""
+SAME = ("weights_digest", "engine_version", "dtype", "vocab_size", "context_length")
+"""What replicas of one engine have in common, and numbers depend on."""
 
 
 @dataclass(eq=False)
 class _Waiter:
-    """Where the results of one call go."""
+    """Where the results of one call go; `begun` are jobs of which some have come."""
 
     call: EngineCall
     unread: int = 0
+    begun: set[int] = field(default_factory=set)
     results: asyncio.Queue[ResultPart | APIError] = field(default_factory=asyncio.Queue)
 
 
-class EngineHandle:
-    """Run jobs on a resident model, and restart its process when that dies or hangs.
+class LocalEngine:
+    """The `EngineHandle` of an engine in one process of this machine, or in several: replicas.
 
-    `given_up` says that it is not started any more, because it died too often.
+    They have one queue in front. When one dies or hangs, the jobs that it had go to the others,
+    unless pieces of their output have come; where no other answers, whoever waits gets an error and
+    may send the request again.
     """
 
     def __init__(
@@ -66,100 +63,99 @@ class EngineHandle:
         limits: SupervisionLimits | None = None,
     ) -> None:
         self.spec = spec
-        self.state: ModelState = "loading"
-        self.detail = "starting"
         self.info: EngineInfo | None = None
-        self.restarts = 0
-        self.given_up = False
         self.ready = asyncio.Event()
         self._limits = limits or SupervisionLimits()
         self._quarantine = Quarantine(self._limits.poison_s)
-        self._queue = FairQueue(quarantine=self._quarantine)
-        self._budget = RestartBudget(
-            self._limits.max_restarts, self._limits.restart_window_s, self._limits.restart_delay_s
+        self.replicas = [
+            Replica(number, own, self._limits, self._receive, self._open, self._lose)
+            for number, own in enumerate(spec.split())
+        ]
+        self._queue = FairQueue(
+            quarantine=self._quarantine,
+            replicas=len(self.replicas),
+            prefix_worth=self._limits.prefix_worth,
         )
-        self._watchdog = Watchdog(self._limits.watch)
+        for place in self._queue.places:
+            place.is_open = False
         self._waiters: dict[int, _Waiter] = {}
-        self._in_engine: dict[int, EngineCall] = {}
         self._ids = itertools.count()
-        self._process: EngineProcess | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._watching: asyncio.Task[None] | None = None
         self._wake: asyncio.TimerHandle | None = None
-        self._said_why = False
         self._closing = False
 
     def start(self) -> None:
-        """Start the engine's process; call it from the event loop that will use the handle."""
+        """Start the processes; call it from the event loop that will use the handle."""
         self._loop = asyncio.get_running_loop()
-        self._watching = asyncio.create_task(self._watch())
-        self._begin()
+        for replica in self.replicas:
+            replica.start()
 
-    def _begin(self) -> None:
-        """Start a process; where the machine lacks what that takes, later."""
-        if self._closing:
-            return
-        self._watchdog = Watchdog(self._limits.watch)
-        self._said_why = False
-        try:
-            interval_s = self._limits.watch.interval_s
-            self._process = EngineProcess(self.spec, interval_s, self._take_message)
-        except (OSError, RuntimeError, MemoryError) as error:
-            self.detail = f"its process could not be started: {error}"
-            log.warning("engine %s: %s", self.spec.id, self.detail)
-            self._restart()
+    @property
+    def state(self) -> ModelState:
+        """The state of the replica that is furthest."""
+        return self._furthest.state
 
-    def _take_message(self, process: EngineProcess, message: FromEngine | Ended) -> None:
-        """Hand a message to the event loop, from another thread."""
-        assert self._loop is not None
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._receive, process, message)
+    @property
+    def _furthest(self) -> Replica:
+        return min(self.replicas, key=lambda replica: STATES.index(replica.state))
+
+    @property
+    def detail(self) -> str:
+        """What the engine does, or what is wrong with it."""
+        behind = [replica for replica in self.replicas if replica.state != "ready"]
+        if len(self.replicas) == 1 or not behind:
+            return self.replicas[0].detail
+        told = "; ".join(f"{n.number} is {n.state}: {n.detail}" for n in behind)
+        ready = len(self.replicas) - len(behind)
+        return f"{ready} of {len(self.replicas)} replicas answer; {told}"
+
+    @property
+    def restarts(self) -> int:
+        """How often replicas were started again."""
+        return sum(replica.restarts for replica in self.replicas)
+
+    @property
+    def given_up(self) -> bool:
+        """Whether no replica is left, and one at least died too often."""
+        return self.state == "failed" and any(replica.given_up for replica in self.replicas)
+
+    def read(self) -> Sequence[ReplicaReading]:
+        """Return what each replica is at right now."""
+        return [replica.read() for replica in self.replicas]
 
     def stop(self) -> None:
         """Take no more calls; those that still wait get an error."""
         self._closing = True
+        for replica in self.replicas:
+            replica.stop()
         self._answer_all(refuse_closing())
 
     async def close(self) -> None:
-        """End the process; calls that still wait get an error."""
+        """End the processes; calls that still wait get an error."""
         self.stop()
-        if self._watching is not None:
-            self._watching.cancel()
-        if self._process is not None:
-            with ThreadPoolExecutor(1) as pool:  # the loop's own may be busy
-                await asyncio.get_running_loop().run_in_executor(pool, self._process.close)
-
-    async def _watch(self) -> None:
-        """Kill and restart a process that hangs, until cancelled."""
-        last = time.monotonic()
-        while True:
-            await asyncio.sleep(self._limits.watch.interval_s)
-            elapsed, last = time.monotonic() - last, time.monotonic()
-            process = self._process
-            if process is None:
-                continue
-            if why := self._watchdog.look(process.beat, elapsed):
-                was_stopped = process.is_stopped
-                process.kill()
-                log.error("engine %s hangs and is killed: %s", self.spec.id, why)
-                self._lose(Ended(why, from_outside=was_stopped))
+        with ThreadPoolExecutor(len(self.replicas)) as pool:  # the loop's own may be busy
+            loop = asyncio.get_running_loop()
+            ends = [loop.run_in_executor(pool, replica.end) for replica in self.replicas]
+            await asyncio.gather(*ends)
 
     def check_ready(self) -> EngineInfo:
         """Return what the engine is. Errors: APIError `model_loading` or `engine_restarting`."""
         if self._closing:
             raise refuse_closing()
-        if self.state == "ready" and self.info is not None:
+        state = self.state
+        if state == "ready" and self.info is not None:
             return self.info
-        if self.state == "loading":
+        if state == "loading":
             detail = f"Model {self.spec.id} is still loading ({self.detail}); try again shortly."
             raise api_error("model_loading", detail, retry_after=5)
-        if self.state == "failed":
+        if state == "failed":
             detail = f"Model {self.spec.id} failed: {self.detail} See the server's log."
             raise api_error("internal", detail)
-        raise api_error("engine_restarting", self._restarting_detail(), retry_after=10)
+        raise self._refuse_restarting()
 
-    def _restarting_detail(self) -> str:
-        return f"The engine of model {self.spec.id} is being restarted; try again shortly."
+    def _refuse_restarting(self) -> APIError:
+        detail = f"The engine of model {self.spec.id} is being restarted; try again shortly."
+        return api_error("engine_restarting", detail, retry_after=10)
 
     async def run(
         self, jobs: Sequence[Job], lane: Lane | None = None
@@ -196,12 +192,17 @@ class EngineHandle:
         return waiter
 
     def _leave(self, waiter: _Waiter) -> None:
+        self._drop(waiter)
+        self._send_jobs()
+
+    def _drop(self, waiter: _Waiter) -> None:
+        """Forget a call, and have the engine drop what it has of it."""
         for job_id in range(waiter.call.first_id, waiter.call.first_id + len(waiter.call.jobs)):
             self._waiters.pop(job_id, None)
-        in_engine = self._queue.drop(waiter.call)
-        if in_engine and self._process is not None:
-            self._process.send(Cancel(in_engine))
-        self._send_jobs()
+        found = self._queue.drop(waiter.call)
+        for replica in self.replicas:
+            if own := [job_id for job_id in found if job_id in replica.in_engine]:
+                replica.send(Cancel(own))
 
     def _send_jobs(self) -> None:
         """Send what the queue gives; once more later, where that held something back."""
@@ -212,11 +213,12 @@ class EngineHandle:
         for job_id in taken.refused:
             if waiter := self._waiters.get(job_id):
                 waiter.results.put_nowait(self._refuse_poison())
-        if taken.order and self._process is not None:
-            for call, ids in taken.by_call.items():
-                self._in_engine |= dict.fromkeys(ids, call)
-            groups = [JobGroup(ids, call.select(ids)) for call, ids in taken.by_call.items()]
-            self._process.send(Add(groups, taken.order))
+        for number, own in taken.by_replica.items():
+            replica = self.replicas[number]
+            for call, ids in own.by_call.items():
+                replica.in_engine |= dict.fromkeys(ids, call)
+            groups = [JobGroup(ids, call.select(ids)) for call, ids in own.by_call.items()]
+            replica.send(Add(groups, own.order))
         if taken.wait_s is not None and self._loop is not None:
             self._wake = self._loop.call_later(taken.wait_s, self._send_jobs)
 
@@ -228,45 +230,52 @@ class EngineHandle:
         )
         return api_error("internal", detail)
 
-    def _receive(self, process: EngineProcess, message: FromEngine | Ended) -> None:
-        if process is not self._process or self._closing:
-            return
+    def _receive(self, replica: Replica, message: FromEngine) -> None:
         match message:
             case Finished(parts):
                 for part in parts:
-                    self._deliver(part)
-                self._send_jobs()
+                    self._deliver(replica, part)
             case Cancelled(job_ids):
                 for job_id in job_ids:
-                    self._forget(job_id)
-                self._send_jobs()
+                    self._forget(replica, job_id)
             case EngineLoad():
-                self._queue.note_load(message)
-                self._send_jobs()
-            case Ready(info):
-                self.info, self.state, self.detail = info, "ready", "answers"
-                self._queue.room = info.room
-                self.ready.set()
-            case Failed():
-                self._fail(message)
-            case Ended():
-                self._lose(message)
+                self._queue.note_load(message, replica.number)
+        self._send_jobs()
 
-    def _forget(self, job_id: int) -> EngineCall | None:
-        """Note that the engine no longer has a job, and return the call that it is of."""
-        self._queue.finish(job_id)
-        return self._in_engine.pop(job_id, None)
+    def _open(self, replica: Replica, info: EngineInfo) -> None:
+        """Have a replica that is ready take jobs, unless it is another model than the others."""
+        others = [n for n in self.replicas if n is not replica and n.state == "ready"]
+        if others and self.info is not None:
+            differs = [name for name in SAME if getattr(info, name) != getattr(self.info, name)]
+            if differs:
+                replica.refuse(f"not like the other replicas ({', '.join(differs)}): load it anew")
+                self._queue.gone.add(replica.number)
+                return
+        else:
+            self.info = info
+        place = self._queue.places[replica.number]
+        place.room, place.is_open = info.room, True
+        self.ready.set()
+        self._send_jobs()
 
-    def _deliver(self, part: ResultPart) -> None:
+    def _forget(self, replica: Replica, job_id: int) -> EngineCall | None:
+        """Note that a replica no longer has a job, and return the call that it is of."""
+        self._queue.finish(job_id, replica.number)
+        return replica.in_engine.pop(job_id, None)
+
+    def _deliver(self, replica: Replica, part: ResultPart) -> None:
         """Hand results of one call to whoever waits for them."""
         waiter = self._waiters.get(part.numbers[0])
-        for job_id in find_last(part):
-            call = self._forget(job_id)
+        last = find_last(part)
+        for job_id in last:
+            call = self._forget(replica, job_id)
             if call is not None and self._quarantine.has_suspects:
                 self._quarantine.acquit(call.job(job_id))
             self._waiters.pop(job_id, None)
         if waiter is None:
             return
+        if len(last) < len(part.numbers):
+            waiter.begun.update(part.numbers)
         waiter.results.put_nowait(part)
         waiter.unread += len(part.numbers)
         if waiter.unread > self._limits.max_unread_results:
@@ -282,64 +291,67 @@ class EngineHandle:
         )
         waiter.results.put_nowait(api_error("overloaded", detail, retry_after=1.0))
 
-    def _fail(self, failure: Failed) -> None:
-        """Note why the process is about to end, and answer everyone before it has."""
-        log.error("engine %s: %s", self.spec.id, failure.detail)
-        self.detail, self._said_why = failure.detail, True
-        if self.info is None and not failure.can_restart:
-            self.state = "failed"
-        elif self.state == "ready":
-            self.state = "restarting"
-        code = "out_of_memory" if failure.out_of_memory else "engine_restarting"
-        error = api_error(code, self._restarting_detail(), retry_after=10)
-        self._answer_all(error, self._quarantine.accuse(self._list_jobs()))
+    def _lose(self, replica: Replica, loss: Loss) -> None:
+        """Have other replicas do what one had as it died, or else answer everyone who waits."""
+        lost, replica.in_engine = replica.in_engine, {}
+        self._queue.places[replica.number].is_open = False
+        self._queue.lose(replica.number)
+        if replica.state == "failed":
+            self._queue.gone.add(replica.number)
+        error = self._refuse_restarting()
+        if loss.out_of_memory:
+            error = api_error("out_of_memory", error.detail, retry_after=10)
+        jobs = {job_id: call.job(job_id) for job_id, call in lost.items()}
+        convicted = self._quarantine.accuse(jobs.values() if loss.accuses else ())
+        for waiter in self._find_poisoned(jobs, convicted):
+            self._drop(waiter)
+            waiter.results.put_nowait(self._refuse_poison())
+        if any(other.state == "ready" for other in self.replicas):
+            self._run_again(lost, error, suspected=loss.accuses)
+            self._send_jobs()
+        else:
+            self.ready.clear()
+            self._answer_all(error)
 
-    def _lose(self, ended: Ended) -> None:
-        """Answer everyone whose jobs the process had, and start another in its place."""
-        self._process = None
-        if not self._said_why:
-            self.detail = ended.detail
-        accused = [] if ended.from_outside else self._list_jobs()
-        error = api_error("engine_restarting", self._restarting_detail(), retry_after=10)
-        self._answer_all(error, self._quarantine.accuse(accused))
-        if self.state != "failed":
-            self._restart()
+    def _find_poisoned(
+        self, jobs: dict[int, Job], convicted: Collection[bytes]
+    ) -> Iterable[_Waiter]:
+        """Return who waits for one of the convicted jobs."""
+        if not convicted:
+            return ()
+        found = (self._waiters.get(n) for n, job in jobs.items() if identify(job) in convicted)
+        return {waiter for waiter in found if waiter is not None}
 
-    def _list_jobs(self) -> list[Job]:
-        """Return the jobs that the engine has."""
-        return [call.job(job_id) for job_id, call in self._in_engine.items()]
+    def _run_again(self, lost: dict[int, EngineCall], error: APIError, *, suspected: bool) -> None:
+        """Put lost jobs back into the queue; calls that have had pieces of one get the error."""
+        again: dict[_Waiter, list[int]] = {}
+        for job_id in lost:
+            if waiter := self._waiters.get(job_id):
+                again.setdefault(waiter, []).append(job_id)
+        for waiter, ids in again.items():
+            if waiter.begun.isdisjoint(ids):
+                self._queue.put_back(waiter.call, ids, last=suspected)
+                if suspected and self._loop is not None:
+                    self._loop.call_later(SUSPECT_WAIT_S, self._give_up_waiting, waiter, ids, error)
+            else:
+                self._drop(waiter)
+                waiter.results.put_nowait(error)
 
-    def _answer_all(self, error: APIError, convicted: Collection[bytes] = ()) -> None:
-        """End every call with an error: that of poison where the engine had a convicted job."""
-        poisoned = {
-            self._waiters.get(job_id)
-            for job_id, call in self._in_engine.items()
-            if convicted and identify(call.job(job_id)) in convicted
-        }
+    def _give_up_waiting(self, waiter: _Waiter, ids: Sequence[int], error: APIError) -> None:
+        """End a call with an error if a replica still was not sent one of these jobs."""
+        unsent = set(waiter.call.unsent).intersection(ids)
+        if any(self._waiters.get(job_id) is waiter for job_id in unsent):
+            self._drop(waiter)
+            waiter.results.put_nowait(error)
+
+    def _answer_all(self, error: APIError) -> None:
+        """End every call with an error."""
         waiters, self._waiters = set(self._waiters.values()), {}
-        self._in_engine.clear()
+        for replica in self.replicas:
+            replica.in_engine.clear()
         self._queue.clear()
         for waiter in waiters:
-            waiter.results.put_nowait(self._refuse_poison() if waiter in poisoned else error)
-
-    def _restart(self) -> None:
-        """Start a process after a while, as far as the budget of restarts goes."""
-        self.ready.clear()
-        delay = self._budget.take(time.monotonic())
-        if delay is None or self._loop is None:
-            self.state, self.given_up = "failed", True
-            self.detail = (
-                f"it was given up after {self._budget.max_restarts} restarts within "
-                f"{self._budget.window_s:g} s; last: {self.detail}"
-            )
-            log.error("engine %s: %s", self.spec.id, self.detail)
-            return
-        self.restarts += 1
-        self.state = "restarting"
-        log.warning(
-            "engine %s: %s; restart %d in %.1f s", self.spec.id, self.detail, self.restarts, delay
-        )
-        self._loop.call_later(delay, self._begin)
+            waiter.results.put_nowait(error)
 
 
 def refuse_closing() -> APIError:

@@ -14,7 +14,6 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import Literal
 
 import numpy as np
 
@@ -28,9 +27,6 @@ SETTLE_S = 2.0
 """Jobs that have been in the engine for so long do not end it, as far as a trial is concerned."""
 CHANGES = frozenset({"seed", "export", "reference"})
 """Fields that are drawn or named anew when a request is sent again."""
-
-Verdict = Literal["send", "pass", "hold", "refuse"]
-"""What becomes of a job: it is sent; others may go first; nobody goes before; it is poison."""
 
 
 def identify(job: Job) -> bytes:
@@ -56,18 +52,30 @@ class _Suspect:
     until: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    job_id: int
+    replica: int
+    since: float
+
+
 class Quarantine:
-    """What is known of suspects, and which of them is in the engine.
+    """What is known of suspects, and which of them is in an engine.
 
     Each is remembered for `keep_s` seconds after the last death it was in, at most MAX_SUSPECTS.
+    Replicas of an engine share what is known. One suspect is on trial at a time, in one of them,
+    and keeps new jobs out of that one alone: so at most one replica dies of it.
     """
 
     def __init__(self, keep_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
         self.keep_s = keep_s
         self._clock = clock
         self._suspects: dict[bytes, _Suspect] = {}
-        self._on_trial: tuple[int, float] | None = None
-        self._last_sent_at = -SETTLE_S
+        self._trial: _Trial | None = None
+        self._reserved: int | None = None
+        self._reserved_at = 0.0
+        self._last_sent_at: dict[int, float] = {}
+        """Replica -> when it was last sent a job that is no suspect."""
 
     def accuse(self, jobs: Iterable[Job]) -> frozenset[bytes]:
         """Note that an engine died with these jobs; return which of them it was the second for."""
@@ -93,33 +101,50 @@ class Quarantine:
     @property
     def is_quiet(self) -> bool:
         """Whether every job is sent: there are no suspects, and none is on trial."""
-        return not self._suspects and self._on_trial is None
+        return not self._suspects and self._trial is None
 
-    def judge(self, job: Job, engine_is_empty: bool) -> Verdict:
-        """Return what becomes of a job whose turn it is."""
-        now = self._clock()
-        found = self._find(identify(job), now) if self._suspects else None
-        if found is None:
-            in_trial = self._on_trial is not None and now - self._on_trial[1] < TRIAL_S
-            return "hold" if in_trial else "send"
-        if found.deaths > 1:
-            return "refuse"
-        if self._on_trial is not None:
-            return "pass"
-        return "send" if engine_is_empty or now - self._last_sent_at >= SETTLE_S else "hold"
+    def count_deaths(self, job: Job) -> int:
+        """Return how many engines died with a job: one for a suspect, two and more for poison."""
+        if not self._suspects:
+            return 0
+        found = self._find(identify(job), self._clock())
+        return found.deaths if found else 0
 
-    def note_sent(self, job_id: int, job: Job) -> None:
-        """Note that the engine was sent a job."""
-        now = self._clock()
-        if self._suspects and self._find(identify(job), now):
-            self._on_trial = (job_id, now)
-        else:
-            self._last_sent_at = now
+    @property
+    def is_trying(self) -> bool:
+        """Whether a suspect is on trial."""
+        return self._trial is not None
+
+    def keeps_out(self, replica: int) -> bool:
+        """Return whether new jobs wait because of a trial in this replica, now or to come."""
+        held, since, limit_s = self._reserved, self._reserved_at, SETTLE_S
+        if self._trial is not None:
+            held, since, limit_s = self._trial.replica, self._trial.since, TRIAL_S
+        return held == replica and self._clock() - since < limit_s
+
+    def reserve(self, replica: int) -> None:
+        """Keep new jobs out of a replica that a suspect waits for, until what it has is settled."""
+        if not self.keeps_out(replica):
+            self._reserved, self._reserved_at = replica, self._clock()
+
+    def is_settled(self, replica: int) -> bool:
+        """Return whether the jobs that a replica has do no harm, as far as a trial is concerned."""
+        last = self._last_sent_at.get(replica, -SETTLE_S)
+        return self._clock() - last >= SETTLE_S
+
+    def note_sent(self, replica: int = 0) -> None:
+        """Note that a replica was sent jobs that are no suspects."""
+        self._last_sent_at[replica] = self._clock()
+
+    def try_job(self, job_id: int, replica: int = 0) -> None:
+        """Note that a replica was sent a suspect, which is on trial until that has ended."""
+        self._trial = _Trial(job_id, replica, self._clock())
+        self._reserved = None
 
     def note_ended(self, job_id: int) -> None:
-        """Note that the engine no longer has a job."""
-        if self._on_trial is not None and self._on_trial[0] == job_id:
-            self._on_trial = None
+        """Note that no engine has a job any longer."""
+        if self._trial is not None and self._trial.job_id == job_id:
+            self._trial = None
 
     @property
     def has_suspects(self) -> bool:
@@ -130,14 +155,14 @@ class Quarantine:
         """Forget a job that the engine has answered."""
         self._suspects.pop(identify(job), None)
 
-    def clear_engine(self) -> None:
-        """Note that the engine has no jobs any more."""
-        self._on_trial = None
+    def clear_engine(self, replica: int = 0) -> None:
+        """Note that a replica has no jobs any more."""
+        if self._trial is not None and self._trial.replica == replica:
+            self._trial = None
 
-    @property
-    def wait_s(self) -> float:
-        """Seconds until a job that is held now may be sent although nothing has happened."""
-        since = self._last_sent_at + SETTLE_S
-        if self._on_trial is not None:
-            since = self._on_trial[1] + TRIAL_S
+    def measure_wait(self, replica: int) -> float:
+        """Return in how many seconds a job may be sent to a replica although nothing happens."""
+        since = self._last_sent_at.get(replica, -SETTLE_S) + SETTLE_S
+        if self._trial is not None:
+            since = self._trial.since + TRIAL_S
         return max(0.0, since - self._clock())

@@ -16,6 +16,7 @@ from logsteer_server.http.drain import Drain
 from logsteer_server.http.idempotency import AnswerMemory
 from logsteer_server.interventions.interventions import Stores
 from logsteer_server.interventions.namespaces import NamespaceRegistry
+from logsteer_server.models.changes import ModelChanges
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.stores.namespace import Namespace
@@ -177,6 +178,12 @@ async def get_models(request: Request) -> ModelRegistry:
     return models
 
 
+async def get_changes(request: Request) -> ModelChanges:
+    """Return what loads, unloads and replaces models."""
+    changes: ModelChanges = request.app.state.changes
+    return changes
+
+
 async def get_drain(request: Request) -> Drain:
     """Return how far the server's end has come."""
     drain: Drain = request.app.state.drain
@@ -230,6 +237,7 @@ async def get_file_readers(request: Request) -> asyncio.Semaphore:
 SettingsDep = Annotated[Settings, Depends(get_settings)]
 CapacityDep = Annotated[Capacity, Depends(get_capacity)]
 ModelsDep = Annotated[ModelRegistry, Depends(get_models)]
+ChangesDep = Annotated[ModelChanges, Depends(get_changes)]
 DrainDep = Annotated[Drain, Depends(get_drain)]
 VectorsDep = Annotated[VectorStore, Depends(get_vectors)]
 OverridesDep = Annotated[Namespace[OverrideCard], Depends(get_overrides)]

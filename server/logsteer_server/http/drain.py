@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from logsteer_server.engines.supervisor import refuse_closing
 from logsteer_server.http.problems import answer_problem
 
-ANSWERED_TO_THE_END = frozenset({"/healthz", "/readyz", "/metrics"})
+ANSWERED_TO_THE_END = frozenset({"/healthz", "/readyz", "/startupz", "/metrics"})
 
 
 class Drain:

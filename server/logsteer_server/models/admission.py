@@ -44,6 +44,8 @@ class Admission:
     def __init__(self, limit: int, quantity: Quantity = TOKENS, share: float = 1.0) -> None:
         self.limit = limit
         self.pending = 0
+        self.num_open = 0
+        """Reservations that have not ended: runs that are at work."""
         self._by_tenant: Counter[str] = Counter()
         self._share = share
         self._quantity = quantity
@@ -103,6 +105,8 @@ class Reservation(AbstractContextManager["Reservation"]):
         self._admission = admission
         self._tenant = tenant
         self._amount = 0
+        self._is_open = True
+        admission.num_open += 1
 
     def cover(self, amount: int) -> None:
         """Hold at least this much. Errors: as `Admission.grow`."""
@@ -118,6 +122,8 @@ class Reservation(AbstractContextManager["Reservation"]):
         """Give the room back; a second time does nothing."""
         self._admission.give_back(self._amount, self._tenant)
         self._amount = 0
+        self._admission.num_open -= self._is_open
+        self._is_open = False
 
     def __exit__(self, *_: object) -> None:
         self.release()

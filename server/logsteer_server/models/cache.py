@@ -61,7 +61,7 @@ def digest_scope(info: EngineInfo, settings: ModelSettings) -> bytes:
     for name in ("tokenizer_path", "columns", "lacks", "hook_widths", "capture_rows", "room"):
         del engine[name]
     harmless = {"id", "path", "required", "memory", "max_model_len"}
-    harmless |= {"capture_bytes", "steering_probes"}
+    harmless |= {"capture_bytes", "steering_probes", "replicas"}
     facts = [VERSION, engine, settings.model_dump(mode="json", exclude=harmless)]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
 

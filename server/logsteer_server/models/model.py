@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import cast
 
 from logsteer.errors import api_error
-from logsteer.schemas import ModelCard, ModelState, Precision, Provenance
+from logsteer.schemas import ModelCard, ModelState, Precision, Provenance, ReplicaCard
 from logsteer_server.contract.batches import change_all, count_expected, pack_jobs, select_jobs
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Job, Output
 from logsteer_server.contract.lane import Lane
 from logsteer_server.contract.parameters import Cast
 from logsteer_server.contract.results import OutputPart, WorkCounts, count_work
-from logsteer_server.engines.supervisor import EngineHandle
+from logsteer_server.engines.handle import EngineHandle
 from logsteer_server.metrics import ModelCounters, ModelReading
 from logsteer_server.models.admission import Admission
 from logsteer_server.models.cache import Computed, MissingJob, ResultCache, digest_scope
@@ -29,6 +29,8 @@ from logsteer_server.text.windows import Windowing
 
 log = logging.getLogger(__name__)
 
+CLOSED_RETRY_S = 5.0
+"""When to come back to a model that is drained, replaced or unloaded."""
 STORED_AT_ONCE = 1024
 """Results that wait together for the cache, so that a long call does not hold all of its own."""
 
@@ -86,16 +88,32 @@ class ResidentModel:
         self._results = results
         self._counters = counters
         self._codec: TextCodec | None = None
+        self._fault: str | None = None
         self.gate: tuple[ModelState, str] | None = None
         """State and detail of a model that does not answer although its engine is ready."""
+        self.closed: tuple[ModelState, str] | None = None
+        """State and detail of a model that takes no requests because somebody said so."""
+        self.note = ""
+        """What is to be known of it beside its state."""
+        self._num_checks = 0
 
     @property
     def id(self) -> str:
         """The id under which requests name this model."""
         return self.settings.id
 
+    @property
+    def num_running(self) -> int:
+        """Requests that are at work."""
+        return self.admission.num_open + self._num_checks
+
+    def restart_with(self, handle: EngineHandle) -> None:
+        """Have another engine, which is not ready yet, in place of the one that was closed."""
+        self.handle = handle
+        self.closed = self.gate = self._fault = self._codec = None
+
     async def load_codec(self) -> None:
-        """Load the tokenizer when the engine is ready; the handle's state says if that fails."""
+        """Load the tokenizer when the engine is ready; the model's state says if that fails."""
         await asyncio.to_thread(TextCodec.import_transformers)
         await self.handle.ready.wait()
         assert self.handle.info is not None
@@ -103,12 +121,15 @@ class ResidentModel:
             self._codec = await asyncio.to_thread(TextCodec.load, self.handle.info.tokenizer_path)
         except Exception as error:  # a tokenizer's own code may raise anything
             log.exception("the tokenizer of model %s did not load", self.id)
-            self.handle.state = "failed"
-            self.handle.detail = f"its tokenizer did not load: {error}"
+            self._fault = f"its tokenizer did not load: {error}"
 
     @property
     def status(self) -> tuple[ModelState, str]:
         """State and detail: the engine's; once that is ready, the tokenizer's and the gate's."""
+        if self.closed is not None:
+            return self.closed
+        if self._fault is not None:
+            return "failed", self._fault
         own = self.handle.state, self.handle.detail
         if own[0] != "ready":
             return own
@@ -132,6 +153,12 @@ class ResidentModel:
 
     def require_engine(self) -> tuple[TextCodec, EngineInfo]:
         """Return tokenizer and engine, whatever the gate says. Errors: APIError without them."""
+        if self.closed is not None:
+            detail = f"Model {self.id} takes no requests: {self.closed[1]}. Try again later."
+            raise api_error("model_loading", detail, retry_after=CLOSED_RETRY_S)
+        if self._fault is not None:
+            detail = f"Model {self.id} failed: {self._fault}. See the server's log."
+            raise api_error("internal", detail)
         info = self.handle.check_ready()
         if self._codec is None:
             detail = f"The tokenizer of model {self.id} is still loading; try again shortly."
@@ -202,7 +229,11 @@ class ResidentModel:
 
     async def check(self, job: Job) -> Output:
         """Run one job that reads no tokens. Errors: APIError where it fails."""
-        (output,) = [output async for part in self.handle.run([job]) for output in part.results]
+        self._num_checks += 1
+        try:
+            (output,) = [output async for part in self.handle.run([job]) for output in part.results]
+        finally:
+            self._num_checks -= 1
         return cast(Output, output)
 
     def _count(self, work: WorkCounts) -> None:
@@ -225,7 +256,18 @@ class ResidentModel:
             detail=detail,
             required=self.settings.required,
             restarts=self.handle.restarts,
+            replicas=[
+                ReplicaCard(
+                    state=own.state,
+                    detail=own.detail,
+                    restarts=own.restarts,
+                    num_jobs=own.num_jobs,
+                )
+                for own in self.handle.read()
+            ],
         )
+        if self.note:
+            card.detail = f"{detail}; {self.note}"
         if info is not None and codec is not None:
             card.context_length = info.context_length
             card.vocab_size = info.vocab_size

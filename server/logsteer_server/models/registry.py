@@ -1,72 +1,134 @@
 """The models of the configuration, by id: started, found, ended."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from logsteer.errors import api_error
-from logsteer_server.engines.supervisor import EngineHandle, SupervisionLimits
+from logsteer_server.engines.handle import EngineHandle
+from logsteer_server.engines.replica import SupervisionLimits
+from logsteer_server.engines.supervisor import LocalEngine
 from logsteer_server.engines.watchdog import WatchLimits
 from logsteer_server.metrics import Metrics
 from logsteer_server.models.admission import Admission
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.scratch import ScratchSpace
-from logsteer_server.settings import Settings
+from logsteer_server.settings import ModelSettings, Settings
 
 Prove = Callable[[ResidentModel], Awaitable[None]]
 """Finds out whether a model may answer, and lifts or labels its gate."""
 
+MakeHandle = Callable[[ModelSettings], EngineHandle]
+"""Makes the handle of a model's engine, which is not started yet."""
+
+
+def make_local_handles(settings: Settings) -> MakeHandle:
+    """Return what makes handles of engines in processes of this machine."""
+    limits = SupervisionLimits(
+        max_unread_results=settings.max_unread_results,
+        watch=WatchLimits(settings.heartbeat_timeout_s, settings.max_step_s, settings.max_load_s),
+        max_restarts=settings.max_restarts,
+        restart_window_s=settings.restart_window_s,
+        poison_s=settings.poison_s,
+        prefix_worth=settings.prefix_worth,
+    )
+    return lambda model: LocalEngine(model.to_spec(settings.directory), limits)
+
 
 class ModelRegistry:
-    """Every configured model, by id."""
+    """Every configured model, by id; their engines' handles are what `make_handle` makes."""
 
-    def __init__(self, settings: Settings, results: ResultCache, metrics: Metrics) -> None:
-        limits = SupervisionLimits(
-            max_unread_results=settings.max_unread_results,
-            watch=WatchLimits(
-                settings.heartbeat_timeout_s, settings.max_step_s, settings.max_load_s
-            ),
-            max_restarts=settings.max_restarts,
-            restart_window_s=settings.restart_window_s,
-            poison_s=settings.poison_s,
-        )
-        self.by_id = {
-            model.id: ResidentModel(
-                model,
-                EngineHandle(model.to_spec(settings.directory), limits),
-                Admission(settings.max_pending_tokens, share=settings.max_key_share),
-                results,
-                metrics.for_model(model.id),
-            )
-            for model in settings.models
-        }
+    def __init__(
+        self,
+        settings: Settings,
+        results: ResultCache,
+        metrics: Metrics,
+        make_handle: MakeHandle | None = None,
+    ) -> None:
+        self._make_handle = make_handle or make_local_handles(settings)
+        self._settings = settings
+        self._results = results
+        self._metrics = metrics
+        self.by_id = {model.id: self.make(model) for model in settings.models}
         metrics.live.read_models = lambda: [model.read() for model in self.by_id.values()]
         self.scratch = ScratchSpace(settings.max_reference_bytes)
-        self._loading: list[asyncio.Task[None]] = []
+        self._prove: Prove | None = None
+        self._loading: dict[ResidentModel, asyncio.Task[None]] = {}
+        self._running: set[ResidentModel] = set()
+        """Models with an engine: those that requests find, and those that come or go."""
+        self._has_started = False
+
+    def make(self, model: ModelSettings) -> ResidentModel:
+        """Return a model of these settings, which is not started and not found yet."""
+        settings = self._settings
+        return ResidentModel(
+            model,
+            self._make_handle(model),
+            Admission(settings.max_pending_tokens * model.replicas, share=settings.max_key_share),
+            self._results,
+            self._metrics.for_model(model.id),
+        )
 
     def start(self, prove: Prove | None = None) -> None:
         """Start every engine; returns at once. With `prove`, no model answers before that."""
+        self._prove = prove
         for model in self.by_id.values():
-            if prove is not None:
-                model.gate = ("testing", "its self-test has not ended")
-            model.handle.start()
-            self._loading.append(asyncio.create_task(_load(model, prove)))
+            self.start_one(model)
+
+    def start_one(self, model: ResidentModel) -> None:
+        """Start a model's engine; returns at once."""
+        if self._prove is not None:
+            model.gate = ("testing", "its self-test has not ended")
+        model.handle.start()
+        self._running.add(model)
+        if (earlier := self._loading.get(model)) is not None:
+            earlier.cancel()
+        self._loading[model] = asyncio.create_task(_load(model, self._prove))
+        self._loading[model].add_done_callback(lambda _: self._loading.pop(model, None))
+
+    def restart(self, model: ResidentModel) -> None:
+        """Start a new engine for a model whose own has been closed."""
+        model.restart_with(self._make_handle(model.settings))
+        self.start_one(model)
+
+    async def end_one(self, model: ResidentModel) -> None:
+        """End a model's engine."""
+        if (loading := self._loading.get(model)) is not None:
+            loading.cancel()
+        await model.handle.close()
+        self._running.discard(model)
+
+    def sort(self, ids: Sequence[str]) -> None:
+        """Have models listed in the order of these ids, others behind them."""
+        places = {model_id: place for place, model_id in enumerate(ids)}
+        order = sorted(self.by_id, key=lambda model_id: places.get(model_id, len(places)))
+        self.by_id = {model_id: self.by_id[model_id] for model_id in order}
+
+    @property
+    def required(self) -> list[ResidentModel]:
+        """The models without which the server is not ready."""
+        return [model for model in self.by_id.values() if model.settings.required]
+
+    @property
+    def has_started(self) -> bool:
+        """Whether every required model has answered once, all at one time."""
+        self._has_started = self._has_started or all(model.is_ready for model in self.required)
+        return self._has_started
 
     def find_given_up(self) -> ResidentModel | None:
         """Return a required model whose engine is not started any more, if there is one."""
-        models = self.by_id.values()
-        return next((m for m in models if m.settings.required and m.handle.given_up), None)
+        return next((model for model in self.required if model.handle.given_up), None)
 
     def stop(self) -> None:
         """Answer everyone who waits for an engine that the server is shutting down."""
-        for model in self.by_id.values():
+        for model in self._running:
             model.handle.stop()
 
     async def close(self) -> None:
         """End every engine."""
-        for task in self._loading:
+        for task in list(self._loading.values()):
             task.cancel()
-        await asyncio.gather(*(model.handle.close() for model in self.by_id.values()))
+        await asyncio.gather(*(model.handle.close() for model in self._running))
 
     def find(self, model_id: str | None) -> ResidentModel:
         """Return the model of that id, or the only one for None.
@@ -87,5 +149,5 @@ class ModelRegistry:
 
 async def _load(model: ResidentModel, prove: Prove | None) -> None:
     await model.load_codec()
-    if prove is not None and model.handle.state != "failed":
+    if prove is not None and model.status[0] != "failed":
         await prove(model)

@@ -34,8 +34,8 @@ class SelftestTask(Task):
     kind = "selftest"
     applied_fields = ()
 
-    def __init__(self, model_id: str, body: SelftestRequest, models: ModelRegistry) -> None:
-        super().__init__(models.find(model_id), streams=body.stream)
+    def __init__(self, model: ResidentModel, body: SelftestRequest, models: ModelRegistry) -> None:
+        super().__init__(model, streams=body.stream)
         self._body = body
         self._other = None if body.against is None else _find_other(body, self.model, models)
         self._trial: Trial | None = None
@@ -111,7 +111,7 @@ async def prove(model: ResidentModel, models: ModelRegistry, capacity: Capacity)
     It is tested again where its engine was restarted meanwhile.
     """
     while True:
-        task = SelftestTask(model.id, SelftestRequest(), models)
+        task = SelftestTask(model, SelftestRequest(), models)
         try:
             await Run(task, capacity).finish()
         except APIError as error:

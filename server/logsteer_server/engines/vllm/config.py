@@ -14,6 +14,7 @@ from logsteer_server.engines.machine import (
     separate_compiled_code,
     show_devices,
 )
+from logsteer_server.engines.needs import parse_bytes
 from logsteer_server.engines.vllm.arguments import check_arguments
 from logsteer_server.engines.weights import digest_weights, find_eos, limit_context
 from logsteer_server.numerics.rows import PUBLIC_COLUMNS
@@ -88,14 +89,6 @@ def _bind_cores(ranks: int) -> str:
         return "auto"  # vLLM says what is wrong where it runs on the CPU; a GPU does not care
     share = len(cores) // ranks
     return "|".join(",".join(map(str, cores[r * share : (r + 1) * share])) for r in range(ranks))
-
-
-def parse_bytes(size: str) -> int:
-    """Return the bytes of a size such as `512MiB`. Errors: ValueError for anything else."""
-    for suffix, unit in (("GiB", 2**30), ("MiB", 2**20)):
-        if size.endswith(suffix):
-            return int(float(size.removesuffix(suffix)) * unit)
-    raise ValueError(f"memory: {size!r} is not a size; write for example 512MiB or 1GiB")
 
 
 def engine_args(spec: EngineSpec, path: Path | str, on_cpu: bool, limit: int) -> dict[str, Any]:

@@ -1,0 +1,126 @@
+"""Two replicas of a model on one core each against one replica on one core, over HTTP.
+
+Both servers are configured alike, with two replicas that share the cores out; of the second one's,
+one is killed and given up, so that what is left has the core that it would have beside the other.
+The HTTP process and the client run on the same cores.
+"""
+
+import os
+import random
+import sys
+import time
+from typing import Any
+
+import httpx
+import psutil
+
+from logsteer import Client
+from models import DEVICE, ROOT
+from servers import find_process
+from timing import compare, compare_with_first, spread, summarize
+from workplace import ID, Workplace
+
+sys.path.insert(0, str(ROOT / "demo"))
+import corpus
+
+TEXTS = 48
+STORIES = 5
+"""Stories of the demo's corpus in one text, which then has about 300 tokens."""
+WAIT_S = 120.0
+TWO, ONE = "two replicas, a core each", "one replica on one core"
+
+
+def compare_replicas(place: Workplace, runs: int) -> dict[str, Any]:
+    """Texts scored in full by two replicas and by one; how busy processes were, and differences."""
+    if (os.cpu_count() or 1) < 2 or DEVICE != "cpu":
+        raise RuntimeError("this row takes two cores and no GPU")
+    path = place.find_model()
+    with (
+        place.serve(path, replicas=2) as two,
+        place.serve(path, replicas=2, server={"max_restarts": 0}) as one,
+        Client(two, timeout=600) as client,
+        Client(one, timeout=600) as other,
+    ):
+        _wait_for_replicas(two, 2)
+        _wait_for_replicas(one, 2)
+        _leave_one(one)
+        ways = {TWO: client, ONE: other}
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        shares, busiest = [], {name: list[float]() for name in ways}
+        difference, tokens = 0.0, 0
+        for run in range(runs + 1):
+            texts = make_texts(run)
+            found: dict[str, Any] = {}
+            for name, asked in ways.items():
+                url = two if name == TWO else one
+                before, engines = measure_cpu(find_process(url)), find_engines(url)
+                used = [measure_cpu(engine) for engine in engines]
+                started = time.perf_counter()
+                found[name] = asked.perplexity(texts)
+                taken = time.perf_counter() - started
+                if run:
+                    seconds[name].append(taken)
+                    own = zip(engines, used, strict=True)
+                    busiest[name].append(max(measure_cpu(engine) - past for engine, past in own))
+                    if name == TWO:
+                        shares.append((measure_cpu(find_process(url)) - before) / taken)
+            pairs = zip(found[TWO].results, found[ONE].results, strict=True)
+            difference = max(
+                difference,
+                *(
+                    abs((a.sum_logprob or 0) - (b.sum_logprob or 0)) / a.num_scored
+                    for a, b in pairs
+                ),
+            )
+            tokens = found[TWO].total.num_scored
+    result = summarize(seconds, tokens, "tokens") | {"ratios": compare_with_first(seconds)}
+    result["figures"] = {
+        "HTTP process of two replicas, cores": spread(shares),
+        "the ratio in CPU seconds of the busiest engine": compare(busiest[TWO], busiest[ONE]),
+    }
+    return result | {"largest_difference_nats": float(f"{difference:.2g}")}
+
+
+def make_texts(seed: int) -> list[str]:
+    """Texts of several stories each, others with every seed."""
+    draw = random.Random(seed)
+    moods = ("happy", "sad")
+    return [
+        " ".join(corpus.story(draw, draw.choice(moods)) for _ in range(STORIES))
+        for _ in range(TEXTS)
+    ]
+
+
+def measure_cpu(process: psutil.Process) -> float:
+    """CPU seconds of a process so far."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def find_engines(url: str) -> list[psutil.Process]:
+    """The processes of the engines of a server."""
+    found = find_process(url).children()
+    return [child for child in found if "spawn_main" in " ".join(child.cmdline())]
+
+
+def _states(url: str) -> list[str]:
+    card = httpx.get(f"{url}/models/{ID}", timeout=30).json()
+    return [replica["state"] for replica in card["replicas"]]
+
+
+def _wait_for_replicas(url: str, count: int) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while _states(url).count("ready") < count:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{count} replicas were not ready within {WAIT_S:g} s")
+        time.sleep(0.2)
+
+
+def _leave_one(url: str) -> None:
+    """Stop the second replica's process, and take it from the model."""
+    max(find_engines(url), key=psutil.Process.create_time).kill()
+    deadline = time.monotonic() + WAIT_S
+    while _states(url) != ["ready", "failed"]:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the second replica is still there: {_states(url)}")
+        time.sleep(0.2)

@@ -1,0 +1,91 @@
+"""`logsteer models …`: what is resident, and the commands that change it."""
+
+import argparse
+from collections.abc import Callable
+
+from rich.text import Text
+
+from logsteer.cli import tables
+from logsteer.cli.output import add_output_options, show
+from logsteer.cli.terminal import add_examples
+from logsteer.client import Client
+from logsteer.errors import LogsteerError
+from logsteer.schemas import ModelCard, ModelList, ReloadAnswer
+
+EXAMPLES = """
+  logsteer models
+  logsteer models --format csv
+"""
+RELOAD_EXAMPLES = """
+  logsteer models reload --json
+"""
+_WAIT_S = 300.0
+_CHANGES = {
+    "load": "have a model answer that was unloaded, drained or failed",
+    "unload": "answer what a model has at work, then end its engine",
+    "drain": "answer what a model has at work, and refuse it new requests",
+}
+
+
+def add_model_commands(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
+    """Give the parser of `logsteer models` its commands; without one it lists the models."""
+    parser.set_defaults(command=_show_models)
+    add_examples(parser, EXAMPLES)
+    add_output_options(parser, ModelList)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name, text in _CHANGES.items():
+        one = commands.add_parser(name, parents=[common], help=text, description=text)
+        add_examples(one, f"\n  logsteer models {name} demo --wait 600\n")
+        one.add_argument("changed", metavar="MODEL")
+        _add_wait(one)
+        one.set_defaults(command=_change(name))
+    text = "have the server read its configuration again: add, remove and replace models"
+    one = commands.add_parser("reload", parents=[common], help=text, description=text)
+    add_examples(one, RELOAD_EXAMPLES)
+    _add_wait(one)
+    one.set_defaults(command=_reload)
+
+
+def _add_wait(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--wait",
+        type=float,
+        default=_WAIT_S,
+        metavar="SECONDS",
+        help=f"for the end of the change; it goes on without you (default {_WAIT_S:g})",
+    )
+
+
+def _show_models(client: Client, arguments: argparse.Namespace) -> None:
+    answer = client.models()
+    show(arguments, answer, tables.draw_models(answer))
+
+
+def _change(name: str) -> Callable[[Client, argparse.Namespace], None]:
+    def change(client: Client, arguments: argparse.Namespace) -> None:
+        call = getattr(client, f"{name}_model")
+        card: ModelCard = call(arguments.changed, wait_s=arguments.wait)
+        show(arguments, card, tables.draw_models(ModelList(models=[card])))
+
+    return change
+
+
+def _reload(client: Client, arguments: argparse.Namespace) -> None:
+    """Print what has changed; raise LogsteerError, which is exit status 1, where some failed."""
+    answer = client.reload(wait_s=arguments.wait)
+    show(arguments, answer, *(Text(line) for line in _tell(answer)))
+    if answer.failed:
+        raise LogsteerError("; ".join(f"{name}: {why}" for name, why in answer.failed.items()))
+
+
+def _tell(answer: ReloadAnswer) -> list[str]:
+    """Return a line for each kind of change that there was."""
+    kinds = {
+        "added": answer.added,
+        "removed": answer.removed,
+        "replaced": [name for name in answer.replaced if name not in answer.failed],
+        "unchanged": answer.unchanged,
+        "still at work": answer.pending,
+        "count from the next start on": answer.needs_restart,
+    }
+    return [f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names]

@@ -1,0 +1,144 @@
+"""What a model of the configuration would need of a machine, by its files, without an engine.
+
+Counts are estimates: weights as their files say, the cache as configured, and a process's own
+memory as it was measured. No library of models is imported.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from logsteer_server.contract.engine import EngineSpec
+
+ITEM_BYTES: Mapping[str, int] = {
+    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2,
+    "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
+"""Dtypes of safetensors."""
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+"""Those that are converted to the dtype that a model runs in."""
+DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+PROCESS_BYTES: Mapping[str, int] = {
+    "vllm": 1200 * 2**20,
+    "transformer_lens": 900 * 2**20,
+    "fake": 60 * 2**20,
+}
+"""Memory of an engine's process beside weights and cache, measured with the demo model on a CPU."""
+CPU_CACHE_BYTES = 2**30
+"""vLLM's key-value cache on a CPU where `memory` says nothing."""
+MAX_HEADER_BYTES = 100 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNeeds:
+    """Bytes that one replica needs, and what they give.
+
+    `token_bytes`: keys and values of one token; 0 where the configuration does not tell.
+    """
+
+    weights_bytes: int
+    cache_bytes: int
+    process_bytes: int
+    token_bytes: int = 0
+    context_length: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """All of them together."""
+        return self.weights_bytes + self.cache_bytes + self.process_bytes
+
+    @property
+    def cache_tokens(self) -> int | None:
+        """Tokens that the cache holds; None where that cannot be told."""
+        return self.cache_bytes // self.token_bytes if self.token_bytes else None
+
+
+def parse_bytes(size: str) -> int:
+    """Return the bytes of a size such as `512MiB`. Errors: ValueError for anything else."""
+    for suffix, unit in (("GiB", 2**30), ("MiB", 2**20)):
+        if size.endswith(suffix):
+            return int(float(size.removesuffix(suffix)) * unit)
+    raise ValueError(f"memory: {size!r} is not a size; write for example 512MiB or 1GiB")
+
+
+def find_checkpoint(path: str) -> Path:
+    """Return a checkpoint's directory, given by its path or a hub id that was downloaded.
+
+    Errors: ValueError where it is not on this machine.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    home = os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub"))
+    found = sorted((hub / f"models--{path.replace('/', '--')}" / "snapshots").glob("*/config.json"))
+    if path.startswith((".", "/", "~")):
+        raise ValueError(f"{path}: no such directory")
+    if not found:
+        raise ValueError(f"{path} is not on this machine; a hub id is downloaded at the first load")
+    return found[-1].parent
+
+
+def estimate(spec: EngineSpec) -> ModelNeeds:
+    """Return what one replica of a model needs. Errors: ValueError where its files do not tell."""
+    process = PROCESS_BYTES[spec.engine]
+    directory = find_checkpoint(spec.path)
+    if spec.engine == "fake":
+        return ModelNeeds(0, 0, process)
+    weights = _count_weights(directory, spec.dtype)
+    try:
+        config = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{directory}/config.json cannot be read") from error
+    text = config.get("text_config", config)
+    cache = 0
+    if spec.engine == "vllm":
+        is_size = isinstance(spec.memory, str)
+        cache = parse_bytes(str(spec.memory)) if is_size else CPU_CACHE_BYTES
+    length = spec.max_model_len or text.get("max_position_embeddings")
+    return ModelNeeds(weights, cache, process, _measure_token(text, config, spec.dtype), length)
+
+
+def _measure_token(text: dict[str, Any], config: dict[str, Any], dtype: str) -> int:
+    """Return the bytes of a token's keys and values; 0 where the configuration has other names."""
+    heads = text.get("num_attention_heads") or text.get("n_head")
+    layers = text.get("num_hidden_layers") or text.get("n_layer")
+    width = text.get("hidden_size") or text.get("n_embd")
+    if not (heads and layers and width):
+        return 0
+    kept = text.get("num_key_value_heads") or heads
+    size = text.get("head_dim") or width // heads
+    if dtype == "auto":
+        dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    return int(2 * layers * kept * size * DTYPE_BYTES.get(dtype, 2))
+
+
+def _count_weights(directory: Path, dtype: str) -> int:
+    """Return the bytes of a checkpoint's weights in the dtype that they are run in."""
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        others = [*directory.glob("*.bin"), *directory.glob("*.pt"), *directory.glob("*.gguf")]
+        if not others:
+            raise ValueError(f"{directory} has no weights")
+        return sum(file.stat().st_size for file in others)
+    return sum(size for file in files for size in _measure_tensors(file, dtype))
+
+
+def _measure_tensors(file: Path, dtype: str) -> Iterator[int]:
+    """Yield the bytes of each tensor of a file, whose header alone is read."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if not 0 < length <= MAX_HEADER_BYTES:
+            raise ValueError(f"{file} is no safetensors file")
+        header = json.loads(stream.read(length))
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        kind = entry["dtype"]
+        size = ITEM_BYTES.get(kind, 1)
+        if kind in FLOATS and dtype != "auto":
+            size = DTYPE_BYTES[dtype]
+        yield math.prod(entry["shape"]) * size

@@ -1,0 +1,116 @@
+"""What one replica of an engine has of the jobs that wait, and what it has room for."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+from logsteer_server.contract.engine import EngineLoad, EngineRoom
+from logsteer_server.engines.turns import EngineCall
+
+LOOK_AHEAD = 16
+"""Tokens that each generation may still grow by when another one is let in."""
+
+
+class Occupancy:
+    """The jobs that one replica has, by id, and the tokens that they take.
+
+    Of what it has not begun, it has at most `room.ahead_tokens`, or one job. Where it says what
+    generation holds (`note_load`), a job that generates counts there with its prompt, until that
+    has been read. A further one is let in while the prompts to come fit into the cache beside what
+    is held now, and all may grow by LOOK_AHEAD. The engine preempts some where they grow more. It
+    takes nothing unless it `is_open`.
+    """
+
+    def __init__(self, number: int = 0, room: EngineRoom | None = None) -> None:
+        self.number = number
+        self.room = room or EngineRoom()
+        self.is_open = True
+        self.ahead_tokens = 0
+        self._ahead_of: dict[int, int] = {}
+        """Job -> its tokens that count as not begun."""
+        self._to_generate: dict[int, int] = {}
+        """Job that generates -> tokens that are expected of it."""
+        self._generated_ahead = 0
+        self._unread_prompts = 0
+        self._held_tokens = 0
+
+    def __contains__(self, job_id: int) -> bool:
+        return job_id in self._ahead_of
+
+    def __len__(self) -> int:
+        return len(self._ahead_of)
+
+    @property
+    def load(self) -> int:
+        """Tokens that it has still to read and to generate, as far as is known of the latter."""
+        return self.ahead_tokens + self._generated_ahead
+
+    def measure(self, call: EngineCall) -> int:
+        """Return the tokens of a call's next job that count as not begun."""
+        job_id = call.unsent[0]
+        if self.room.cache_tokens is None or call.only_reads:
+            return call.size(job_id)
+        return len(call.job(job_id).tokens)
+
+    def is_due(self, call: EngineCall) -> bool:
+        """Return whether so much has been begun that it may be sent a call's next job."""
+        if not self.is_open:
+            return False
+        ahead = self.ahead_tokens
+        return not ahead or ahead + self.measure(call) <= self.room.ahead_tokens
+
+    def count_due(self, sizes: Sequence[int]) -> int:
+        """Return how many of the next jobs, of these sizes, it has room for: one at least."""
+        room = self.room.ahead_tokens - self.ahead_tokens
+        return max(1, bisect_right(list(accumulate(sizes)), room))
+
+    def may_generate(self, call: EngineCall) -> bool:
+        """Return whether there is room for what a call's next job generates, if it does."""
+        cache_tokens, sequences = self.room.cache_tokens, self.room.sequences
+        count = len(self._to_generate)
+        if not count or not call.generates:
+            return True
+        if sequences is not None and count >= sequences:
+            return False
+        if cache_tokens is None:
+            return True
+        to_come = self._unread_prompts + self.measure(call) + LOOK_AHEAD * (count + 1)
+        return self._held_tokens + to_come <= cache_tokens
+
+    def add(self, ids: Sequence[int], sizes: Sequence[int]) -> None:
+        """Count jobs of these tokens as its own."""
+        self._ahead_of.update(zip(ids, sizes, strict=True))
+        self.ahead_tokens += sum(sizes)
+
+    def expect(self, job_id: int, size: int, num_generated: int) -> None:
+        """Count tokens that a job which it has, of this size, is expected to generate."""
+        self._to_generate[job_id] = num_generated
+        self._generated_ahead += num_generated
+        self._unread_prompts += size
+
+    def note_load(self, load: EngineLoad) -> None:
+        """Note what generation holds, and which prompts have been read."""
+        for job_id in load.started:
+            if job_id in self._to_generate:
+                self._begin(job_id)
+                self._ahead_of[job_id] = 0
+        self._held_tokens = load.held_tokens
+
+    def _begin(self, job_id: int) -> None:
+        """Count a job's tokens no longer as not begun."""
+        size = self._ahead_of.get(job_id, 0)
+        self.ahead_tokens -= size
+        if job_id in self._to_generate:
+            self._unread_prompts -= size
+
+    def finish(self, job_id: int) -> None:
+        """Free the room of a job that the replica no longer has."""
+        self._begin(job_id)
+        self._ahead_of.pop(job_id, None)
+        self._generated_ahead -= self._to_generate.pop(job_id, 0)
+
+    def clear(self) -> None:
+        """Remove all jobs: the replica's process is gone."""
+        self._ahead_of.clear()
+        self._to_generate.clear()
+        self.ahead_tokens = self._generated_ahead = self._unread_prompts = self._held_tokens = 0

@@ -1,0 +1,308 @@
+"""Several replicas of one engine: one dies or hangs, and the others answer what it had."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from logsteer.errors import APIError
+from logsteer_server.contract.engine import EngineSpec
+from logsteer_server.contract.jobs import GenerateJob, ScoreJob
+from logsteer_server.contract.results import ResultPart
+from logsteer_server.engines import supervisor
+from logsteer_server.engines.fake import fake_generation, fake_logprobs
+from logsteer_server.engines.replica import SupervisionLimits
+from logsteer_server.engines.supervisor import LocalEngine
+from logsteer_server.engines.watchdog import WatchLimits
+from tests.conftest import DEMO_MODEL, VOCAB_SIZE, fake_model
+from tests.faults.processes import (
+    find_engines,
+    read_card,
+    running,
+    score,
+    wait_for,
+    wait_for_state,
+)
+
+EXIT, HANG = 77, 79
+LIMITS = SupervisionLimits(
+    restart_delay_s=0.1, max_restarts=20, watch=WatchLimits(heartbeat_timeout_s=1.5, max_step_s=1.5)
+)
+
+
+def make_spec(replicas: int = 2, **args: Any) -> EngineSpec:
+    args = {"vocab_size": VOCAB_SIZE, "context_length": 128, "ahead_tokens": 60} | args
+    return EngineSpec("fake", "fake", str(DEMO_MODEL), replicas=replicas, engine_args=args)
+
+
+@asynccontextmanager
+async def started(
+    spec: EngineSpec, limits: SupervisionLimits = LIMITS
+) -> AsyncIterator[LocalEngine]:
+    engine = LocalEngine(spec, limits)
+    engine.start()
+    try:
+        await until(lambda: all(own.state == "ready" for own in engine.read()))
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def until(is_so: Callable[[], object], limit_s: float = 60.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)
+
+
+def make_jobs(count: int) -> list[ScoreJob]:
+    return [
+        ScoreJob(np.array([100 + n % 50, n // 50, 3], np.int32), np.array([7], np.int32))
+        for n in range(count)
+    ]
+
+
+async def collect(engine: LocalEngine, jobs: list[Any]) -> dict[int, list[Any]]:
+    """The results of each job, of which each is to have one."""
+    found: dict[int, list[Any]] = {}
+    async for part in engine.run(jobs):
+        for number, result in zip(part.numbers, part.results, strict=True):
+            found.setdefault(number, []).append(result)
+    return found
+
+
+def check_answers(jobs: list[ScoreJob], found: dict[int, list[Any]]) -> None:
+    """Every job is answered once, with what it is to come to."""
+    assert sorted(found) == list(range(len(jobs)))
+    assert {len(results) for results in found.values()} == {1}
+    for number, job in enumerate(jobs):
+        assert np.array_equal(found[number][0].columns["logprob"], fake_logprobs(job))
+
+
+def kill(engine: LocalEngine, number: int, how: signal.Signals = signal.SIGKILL) -> None:
+    process = engine.replicas[number].process
+    assert process is not None
+    assert process._pid is not None
+    os.kill(process._pid, how)
+
+
+def on_loop(work: Callable[[], Awaitable[None]]) -> None:
+    async def run() -> None:
+        await work()
+
+    asyncio.run(run())
+
+
+def test_a_call_is_split_over_replicas_that_both_work() -> None:
+    async def work() -> None:
+        async with started(make_spec(delay_s=0.02)) as engine:
+            jobs = make_jobs(400)
+            reading = asyncio.create_task(collect(engine, jobs))
+            seen: set[int] = set()
+            while not reading.done():
+                seen |= {n for n, own in enumerate(engine.read()) if own.num_jobs}
+                await asyncio.sleep(0.005)
+            check_answers(jobs, await reading)
+            assert seen == {0, 1}
+
+    on_loop(work)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_jobs_of_a_replica_that_is_killed_or_stopped_are_answered_by_the_other(
+    how: signal.Signals,
+) -> None:
+    async def work() -> None:
+        async with started(make_spec(delay_s=0.02)) as engine:
+            jobs = make_jobs(2000)
+            reading = asyncio.create_task(collect(engine, jobs))
+            await until(lambda: engine.replicas[0].in_engine)
+            kill(engine, 0, how)
+            check_answers(jobs, await asyncio.wait_for(reading, 60))
+            await until(lambda: engine.read()[0].state == "ready")
+            assert [own.restarts for own in engine.read()] == [1, 0]
+            assert engine.state == "ready"
+
+    on_loop(work)
+
+
+def test_while_one_restarts_the_other_takes_new_calls() -> None:
+    async def work() -> None:
+        async with started(make_spec()) as engine:
+            kill(engine, 1)
+            await until(lambda: engine.read()[1].state == "restarting")
+            assert "1 of 2 replicas answer; 1 is restarting" in engine.detail
+            assert engine.ready.is_set()
+            jobs = make_jobs(50)
+            check_answers(jobs, await collect(engine, jobs))
+
+    on_loop(work)
+
+
+@pytest.mark.parametrize("poison", [EXIT, HANG])
+def test_poison_ends_one_replica_at_a_time_and_is_refused_after_two(poison: int) -> None:
+    """Both replicas never are gone at once, and whoever is no poison is answered."""
+
+    async def work() -> None:
+        async with started(make_spec(delay_s=0.02, exit_id=EXIT, hang_id=HANG)) as engine:
+            jobs = make_jobs(60)
+            bad = ScoreJob(np.array([poison, 3], np.int32), np.array([7], np.int32))
+            down = 0
+
+            async def watch() -> None:
+                nonlocal down
+                while True:
+                    down = max(down, sum(own.state != "ready" for own in engine.read()))
+                    await asyncio.sleep(0.001)
+
+            watching = asyncio.create_task(watch())
+            calls = [asyncio.create_task(collect(engine, jobs[n::6])) for n in range(6)]
+            with pytest.raises(APIError, match="ended twice") as caught:
+                await asyncio.wait_for(collect(engine, [bad]), 60)
+            assert caught.value.code == "internal"
+            for n, call in enumerate(calls):
+                check_answers(jobs[n::6], await asyncio.wait_for(call, 60))
+            watching.cancel()
+            assert down == 1
+            assert engine.restarts == 2
+            with pytest.raises(APIError, match="ended twice"):
+                await collect(engine, [bad])
+            assert engine.restarts == 2, "no third one was given it"
+
+    on_loop(work)
+
+
+def test_a_generation_of_which_pieces_have_come_is_told_to_come_again() -> None:
+    """One that has shown nothing yet is run again, and comes whole."""
+
+    async def work() -> None:
+        async with started(make_spec(delay_s=0.5)) as engine:
+            tokens = np.arange(5, dtype=np.int32)
+            job = GenerateJob(tokens, 4, stream=True, seed=1)
+            shown, hidden = (asyncio.create_task(collect(engine, [job])) for _ in range(2))
+            await until(lambda: sum(len(own.in_engine) for own in engine.replicas) == 2)
+            first = min(n for own in engine.replicas for n in own.in_engine)
+            piece = fake_generation(job)[0]
+            for number, own in enumerate(engine.replicas):
+                if first in own.in_engine:
+                    engine._deliver(own, ResultPart([first], [piece], 0.0))
+                    kill(engine, number)
+            with pytest.raises(APIError) as caught:
+                await asyncio.wait_for(shown, 30)
+            assert caught.value.code == "engine_restarting"
+            found = await asyncio.wait_for(hidden, 30)
+            assert len(found[0]) == 4
+
+    on_loop(work)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_generation_that_has_shown_nothing_is_run_again(number: int) -> None:
+    async def work() -> None:
+        async with started(make_spec(delay_s=0.3)) as engine:
+            job = GenerateJob(np.arange(5, dtype=np.int32), 4, stream=True, seed=1)
+            calls = [asyncio.create_task(collect(engine, [job])) for _ in range(4)]
+            await until(lambda: all(own.in_engine for own in engine.replicas))
+            kill(engine, number)
+            for call in calls:
+                found = await asyncio.wait_for(call, 30)
+                assert [len(piece.token_ids) for piece in found[0]] == [1, 1, 1, 1]
+
+    on_loop(work)
+
+
+def test_a_suspect_that_cannot_be_tried_is_told_to_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The replica that died does not come back in time, and the other one is not risked."""
+    monkeypatch.setattr(supervisor, "SUSPECT_WAIT_S", 0.5)
+
+    async def work() -> None:
+        limits = replace(LIMITS, restart_delay_s=30.0)
+        async with started(make_spec(exit_id=EXIT), limits) as engine:
+            bad = ScoreJob(np.array([EXIT, 3], np.int32), np.array([7], np.int32))
+            with pytest.raises(APIError) as caught:
+                await asyncio.wait_for(collect(engine, [bad]), 30)
+            assert (caught.value.code, caught.value.retryable) == ("engine_restarting", True)
+            states = [own.state for own in engine.read()]
+            assert sorted(states) == ["ready", "restarting"]
+            jobs = make_jobs(20)
+            check_answers(jobs, await collect(engine, jobs))
+
+    on_loop(work)
+
+
+def test_where_no_replica_is_left_callers_are_told_to_come_again() -> None:
+    async def work() -> None:
+        async with started(make_spec(delay_s=0.05)) as engine:
+            reading = asyncio.create_task(collect(engine, make_jobs(2000)))
+            await until(lambda: all(own.in_engine for own in engine.replicas))
+            kill(engine, 0)
+            kill(engine, 1)
+            with pytest.raises(APIError) as caught:
+                await asyncio.wait_for(reading, 30)
+            assert (caught.value.code, caught.value.retryable) == ("engine_restarting", True)
+            assert not engine.ready.is_set()
+            await until(lambda: engine.state == "ready")
+
+    on_loop(work)
+
+
+def test_each_replica_runs_on_its_share_of_the_cores() -> None:
+    async def work() -> None:
+        async with started(make_spec()) as engine:
+            own = []
+            for replica in engine.replicas:
+                assert replica.process is not None
+                assert replica.process._pid is not None
+                own.append(os.sched_getaffinity(replica.process._pid))
+            cores = os.sched_getaffinity(0)
+            assert own[0] | own[1] <= cores
+            assert len(own[0]) == len(own[1]) == max(1, len(cores) // 2)
+            if len(cores) > 1:
+                assert own[0].isdisjoint(own[1])
+
+    on_loop(work)
+
+
+def test_a_server_answers_while_a_replica_is_killed(tmp_path: Path) -> None:
+    """2,000 items over two replicas, one of which is killed in the middle: nobody sees an error."""
+    model = fake_model("many", delay_s=0.02, ahead_tokens=200) | {"replicas": 2}
+    config = {"models": [model], "cache_bytes": 0}
+    with running(config, tmp_path) as server:
+        server.wait_until_ready()
+
+        def both_answer() -> bool:
+            return [own["state"] for own in read_card(server, "many")["replicas"]] == ["ready"] * 2
+
+        wait_for(both_answer)
+        items = [{"context_ids": [5, n % 200], "target_ids": [[6]]} for n in range(2000)]
+        body = {"model": "many", "items": items}
+
+        def ask() -> httpx.Response:
+            return httpx.post(f"{server.url}/logprob", json=body, timeout=60)
+
+        quiet = ask().json()["results"]
+        with ThreadPoolExecutor(2) as pool:
+            asked = [pool.submit(ask) for _ in range(2)]
+            time.sleep(0.1)
+            os.kill(find_engines(server)[0], signal.SIGKILL)
+            answers = [one.result() for one in asked]
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert all(answer.json()["results"] == quiet for answer in answers)
+        card = read_card(server, "many")
+        assert (card["state"], card["restarts"]) == ("ready", 1)
+        wait_for_state(server, "many", "ready")
+        assert score(server, "many").status_code == 200
+        ready = httpx.get(f"{server.url}/readyz").json()
+        assert ready["ready"]

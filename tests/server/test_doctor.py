@@ -1,0 +1,193 @@
+"""`logsteer-server doctor`, and what it counts: weights, keys and values, GPUs."""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from logsteer_server import doctor
+from logsteer_server.contract.engine import EngineSpec
+from logsteer_server.doctor import MachineFinding, draw, examine
+from logsteer_server.engines.machine_facts import Gpu, measure_memory, parse_gpus
+from logsteer_server.engines.needs import CPU_CACHE_BYTES, PROCESS_BYTES, estimate
+from logsteer_server.models.fit import fits_beside
+from logsteer_server.settings import ModelSettings, Settings
+from tests.conftest import DEMO_MODEL
+
+CONFIG = {
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64,
+    "max_position_embeddings": 512, "torch_dtype": "float32",
+}  # fmt: skip
+GIB = 2**30
+GPUS = (Gpu(0, "H200", 140 * GIB, 139 * GIB, "570"), Gpu(1, "H200", 140 * GIB, 100 * GIB, "570"))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    tensors = {"a": np.zeros((100, 64), np.float16), "b": np.zeros(10, np.int8)}
+    save_file(tensors, tmp_path / "model-1.safetensors")
+    save_file({"c": np.zeros((7, 3), np.float32)}, tmp_path / "model-2.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def look(
+    settings: Settings, gpus: Sequence[Gpu], monkeypatch: pytest.MonkeyPatch
+) -> list[MachineFinding]:
+    monkeypatch.setattr(doctor, "list_gpus", lambda: list(gpus))
+    return list(examine(settings))
+
+
+def settings_of(*models: dict[str, Any], **fields: Any) -> Settings:
+    return Settings(models=[ModelSettings(**model) for model in models], port=0, **fields)
+
+
+class TestNeeds:
+    @pytest.mark.parametrize(
+        ("dtype", "weights", "item"),
+        [("auto", 100 * 64 * 2 + 10 + 21 * 4, 4), ("float32", (6400 + 21) * 4 + 10, 4),
+         ("bfloat16", (6400 + 21) * 2 + 10, 2)],
+    )  # fmt: skip
+    def test_weights_are_counted_in_the_dtype_that_they_run_in(
+        self, checkpoint: Path, dtype: str, weights: int, item: int
+    ) -> None:
+        needs = estimate(EngineSpec("m", "vllm", str(checkpoint), dtype=dtype))
+        assert needs.weights_bytes == weights
+        assert needs.token_bytes == 2 * 3 * 2 * 16 * item
+        assert (needs.cache_bytes, needs.context_length) == (CPU_CACHE_BYTES, 512)
+        assert needs.cache_tokens == CPU_CACHE_BYTES // needs.token_bytes
+
+    def test_settings_count(self, checkpoint: Path) -> None:
+        spec = EngineSpec("m", "vllm", str(checkpoint), memory="256MiB", max_model_len=64)
+        assert estimate(spec).cache_bytes == 256 * 2**20
+        assert estimate(spec).context_length == 64
+        assert estimate(EngineSpec("m", "transformer_lens", str(checkpoint))).cache_bytes == 0
+        fake = estimate(EngineSpec("m", "fake", str(checkpoint)))
+        assert fake.num_bytes == PROCESS_BYTES["fake"]
+
+    def test_what_cannot_be_told_is_an_error(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="no such directory"):
+            estimate(EngineSpec("m", "vllm", "./nowhere"))
+        with pytest.raises(ValueError, match="not on this machine"):
+            estimate(EngineSpec("m", "vllm", "nobody/has-this"))
+        with pytest.raises(ValueError, match="no weights"):
+            estimate(EngineSpec("m", "vllm", str(tmp_path)))
+        (tmp_path / "a.safetensors").write_bytes(b"\xff" * 100)
+        with pytest.raises(ValueError, match="no safetensors file"):
+            estimate(EngineSpec("m", "vllm", str(tmp_path)))
+
+    def test_a_hub_id_is_found_where_it_was_downloaded(
+        self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        snapshot = tmp_path / "models--org--name" / "snapshots" / "abc"
+        snapshot.parent.mkdir(parents=True)
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+        snapshot.mkdir()
+        for file in checkpoint.glob("model*.safetensors"):
+            (snapshot / file.name).write_bytes(file.read_bytes())
+        (snapshot / "config.json").write_text(json.dumps(CONFIG))
+        assert estimate(EngineSpec("m", "vllm", "org/name")).weights_bytes > 0
+
+
+def test_lines_of_nvidia_smi_are_read() -> None:
+    text = "0, NVIDIA H200, 143771, 143240, 570.1\n1, NVIDIA A, B, [N/A], 1, 570.1\nno GPU\n"
+    assert parse_gpus(text) == [Gpu(0, "NVIDIA H200", 143771 * 2**20, 143240 * 2**20, "570.1")]
+
+
+def test_memory_is_that_of_the_machine() -> None:
+    total, free = measure_memory()
+    assert 2**28 < free < total
+
+
+class TestPage:
+    def test_a_model_on_gpus(self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def judge(**fields: Any) -> MachineFinding:
+            model = {"id": "m", "path": str(checkpoint), **fields}
+            found = look(settings_of(model), GPUS, monkeypatch)
+            return next(finding for finding in found if finding.subject == "model m")
+
+        assert judge(devices=[0]).verdict == "ok"
+        assert re.search(r"on one GPU, 126\.0 GiB left, about \d+ tokens", judge(devices=[0]).text)
+        assert "on each of 2 GPUs, 100.0 GiB left" in judge(replicas=2).text
+        told = judge(devices=[0, 7], tensor_parallel=2)
+        assert (told.verdict, told.text) == (
+            "fail",
+            "2 GPUs are needed, and devices [7] are not here",
+        )
+        told = judge(replicas=3)
+        assert (told.verdict, told.text) == ("fail", "3 GPUs are needed, and 2 GPUs are here")
+        monkeypatch.setattr(doctor, "GPU_SHARE", 1e-9)
+        assert judge(devices=[0]).verdict == "fail"
+
+    def test_a_model_beyond_the_memory_fails(
+        self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = {"id": "m", "path": str(checkpoint), "memory": "9000GiB"}
+        found = look(settings_of(model), (), monkeypatch)
+        assert [f.subject for f in found if f.verdict == "fail"] == ["together"]
+
+    def test_a_port_that_is_taken_fails(
+        self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", 0))
+            other.listen()
+            settings = settings_of({"id": "m", "path": str(checkpoint), "engine": "fake"})
+            taken = settings.model_copy(update={"port": other.getsockname()[1]})
+            found = {f.subject: f for f in look(taken, (), monkeypatch)}
+        assert found["port"].verdict == "fail"
+        assert "choose another --port" in found["port"].text
+
+    def test_each_line_has_a_verdict_and_fits(self) -> None:
+        findings = [
+            MachineFinding("ok", "a", "word " * 60),
+            MachineFinding("fail", "longer name", "x"),
+        ]
+        page = draw(findings, colour=False).splitlines()
+        assert max(map(len, page)) <= doctor.WIDTH
+        assert page[-1] == "1 failed, nothing to look at."
+        assert "\x1b[31;1mfail" in draw(findings, colour=True)
+
+
+@pytest.mark.parametrize(("path", "status"), [(str(DEMO_MODEL), 0), ("./nowhere", 1), (None, 2)])
+def test_the_command_needs_no_engine(tmp_path: Path, path: str | None, status: int) -> None:
+    config = tmp_path / "models.yaml"
+    model = {"id": "m", "path": path, "memory": "64MiB"}
+    config.write_text(json.dumps({"models": [model], "port": 0}))
+    code = (
+        "import sys; from logsteer_server.__main__ import main; "
+        f"status = main(['doctor', '--config', {str(config)!r}]); "
+        "assert not {'torch', 'vllm', 'transformers'} & set(sys.modules); sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert ("model m" in done.stdout) == (status < 2)
+
+
+class TestBeside:
+    @pytest.mark.parametrize(
+        ("wish", "old", "new", "fits"),
+        [
+            ("always", {}, {"memory": "9000GiB"}, True),
+            ("never", {}, {}, False),
+            ("auto", {}, {"memory": "64MiB", "devices": "cpu"}, True),
+            ("auto", {}, {"memory": "9000GiB", "devices": "cpu"}, False),
+            ("auto", {"devices": [0]}, {"devices": [1]}, True),
+            ("auto", {"devices": [0, 1]}, {"devices": [1]}, False),
+            ("auto", {}, {"path": "./nowhere"}, False),
+        ],
+    )
+    def test_where_there_is_room(
+        self, checkpoint: Path, wish: str, old: dict[str, Any], new: dict[str, Any], fits: bool
+    ) -> None:
+        one = {"id": "m", "path": str(checkpoint)}
+        settings = settings_of(one, reload_beside=wish)
+        assert fits_beside(ModelSettings(**one | old), ModelSettings(**one | new), settings) is fits
