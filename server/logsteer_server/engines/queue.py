@@ -62,6 +62,11 @@ class FairQueue:
         self._unread_prompts = 0
         self._held_tokens = 0
 
+    @property
+    def num_waiting(self) -> int:
+        """Jobs that the engine has not been sent."""
+        return self._waiting.num_jobs
+
     def put(self, call: EngineCall) -> None:
         """Append a call to those that take turns."""
         if call.unsent:

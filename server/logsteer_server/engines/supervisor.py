@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import ModelState
@@ -29,6 +29,8 @@ from logsteer_server.engines.queue import FairQueue
 from logsteer_server.engines.suspects import Quarantine, identify
 from logsteer_server.engines.turns import EngineCall
 from logsteer_server.engines.watchdog import RestartBudget, Watchdog, WatchLimits
+from logsteer_server.observation.logs import LogStyle
+from logsteer_server.observation.readings import EngineStatus
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ class SupervisionLimits:
     restart_window_s: float = 600.0
     restart_delay_s: float = 1.0
     poison_s: float = 600.0
+    style: LogStyle = field(default_factory=LogStyle)
 
 
 @dataclass(eq=False)
@@ -103,7 +106,8 @@ class EngineHandle:
         self._said_why = False
         try:
             interval_s = self._limits.watch.interval_s
-            self._process = EngineProcess(self.spec, interval_s, self._take_message)
+            take, style = self._take_message, self._limits.style
+            self._process = EngineProcess(self.spec, interval_s, take, style)
         except (OSError, RuntimeError, MemoryError) as error:
             self.detail = f"its process could not be started: {error}"
             log.warning("engine %s: %s", self.spec.id, self.detail)
@@ -143,6 +147,19 @@ class EngineHandle:
                 process.kill()
                 log.error("engine %s hangs and is killed: %s", self.spec.id, why)
                 self._lose(Ended(why, from_outside=was_stopped))
+
+    def observe(self, replica: str = "0") -> EngineStatus:
+        """Return what the process is at, as far as its heartbeats have told."""
+        process = self._process
+        status = EngineStatus(replica, restarts=self.restarts, queued=self._queue.num_waiting)
+        if process is None:
+            return status
+        if (beat := process.beat) is None:
+            return replace(status, pid=process.pid)
+        age_s = max(0.0, now() - process.beat_at)
+        return replace(
+            status, pid=process.pid, heartbeat_age_s=age_s, reading=beat.reading, steps=beat.steps
+        )
 
     def check_ready(self) -> EngineInfo:
         """Return what the engine is. Errors: APIError `model_loading` or `engine_restarting`."""
@@ -215,7 +232,10 @@ class EngineHandle:
         if taken.order and self._process is not None:
             for call, ids in taken.by_call.items():
                 self._in_engine |= dict.fromkeys(ids, call)
-            groups = [JobGroup(ids, call.select(ids)) for call, ids in taken.by_call.items()]
+            groups = [
+                JobGroup(ids, call.select(ids), call.lane.request_id)
+                for call, ids in taken.by_call.items()
+            ]
             self._process.send(Add(groups, taken.order))
         if taken.wait_s is not None and self._loop is not None:
             self._wake = self._loop.call_later(taken.wait_s, self._send_jobs)

@@ -6,11 +6,12 @@ from collections.abc import Awaitable, Callable
 from logsteer.errors import api_error
 from logsteer_server.engines.supervisor import EngineHandle, SupervisionLimits
 from logsteer_server.engines.watchdog import WatchLimits
-from logsteer_server.metrics import Metrics
 from logsteer_server.models.admission import Admission
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.scratch import ScratchSpace
+from logsteer_server.observation.logs import LogStyle
+from logsteer_server.observation.metrics import Metrics
 from logsteer_server.settings import Settings
 
 Prove = Callable[[ResidentModel], Awaitable[None]]
@@ -29,6 +30,7 @@ class ModelRegistry:
             max_restarts=settings.max_restarts,
             restart_window_s=settings.restart_window_s,
             poison_s=settings.poison_s,
+            style=LogStyle(settings.log_format, settings.log_level),
         )
         self.by_id = {
             model.id: ResidentModel(
@@ -40,7 +42,7 @@ class ModelRegistry:
             )
             for model in settings.models
         }
-        metrics.live.read_models = lambda: [model.read() for model in self.by_id.values()]
+        metrics.read_models = lambda: [model.read() for model in self.by_id.values()]
         self.scratch = ScratchSpace(settings.max_reference_bytes)
         self._loading: list[asyncio.Task[None]] = []
 
