@@ -328,10 +328,19 @@ async def _serve_metrics(app: Any, listener: socket.socket) -> None:
     await MetricsServer(config).serve(sockets=[listener])
 
 
-async def report_start(models: ModelRegistry, url: str, needs_key: bool) -> None:
-    """Print how each model comes up, and what to ask once all of them have."""
+async def report_start(
+    models: ModelRegistry, url: str, needs_key: bool, to_log: bool = False
+) -> None:
+    """Print how each model comes up, and what to ask once all of them have; or log the former."""
+
+    def say(text: str) -> None:
+        if to_log:
+            log.info("%s", text.strip())
+        else:
+            print(text, flush=True)
+
     started = time.monotonic()
-    print(f"logsteer {__version__} listens on {url}; models are loading.", flush=True)
+    say(f"logsteer {__version__} listens on {url}; models are loading.")
     waiting = dict(models.by_id)
     last_report = started
     while waiting:
@@ -340,21 +349,23 @@ async def report_start(models: ModelRegistry, url: str, needs_key: bool) -> None
         for model_id, model in list(waiting.items()):
             card = model.describe()
             if card.state == "ready":
-                print(
+                say(
                     f"  {model_id}: ready after {elapsed:.0f} s ({card.engine}, "
-                    f"context {card.context_length}, vocabulary {card.vocab_size})",
-                    flush=True,
+                    f"context {card.context_length}, vocabulary {card.vocab_size})"
                 )
                 del waiting[model_id]
             elif card.state == "failed":
-                print(f"  {model_id}: failed: {card.detail}", file=sys.stderr, flush=True)
+                if to_log:
+                    log.error("%s: failed: %s", model_id, card.detail)
+                else:
+                    print(f"  {model_id}: failed: {card.detail}", file=sys.stderr, flush=True)
                 del waiting[model_id]
         if waiting and time.monotonic() - last_report >= PROGRESS_EVERY_S:
             last_report = time.monotonic()
             states = (f"{model_id}: {model.status[0]}" for model_id, model in waiting.items())
-            print(f"  {', '.join(states)}, {elapsed:.0f} s", flush=True)
+            say(f"  {', '.join(states)}, {elapsed:.0f} s")
     ready = [model for model in models.by_id.values() if model.is_ready]
-    if ready:
+    if ready and not to_log:
         print(_suggest_calls(url, ready[0].id if len(models.by_id) > 1 else None, needs_key))
 
 
