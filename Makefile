@@ -7,7 +7,7 @@ WORKERS ?= 2
 PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 EXACT := $(addprefix tests/contract/test_,exactness.py logprob.py quantized.py tlens.py)
 
-.PHONY: serve demo setup test test-fast test-avx2 families check format bench gpu-check openapi \
+.PHONY: observability serve demo setup test test-fast test-avx2 families check format bench gpu-check openapi \
 	client lock clean
 
 serve: ## install what is missing, then serve CONFIG on PORT
@@ -52,6 +52,10 @@ openapi: setup ## write openapi.json anew from the schemas
 
 client: setup ## write the client's methods anew from the table of endpoints and the schemas
 	@$(PYTHON) -m logsteer._generator
+
+observability: setup ## write Grafana's dashboard and docs/metrics.md anew
+	@$(PYTHON) deploy/observability/write_dashboard.py
+	@$(PYTHON) deploy/observability/write_metrics.py
 
 lock: setup ## write the lock files anew
 	@PATH=$(CURDIR)/.venv/bin:$$PATH requirements/compile.sh

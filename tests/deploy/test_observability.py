@@ -94,8 +94,9 @@ def test_every_metric_is_shown_or_watched() -> None:
     assert {row.full_name for row in METRICS.values()} - shown == {"logsteer_build_info"}
 
 
-def test_the_dashboard_is_as_its_script_writes_it() -> None:
-    script = str(PLACE / "write_dashboard.py")
+@pytest.mark.parametrize("script", ["write_dashboard.py", "write_metrics.py"])
+def test_a_document_is_as_its_script_writes_it(script: str) -> None:
+    script = str(PLACE / script)
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
 

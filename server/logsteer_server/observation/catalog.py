@@ -123,7 +123,7 @@ _ROWS = (
     _row("key_errors", "counter", "requests", "key",
          "Requests of a key that ended with a problem."),
     _row("key_tokens", "counter", "tokens", "key kind",
-         "Tokens computed for a key; kind: prompt, scored, generated."),
+         "Tokens of a key's answers, those of known results too; kind: prompt, scored, generated."),
 )  # fmt: skip
 
 METRICS: Mapping[str, MetricRow] = {row.name: row for row in _ROWS}
