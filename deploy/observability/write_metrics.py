@@ -32,20 +32,20 @@ LOGS = """
 
 `log_format: json` writes an object a line to standard error, engines too. What compiled libraries
 print by themselves stays text, and so do the lines of vLLM's own processes where a model has
-several ranks. `access_log: true` adds a line a request (`access_log_file` in a file of its own); what keys
-with the scopes `write` and `admin` did or were refused is logged always (`audit_log_file`). No line
-has a prompt, a vector's numbers or a key.
+several ranks. `access_log: true` adds a line a request (`access_log_file` in a file of its own);
+what keys with the scopes `write` and `admin` did or were refused is logged always
+(`audit_log_file`). No line has a prompt, a vector's numbers or a key.
 """
 
 TRACES = """
 ## Traces
 
 `tracing: true` (with `logsteer[otel]`) makes a span of each request, below the caller's where that
-sent `traceparent`, as the Python client does inside of a span. Its children are `admission`, `planning`,
-`queue`, `engine` and `answer`; a request with several batches has several of the middle ones.
-Attributes are the fields of the access log. `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_SERVICE_NAME`,
-`OTEL_TRACES_SAMPLER`, `OTEL_TRACES_EXPORTER` (`otlp`, `console`, `none`) and their kin say where
-spans go and which are kept.
+sent `traceparent`, as the Python client does inside of a span. Its children are `admission`,
+`planning`, `queue`, `engine` and `answer`; a request with several batches has several of the middle
+ones. Attributes are the fields of the access log. `OTEL_EXPORTER_OTLP_ENDPOINT`,
+`OTEL_SERVICE_NAME`, `OTEL_TRACES_SAMPLER`, `OTEL_TRACES_EXPORTER` (`otlp`, `console`, `none`) and
+their kin say where spans go and which are kept.
 """
 
 WATCH = """

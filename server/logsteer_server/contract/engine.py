@@ -97,6 +97,11 @@ class EngineReading:
     adapter_slots_used: int | None = None
     memory: Sequence[DeviceMemory] = ()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no sequence."""
+        return not (self.running or self.waiting)
+
 
 @dataclass(frozen=True, slots=True)
 class StepCounts:

@@ -236,6 +236,8 @@ class EngineLoop:
             while self._open and self._connection.poll(0 if self._engine.busy else max_idle_s):
                 self._handle(self._connection.recv())
             if self._engine.busy:
+                if self._reading is None or self._reading.is_idle:
+                    self._read(0.0)  # so that a step that never ends is one with work
                 began = time.monotonic()
                 with self._call():
                     stepped = self._engine.step()
@@ -243,12 +245,12 @@ class EngineLoop:
                 if (load := self._engine.take_load()) is not None:
                     self.send(load)
                 self._report(stepped)
-            self._read()
+            self._read(self._read_every_s)
 
-    def _read(self) -> None:
-        """Ask the engine what it is at, where that was some time ago."""
+    def _read(self, every_s: float) -> None:
+        """Ask the engine what it is at, where that was so long ago."""
         now = time.monotonic()
-        if now - self._read_at >= self._read_every_s:
+        if now - self._read_at >= every_s:
             self._read_at, self._reading = now, self._engine.read()
 
     def list_requests(self) -> str:
