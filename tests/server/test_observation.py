@@ -197,12 +197,14 @@ class TestDisk:
         asyncio.run(work())
 
 
-class TestEndpoint:
-    @pytest.fixture(scope="class")
-    def server(self, start_server: ServerFactory) -> Server:
-        model = fake_model("slow", delay_s=0.2, ahead_tokens=8)
-        return start_server({"models": [model], "metrics_key": "k"})
+@pytest.fixture(scope="module")
+def server(start_server: ServerFactory) -> Server:
+    """A slow model, and metrics behind a key."""
+    model = fake_model("slow", delay_s=0.2, ahead_tokens=8)
+    return start_server({"models": [model], "metrics_key": "k"})
 
+
+class TestEndpoint:
     def scrape(self, server: Server) -> str:
         header = {"Authorization": "Bearer k"}
         return httpx.get(f"{server.url}/metrics", headers=header).raise_for_status().text
@@ -248,12 +250,13 @@ def test_real_engines_say_what_they_are_at(start_server: ServerFactory) -> None:
         width = client.models().models[0].hidden_size
         vector = {"data": {"1": [0.1] * (width or 0)}, "scale": 1.0}
 
-        def draw(model: str) -> None:
+        def draw(model: str, length: int) -> None:
             prompts = [list(range(5, 40))] * 4
-            client.steer(None, {"vectors": [vector]}, prompt_ids=prompts, max_tokens=300,
+            client.steer(None, {"vectors": [vector]}, prompt_ids=prompts, max_tokens=length,
                          ignore_eos=True, model=model)  # fmt: skip
 
-        threads = [threading.Thread(target=draw, args=(name,)) for name in ("vllm", "tlens")]
+        lengths = {"vllm": 950, "tlens": 300}
+        threads = [threading.Thread(target=draw, args=pair) for pair in lengths.items()]
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
@@ -273,11 +276,11 @@ def test_real_engines_say_what_they_are_at(start_server: ServerFactory) -> None:
     assert seen["vllm"] == seen["tlens"] == 4
     assert seen["steering_slots_used"] == 1, "four sequences, one plan"
     assert seen["adapter_slots_used"] == 0
-    assert 4 <= seen["kv_cache_blocks_used"] <= 4 * 11, "of 32 tokens"
+    assert 4 <= seen["kv_cache_blocks_used"] <= 4 * 31, "of 32 tokens"
     assert sample(text, "steering_slots", model="vllm") == 64
     assert sample(text, "adapter_slots", model="vllm") == 2
     assert sample(text, "kv_cache_blocks", model="tlens") is None
-    for model in ("vllm", "tlens"):
-        assert sample(text, "generated_tokens_total", model=model) == 1200
-        assert (sample(text, "steered_tokens_total", model=model) or 0) > 1000
+    for model, length in lengths.items():
+        assert sample(text, "generated_tokens_total", model=model) == 4 * length
+        assert (sample(text, "steered_tokens_total", model=model) or 0) > 3 * length
         assert (sample(text, "engine_process_cpu_seconds_total", model=model) or 0) > 1
