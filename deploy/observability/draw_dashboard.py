@@ -61,6 +61,7 @@ def draw(url: str, minutes: float, step: float) -> Any:
             else:
                 draw_panel(place, panel, url, minutes, step)
         axes[0].set_ylabel(title, fontsize=13, fontweight="bold")
+    figure.supxlabel("minutes", fontsize=10)
     return figure
 
 
@@ -77,11 +78,12 @@ def draw_panel(place: Any, panel: dict[str, Any], url: str, minutes: float, step
             lines += 1
     place.set_title(panel["title"] + (f", {unit}" if unit else ""), fontsize=10)
     place.tick_params(labelsize=7)
+    place.margins(y=0.45)  # room for the legend
     place.set_ylim(bottom=0)
     place.grid(alpha=0.25)
     if not lines:
         place.text(0.5, 0.5, "no data", ha="center", transform=place.transAxes, color="gray")
-    elif lines:
+    else:
         more = f"and {lines - MAX_LEGEND} more" if lines > MAX_LEGEND else None
         place.legend(fontsize=6, loc="upper left", title=more, title_fontsize=6)
 

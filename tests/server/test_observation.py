@@ -6,11 +6,13 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.types import Message, Receive, Scope, Send
 
 from logsteer import Client
 from logsteer.errors import APIError
@@ -19,7 +21,7 @@ from logsteer_server.observation.catalog import METRICS
 from logsteer_server.observation.metrics import OTHER_KEYS, Metrics
 from logsteer_server.observation.processes import read_family
 from logsteer_server.observation.readings import EngineStatus, ModelReading
-from logsteer_server.observation.requests import RequestRecord
+from logsteer_server.observation.requests import RequestObserver, RequestRecord
 from logsteer_server.observation.tallies import SECONDS, ModelTally, Spread, TokenTimes
 from logsteer_server.settings import Settings
 from logsteer_server.stores import disk
@@ -121,6 +123,28 @@ class TestEngines:
         assert (sample(text, "engine_process_resident_memory_bytes") or 0) > 2**20
         given = {row.name for row in METRICS.values() if "replica" in row.labels}
         assert all(f"\nlogsteer_{name}" in text for name in given)
+
+
+@pytest.mark.parametrize(("status", "counted"), [(200, None), (503, None), (500, 1), (None, 1)])
+def test_a_crash_is_a_problem_and_a_probe_that_says_no_is_none(
+    status: int | None, counted: int | None
+) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if status is None:
+            raise RuntimeError("a fault")
+        await send({"type": "http.response.start", "status": status})
+
+    async def nothing(*_: object) -> Message:
+        return {"type": "http.request"}
+
+    metrics = Metrics()
+    scope = {"type": "http", "method": "GET", "headers": []}
+    with suppress(RuntimeError):
+        asyncio.run(RequestObserver(app, metrics)(scope, nothing, nothing))
+    text = metrics.render().decode()
+    assert sample(text, "errors_total", path="other", code="internal") == counted
+    assert sample(text, "requests_total", status=str(status or 500)) == 1
+    assert sample(text, "requests_in_flight") == 0
 
 
 class TestProcesses:

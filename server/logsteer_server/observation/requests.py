@@ -15,6 +15,8 @@ from logsteer_server.observation.tracing import Phase, RequestTracer
 
 OTHER = "other"
 """The route of requests that no route with a template took."""
+CRASHED = 500
+"""The status of an exception, which is answered outside of `RequestObserver`."""
 AUDITED = frozenset({"write", "admin"})
 """Scopes of endpoints whose requests are in the audit log."""
 
@@ -105,7 +107,7 @@ class RequestObserver:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status, sent = 500, 0  # of an exception, which is answered outside of this
+        status, sent = CRASHED, 0
 
         async def send_noting(message: Message) -> None:
             nonlocal status, sent
@@ -130,7 +132,7 @@ class RequestObserver:
             ended = time.monotonic()
             metrics.in_flight -= 1
             route = getattr(scope.get("route"), "path", OTHER)
-            if status >= 500 and not record.code:
+            if status == CRASHED and not record.code:
                 record.code = "internal"
             metrics.note_request(route, status, ended - started, record.code)
             if record.key:
