@@ -8,7 +8,7 @@ PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reord
 EXACT := $(addprefix tests/contract/test_,exactness.py logprob.py quantized.py tlens.py)
 
 .PHONY: serve demo setup test test-fast test-avx2 families check format bench gpu-check openapi \
-	client docs lock clean
+	client docs observability lock clean
 
 serve: ## install what is missing, then serve CONFIG on PORT
 	@requirements/install.sh server
@@ -56,6 +56,10 @@ client: setup ## write the client's methods anew from the table of endpoints and
 docs: setup ## write the pages that follow from the code, build the documentation into site/
 	@$(PYTHON) -m logsteer_server.reference docs
 	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet
+
+observability: setup ## write Grafana's dashboard and docs/metrics.md anew
+	@$(PYTHON) deploy/observability/write_dashboard.py
+	@$(PYTHON) deploy/observability/write_metrics.py
 
 lock: setup ## write the lock files anew
 	@PATH=$(CURDIR)/.venv/bin:$$PATH requirements/compile.sh

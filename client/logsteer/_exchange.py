@@ -6,6 +6,7 @@ awaiting; so `Client` and `AsyncClient` cannot behave differently.
 
 import json
 import random
+import sys
 import time
 import uuid
 from collections.abc import Callable, Generator
@@ -179,7 +180,7 @@ def _build(call: ApiCall[Any], terms: Terms, request_id: str) -> httpx.Request:
         accept = f"{_EVENT_STREAM}, {_ACCEPT['json']}"
     elif call.file_type is not None:
         accept = f"{call.file_type}, application/problem+json"
-    headers = {"X-Request-Id": request_id, "Accept": accept}
+    headers = {"X-Request-Id": request_id, "Accept": accept, **_describe_trace()}
     if call.takes_key:
         headers["Idempotency-Key"] = request_id  # one for all attempts, too
     content: Any = call.body
@@ -190,6 +191,19 @@ def _build(call: ApiCall[Any], terms: Terms, request_id: str) -> httpx.Request:
         content = terms.chunks(call.upload)
     params = dict(call.params) or None
     return terms.build(call.method, call.path, content=content, params=params, headers=headers)
+
+
+def _describe_trace() -> dict[str, str]:
+    """Return the headers by which the server's spans come below the caller's own.
+
+    None where the caller's program has not imported OpenTelemetry, or is in no span.
+    """
+    headers: dict[str, str] = {}
+    if "opentelemetry.trace" in sys.modules:
+        from opentelemetry import propagate
+
+        propagate.inject(headers)
+    return headers
 
 
 def _relay(

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
@@ -22,10 +23,15 @@ from logsteer_server.http.memory import RequestMemory
 from logsteer_server.http.problems import add_handlers
 from logsteer_server.interventions.namespaces import NamespaceRegistry
 from logsteer_server.keys.keyring import KeyRing
-from logsteer_server.metrics import Metrics, RequestMetrics
+from logsteer_server.models.admission import Admission
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.changes import ModelChanges
 from logsteer_server.models.registry import MakeHandle, ModelRegistry
+from logsteer_server.observation.logs import ACCESS, AUDIT, CURRENT_REQUEST, LogStyle, open_log
+from logsteer_server.observation.metrics import Metrics
+from logsteer_server.observation.readings import ServerReading
+from logsteer_server.observation.requests import RequestObserver
+from logsteer_server.observation.tracing import MissingTracingError, RequestTracer
 from logsteer_server.routes import (
     adapters,
     openai,
@@ -36,7 +42,8 @@ from logsteer_server.routes import (
     tokens,
     vectors,
 )
-from logsteer_server.settings import Settings
+from logsteer_server.settings import ConfigurationError, Settings
+from logsteer_server.stores.disk import DiskUsage
 from logsteer_server.stores.threads import StoreThreads
 from logsteer_server.tasks.planning import Capacity
 from logsteer_server.tasks.selftest import prove
@@ -64,7 +71,8 @@ def create_app(
             for path in await asyncio.to_thread(sweep, parent):
                 log.info("removed %s, which a server that was killed had left", path)
         results = ResultCache.open(settings)
-        app.state.metrics.live.read_cache_bytes = lambda: results.num_bytes
+        app.state.disk = DiskUsage(settings)
+        app.state.metrics.read_server = partial(_read_server, app, results)
         app.state.file_readers = asyncio.Semaphore(MAX_FILE_READERS)
         app.state.large_bodies = BodyTurns()
         threads = StoreThreads(settings.store_threads, settings.max_store_calls)
@@ -81,6 +89,8 @@ def create_app(
             app.state.capacity.close()
             threads.close()
             app.state.keys.close()
+            if app.state.tracer is not None:
+                await asyncio.to_thread(app.state.tracer.close)
 
     app = FastAPI(
         title="logsteer",
@@ -90,20 +100,16 @@ def create_app(
         responses={"default": {"model": Problem, "description": "A problem document (RFC 9457)."}},
     )
     app.state.settings = settings
-    app.state.capacity = capacity = Capacity(settings)
-    app.state.metrics = Metrics()
-    app.state.metrics.live.read_pending_bytes = lambda: capacity.memory.pending
+    app.state.capacity = Capacity(settings)
+    app.state.tracer = open_tracer() if settings.tracing else None
+    app.state.metrics = Metrics(settings.max_metric_keys)
     app.state.drain = Drain()
     app.state.answers = AnswerMemory(settings.idempotency_bytes, settings.idempotency_s)
     app.state.keys = keys = KeyRing(settings)
     for module in (tasks, perplexity, vectors, overrides, adapters, tokens, openai):
         app.include_router(module.router)
     app.include_router(operations.router)
-    app.add_middleware(RequestMemory, admission=capacity.memory)
-    app.add_middleware(DrainGate, drain=app.state.drain)
-    app.add_middleware(HostCheck, hosts=AllowedHosts(settings, needs_key=keys.needs_key))
-    app.add_middleware(RequestIds)
-    app.add_middleware(RequestMetrics, metrics=app.state.metrics)
+    _add_layers(app, needs_key=keys.needs_key)
     add_handlers(app)
     return app
 
@@ -115,6 +121,57 @@ def _start_models(app: FastAPI, models: ModelRegistry, reread: Callable[[], Sett
     app.state.changes = ModelChanges(models, settings, reread)
     test = partial(prove, models=models, capacity=app.state.capacity)
     models.start(test if settings.selftest else None)
+
+
+def _add_layers(app: FastAPI, *, needs_key: bool) -> None:
+    """Put what every request passes through around the application, the innermost first."""
+    settings: Settings = app.state.settings
+    app.add_middleware(RequestMemory, admission=app.state.capacity.memory)
+    app.add_middleware(DrainGate, drain=app.state.drain)
+    app.add_middleware(HostCheck, hosts=AllowedHosts(settings, needs_key=needs_key))
+    app.add_middleware(RequestIds)
+    app.add_middleware(
+        RequestObserver,
+        metrics=app.state.metrics,
+        access=_open_access_log(settings),
+        audit=_open_log(AUDIT, settings, settings.audit_log_file),
+        tracer=app.state.tracer,
+    )
+
+
+def _read_server(app: FastAPI, results: ResultCache) -> ServerReading:
+    memory: Admission = app.state.capacity.memory
+    return ServerReading(
+        memory.pending,
+        memory.limit,
+        results.num_bytes,
+        app.state.settings.cache_bytes,
+        app.state.disk.reading,
+    )
+
+
+def open_tracer() -> RequestTracer:
+    """Return what makes spans of requests. Errors: ConfigurationError where it is not installed."""
+    try:
+        return RequestTracer.open()
+    except MissingTracingError as error:
+        raise ConfigurationError(str(error)) from error
+
+
+def _open_access_log(settings: Settings) -> logging.Logger | None:
+    if not settings.access_log:
+        return None
+    return _open_log(ACCESS, settings, settings.access_log_file)
+
+
+def _open_log(name: str, settings: Settings, path: Path | None) -> logging.Logger:
+    """Return the log of a name. Errors: ConfigurationError for a file that cannot be written."""
+    place = None if path is None else settings.directory / path.expanduser()
+    try:
+        return open_log(name, LogStyle(settings.log_format, settings.log_level), place)
+    except OSError as error:
+        detail = f"{place} cannot be written to ({error.strerror}): name another file"
+        raise ConfigurationError(detail) from error
 
 
 class RequestIds:
@@ -132,6 +189,7 @@ class RequestIds:
         is_usable = 0 < len(sent) <= MAX_REQUEST_ID and sent.isascii() and sent.isprintable()
         request_id = sent if is_usable else uuid.uuid4().hex
         scope.setdefault("state", {})["id"] = request_id
+        CURRENT_REQUEST.set(request_id)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

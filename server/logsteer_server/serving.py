@@ -11,10 +11,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.datastructures import State
@@ -25,11 +27,12 @@ from logsteer_server.app import create_app
 from logsteer_server.engines.vllm.arguments import check_arguments
 from logsteer_server.http.connections import ConnectionLimits, LimitedProtocol
 from logsteer_server.http.drain import Drain
+from logsteer_server.http.metrics import make_metrics_app
 from logsteer_server.keys.entries import check_key_file
-from logsteer_server.log_limits import RepeatFilter
 from logsteer_server.models.cachefile import check_cache_file
 from logsteer_server.models.changes import ModelChanges
 from logsteer_server.models.registry import ModelRegistry
+from logsteer_server.observation.logs import LogStyle, configure_logs
 from logsteer_server.settings import ConfigurationError, Settings, load_settings
 from logsteer_server.stores.store import check_store_directory
 
@@ -100,25 +103,27 @@ def main(argv: list[str] | None = None) -> int:
         models = ", ".join(f"{model.id} ({model.engine})" for model in settings.models)
         print(f"The configuration is valid. Models: {models}.")
         return 0
-    handler = logging.StreamHandler()
-    handler.addFilter(RepeatFilter())
-    logging.basicConfig(
-        level=settings.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        handlers=[handler],
-    )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    configure_logs(LogStyle(settings.log_format, settings.log_level))
     place = settings.uds or f"{settings.host}:{settings.port}"
+    metrics_listener = None
     try:
         listener = _listen(settings) if settings.uds is None else _listen_unix(settings.uds)
+        if settings.metrics_port is not None:
+            metrics_listener = _listen_at(settings.metrics_host, settings.metrics_port)
     except OSError as error:
         other = "--port" if settings.uds is None else "--uds"
+        if settings.metrics_port is not None:
+            place, other = f"{place} and {settings.metrics_port}", f"{other} or metrics_port"
         print(
             f"error: cannot listen on {place}: {error.strerror or error}; choose another {other}",
             file=sys.stderr,
         )
         return 2
-    status, last_words = asyncio.run(_serve(settings, listener, reread))
+    try:
+        status, last_words = asyncio.run(_serve(settings, listener, metrics_listener, reread))
+    except ConfigurationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     if last_words:
         log.critical(last_words)
     return status
@@ -205,13 +210,17 @@ def raise_descriptor_limit() -> int:
 
 
 def _listen(settings: Settings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    return _listen_at(settings.host, settings.port)
+
+
+def _listen_at(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sets TCP_NODELAY where the protocol is named; without it every answer on a connection
     # but the first waits 40 ms for the caller's acknowledgement of its headers.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((settings.host, settings.port))
+        listener.bind((host, port))
     except OSError:
         listener.close()
         raise
@@ -286,10 +295,25 @@ async def _reload(changes: ModelChanges) -> None:
             log.warning("SIGHUP: %s: %s", name.replace("_", " "), ", ".join(found))
 
 
+class MetricsServer(uvicorn.Server):
+    """uvicorn's server for `/metrics` on a port of its own; signals are the service's."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone."""
+        yield
+
+
 async def _serve(
-    settings: Settings, listener: socket.socket, reread: Callable[[], Settings]
+    settings: Settings,
+    listener: socket.socket,
+    metrics_listener: socket.socket | None,
+    reread: Callable[[], Settings],
 ) -> tuple[int, str]:
-    """Serve until the end; return the exit status and what is to be logged last."""
+    """Serve until the end; return the exit status and what is to be logged last.
+
+    Errors: ConfigurationError.
+    """
     app = create_app(settings, reread=reread)
     limits = ConnectionLimits.of(settings, raise_descriptor_limit() - OWN_DESCRIPTORS)
     config = uvicorn.Config(
@@ -318,16 +342,40 @@ async def _serve(
             signal.SIGHUP,
             lambda: reloads.add(asyncio.create_task(_reload(app.state.changes))),
         )
-        watching = asyncio.create_task(report_start(app.state.models, url, needs_key))
+        reporting = report_start(app.state.models, url, needs_key, settings.log_format == "json")
+        others = [asyncio.create_task(reporting)]
+        if metrics_listener is not None:
+            others.append(asyncio.create_task(_serve_metrics(app, metrics_listener)))
         await serving
-        watching.cancel()
+        for other in others:
+            other.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
     return (server.status, server.last_words) if server.started else (1, "")
 
 
-async def report_start(models: ModelRegistry, url: str, needs_key: bool) -> None:
-    """Print how each model comes up, and what to ask once all of them have."""
+async def _serve_metrics(app: Any, listener: socket.socket) -> None:
+    """Answer `/metrics` of a service at a listener of its own, until cancelled."""
+    config = uvicorn.Config(
+        make_metrics_app(app), lifespan="off", log_level="warning", access_log=False
+    )
+    host, port = listener.getsockname()[:2]
+    log.info("metrics are at http://%s:%d/metrics", host, port)
+    await MetricsServer(config).serve(sockets=[listener])
+
+
+async def report_start(
+    models: ModelRegistry, url: str, needs_key: bool, to_log: bool = False
+) -> None:
+    """Print how each model comes up, and what to ask once all of them have; or log the former."""
+
+    def say(text: str) -> None:
+        if to_log:
+            log.info("%s", text.strip())
+        else:
+            print(text, flush=True)
+
     started = time.monotonic()
-    print(f"logsteer {__version__} listens on {url}; models are loading.", flush=True)
+    say(f"logsteer {__version__} listens on {url}; models are loading.")
     waiting = dict(models.by_id)
     last_report = started
     while waiting:
@@ -336,21 +384,23 @@ async def report_start(models: ModelRegistry, url: str, needs_key: bool) -> None
         for model_id, model in list(waiting.items()):
             card = model.describe()
             if card.state == "ready":
-                print(
+                say(
                     f"  {model_id}: ready after {elapsed:.0f} s ({card.engine}, "
-                    f"context {card.context_length}, vocabulary {card.vocab_size})",
-                    flush=True,
+                    f"context {card.context_length}, vocabulary {card.vocab_size})"
                 )
                 del waiting[model_id]
             elif card.state == "failed":
-                print(f"  {model_id}: failed: {card.detail}", file=sys.stderr, flush=True)
+                if to_log:
+                    log.error("%s: failed: %s", model_id, card.detail)
+                else:
+                    print(f"  {model_id}: failed: {card.detail}", file=sys.stderr, flush=True)
                 del waiting[model_id]
         if waiting and time.monotonic() - last_report >= PROGRESS_EVERY_S:
             last_report = time.monotonic()
             states = (f"{model_id}: {model.status[0]}" for model_id, model in waiting.items())
-            print(f"  {', '.join(states)}, {elapsed:.0f} s", flush=True)
+            say(f"  {', '.join(states)}, {elapsed:.0f} s")
     ready = [model for model in models.by_id.values() if model.is_ready]
-    if ready:
+    if ready and not to_log:
         print(_suggest_calls(url, ready[0].id if len(models.by_id) > 1 else None, needs_key))
 
 

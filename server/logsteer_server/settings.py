@@ -179,6 +179,36 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="The least that is logged."
     )
+    log_format: Literal["text", "json"] = Field(
+        "text", description="How lines of the log are written; json: an object a line."
+    )
+    access_log: bool = Field(False, description="Log every request: who, what, how long, how much.")
+    access_log_file: Path | None = Field(
+        None, description="File of those lines, opened anew once moved; null: standard error."
+    )
+    audit_log_file: Path | None = Field(
+        None,
+        description="File of what keys with the scopes write and admin did; null: standard error.",
+    )
+    tracing: bool = Field(
+        False,
+        description="Send a trace of each request as the standard OTEL_… variables say; takes "
+        "logsteer[otel].",
+    )
+    metrics_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="A port of its own for /metrics, which the service's then does not answer; "
+        "null: on the service's.",
+    )
+    metrics_host: str = Field("127.0.0.1", description="Address of that port.")
+    metrics_key: str | None = Field(
+        None, min_length=1, repr=False, description="Asked for by /metrics as a bearer token."
+    )
+    max_metric_keys: int = Field(
+        100, ge=0, description="Keys that have metrics of their own; further ones share a series."
+    )
 
     max_connections: int = Field(
         2048, ge=1, description="Connections at once, as far as the system's descriptors reach."

@@ -67,7 +67,10 @@ def parse_dockerfile(text: str) -> tuple[dict[str, str], dict[str, Stage]]:
 
 ARGUMENTS, STAGES = parse_dockerfile((ROOT / "Dockerfile").read_text())
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+SERVICES: dict[str, dict[str, Any]] = {
+    name: service for name, service in COMPOSE["services"].items() if "build" in service
+}
+"""Those that run the server; tests/deploy has what watches it."""
 
 
 def list_copies() -> Iterator[tuple[str, str, str]]:

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from logsteer import Client
 from logsteer.errors import APIError
-from logsteer_server.metrics import Metrics
+from logsteer_server.observation.metrics import Metrics
 from tests.conftest import Server, ServerFactory, fake_model
 
 CRASH = 77
@@ -149,7 +149,7 @@ def test_pending_work_is_shown_while_it_is_pending(client: Client, server: Serve
 def test_restarts_and_readiness_are_shown(client: Client, server: Server) -> None:
     before = Readings(server)
     assert before("model_ready", model="quick") == 1
-    assert before("engine_restarts_total", model="quick") == 0
+    assert before("engine_restarts_total", model="quick", replica="0") == 0
     with pytest.raises(APIError):
         client.logprob([item(CRASH)], model="quick")
     deadline = time.monotonic() + 60
@@ -161,6 +161,6 @@ def test_restarts_and_readiness_are_shown(client: Client, server: Server) -> Non
         time.sleep(0.02)
     after = Readings(server)
     assert states == {0, 1}
-    assert after("engine_restarts_total", model="quick") == 1
-    assert after("engine_restarts_total", model="slow") == 0
+    assert after("engine_restarts_total", model="quick", replica="0") == 1
+    assert after("engine_restarts_total", model="slow", replica="0") == 0
     assert after("requests_total", path="/logprob", status="503") == 1

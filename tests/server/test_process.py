@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 
-from logsteer_server.contract.engine import EngineInfo, EngineLoad
+from logsteer_server.contract.engine import EngineInfo, EngineLoad, EngineReading
 from logsteer_server.contract.jobs import Job, JobFailure, JobResult, Output
 from logsteer_server.engines.failures import lacks_memory
 from logsteer_server.engines.process import (
@@ -60,6 +60,9 @@ class RefusingEngine:
     def take_load(self) -> EngineLoad | None:
         load, self.load = self.load, None
         return load
+
+    def read(self) -> EngineReading:
+        return EngineReading(waiting=len(self.failed))
 
     def close(self) -> None:
         raise AssertionError("the loop does not close the engine")

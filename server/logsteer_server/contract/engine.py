@@ -90,6 +90,52 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory of one GPU in bytes: what this engine holds of it, what is free, and all of it."""
+
+    device: str
+    held_bytes: int
+    free_bytes: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReading:
+    """What an engine is at, for whoever watches it; None where it has nothing of the kind.
+
+    Sequences are jobs that the engine has: `running` in its batch, `waiting` for a place in it.
+    Blocks are those of the key-value cache that running sequences hold; slots hold different
+    steering plans and adapters, of which those in use have a job.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    cache_blocks: int | None = None
+    cache_blocks_used: int | None = None
+    steering_slots: int | None = None
+    steering_slots_used: int | None = None
+    adapter_slots: int | None = None
+    adapter_slots_used: int | None = None
+    memory: Sequence[DeviceMemory] = ()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no sequence."""
+        return not (self.running or self.waiting)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """How long an engine's steps took so far: how many fell between two bounds, and all seconds.
+
+    The bounds are those of the histograms of times; the last count is of what took longer.
+    """
+
+    counts: Sequence[int]
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What an engine is, once its model is loaded."""
 
@@ -180,6 +226,10 @@ class Engine(Protocol):
 
     def take_load(self) -> EngineLoad | None:
         """Return what changed of it with the last step; None where nothing worth a message did."""
+        ...
+
+    def read(self) -> EngineReading:
+        """Return what the engine is at; asked about once a second, between two steps."""
         ...
 
     def close(self) -> None:

@@ -12,9 +12,11 @@ class Lane:
     """Where the calls of one caller wait.
 
     Those of a `tenant` take turns with those of others; those of priority `batch` let `interactive`
-    ones pass. Results and prefixes are shared among jobs of the same `salt` alone.
+    ones pass. Results and prefixes are shared among jobs of the same `salt` alone. `request_id` is
+    what the log calls the request by whose call it is.
     """
 
     tenant: str = ""
     priority: Priority = "interactive"
     salt: str = ""
+    request_id: str = ""

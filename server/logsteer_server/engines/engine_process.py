@@ -5,6 +5,7 @@ import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.engines.lifetime import count_memory_kills, hold_interrupts, is_stopped
 from logsteer_server.engines.process import Beat, Close, FromEngine, ToEngine, run_engine
 from logsteer_server.engines.scratch import sweep
+from logsteer_server.observation.logs import LogStyle
 
 CLOSE_TIMEOUT_S = 20.0
 END_TIMEOUT_S = 5.0
@@ -33,7 +35,7 @@ class EngineProcess:
     Both directions have a thread of their own, because a pipe blocks when its reader is busy, and
     the event loop must not. `receive` is called in the one that receives, with the process and each
     message; the last one is `Ended`, when nothing of the process is left. `beat` is its latest
-    heartbeat.
+    heartbeat, `beat_at` when that came (monotonic seconds). It logs in `style`.
 
     To be made in a thread that lives as long as the server, because the process dies with it.
     Errors: OSError or RuntimeError where the machine lacks descriptors, processes or threads.
@@ -44,9 +46,11 @@ class EngineProcess:
         spec: EngineSpec,
         beat_every_s: float,
         receive: Callable[["EngineProcess", FromEngine | Ended], None],
+        style: LogStyle | None = None,
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self.beat: Beat | None = None
+        self.beat_at = 0.0
         self._receive = receive
         self._pid: int | None = None
         self._killing = threading.Lock()
@@ -55,7 +59,9 @@ class EngineProcess:
         self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
         self._connection, remote = context.Pipe()
         self._process = context.Process(
-            target=run_engine, args=(remote, spec, beat_every_s), name=f"engine-{spec.id}"
+            target=run_engine,
+            args=(remote, spec, beat_every_s, style or LogStyle()),
+            name=f"engine-{spec.id}",
         )
         self._sender, self._receiver = (
             threading.Thread(target=work, name=f"{spec.id}-{work.__name__}", daemon=True)
@@ -96,7 +102,7 @@ class EngineProcess:
             except (EOFError, OSError):
                 break
             if isinstance(message, Beat):
-                self.beat = message
+                self.beat, self.beat_at = message, time.monotonic()
             else:
                 self._receive(self, message)
         self._receive(self, self._end())
@@ -130,6 +136,11 @@ class EngineProcess:
             and kills == self._memory_kills
         )
         return Ended(f"its process was ended by {signal.Signals(-status).name}", from_outside)
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process while it runs."""
+        return self._pid
 
     @property
     def is_stopped(self) -> bool:

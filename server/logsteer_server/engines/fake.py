@@ -10,7 +10,7 @@ import numpy as np
 
 from logsteer.schemas import Column
 from logsteer_server.contract.captures import CaptureJob, CaptureOutput
-from logsteer_server.contract.engine import EngineInfo, EngineRoom, EngineSpec
+from logsteer_server.contract.engine import EngineInfo, EngineReading, EngineRoom, EngineSpec
 from logsteer_server.contract.jobs import (
     GenerateJob,
     GenerateOutput,
@@ -222,6 +222,10 @@ class FakeEngine:
 
     def take_load(self) -> None:
         """Return nothing: what generates ends with the step that it begins in."""
+
+    def read(self) -> EngineReading:
+        """Return that jobs wait for the next step, which answers all of them."""
+        return EngineReading(waiting=len(self._jobs))
 
     def close(self) -> None:
         """Do nothing: there is no model to free."""

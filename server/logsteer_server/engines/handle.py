@@ -13,6 +13,7 @@ from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Job
 from logsteer_server.contract.lane import Lane
 from logsteer_server.contract.results import ResultPart
+from logsteer_server.observation.readings import EngineStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,4 +94,8 @@ class EngineHandle(Protocol):
 
     def read(self) -> Sequence[ReplicaReading]:
         """Return what each replica is at right now; one at least."""
+        ...
+
+    def observe(self) -> Sequence[EngineStatus]:
+        """Return what the process of each replica is at, for metrics."""
         ...

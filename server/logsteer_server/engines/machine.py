@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from logsteer_server.contract.engine import EngineSpec
+from logsteer_server.contract.engine import DeviceMemory, EngineSpec
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 CPU_FACTS = ("model name", "flags", "Features")
@@ -97,6 +97,18 @@ def describe_machine(device_type: str) -> tuple[str, ...]:
     capability = torch.backends.cpu.get_cpu_capability()
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
     return (*found, capability, limit, *_read_cpu())
+
+
+def read_memory() -> tuple[DeviceMemory, ...]:
+    """Return the memory of every GPU that this process has used; none where there is none."""
+    import torch
+
+    found = []
+    for number in range(torch.cuda.device_count()):
+        if held := torch.cuda.memory_reserved(number):  # 0, too, where nothing has begun to use it
+            free, size = torch.cuda.mem_get_info(number)
+            found.append(DeviceMemory(str(number), held, free, size))
+    return tuple(found)
 
 
 def _read_cpu() -> list[str]:

@@ -81,6 +81,11 @@ class FairQueue:
         self._quarantine = quarantine or Quarantine()
         self._waiting = TurnQueue()
 
+    @property
+    def num_waiting(self) -> int:
+        """Jobs that the engine has not been sent."""
+        return self._waiting.num_jobs
+
     def put(self, call: EngineCall) -> None:
         """Append a call to those that take turns."""
         if call.unsent:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from logsteer.schemas import ModelState
 from logsteer_server.contract.engine import EngineInfo, EngineSpec
@@ -13,6 +13,8 @@ from logsteer_server.engines.handle import ReplicaReading
 from logsteer_server.engines.process import Failed, FromEngine, Ready, ToEngine
 from logsteer_server.engines.turns import EngineCall
 from logsteer_server.engines.watchdog import RestartBudget, Watchdog, WatchLimits
+from logsteer_server.observation.logs import LogStyle
+from logsteer_server.observation.readings import EngineStatus
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +30,7 @@ class SupervisionLimits:
     restart_delay_s: float = 1.0
     poison_s: float = 600.0
     prefix_worth: float = 4.0
+    style: LogStyle = field(default_factory=LogStyle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,8 @@ class Replica:
         self._said_why = False
         try:
             interval_s = self._limits.watch.interval_s
-            self.process = EngineProcess(self.spec, interval_s, self._pass_on)
+            style = self._limits.style
+            self.process = EngineProcess(self.spec, interval_s, self._pass_on, style)
         except (OSError, RuntimeError, MemoryError) as error:
             self.detail = f"its process could not be started: {error}"
             log.warning("engine %s: %s", self._name, self.detail)
@@ -121,6 +125,19 @@ class Replica:
         """End the process; blocks, so not to be called on the event loop."""
         if self.process is not None:
             self.process.close()
+
+    def observe(self, queued: int) -> EngineStatus:
+        """Return what the process is at, as far as its heartbeats have told; so many jobs wait."""
+        process = self.process
+        status = EngineStatus(str(self.number), restarts=self.restarts, queued=queued)
+        if process is None:
+            return status
+        if (beat := process.beat) is None:
+            return replace(status, pid=process.pid)
+        age_s = max(0.0, time.monotonic() - process.beat_at)
+        return replace(
+            status, pid=process.pid, heartbeat_age_s=age_s, reading=beat.reading, steps=beat.steps
+        )
 
     def read(self) -> ReplicaReading:
         """Return what the replica is at right now."""

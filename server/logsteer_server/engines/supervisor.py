@@ -27,6 +27,7 @@ from logsteer_server.engines.queue import FairQueue
 from logsteer_server.engines.replica import Loss, Replica, SupervisionLimits
 from logsteer_server.engines.suspects import Quarantine, identify
 from logsteer_server.engines.turns import EngineCall
+from logsteer_server.observation.readings import EngineStatus
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +139,13 @@ class LocalEngine:
             ends = [loop.run_in_executor(pool, replica.end) for replica in self.replicas]
             await asyncio.gather(*ends)
 
+    def observe(self) -> Sequence[EngineStatus]:
+        """Return what each replica's process is at; what waits here is told with the first one."""
+        waiting = [self._queue.num_waiting, *[0] * (len(self.replicas) - 1)]
+        return [
+            replica.observe(queued) for replica, queued in zip(self.replicas, waiting, strict=True)
+        ]
+
     def check_ready(self) -> EngineInfo:
         """Return what the engine is. Errors: APIError `model_loading` or `engine_restarting`."""
         if self._closing:
@@ -217,7 +225,10 @@ class LocalEngine:
             replica = self.replicas[number]
             for call, ids in own.by_call.items():
                 replica.in_engine |= dict.fromkeys(ids, call)
-            groups = [JobGroup(ids, call.select(ids)) for call, ids in own.by_call.items()]
+            groups = [
+                JobGroup(ids, call.select(ids), call.lane.request_id)
+                for call, ids in own.by_call.items()
+            ]
             replica.send(Add(groups, own.order))
         if taken.wait_s is not None and self._loop is not None:
             self._wake = self._loop.call_later(taken.wait_s, self._send_jobs)

@@ -81,6 +81,11 @@ class TenantQueue:
     def __bool__(self) -> bool:
         return bool(self._calls)
 
+    @property
+    def num_jobs(self) -> int:
+        """Jobs of all calls that wait."""
+        return sum(len(call.unsent) for calls in self._calls.values() for call in calls)
+
     def put(self, call: EngineCall) -> None:
         """Append a call to those of its tenant."""
         tenant = call.lane.tenant
@@ -171,6 +176,11 @@ class TurnQueue:
 
     def __bool__(self) -> bool:
         return any(self._queues.values())
+
+    @property
+    def num_jobs(self) -> int:
+        """Jobs of all calls that wait."""
+        return sum(queue.num_jobs for queue in self._queues.values())
 
     def put(self, call: EngineCall) -> None:
         """Append a call."""

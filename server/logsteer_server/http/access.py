@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, get_args
 
 from fastapi.routing import APIRoute
@@ -14,6 +15,7 @@ from logsteer.errors import api_error
 from logsteer.schemas import KeyScope
 from logsteer_server.contract.lane import Priority
 from logsteer_server.keys.keyring import KeyRing
+from logsteer_server.observation.requests import find_record
 
 SCOPE_OF: Mapping[tuple[str, str], KeyScope | None] = {
     (endpoint.method, endpoint.path): endpoint.scope for endpoint in ENDPOINTS.values()
@@ -60,11 +62,15 @@ class KeyedRoute(APIRoute):
             await super().handle(scope, receive, send)
             return
         keys: KeyRing = scope["app"].state.keys
+        record = find_record(scope)
+        record.scope = self._needed
         headers = Headers(scope=scope)
         caller = await keys.find(headers.get("authorization", ""))
+        record.key = caller.namespace or ""
         caller.require(self._needed)
         if _read_priority(headers) == "batch":
             caller.lower()
+        caller.lane = replace(caller.lane, request_id=scope["state"].get("id", ""))
         scope.setdefault("state", {})["caller"] = caller
         if caller.allowance.is_full:
             await asyncio.sleep(GRACE_S)

@@ -18,6 +18,7 @@ from starlette.routing import Match, Route
 from logsteer.errors import APIError, api_error
 from logsteer.schemas.common import REFUSAL
 from logsteer_server.http.encoding import JSON, encode_json
+from logsteer_server.observation.requests import find_record
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +111,7 @@ def describe_openai_error(error: APIError, request_id: str) -> dict[str, Any]:
 def answer_problem(request: Request, error: APIError) -> Response:
     """Write an error as the answer to a request that has an id."""
     request_id = request.state.id
+    find_record(request.scope).code = error.code
     headers = {
         "X-Request-Id": request_id
     }  # set here too: a crash is answered outside of RequestIds

@@ -25,6 +25,7 @@ from logsteer_server.http.encoding import (
     encode_tensors,
 )
 from logsteer_server.http.problems import describe_openai_error, write_problem
+from logsteer_server.observation.requests import RequestRecord, find_record
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.run import Event, Run, Task
 
@@ -84,6 +85,7 @@ async def respond(
         request.state.caller,
         request.state.memory,
         packs_arrays=media_type != JSON,
+        record=find_record(request.scope),
     )
     if not task.streams:
         return await run_within(request, settings.request_timeout_s, _finish(request, run))
@@ -93,7 +95,9 @@ async def respond(
         opening = await first
     else:
         opening = await run_within(request, settings.request_timeout_s, _await(first))
-    return EventStream(task.id, opening, events, shape, settings.max_unread_bytes)
+    stream = EventStream(task.id, opening, events, shape, settings.max_unread_bytes)
+    stream.record = run.record
+    return stream
 
 
 async def _finish(request: Request, run: Run) -> Response:
@@ -181,6 +185,7 @@ class EventStream(StreamingResponse):
         self._events = events
         self._shape = shape
         self._buffer = EventBuffer(max_unread_bytes)
+        self.record = RequestRecord()
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(self._buffer.read(), headers=headers)
 
@@ -218,8 +223,10 @@ class EventStream(StreamingResponse):
             async for event in self._events:
                 yield shape.encode(event)
         except APIError as error:
+            self.record.code = error.code
             yield shape.encode_error(error, self._answer_id)
         except Exception:
+            self.record.code = "internal"
             log.exception("the stream of %s failed", self._answer_id)
             detail = f"A fault of the server; its log has it under {self._answer_id}."
             yield shape.encode_error(api_error("internal", detail), self._answer_id)
@@ -278,5 +285,6 @@ async def _wait_for_disconnect(request: Request) -> None:
 
 def answer(request: Request, document: dict[str, Any]) -> Response:
     """Answer with the document in the encoding that the caller accepts."""
+    find_record(request.scope).note_stored(document)
     media_type = choose_encoding(request.headers.get("accept", ""))
     return Response(encode(document, media_type), media_type=media_type)

@@ -14,7 +14,7 @@ from logsteer_server.interventions.interventions import Stores
 from logsteer_server.keys.caller import Requester
 from logsteer_server.settings import ConfigurationError, Settings
 from logsteer_server.stores.layout import C
-from logsteer_server.stores.namespace import Namespace
+from logsteer_server.stores.namespace import KEYS_DIRECTORY, Namespace
 from logsteer_server.stores.store import ADAPTERS, OVERRIDES, VECTORS, Kind, Store
 from logsteer_server.stores.threads import StoreThreads
 from logsteer_server.stores.vectors import ParsedVectors, VectorStore
@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 
 OPEN_NAMESPACES = 256
 """Those used lately stay open; opening one reads its directory."""
-KEYS_DIRECTORY = "keys"
 
 
 class RootStores:

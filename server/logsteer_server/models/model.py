@@ -12,17 +12,24 @@ from typing import cast
 
 from logsteer.errors import api_error
 from logsteer.schemas import ModelCard, ModelState, Precision, Provenance, ReplicaCard
-from logsteer_server.contract.batches import change_all, count_expected, pack_jobs, select_jobs
+from logsteer_server.contract.batches import (
+    ScoreJobs,
+    change_all,
+    count_expected,
+    pack_jobs,
+    select_jobs,
+)
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import Job, Output
+from logsteer_server.contract.jobs import GenerateJob, Job, Output
 from logsteer_server.contract.lane import Lane
 from logsteer_server.contract.parameters import Cast
 from logsteer_server.contract.results import OutputPart, WorkCounts, count_work
 from logsteer_server.engines.handle import EngineHandle
-from logsteer_server.metrics import ModelCounters, ModelReading
 from logsteer_server.models.admission import Admission
 from logsteer_server.models.cache import Computed, MissingJob, ResultCache, digest_scope
 from logsteer_server.models.timer import WorkTimer
+from logsteer_server.observation.readings import ModelReading
+from logsteer_server.observation.tallies import ModelTally, TokenTimes
 from logsteer_server.settings import ModelSettings
 from logsteer_server.text.tokenizer import TextCodec
 from logsteer_server.text.windows import Windowing
@@ -80,13 +87,13 @@ class ResidentModel:
         handle: EngineHandle,
         admission: Admission,
         results: ResultCache,
-        counters: ModelCounters,
+        tally: ModelTally,
     ) -> None:
         self.settings = settings
         self.handle = handle
         self.admission = admission
         self._results = results
-        self._counters = counters
+        self.tally = tally
         self._codec: TextCodec | None = None
         self._fault: str | None = None
         self.gate: tuple[ModelState, str] | None = None
@@ -179,8 +186,8 @@ class ResidentModel:
         missing = found.missing
         unknown = select_jobs(jobs, [entry.indices[0] for entry in missing])
         prepared = PreparedJobs(unknown, found.hits, missing)
-        self._counters.cache_hits.inc(prepared.num_known)
-        self._counters.cache_misses.inc(sum(entry.key is not None for entry in missing))
+        self.tally.cache_hits += prepared.num_known
+        self.tally.cache_misses += sum(entry.key is not None for entry in missing)
         return prepared
 
     async def run(
@@ -217,15 +224,28 @@ class ResidentModel:
         if not jobs:
             return
         started = time.monotonic()
+        times = self._time_tokens(jobs, timer)
         async with aclosing(self.handle.run(jobs, lane)) as parts:
             async for part in parts:
-                if timer is not None:
-                    timer.note(part.taken_at)
+                if timer is not None and timer.note(part.taken_at):
+                    self.tally.queue.note(timer.queue_s)
                 found = OutputPart(part.numbers, cast(Sequence[Output], part.results))
                 self._count(count_work(jobs, found))
+                if times is not None:
+                    moment = time.monotonic()
+                    for number, output in zip(found.indices, found.outputs, strict=True):
+                        if count := output.num_generated:
+                            times.note(number, count, moment)
                 yield found
         num_tokens = sum(count_expected(jobs))
         self.admission.note_speed(num_tokens, time.monotonic() - started)
+
+    def _time_tokens(self, jobs: Sequence[Job], timer: WorkTimer | None) -> TokenTimes | None:
+        """Return what times the tokens of jobs that stream; None where they come together."""
+        first = None if isinstance(jobs, ScoreJobs) else jobs[0]
+        if timer is None or not (isinstance(first, GenerateJob) and first.stream):
+            return None
+        return TokenTimes(self.tally, timer.accepted)
 
     async def check(self, job: Job) -> Output:
         """Run one job that reads no tokens. Errors: APIError where it fails."""
@@ -237,13 +257,17 @@ class ResidentModel:
         return cast(Output, output)
 
     def _count(self, work: WorkCounts) -> None:
-        self._counters.prompt_tokens.inc(work.prompt_tokens)
-        self._counters.prefix_cached_tokens.inc(work.cached_tokens)
-        self._counters.scored_tokens.inc(work.scored_tokens)
+        tally = self.tally
+        tally.prompt_tokens += work.prompt_tokens
+        tally.prefix_cached_tokens += work.cached_tokens
+        tally.scored_tokens += work.scored_tokens
+        tally.generated_tokens += work.generated_tokens
 
     def read(self) -> ModelReading:
         """Return what the model is at right now."""
-        return ModelReading(self.id, self.admission.pending, self.is_ready, self.handle.restarts)
+        admission = self.admission
+        engines = self.handle.observe()
+        return ModelReading(self.id, admission.pending, admission.limit, self.is_ready, engines)
 
     def describe(self) -> ModelCard:
         """Describe the model as `GET /models` shows it."""

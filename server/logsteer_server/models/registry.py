@@ -8,11 +8,12 @@ from logsteer_server.engines.handle import EngineHandle
 from logsteer_server.engines.replica import SupervisionLimits
 from logsteer_server.engines.supervisor import LocalEngine
 from logsteer_server.engines.watchdog import WatchLimits
-from logsteer_server.metrics import Metrics
 from logsteer_server.models.admission import Admission
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.scratch import ScratchSpace
+from logsteer_server.observation.logs import LogStyle
+from logsteer_server.observation.metrics import Metrics
 from logsteer_server.settings import ModelSettings, Settings
 
 Prove = Callable[[ResidentModel], Awaitable[None]]
@@ -31,6 +32,7 @@ def make_local_handles(settings: Settings) -> MakeHandle:
         restart_window_s=settings.restart_window_s,
         poison_s=settings.poison_s,
         prefix_worth=settings.prefix_worth,
+        style=LogStyle(settings.log_format, settings.log_level),
     )
     return lambda model: LocalEngine(model.to_spec(settings.directory), limits)
 
@@ -50,7 +52,7 @@ class ModelRegistry:
         self._results = results
         self._metrics = metrics
         self.by_id = {model.id: self.make(model) for model in settings.models}
-        metrics.live.read_models = lambda: [model.read() for model in self.by_id.values()]
+        metrics.read_models = lambda: [model.read() for model in self.by_id.values()]
         self.scratch = ScratchSpace(settings.max_reference_bytes)
         self._prove: Prove | None = None
         self._loading: dict[ResidentModel, asyncio.Task[None]] = {}

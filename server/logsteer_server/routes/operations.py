@@ -5,6 +5,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import PlainTextResponse
 
+from logsteer.errors import api_error
 from logsteer.schemas import (
     Health,
     ModelCard,
@@ -23,11 +24,12 @@ from logsteer_server.http.dependencies import (
     LimitedRoute,
     ModelsDep,
 )
+from logsteer_server.http.metrics import render_metrics
 from logsteer_server.http.problems import hide_paths
 from logsteer_server.http.respond import respond
-from logsteer_server.metrics import METRICS_TYPE, Metrics
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.registry import ModelRegistry
+from logsteer_server.observation.metrics import METRICS_TYPE
 from logsteer_server.tasks.selftest import SelftestTask
 
 ANSWERED_AS: dict[str, Any] = {"application/msgpack": {}, "text/event-stream": {}}
@@ -157,6 +159,7 @@ def _name_waiting(models: ModelRegistry) -> str | None:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Everything counted, in Prometheus' text format; needs no key, as /healthz does not."""
-    counted: Metrics = request.app.state.metrics
-    return Response(counted.render(), media_type=METRICS_TYPE)
+    """Everything counted, in Prometheus' text format; needs the key metrics_key, if any."""
+    if request.app.state.settings.metrics_port is not None:
+        raise api_error("not_found", "Metrics are on a port of their own here: metrics_port.")
+    return Response(await render_metrics(request), media_type=METRICS_TYPE)

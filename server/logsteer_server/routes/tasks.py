@@ -13,6 +13,7 @@ from logsteer_server.http.idempotency import PARAMETER
 from logsteer_server.http.respond import NAMED_EVENTS, OPENAI_CHUNKS, respond
 from logsteer_server.interventions.interventions import Stores
 from logsteer_server.models.registry import ModelRegistry
+from logsteer_server.observation.requests import find_record
 from logsteer_server.tasks.activations import ActivationsTask
 from logsteer_server.tasks.generation import GenerateTask, SteerTask
 from logsteer_server.tasks.gradient import GradientTask
@@ -74,6 +75,7 @@ def make_router() -> APIRouter:
 def _make_handler(endpoint: Endpoint, make_task: MakeTask) -> Callable[..., Awaitable[Response]]:
     """Return the function that FastAPI calls; its annotations say what is parsed."""
     shape = OPENAI_CHUNKS if endpoint.tag == OPENAI else NAMED_EVENTS
+    has_name = endpoint.request is not None and "name" in endpoint.request.model_fields
 
     async def handle(
         body: BaseModel,
@@ -82,6 +84,9 @@ def _make_handler(endpoint: Endpoint, make_task: MakeTask) -> Callable[..., Awai
         stores: StoresDep,
         answers: AnswersDep,
     ) -> Response:
+        if has_name:
+            find_record(request.scope).stored = body.name  # type: ignore[attr-defined]
+
         async def work() -> Response:
             return await respond(request, make_task(body, models, stores), shape)
 

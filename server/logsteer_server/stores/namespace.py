@@ -10,6 +10,8 @@ from logsteer_server.stores.upload import Upload
 
 SHARED = "shared"
 PREFIX = f"{SHARED}/"
+KEYS_DIRECTORY = "keys"
+"""The directory below which each key has its stores."""
 
 
 class Namespace(Generic[C]):

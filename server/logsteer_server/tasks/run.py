@@ -24,12 +24,14 @@ from logsteer.errors import api_error
 from logsteer.schemas import Precision, Provenance
 from logsteer_server.contract.batches import ScoreOutputs
 from logsteer_server.contract.jobs import Job, ScoreOutput
-from logsteer_server.contract.results import OutputPart, WorkCounts, count_work, find_steered
+from logsteer_server.contract.results import OutputPart, count_work, find_steered
+from logsteer_server.engines.supervisor import now
 from logsteer_server.interventions.interventions import UNCHANGED, AppliedReport, Interventions
 from logsteer_server.keys.caller import Requester
 from logsteer_server.models.admission import Admission, Reservation
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.timer import WorkTimer
+from logsteer_server.observation.requests import RequestRecord
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.planning import Capacity, Planner
 from logsteer_server.text.windows import Windowing
@@ -200,28 +202,6 @@ class Facts:
 
 
 @dataclass(slots=True)
-class UsageCounter:
-    """The fields of `Usage`, counted as outputs come."""
-
-    prompt_tokens: int = 0
-    scored_tokens: int = 0
-    generated_tokens: int = 0
-    cached_tokens: int = 0
-    cached_results: int = 0
-
-    def add(self, work: WorkCounts) -> None:
-        """Count work in."""
-        self.prompt_tokens += work.prompt_tokens
-        self.scored_tokens += work.scored_tokens
-        self.generated_tokens += work.generated_tokens
-        self.cached_tokens += work.cached_tokens
-
-    def read(self) -> dict[str, int]:
-        """Return the counts by name."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
-
-@dataclass(slots=True)
 class Run:
     """The execution of one task; it is run once, by `finish` or by `events`."""
 
@@ -232,7 +212,8 @@ class Run:
     """Where the answer's memory is counted; None: for as long as the run takes."""
     packs_arrays: bool = False
     """Whether the answer has arrays as raw buffers, not as text."""
-    _usage: UsageCounter = field(default_factory=UsageCounter)
+    record: RequestRecord = field(default_factory=RequestRecord)
+    """What is known of the request, its usage among it."""
     _timer: WorkTimer = field(default_factory=WorkTimer)
     expected_bytes: int = 0
     """What the answer is expected to take, once its jobs are planned."""
@@ -253,6 +234,8 @@ class Run:
 
         Errors: as `finish`; those of limits, admission and planning before the first event.
         """
+        record = self.record
+        record.model = self.task.model.id
         self.task.check_limits(self.capacity.settings)
         self.task.require()
         self.caller.allowance.check_tokens()
@@ -261,6 +244,8 @@ class Run:
             memory = self.memory or self._reserve(self.capacity.memory)
             planner = Planner(self.capacity, tokens, memory, self.packs_arrays)
             has_started = False
+            moment = now()
+            record.note_phase("admission", self._timer.accepted, moment)
             async with aclosing(self.task.plan(planner)) as plan:
                 async for batch in plan:
                     if isinstance(batch, Event):
@@ -274,20 +259,35 @@ class Run:
                     self._reserve(model.admission).cover(needed)
                     if self.caller.allowance.counts_tokens:
                         self.caller.allowance.charge(sum(len(job.tokens) for job in prepared.jobs))
+                    planned = now()
+                    record.note_phase("planning", moment, planned)
                     if not has_started and not batch.silent:
                         has_started = True
                         yield self._open()
                     timer = self._timer if batch.purpose != "reference" else None
                     if batch.purpose != "reference":
-                        self._usage.cached_results += prepared.num_known
+                        record.usage.cached_results += prepared.num_known
                     async with aclosing(model.run(prepared, timer, lane)) as parts:
                         async for part in parts:
                             self._count(batch, part)
                             for event in batch.take(part):
                                 yield event
+                    moment = self._note_work(planned)
             if not has_started:
                 yield self._open()
-            yield Event("result", self._write())
+            result = Event("result", self._write())
+            record.note_phase("answer", moment, now())
+            yield result
+
+    def _note_work(self, planned: float) -> float:
+        """Note how long a batch that was planned then waited and was computed; return the time."""
+        ended, taken = now(), self._timer.batch_taken
+        if taken is not None:
+            self.record.note_phase("queue", planned, max(planned, taken))
+            self.record.note_phase("engine", max(planned, taken), ended)
+        self._timer.begin_batch()
+        self.record.queue_s = self._timer.queue_s
+        return ended
 
     def _reserve(self, admission: Admission) -> Reservation:
         if admission not in self._reservations:
@@ -302,9 +302,11 @@ class Run:
             self.caller.allowance.charge(work.generated_tokens)
         if batch.purpose == "reference":
             return
-        self._usage.add(work)
+        self.record.usage.add(work)
         for output in find_steered(batch.jobs, part):
             self._applied.add(output)
+            if output.trace is not None:
+                self.task.model.tally.steered_tokens += output.trace.tokens
 
     @property
     def _applied(self) -> AppliedReport:
@@ -324,8 +326,10 @@ class Run:
         return task.model.provenance(task.windowing, task.precision, cast)
 
     def _write(self) -> dict[str, Any]:
+        if (engine_s := self._timer.engine_s) is not None:
+            self.task.model.tally.engine.note(engine_s)
         facts = Facts(
-            self._usage.read(), self._timer.read(), self._applied.write(), self._describe()
+            self.record.usage.read(), self._timer.read(), self._applied.write(), self._describe()
         )
         return self.task.write(facts)
 

@@ -19,10 +19,10 @@ from logsteer_server.contract.check_jobs import (
     CheckOverrideJob,
     CheckOverrideOutput,
 )
-from logsteer_server.contract.engine import EngineInfo, EngineRoom, EngineSpec
+from logsteer_server.contract.engine import EngineInfo, EngineReading, EngineRoom, EngineSpec
 from logsteer_server.contract.jobs import GenerateJob, GradientJob, Job, JobFailure, ScoreJob
 from logsteer_server.engines.failures import describe_error, lacks_memory
-from logsteer_server.engines.machine import describe_machine
+from logsteer_server.engines.machine import describe_machine, read_memory
 from logsteer_server.engines.tlens.capture import CaptureQueue
 from logsteer_server.engines.tlens.generation import GenerateQueue, RunningBatch
 from logsteer_server.engines.tlens.gradient import GradientQueue
@@ -170,6 +170,14 @@ class TransformerLensEngine:
 
     def take_load(self) -> None:
         """Return nothing: continuations are let in by all that they may come to."""
+
+    def read(self) -> EngineReading:
+        """Return how many jobs run and wait, and the memory of the GPUs."""
+        return EngineReading(
+            running=sum(len(turn.rows) for turn in self._turns if isinstance(turn, RunningBatch)),
+            waiting=sum(turn.num_waiting for turn in self._turns if isinstance(turn, JobQueue)),
+            memory=read_memory(),
+        )
 
     def close(self) -> None:
         """Free the model."""

@@ -117,6 +117,11 @@ class JobQueue(ABC, Generic[E]):
         return bool(self._sorted or self._arrived)
 
     @property
+    def num_waiting(self) -> int:
+        """Jobs that wait."""
+        return len(self._sorted) + len(self._arrived)
+
+    @property
     def _first(self) -> E:
         """The job that the next batch begins with; one must wait."""
         return self._sorted[0] if self._sorted else max(self._arrived, key=_count_tokens)

@@ -42,10 +42,15 @@ class AdapterSlots:
     def __init__(self, vllm: "VllmCore", slots: int, max_rank: int, directory: Path) -> None:
         self._vllm = vllm
         self._max_rank = max_rank
+        self._num_slots = slots
         self._pool = SlotPool(slots)
         self._loaded: dict[int, AdapterSlot] = {}
         # vLLM's cache of prefixes knows an adapter by name and path, so both follow the content.
         self._directory = directory
+
+    def count(self) -> tuple[int, int]:
+        """Return how many slots there are, and how many of them have a job."""
+        return self._num_slots, self._pool.num_used
 
     def take(self, adapter: Adapter) -> AdapterSlot | None:
         """Return a slot that has the adapter, for one more job; None where all are in use.

@@ -163,6 +163,11 @@ class VllmCore:
         return request_id, output_id
 
     @property
+    def may_be_asked(self) -> bool:
+        """Whether workers answer at once: they do in this process, and where no step runs."""
+        return not (self._has_workers and self.has_step)
+
+    @property
     def has_step(self) -> bool:
         """Whether a step was begun and not ended."""
         return self._in_flight is not None
@@ -222,6 +227,20 @@ class VllmCore:
         )
         held: int = round(scheduler.kv_cache_manager.usage * size)
         return held + sum(int(request.num_tokens) for request in preempted)
+
+    def count_blocks(self) -> tuple[int, int]:
+        """Return how many blocks the key-value cache has, and how many of them requests hold.
+
+        One that is in the cache of prefixes alone is free: the next request may take it.
+        """
+        pool = self.engine_core.scheduler.kv_cache_manager.block_pool
+        size = int(pool.num_gpu_blocks) - 1  # the first is vLLM's own, for nothing
+        return size, size - int(pool.get_num_free_blocks())
+
+    def count_requests(self) -> tuple[int, int]:
+        """Return how many requests run, and how many wait for the scheduler."""
+        running, waiting = self.engine_core.scheduler.get_request_counts()
+        return int(running), int(waiting)
 
     def step(self) -> list[Any]:
         """Run one step of the scheduler and the model, as `begin_step` and `end_step`."""

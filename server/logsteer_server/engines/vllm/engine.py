@@ -1,5 +1,6 @@
 """The vLLM engine: takes slots for jobs, hands them to vLLM, and collects their results."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -7,7 +8,13 @@ from typing import Any
 
 from logsteer_server.contract.captures import CaptureJob
 from logsteer_server.contract.check_jobs import CheckAdapterJob, CheckAdapterOutput
-from logsteer_server.contract.engine import EngineInfo, EngineLoad, EngineSpec
+from logsteer_server.contract.engine import (
+    DeviceMemory,
+    EngineInfo,
+    EngineLoad,
+    EngineReading,
+    EngineSpec,
+)
 from logsteer_server.contract.finite import find_failure, is_finite
 from logsteer_server.contract.jobs import GenerateJob, Job, JobFailure, JobResult, Output, ScoreJob
 from logsteer_server.engines.failures import describe_error
@@ -39,6 +46,9 @@ ADAPTER_ANSWERS: dict[type[Job], Output] = {CheckAdapterJob: CheckAdapterOutput(
 
 LOAD_PARTS = 64
 """The cache is told of as so many parts: it is news when one is taken or freed."""
+
+MEMORY_EVERY_S = 10.0
+"""Between two looks at the memory of GPUs, for which every worker is asked."""
 
 
 class VllmEngine:
@@ -73,6 +83,9 @@ class VllmEngine:
             GenerateJob: self._generation,
         }
         self._held_tokens = 0
+        self._has_gpu = self._vllm.config.device_config.device_type == "cuda"
+        self._memory: tuple[DeviceMemory, ...] = ()
+        self._memory_due = 0.0
         self._waiting: dict[int, Job] = {}
         self._running: dict[int, RunningJob] = {}
         self._by_request_id: dict[str, RunningJob] = {}
@@ -289,6 +302,34 @@ class VllmEngine:
             return None
         self._held_tokens = held
         return EngineLoad(started, held)
+
+    def read(self) -> EngineReading:
+        """Return what vLLM's scheduler has, and the slots of plans and adapters."""
+        running, waiting = self._vllm.count_requests()
+        blocks, used_blocks = self._vllm.count_blocks()
+        plans, used_plans = self._slots.count()
+        adapters, used_adapters = self._adapters.count()
+        return EngineReading(
+            running,
+            waiting + len(self._waiting),
+            blocks,
+            used_blocks,
+            plans,
+            used_plans,
+            adapters,
+            used_adapters,
+            self._read_memory(),
+        )
+
+    def _read_memory(self) -> tuple[DeviceMemory, ...]:
+        """Return the memory of the workers' GPUs, read anew from time to time."""
+        is_due = self._has_gpu and time.monotonic() >= self._memory_due
+        if is_due and self._vllm.may_be_asked:
+            self._memory_due = time.monotonic() + MEMORY_EVERY_S
+            self._memory = tuple(
+                each for found in self._vllm.call_workers("read_memory") for each in found
+            )
+        return self._memory
 
     def close(self) -> None:
         """Stop vLLM and its worker processes, and remove what lies on disk."""

@@ -37,6 +37,11 @@ class SlotPool:
         self._users[slot] = 1
         return slot, True
 
+    @property
+    def num_used(self) -> int:
+        """Slots that have a user."""
+        return len(self._users) - 1 - len(self._idle)
+
     def forget(self, slot: int) -> None:
         """Release a slot that was just taken and could not be filled."""
         del self._slots[self._keys.pop(slot)]

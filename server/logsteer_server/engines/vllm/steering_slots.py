@@ -50,6 +50,10 @@ class SteeringSlots:
         self._plans = SlotPool(size.slots)
         self._rows = RowPool(capture_rows)
 
+    def count(self) -> tuple[int, int]:
+        """Return how many slots there are for plans, and how many of them have a job."""
+        return self._size.slots, self._plans.num_used
+
     def refuse(self, plan: SteeringPlan) -> JobFailure | None:
         """Return why a plan has no room in the tables; None where it has."""
         deepest = max((len(site.ops) for site in plan.sites), default=0)

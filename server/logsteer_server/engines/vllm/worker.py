@@ -9,9 +9,10 @@ from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.platforms import current_platform
 
-from logsteer_server.contract.engine import Int8Products
+from logsteer_server.contract.engine import DeviceMemory, Int8Products
 from logsteer_server.contract.plan import Readings, SteeringPlan
 from logsteer_server.engines.lifetime import follow_parent
+from logsteer_server.engines.machine import read_memory
 from logsteer_server.engines.vllm.blocks import clear_new_blocks
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.corrections import correct_model
@@ -96,6 +97,10 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
     def find_int8_products(self) -> Int8Products | None:
         """Return how this rank's INT8 layers are computed, where it is a CPU and has any."""
         return find_int8_products(self.model_runner.model) if current_platform.is_cpu() else None
+
+    def read_memory(self) -> tuple[DeviceMemory, ...]:
+        """Return the memory of this rank's GPU; none on a CPU."""
+        return read_memory()
 
     def load_plan(self, slot: int, plan: SteeringPlan) -> None:
         """Put a plan into a slot of the tables."""

@@ -1,0 +1,198 @@
+"""What becomes known of a request on its way: for metrics, the access and audit log, and traces."""
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from logsteer_server.contract.results import WorkCounts
+from logsteer_server.observation.logs import FIELDS
+from logsteer_server.observation.metrics import Metrics
+from logsteer_server.observation.tracing import Phase, RequestTracer
+
+OTHER = "other"
+"""The route of requests that no route with a template took."""
+CRASHED = 500
+"""The status of an exception, which is answered outside of `RequestObserver`."""
+AUDITED = frozenset({"write", "admin"})
+"""Scopes of endpoints whose requests are in the audit log."""
+
+
+@dataclass(slots=True)
+class UsageCounter:
+    """The fields of `Usage`, counted as outputs come."""
+
+    prompt_tokens: int = 0
+    scored_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    cached_results: int = 0
+
+    def add(self, work: WorkCounts) -> None:
+        """Count work in."""
+        self.prompt_tokens += work.prompt_tokens
+        self.scored_tokens += work.scored_tokens
+        self.generated_tokens += work.generated_tokens
+        self.cached_tokens += work.cached_tokens
+
+    def read(self) -> dict[str, int]:
+        """Return the counts by name."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(slots=True, eq=False)
+class RequestRecord:
+    """What is known of one request so far; whoever comes to know more writes it here.
+
+    `key` is the name of the caller's key, `scope` what the endpoint needs of one; `code` the
+    problem that it was answered with. `stored` and `sha256` say what a write was about. Where
+    nothing is traced, `phases` is None.
+    """
+
+    key: str = ""
+    scope: str = ""
+    model: str = ""
+    code: str = ""
+    stored: str = ""
+    sha256: str = ""
+    queue_s: float = 0.0
+    usage: UsageCounter = field(default_factory=UsageCounter)
+    phases: list[Phase] | None = None
+
+    def note_stored(self, document: Mapping[str, Any]) -> None:
+        """Note what an answer to a write says of it: a card, or a name that is gone."""
+        if self.scope in AUDITED:
+            card = document.get("vector", document)
+            if isinstance(card, Mapping):
+                self.stored = str(card.get("name") or self.stored)
+                self.sha256 = str(card.get("sha256") or self.sha256)
+
+    def note_phase(self, name: str, began: float, ended: float) -> None:
+        """Note what the request was at from one moment to another, monotonic seconds."""
+        if self.phases is not None:
+            self.phases.append(Phase(name, began, ended))
+
+
+def find_record(scope: Scope) -> RequestRecord:
+    """Return the record of the request that a scope is of; a new one where none is kept."""
+    found: RequestRecord = scope.setdefault("state", {}).setdefault("record", RequestRecord())
+    return found
+
+
+class RequestObserver:
+    """ASGI middleware: counts and times every request, and logs and traces it where asked.
+
+    Under its route's template, not its path, so that callers cannot make series without end.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        access: logging.Logger | None = None,
+        audit: logging.Logger | None = None,
+        tracer: RequestTracer | None = None,
+    ) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._access = access
+        self._audit = audit
+        self._tracer = tracer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer as the application does."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status, sent = CRASHED, 0
+
+        async def send_noting(message: Message) -> None:
+            nonlocal status, sent
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                sent += len(message.get("body", b""))
+            await send(message)
+
+        record = RequestRecord()
+        scope.setdefault("state", {})["record"] = record
+        metrics, tracer = self._metrics, self._tracer
+        span = None
+        if tracer is not None:
+            record.phases = []
+            span = tracer.begin(scope)
+        started = time.monotonic()
+        metrics.in_flight += 1
+        try:
+            await self._app(scope, receive, send_noting)
+        finally:
+            ended = time.monotonic()
+            metrics.in_flight -= 1
+            route = getattr(scope.get("route"), "path", OTHER)
+            if status == CRASHED and not record.code:
+                record.code = "internal"
+            metrics.note_request(route, status, ended - started, record.code)
+            if record.key:
+                usage = record.usage
+                metrics.note_key(
+                    record.key,
+                    bool(record.code),
+                    usage.prompt_tokens,
+                    usage.scored_tokens,
+                    usage.generated_tokens,
+                )
+            if self._access is not None:
+                line = _describe(scope, record, route, status)
+                line |= _describe_work(scope, record, ended - started, sent)
+                self._access.info("request", extra={FIELDS: line})
+            if record.scope in AUDITED and self._audit is not None:
+                line = _describe(scope, record, route, status)
+                line |= _describe_change(scope, record)
+                self._audit.info("change", extra={FIELDS: line})
+            if tracer is not None and span is not None:
+                line = _describe(scope, record, route, status)
+                line |= _describe_work(scope, record, ended - started, sent)
+                tracer.end(span, line, record.phases or [])
+
+
+def _describe(scope: Scope, record: RequestRecord, route: str, status: int) -> dict[str, Any]:
+    """Return what both logs and a trace say of a request."""
+    client = scope.get("client")
+    return {
+        "request_id": scope["state"].get("id", ""),
+        "client": client[0] if client else None,
+        "key": record.key or None,
+        "method": scope["method"],
+        "route": route,
+        "status": status,
+        "code": record.code or None,
+    }
+
+
+def _describe_work(
+    scope: Scope, record: RequestRecord, seconds: float, sent: int
+) -> dict[str, Any]:
+    """Return what the access log says of a request's size, and of what it took."""
+    length = dict(scope["headers"]).get(b"content-length", b"")
+    return {
+        "model": record.model or None,
+        "ms": round(1e3 * seconds, 3),
+        "queue_ms": round(1e3 * record.queue_s, 3),
+        "request_bytes": int(length) if length.isdigit() else None,
+        "response_bytes": sent,
+        **record.usage.read(),
+    }
+
+
+def _describe_change(scope: Scope, record: RequestRecord) -> dict[str, Any]:
+    """Return what the audit log says of a change: what it was done to."""
+    given = scope.get("path_params", {})
+    return {
+        "scope": record.scope,
+        "name": record.stored or given.get("name") or given.get("model_id"),
+        "sha256": record.sha256 or None,
+        "result": "refused" if record.code else "done",
+    }

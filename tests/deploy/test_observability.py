@@ -1,0 +1,263 @@
+"""Prometheus' configuration, the alerts, the dashboard: against promtool, and a scraped server."""
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from logsteer_server.observation.catalog import METRICS, PROCESS_METRICS
+from tests.conftest import fake_model, vllm_model
+from tests.deploy.alert_cases import CASES, AlertCase
+from tests.deploy.observed import (
+    ALERTS,
+    DASHBOARD,
+    PLACE,
+    PROMETHEUS,
+    PROMTOOL,
+    Prometheus,
+    fill,
+    find_metrics,
+    list_alerts,
+    list_queries,
+    scrape,
+    send_requests,
+)
+from tests.faults.keys import add_key, connect, serve
+
+needs_promtool = pytest.mark.skipif(
+    PROMTOOL is None, reason="promtool is not installed: apt-get install prometheus; NOT CHECKED"
+)
+needs_prometheus = pytest.mark.skipif(
+    PROMETHEUS is None, reason="prometheus is not installed: apt-get install it; NOT CHECKED"
+)
+
+NO_GPU = {"GPU, held by the engine", "GPU, free"}
+"""Panels without data on a machine without a GPU."""
+
+
+def exported() -> set[str]:
+    """The names of everything that /metrics has, as queries write them."""
+    names = set(PROCESS_METRICS) | {"up"}
+    for row in METRICS.values():
+        names |= (
+            {f"{row.full_name}_{part}" for part in ("bucket", "sum", "count")}
+            if row.kind == "histogram"
+            else {row.full_name}
+        )
+    return names
+
+
+def promtool(*arguments: str, given: str | None = None) -> str:
+    done = subprocess.run(
+        ["promtool", *arguments], input=given, capture_output=True, text=True, check=False
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    return said
+
+
+# ------------------------------------------------------------------ without Prometheus
+
+
+def test_names_are_found_in_expressions() -> None:
+    expression = 'sum by (a, le) (rate(x_total{p=~"y"}[$__rate_interval])) / z > 0 and up == 1'
+    assert find_metrics(expression) == {"x_total", "z", "up"}
+
+
+@pytest.mark.parametrize(("panel", "expression"), list_queries())
+def test_a_query_of_the_dashboard_asks_for_what_there_is(panel: str, expression: str) -> None:
+    assert find_metrics(expression), expression
+    assert find_metrics(expression) <= exported(), expression
+
+
+@pytest.mark.parametrize("rule", list_alerts(), ids=lambda rule: rule["alert"])
+def test_an_alert_asks_for_what_there_is_and_says_what_to_do(rule: dict[str, Any]) -> None:
+    assert find_metrics(rule["expr"])
+    assert find_metrics(rule["expr"]) <= exported()
+    assert set(rule["annotations"]) == {"summary", "meaning", "action"}
+    assert rule["labels"]["severity"] in {"warning", "critical"}
+
+
+def test_every_metric_is_shown_or_watched() -> None:
+    shown = {name for _, query in list_queries() for name in find_metrics(query)}
+    shown |= {name for rule in list_alerts() for name in find_metrics(rule["expr"])}
+    shown = {re.sub("_(bucket|count|sum)$", "", name) for name in shown}
+    assert {row.full_name for row in METRICS.values()} - shown == {"logsteer_build_info"}
+
+
+@pytest.mark.parametrize("script", ["write_dashboard.py", "write_metrics.py"])
+def test_a_document_is_as_its_script_writes_it(script: str) -> None:
+    script = str(PLACE / script)
+    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_the_dashboard_fits_grafanas_schema() -> None:
+    reason = "grafana-foundation-sdk is not installed; the dashboard's schema is NOT CHECKED"
+    models = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason=reason)
+    plugins = pytest.importorskip("grafana_foundation_sdk.cog.plugins")
+    encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder")
+    plugins.register_default_plugins()
+    written = json.loads(DASHBOARD.read_text())
+    read = json.loads(encoder.JSONEncoder().encode(models.Dashboard.from_json(written)))
+    assert find_lost(written, read) == []
+    wrong = written | {"graphTooltips": 1}
+    read = json.loads(encoder.JSONEncoder().encode(models.Dashboard.from_json(wrong)))
+    assert find_lost(wrong, read) == [".graphTooltips"]
+
+
+def find_lost(given: Any, read: Any, place: str = "") -> list[str]:
+    """Where a document has what is not in the one that was read of it, or is other there."""
+    if isinstance(given, dict):
+        return [
+            lost
+            for name, value in given.items()
+            for lost in (
+                find_lost(value, read[name], f"{place}.{name}")
+                if isinstance(read, dict) and name in read
+                else [f"{place}.{name}"]
+            )
+        ]
+    if isinstance(given, list) and isinstance(read, list) and len(given) == len(read):
+        pairs = enumerate(zip(given, read, strict=True))
+        return [lost for n, (one, two) in pairs for lost in find_lost(one, two, f"{place}[{n}]")]
+    return [] if given == read else [place]
+
+
+def test_provisioned_files_are_where_compose_mounts_them() -> None:
+    services = yaml.safe_load((PLACE.parents[1] / "docker-compose.yml").read_text())["services"]
+    for name in ("prometheus", "grafana"):
+        service = services[name]
+        assert service["profiles"] == ["observability"]
+        assert re.fullmatch(r"[a-z/]+:v?\d+\.\d+\.\d+", service["image"]), "a pinned tag"
+        mounts = [volume for volume in service["volumes"] if isinstance(volume, dict)]
+        assert mounts
+        for mount in mounts:
+            assert (PLACE.parents[1] / mount["source"]).exists()
+    provider = yaml.safe_load((PLACE / "grafana/dashboards/logsteer.yml").read_text())
+    (path,) = [each["options"]["path"] for each in provider["providers"]]
+    assert path in [m["target"] for m in services["grafana"]["volumes"] if isinstance(m, dict)]
+
+
+# ------------------------------------------------------------------ with promtool
+
+
+@needs_promtool
+def test_promtool_takes_configuration_and_rules() -> None:
+    promtool("check", "config", str(PLACE / "prometheus.yml"))
+    promtool("check", "rules", "--lint-fatal", str(ALERTS))
+
+
+def test_every_alert_has_a_case() -> None:
+    assert set(CASES) == {rule["alert"] for rule in list_alerts()}
+
+
+def write_cases(directory: Path, alert: str, case: AlertCase, fires: bool, minute: int) -> Path:
+    """A test of promtool's. Annotations, which it would compare as well, are left out."""
+    rules = yaml.safe_load(ALERTS.read_text())
+    for group in rules["groups"]:
+        for rule in group["rules"]:
+            del rule["annotations"]
+            severity = rule["labels"] if rule["alert"] == alert else {}
+            if severity:
+                expected = {"exp_labels": case.labels | severity}
+    (directory / "rules.yml").write_text(yaml.safe_dump(rules))
+    path = directory / "test.yml"
+    series = case.fires if fires or minute == 0 else case.quiet
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": text} for name, text in series.items()],
+        "alert_rule_test": [
+            {
+                "eval_time": f"{minute}m",
+                "alertname": alert,
+                "exp_alerts": [expected] if fires else [],
+            }
+        ],
+    }
+    document = {"rule_files": ["rules.yml"], "evaluation_interval": "30s", "tests": [test]}
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+@needs_promtool
+@pytest.mark.parametrize("alert", CASES)
+def test_an_alert_fires_when_it_should_and_only_then(tmp_path: Path, alert: str) -> None:
+    case = CASES[alert]
+    promtool("test", "rules", str(write_cases(tmp_path, alert, case, True, case.minute)))
+    promtool("test", "rules", str(write_cases(tmp_path, alert, case, False, case.minute)))
+    promtool("test", "rules", str(write_cases(tmp_path, alert, case, False, 0)))
+
+
+# ------------------------------------------------------------------ with Prometheus and a server
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """A server of vLLM and the fake engine under load, metrics on a port of their own."""
+    directory = tmp_path_factory.mktemp("watched")
+    keys = directory / "keys.json"
+    tokens = [add_key(keys, "ann", "score", "steer", "write"), add_key(keys, "bob", "score")]
+    config = {
+        "models": [vllm_model("demo", adapter_slots=1), fake_model("fake", delay_s=0.02)],
+        "key_file": str(keys),
+        "cache_file": "cache.sqlite",
+        "metrics_port": 0,
+        "metrics_key": "to-scrape",
+        "max_pending_tokens": 500,
+        "log_format": "json",
+    }
+    with serve(config, directory / "server") as server:
+        found = re.search(r"metrics are at http://(\S+)/metrics", server.output)
+        assert found, server.output
+        assert httpx.get(f"http://{found[1]}/metrics").status_code == 401
+        header = {"Authorization": "Bearer to-scrape"}
+        page = httpx.get(f"http://{found[1]}/metrics", headers=header)
+        promtool("check", "metrics", given=page.text)
+        assert httpx.get(f"{server.url}/metrics", headers=header).status_code == 404
+        with connect(server, tokens[0]) as http:
+            width = http.get("/models/demo").json()["hidden_size"]
+        with scrape(found[1], directory, key="to-scrape") as prometheus:
+            asyncio.run(send_requests(server.url, tokens, ["demo", "fake"], "demo", width, 15.0))
+            time.sleep(2.5)
+            yield prometheus
+
+
+@needs_prometheus
+@pytest.mark.engine
+def test_every_query_of_the_dashboard_has_data(watched: Prometheus) -> None:
+    empty = [panel for panel, query in list_queries() if not watched.query(fill(query))]
+    assert set(empty) == NO_GPU, "on a machine with a GPU none"
+
+
+@needs_prometheus
+@pytest.mark.engine
+def test_every_metric_was_scraped(watched: Prometheus) -> None:
+    missing = {
+        name
+        for row in METRICS.values()
+        if not watched.query(name := row.full_name + "_count" * (row.kind == "histogram"))
+    }
+    assert all(name.startswith("logsteer_gpu_") for name in missing), missing
+    missing = {name for name in PROCESS_METRICS if not watched.query(name)}
+    assert not missing
+
+
+@needs_prometheus
+@pytest.mark.engine
+@pytest.mark.parametrize("rule", list_alerts(), ids=lambda rule: rule["alert"])
+def test_an_alert_looks_at_something(watched: Prometheus, rule: dict[str, Any]) -> None:
+    """Without its thresholds it has data; with them it is quiet, but for what the load provokes."""
+    bare = re.sub(r"(==|>=|<=|>|<)\s*[\d.]+", "", rule["expr"]).replace(">=", "+")
+    assert watched.query(re.sub(r"\[\d+m\]", "[20s]", bare)), bare
+    provoked = {"LogsteerRefusesWork"}
+    assert rule["alert"] in provoked or not watched.query(rule["expr"])

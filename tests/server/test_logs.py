@@ -1,0 +1,236 @@
+"""Log lines: what they say of requests, changes and failures, and what they must never say."""
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from logsteer._endpoints import ENDPOINTS
+from logsteer_server.observation.catalog import LOG_FIELDS
+from logsteer_server.observation.logs import (
+    FIELDS,
+    LogStyle,
+    configure_engine_logs,
+    make_formatter,
+    open_log,
+)
+from tests.conftest import fake_model
+from tests.faults.keys import add_key, connect, serve
+from tests.servers import Server
+
+MARK = "xylophonequartz"
+NUMBER = 0.12345678901
+FAIL, CRASH = 1301, 1302
+WRONG = "ls_0123456789ab_" + "W" * 43
+KEYS: dict[str, str] = {}
+
+TEXT = f"once upon a {MARK}"
+ITEMS = [{"context": TEXT, "targets": [f" {MARK}"]}]
+CHAT = [{"role": "user", "content": TEXT}]
+INLINE = {"vectors": [{"data": {"1": [NUMBER] * 16}, "op": "ablate"}]}
+VECTOR = save({"layers.1": np.full(16, NUMBER, np.float32)})
+PAIRS = [{"positive": f"{n} {TEXT}", "negative": f"{n} {TEXT} again"} for n in range(4)]
+SAME = {"positive": TEXT, "negative": f"no {TEXT}"}
+
+REQUESTS: dict[str, tuple[str, Any]] = {
+    "models": ("/models", None),
+    "model": ("/models/fake", None),
+    "selftest": ("/models/fake/selftest", {}),
+    "health": ("/healthz", None),
+    "ready": ("/readyz", None),
+    "metrics": ("/metrics", None),
+    "logprob": ("/logprob", {"items": ITEMS, "steering": INLINE}),
+    "diagnostics": ("/diagnostics", {"items": ITEMS}),
+    "perplexity": ("/perplexity", {"texts": [TEXT], "stream": True}),
+    "perplexity_stream": ("/perplexity/stream", TEXT.encode()),
+    "generate": ("/generate", {"prompts": [TEXT], "max_tokens": 4, "stream": True}),
+    "steer": ("/steer", {"prompts": [TEXT], "max_tokens": 4, "steering": INLINE}),
+    "sweep": ("/sweep", {"items": ITEMS, "steering": INLINE, "scales": [0, 1]}),
+    "gradient": ("/gradient", {"items": ITEMS, "wrt": {"layers": [1]}}),
+    "activations": ("/activations", {"items": [{"text": TEXT}], "layers": [1]}),
+    "vectors.list": ("/vectors", None),
+    "vectors.put": ("/vectors/stored", VECTOR),
+    "vectors.get": ("/vectors/stored", None),
+    "vectors.download": ("/vectors/stored/content", None),
+    "vectors.train": ("/vectors/train", {"name": "trained", "pairs": PAIRS, "layers": [1]}),
+    "vectors.combine": ("/vectors/both/combine", {"vectors": [{"name": "stored"}]}),
+    "vectors.delete": ("/vectors/stored", None),
+    "overrides.list": ("/overrides", None),
+    "overrides.put": ("/overrides/stored", VECTOR),
+    "overrides.get": ("/overrides/stored", None),
+    "overrides.delete": ("/overrides/stored", None),
+    "adapters.list": ("/adapters", None),
+    "adapters.put": ("/adapters/stored", VECTOR),
+    "adapters.get": ("/adapters/stored", None),
+    "adapters.delete": ("/adapters/stored", None),
+    "tokenize": ("/tokenize", {"texts": [TEXT]}),
+    "detokenize": ("/detokenize", {"token_ids": [[5, 6]]}),
+    "tokenizer_info": ("/tokenizer_info", None),
+    "v1.models": ("/v1/models", None),
+    "v1.completions": ("/v1/completions", {"prompt": TEXT, "max_tokens": 4, "logprobs": 1}),
+    "v1.chat.completions": ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 4}),
+    "v1.score": ("/v1/score", {"query": TEXT, "items": [TEXT], "label_token_ids": [5, 6]}),
+}
+
+
+def send(http: httpx.Client, name: str, **headers: str) -> httpx.Response:
+    path, body = REQUESTS[name]
+    given = {"content": body} if isinstance(body, bytes) else {"json": body}
+    return http.request(
+        ENDPOINTS[name].method, path, headers=headers, **({} if body is None else given)
+    )
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that logs all it can, after requests to every endpoint, right and wrong ones."""
+    directory = tmp_path_factory.mktemp("logged")
+    keys = directory / "keys.json"
+    KEYS["ann"] = add_key(keys, "ann", "score", "steer", "write", "admin")
+    KEYS["bob"] = add_key(keys, "bob", "score")
+    config = {
+        "models": [fake_model("fake", fail_id=FAIL, crash_id=CRASH)],
+        "key_file": str(keys),
+        "log_level": "debug",
+        "log_format": "json",
+        "access_log": True,
+        "access_log_file": "access.log",
+    }
+    with serve(config, directory / "server") as server:
+        with connect(server, KEYS["ann"]) as http:
+            answers = {name: send(http, name).status_code for name in REQUESTS}
+            failing = {"items": [{"context_ids": [5, FAIL], "target_ids": [[8]]}]}
+            http.post("/logprob", json=failing, headers={"X-Request-Id": "failing-1"})
+            http.post("/logprob", content=f'{{"items": "{MARK}'.encode())
+            http.post("/logprob", json={"items": ITEMS, MARK: MARK})
+            http.post("/vectors/train", json={"name": "same", "pairs": [SAME] * 4})
+            http.post("/logprob", json={"items": ITEMS, "model": MARK})
+            http.get(f"/{MARK}/{KEYS['ann']}", params={"q": MARK})
+        assert {answers[name] for name in ("logprob", "generate", "steer", "vectors.put")} == {200}
+        with connect(server, KEYS["bob"]) as http:
+            send(http, "vectors.put")
+        for token in (WRONG, KEYS["ann"][:-1] + "_"):
+            with connect(server, token) as http:
+                send(http, "vectors.put")
+        with connect(server, KEYS["ann"]) as http:
+            crashing = {"items": [{"context_ids": [5, CRASH], "target_ids": [[8]]}]}
+            http.post("/logprob", json=crashing, headers={"X-Request-Id": "crashing-1"})
+        yield server
+
+
+def read_lines(server: Server, *, from_file: bool = False) -> list[dict[str, Any]]:
+    text = (server.directory / "access.log").read_text() if from_file else server.output
+    return [json.loads(line) for line in text.splitlines() if line]
+
+
+def test_every_endpoint_is_asked() -> None:
+    assert set(REQUESTS) == set(ENDPOINTS)
+
+
+def test_no_line_has_a_prompt_a_number_of_a_vector_or_a_key(logged: Server) -> None:
+    text = logged.output + (logged.directory / "access.log").read_text()
+    assert '"level":"debug"' in text, "everything is logged"
+    secrets = [token.rpartition("_")[2] for token in (*KEYS.values(), WRONG)]
+    for secret in (MARK, str(NUMBER)[:8], *KEYS.values(), WRONG, *secrets):
+        assert secret not in text
+
+
+def test_lines_have_the_fields_of_the_catalog(logged: Server) -> None:
+    known = {line: {f.name for f in LOG_FIELDS if {line, "all"} & set(f.lines)}
+             for line in ("all", "access", "audit")}  # fmt: skip
+    needed = {line: {f.name for f in LOG_FIELDS if line in f.lines} for line in known}
+    seen: set[str] = set()
+    for line in [*read_lines(logged), *read_lines(logged, from_file=True)]:
+        kind = line["logger"].removeprefix("logsteer.")
+        kind = kind if kind in ("access", "audit") else "all"
+        assert set(line) <= known[kind], line
+        assert kind == "all" or set(line) >= needed[kind], line
+        seen |= set(line)
+    assert seen == {field.name for field in LOG_FIELDS}
+
+
+def test_a_request_is_one_line_of_the_access_log(logged: Server) -> None:
+    lines = read_lines(logged, from_file=True)
+    assert {line["logger"] for line in lines} == {"logsteer.access"}
+    (steered,) = [line for line in lines if line["route"] == "/steer"]
+    assert (steered["key"], steered["model"], steered["status"]) == ("ann", "fake", 200)
+    assert steered["generated_tokens"] == 4
+    assert steered["ms"] > 0 and steered["response_bytes"] > 100 and steered["request_bytes"] > 50
+    (unknown,) = [line for line in lines if line["route"] == "other"]
+    assert (unknown["status"], unknown["code"]) == (404, "not_found")
+    streamed = [line for line in lines if line["route"] == "/generate"]
+    assert [line["generated_tokens"] for line in streamed] == [4]
+
+
+def test_changes_and_refusals_are_in_the_audit_log(logged: Server) -> None:
+    lines = [line for line in read_lines(logged) if line["logger"] == "logsteer.audit"]
+    scopes = {
+        (ENDPOINTS[name].method, ENDPOINTS[name].path.partition("{")[0].rstrip("/")): name
+        for name in ENDPOINTS
+        if ENDPOINTS[name].scope in ("write", "admin")
+    }
+    told = {(line["method"], line["route"].partition("{")[0].rstrip("/")) for line in lines}
+    assert told == set(scopes)
+    mine = [line for line in lines if line["key"] == "ann" and line["method"] == "PUT"]
+    stored = next(line for line in mine if line["route"].startswith("/vectors"))
+    assert (stored["name"], stored["result"], stored["scope"]) == ("stored", "done", "write")
+    assert len(stored["sha256"]) == 64
+    trained, same = (line for line in lines if line["route"] == "/vectors/train")
+    assert (trained["name"], len(trained["sha256"])) == ("trained", 64)
+    assert (same["name"], same["sha256"], same["result"]) == ("same", None, "refused")
+    gone = [line for line in lines if line["method"] == "DELETE" and line["result"] == "done"]
+    assert [(line["name"], line["sha256"]) for line in gone] == [("stored", stored["sha256"])]
+    refused = {(line["key"], line["code"]) for line in lines if line["result"] == "refused"}
+    assert refused >= {("bob", "forbidden"), (None, "unauthorized")}
+
+
+def test_a_request_is_named_where_its_job_fails_in_the_engine(logged: Server) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        own = [x for x in read_lines(logged) if x["logger"].endswith("engines.process")]
+        if any("crashing-1" in line["message"] for line in own):
+            break
+        time.sleep(0.1)
+    assert logged.process is not None
+    assert {line["process"] for line in own}.isdisjoint({logged.process.pid})
+    (failed,) = [line for line in own if line.get("request_id") == "failing-1"]
+    assert failed["level"] == "warning"
+    (broke,) = [line for line in own if "crashing-1" in line["message"]]
+    assert "the fake engine was told to crash" in broke["exception"]
+
+
+def test_text_has_the_fields_behind_the_message() -> None:
+    record = logging.LogRecord("x", logging.INFO, "", 0, "request %d", (1,), None)
+    setattr(record, FIELDS, {"route": "/logprob", "key": None})
+    assert make_formatter("text").format(record).endswith("INFO x: request 1 route=/logprob")
+
+
+def test_a_moved_file_is_opened_anew(tmp_path: Path) -> None:
+    path = tmp_path / "audit.log"
+    log = open_log("logsteer.test", LogStyle("json"), path)
+    log.info("first")
+    path.rename(tmp_path / "old.log")
+    log.info("second")
+    assert json.loads(path.read_text())["message"] == "second"
+    open_log("logsteer.test", LogStyle("json"), None)
+
+
+def test_an_engine_logs_warnings_unless_all_is_asked_for() -> None:
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    try:
+        levels = {}
+        for level in ("debug", "info", "error"):
+            configure_engine_logs(LogStyle("text", level))
+            levels[level] = root.level
+        assert levels == {"debug": 10, "info": 30, "error": 40}
+    finally:
+        root.handlers[:], root.level = before[0], before[1]
+        logging.captureWarnings(False)

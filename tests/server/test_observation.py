@@ -1,0 +1,313 @@
+"""What is counted and read, piece by piece: tallies, readings of engines, processes and disks."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.types import Message, Receive, Scope, Send
+
+from logsteer import Client
+from logsteer.errors import APIError
+from logsteer_server.contract.engine import DeviceMemory, EngineReading, StepCounts
+from logsteer_server.observation.catalog import METRICS
+from logsteer_server.observation.metrics import OTHER_KEYS, Metrics
+from logsteer_server.observation.processes import read_family
+from logsteer_server.observation.readings import EngineStatus, ModelReading
+from logsteer_server.observation.requests import RequestObserver, RequestRecord
+from logsteer_server.observation.tallies import SECONDS, ModelTally, Spread, TokenTimes
+from logsteer_server.settings import Settings
+from logsteer_server.stores import disk
+from logsteer_server.stores.disk import DiskUsage, read_disk
+from tests.conftest import Server, ServerFactory, fake_model, tlens_model, vllm_model
+
+
+def sample(text: str, name: str, **labels: str) -> float | None:
+    """A sample's value; None where there is none."""
+    for family in text_string_to_metric_families(text):
+        for found in family.samples:
+            if found.name == f"logsteer_{name}" and labels.items() <= found.labels.items():
+                return found.value
+    return None
+
+
+class TestTallies:
+    def test_a_value_on_a_bound_lies_below_it(self) -> None:
+        spread = Spread((1, 2))
+        for value in (0.5, 1, 2, 2.5):
+            spread.note(value)
+        spread.note(2, times=3)
+        assert spread.counts == [2, 4, 1]
+        assert spread.total == 12.0
+
+    def test_buckets_reach_from_a_millisecond_to_ten_minutes(self) -> None:
+        assert (SECONDS[0], SECONDS[-1]) == (0.001, 600)
+        assert list(SECONDS) == sorted(SECONDS)
+
+    def test_the_first_token_is_the_request_and_later_ones_each_sequence(self) -> None:
+        tally = ModelTally()
+        times = TokenTimes(tally, 10.0)
+        times.note(0, 1, 10.3)
+        times.note(1, 1, 10.4)  # its own first one, which nobody has waited for since a token
+        times.note(0, 2, 10.5)  # two tokens, 0.1 s each
+        times.note(1, 1, 10.45)
+        assert sum(tally.first_token.counts) == 1
+        assert tally.first_token.total == pytest.approx(0.3)
+        assert sum(tally.between_tokens.counts) == 3
+        assert tally.between_tokens.total == pytest.approx(0.2 + 0.05)
+
+    def test_keys_beyond_the_bound_share_a_series(self) -> None:
+        metrics = Metrics(max_keys=2)
+        for key in ("ann", "bob", "eve", "dan", "ann", "eve"):
+            metrics.note_key(key, False, 1, 2, 3)
+        text = metrics.render().decode()
+        counts = {key: sample(text, "key_requests_total", key=key) for key in
+                  ("ann", "bob", "eve", "dan", OTHER_KEYS)}  # fmt: skip
+        assert counts == {"ann": 2, "bob": 1, "eve": None, "dan": None, OTHER_KEYS: 3}
+
+    def test_what_is_noted_of_a_write_is_noted_for_audited_requests_alone(self) -> None:
+        card = {"name": "a", "sha256": "f" * 64}
+        score, write = RequestRecord(scope="score"), RequestRecord(scope="write")
+        for record in (score, write):
+            record.note_stored(card)
+        assert (score.stored, score.sha256) == ("", "")
+        assert (write.stored, write.sha256) == ("a", "f" * 64)
+
+
+class TestEngines:
+    def status(self, **fields: object) -> EngineStatus:
+        return EngineStatus("1", 3, 5, **fields)  # type: ignore[arg-type]
+
+    def render(self, *engines: EngineStatus) -> str:
+        metrics = Metrics()
+        metrics.read_models = lambda: [ModelReading("m", 7, 10, True, engines)]
+        return metrics.render().decode()
+
+    def test_one_without_a_process_has_no_samples_but_its_counts(self) -> None:
+        text = self.render(self.status())
+        assert sample(text, "engine_restarts_total", model="m", replica="1") == 3
+        assert sample(text, "engine_sequences_queued", replica="1") == 5
+        for name in ("engine_heartbeat_age_seconds", "kv_cache_blocks", "engine_step_seconds_sum"):
+            assert sample(text, name) is None
+
+    def test_what_an_engine_does_not_have_is_absent_and_not_0(self) -> None:
+        text = self.render(self.status(reading=EngineReading(2, 3)))
+        assert sample(text, "engine_sequences_running") == 2
+        assert sample(text, "engine_sequences_waiting") == 3
+        for name in ("kv_cache_blocks_used", "steering_slots", "adapter_slots", "gpu_memory_bytes"):
+            assert sample(text, name) is None
+
+    def test_all_that_an_engine_has_is_shown(self) -> None:
+        memory = [DeviceMemory("0", 4, 5, 10), DeviceMemory("1", 6, 3, 10)]
+        steps = StepCounts([1] + [0] * (len(SECONDS) - 1) + [2], 1300.0)
+        reading = EngineReading(1, 2, 100, 40, 64, 3, 4, 2, memory)
+        text = self.render(
+            self.status(reading=reading, steps=steps, pid=os.getpid(), heartbeat_age_s=0.5)
+        )
+        assert sample(text, "kv_cache_blocks") == 100
+        assert sample(text, "kv_cache_blocks_used") == 40
+        assert (sample(text, "steering_slots"), sample(text, "steering_slots_used")) == (64, 3)
+        assert (sample(text, "adapter_slots"), sample(text, "adapter_slots_used")) == (4, 2)
+        assert sample(text, "gpu_memory_held_bytes", device="1") == 6
+        assert sample(text, "gpu_memory_free_bytes", device="0") == 5
+        assert sample(text, "engine_step_seconds_bucket", le="600.0") == 1
+        assert sample(text, "engine_step_seconds_count") == 3
+        assert sample(text, "engine_step_seconds_sum") == 1300
+        assert (sample(text, "engine_process_resident_memory_bytes") or 0) > 2**20
+        given = {row.name for row in METRICS.values() if "replica" in row.labels}
+        assert all(f"\nlogsteer_{name}" in text for name in given)
+
+
+@pytest.mark.parametrize(("status", "counted"), [(200, None), (503, None), (500, 1), (None, 1)])
+def test_a_crash_is_a_problem_and_a_probe_that_says_no_is_none(
+    status: int | None, counted: int | None
+) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if status is None:
+            raise RuntimeError("a fault")
+        await send({"type": "http.response.start", "status": status})
+
+    async def nothing(*_: object) -> Message:
+        return {"type": "http.request"}
+
+    metrics = Metrics()
+    scope = {"type": "http", "method": "GET", "headers": []}
+    with suppress(RuntimeError):
+        asyncio.run(RequestObserver(app, metrics)(scope, nothing, nothing))
+    text = metrics.render().decode()
+    assert sample(text, "errors_total", path="other", code="internal") == counted
+    assert sample(text, "requests_total", status=str(status or 500)) == 1
+    assert sample(text, "requests_in_flight") == 0
+
+
+class TestProcesses:
+    def test_a_family_is_a_process_and_those_below_it(self) -> None:
+        code = "import subprocess, sys; subprocess.run([sys.executable, '-c', %r])"
+        inner = "x = bytearray(2**26); import sys; sys.stdin.read()"
+        with subprocess.Popen([sys.executable, "-c", code % inner], stdin=subprocess.PIPE) as alone:
+            deadline = time.monotonic() + 20
+            while (found := read_family(alone.pid)) is None or found.resident_bytes < 2**26:
+                assert time.monotonic() < deadline, "64 MiB of the process below it"
+                time.sleep(0.05)
+            assert found.cpu_s > 0
+
+    def test_one_that_is_gone_is_none(self) -> None:
+        with subprocess.Popen([sys.executable, "-c", ""]) as process:
+            process.wait()
+        assert read_family(process.pid) is None
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    given = {"models": [fake_model()], "directory": tmp_path, "store_directory": "store"}
+    return Settings(**given, cache_file="cache.sqlite", vector_store_bytes=4096)
+
+
+class TestDisk:
+    def test_stores_of_everybody_and_of_keys_are_counted_apart(self, settings: Settings) -> None:
+        for place, size in (("vectors", 10), ("keys/ann/vectors", 3), ("keys/bob/vectors", 4)):
+            contents = settings.store_path / place / "contents"
+            contents.mkdir(parents=True)
+            (contents / "a.safetensors").write_bytes(b"x" * size)
+            (contents.parent / "lock").write_bytes(b"not a content")
+        (settings.directory / "cache.sqlite").write_bytes(b"x" * 99)
+        found = read_disk(settings)
+        vectors = next(store for store in found.stores if store.kind == "vectors")
+        assert (vectors.shared_bytes, vectors.keys_bytes, vectors.limit_bytes) == (10, 7, 4096)
+        assert {store.kind: store.shared_bytes for store in found.stores if store != vectors} == {
+            "overrides": 0, "adapters": 0,
+        }  # fmt: skip
+        assert found.cache_file_bytes == 99
+        assert found.free_bytes is not None and found.size_bytes is not None
+        assert 0 < found.free_bytes <= found.size_bytes
+
+    def test_nothing_stored_yet_is_no_error(self, settings: Settings) -> None:
+        found = read_disk(settings)
+        assert not settings.store_path.exists()
+        assert found.cache_file_bytes is None
+        assert found.free_bytes
+
+    def test_a_disk_that_hangs_delays_nobody_for_long(
+        self, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        release, calls = threading.Event(), []
+
+        def hang(given: Settings) -> object:
+            calls.append(given)
+            release.wait(20)
+            return read_disk(given)
+
+        monkeypatch.setattr(disk, "read_disk", hang)
+        monkeypatch.setattr(disk, "WAIT_S", 0.05)
+
+        async def work() -> None:
+            usage = DiskUsage(settings)
+            for _ in range(3):
+                await usage.refresh()
+            assert (usage.reading.free_bytes, len(calls)) == (None, 1)
+            release.set()
+            while usage.reading.free_bytes is None:
+                await asyncio.sleep(0.01)
+            await usage.refresh()
+            assert len(calls) == 1, "it is read once a minute"
+
+        asyncio.run(work())
+
+
+@pytest.fixture(scope="module")
+def server(start_server: ServerFactory) -> Server:
+    """A slow model, and metrics behind a key."""
+    model = fake_model("slow", delay_s=0.2, ahead_tokens=8)
+    return start_server({"models": [model], "metrics_key": "k"})
+
+
+class TestEndpoint:
+    def scrape(self, server: Server) -> str:
+        header = {"Authorization": "Bearer k"}
+        return httpx.get(f"{server.url}/metrics", headers=header).raise_for_status().text
+
+    def test_a_key_of_its_own_is_asked_for(self, server: Server) -> None:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic k"}):
+            answer = httpx.get(f"{server.url}/metrics", headers=headers)
+            assert (answer.status_code, answer.json()["code"]) == (401, "unauthorized")
+        assert "logsteer_build_info" in self.scrape(server)
+
+    def test_what_waits_is_told_apart(self, server: Server) -> None:
+        before = self.scrape(server)
+        items = [{"context_ids": [5, 6, 7, n], "target_ids": [[8]]} for n in range(5, 13)]
+        with Client(server.url) as client:
+            sender = threading.Thread(target=client.logprob, args=(items,))
+            sender.start()
+            time.sleep(0.3)
+            text = self.scrape(server)
+            sender.join()
+            with pytest.raises(APIError):
+                client.logprob(items, model="nobody")
+        assert sample(text, "requests_in_flight") == 2  # this scrape is one
+        assert 0 < (sample(text, "engine_sequences_queued", model="slow") or 0) < 8
+        assert sample(text, "pending_tokens_limit") == 8_000_000
+        after = self.scrape(server)
+        assert sample(after, "errors_total", path="/logprob", code="unknown_model") == 1
+        assert sample(after, "queue_seconds_count", model="slow") == 1
+        assert sample(after, "engine_seconds_count", model="slow") == 1
+        deadline = time.monotonic() + 10  # steps are told with the next heartbeat
+        while (sample(self.scrape(server), "engine_step_seconds_sum", model="slow") or 0) < 0.2:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert sample(before, "engine_sequences_queued") == 0
+        assert sample(after, "engine_sequences_queued") == 0
+
+
+@pytest.mark.engine
+def test_real_engines_say_what_they_are_at(start_server: ServerFactory) -> None:
+    """While both generate: sequences, and vLLM's blocks and slots."""
+    models = [vllm_model("vllm", adapter_slots=2), tlens_model("tlens")]
+    server = start_server({"models": models})
+    seen: dict[str, float] = {}
+    with Client(server.url) as client:
+        while not client.ready().ready:
+            time.sleep(0.1)
+        width = client.models().models[0].hidden_size
+        vector = {"data": {"1": [0.1] * (width or 0)}, "scale": 1.0}
+
+        def draw(model: str, length: int) -> None:
+            prompts = [list(range(5, 40))] * 4
+            client.steer(None, {"vectors": [vector]}, prompt_ids=prompts, max_tokens=length,
+                         ignore_eos=True, model=model)  # fmt: skip
+
+        lengths = {"vllm": 950, "tlens": 300}
+        threads = [threading.Thread(target=draw, args=pair) for pair in lengths.items()]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            text = httpx.get(f"{server.url}/metrics").text
+            for name in ("kv_cache_blocks_used", "steering_slots_used", "adapter_slots_used"):
+                value = sample(text, name, model="vllm") or 0
+                seen[name] = max(value, seen.get(name, 0))
+            for model in ("vllm", "tlens"):
+                value = sample(text, "engine_sequences_running", model=model) or 0
+                seen[model] = max(value, seen.get(model, 0))
+            time.sleep(0.1)
+        deadline = time.monotonic() + 10
+        while sample(httpx.get(f"{server.url}/metrics").text, "kv_cache_blocks_used"):
+            assert time.monotonic() < deadline, "blocks are free again"
+            time.sleep(0.2)
+        text = httpx.get(f"{server.url}/metrics").text
+    assert seen["vllm"] == seen["tlens"] == 4
+    assert seen["steering_slots_used"] == 1, "four sequences, one plan"
+    assert seen["adapter_slots_used"] == 0
+    assert 4 <= seen["kv_cache_blocks_used"] <= 4 * 31, "of 32 tokens"
+    assert sample(text, "steering_slots", model="vllm") == 64
+    assert sample(text, "adapter_slots", model="vllm") == 2
+    assert sample(text, "kv_cache_blocks", model="tlens") is None
+    for model, length in lengths.items():
+        assert sample(text, "generated_tokens_total", model=model) == 4 * length
+        assert (sample(text, "steered_tokens_total", model=model) or 0) > 3 * length
+        assert (sample(text, "engine_process_cpu_seconds_total", model=model) or 0) > 1
