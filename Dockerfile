@@ -43,7 +43,7 @@ FROM python AS os-cpu
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ libnuma1 \
-    && rm -rf /var/lib/apt/lists/* \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt /var/log/dpkg.log \
     && groupadd --gid 10001 logsteer \
     && useradd --uid 10001 --gid 10001 --home-dir /var/lib/logsteer --shell /usr/sbin/nologin logsteer \
     && install --directory --owner 10001 --group 10001 /var/lib/logsteer
@@ -72,7 +72,7 @@ RUN apt-get update \
         libsqlite3-0 \
         libssl3t64 \
         zlib1g \
-    && rm -rf /var/lib/apt/lists/* \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt /var/log/dpkg.log \
     && ldconfig \
     && groupadd --gid 10001 logsteer \
     && useradd --uid 10001 --gid 10001 --home-dir /var/lib/logsteer --shell /usr/sbin/nologin logsteer \
