@@ -94,7 +94,7 @@ RUN --mount=type=cache,target=/root/.cache \
     --mount=type=secret,id=uv_toml,target=/etc/uv/uv.toml \
     VENV=/opt/logsteer LOGSTEER_VARIANT=cpu deploy/image/install.sh
 COPY deploy/image/slim.sh deploy/image/sbom.py deploy/image/
-RUN VENV=/opt/logsteer deploy/image/slim.sh \
+RUN VENV=/opt/logsteer LOGSTEER_VARIANT=cpu deploy/image/slim.sh \
     && /opt/logsteer/bin/python deploy/image/sbom.py "$VERSION" > sbom.cdx.json
 
 # The same document alone: --target sbom-cpu --output FOLDER.
@@ -114,7 +114,7 @@ RUN --mount=type=cache,target=/root/.cache \
     --mount=type=secret,id=uv_toml,target=/etc/uv/uv.toml \
     VENV=/opt/logsteer LOGSTEER_VARIANT=cuda deploy/image/install.sh
 COPY deploy/image/slim.sh deploy/image/sbom.py deploy/image/
-RUN VENV=/opt/logsteer deploy/image/slim.sh \
+RUN VENV=/opt/logsteer LOGSTEER_VARIANT=cuda deploy/image/slim.sh \
     && /opt/logsteer/bin/python deploy/image/sbom.py "$VERSION" > sbom.cdx.json
 
 # The same document alone: --target sbom-cuda --output FOLDER.

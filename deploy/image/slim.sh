@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Removes from VENV what a server never runs: installers, tests, test programs, symbol tables.
+# Removes from VENV, which has the packages of LOGSTEER_VARIANT, what a server never runs: installers,
+# tests, test programs, symbol tables.
 set -euo pipefail
 packages=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 before=$(du --summarize --block-size=M "$VENV" | cut -f1)
@@ -14,7 +15,10 @@ find "$packages/torch/lib" -name '*test*.so' -delete
 
 # vLLM's CPU kernels come with symbol tables five times the size of their code, torch's main library
 # with 90 MB of them. Others are left alone: some tools that pack wheels write headers that strip breaks.
-find "$packages"/{vllm,torch/lib} -maxdepth 1 -name '*.so' -exec strip --strip-unneeded {} +
+# So are libraries with code for GPUs, which no machine without one can try.
+if [[ $LOGSTEER_VARIANT == cpu ]]; then
+  find "$packages"/{vllm,torch/lib} -maxdepth 1 -name '*.so' -exec strip --strip-unneeded {} +
+fi
 "$VENV/bin/python" -c 'import torch; assert (torch.ones(8, 8) @ torch.ones(8, 8) == 8).all()'
 
 echo "slim: $before before, $(du --summarize --block-size=M "$VENV" | cut -f1) after" >&2

@@ -121,7 +121,7 @@ def test_a_killed_server_comes_back_with_its_vectors(host: None) -> None:
     ask("/vectors/train", trained)
     stored = ask("/vectors/mood")
     before = show("MainPID")
-    execute("kill", "-KILL", before)
+    execute("sh", "-c", f"kill -KILL {before}")
     assert ask_when_ready() > 0.5
     assert show("MainPID") != before
     assert show("NRestarts") == "1"
