@@ -2,6 +2,7 @@
 
 `make test-containers` runs these tests; other runs skip them and say so. They take root's access to
 a Docker engine, 12 GB of disk, and minutes. Where no registry is in reach, bases.sh makes a base.
+CONTAINERS=fresh builds without cached layers; CONTAINERS_PORT is the port that is published.
 """
 
 import os
@@ -30,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = [item for item in items if Path(__file__).parent in item.path.parents]
     if not here:
         return
-    asked = os.environ.get("CONTAINERS") == "all"
+    asked = os.environ.get("CONTAINERS") in {"all", "fresh"}
     lack = find_lack() if asked else "`make test-containers` builds and runs the image"
     for item in here if lack else []:
         item.add_marker(pytest.mark.skip(reason=f"CONTAINERS ARE NOT TESTED: {lack}"))
@@ -94,7 +95,8 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def image(secrets: dict[str, Path]) -> str:
     """The built image of the cpu target."""
-    seconds = build("cpu", "--tag", IMAGE, secrets=secrets)
+    fresh = ["--no-cache"] if os.environ.get("CONTAINERS") == "fresh" else []
+    seconds = build("cpu", "--tag", IMAGE, *fresh, secrets=secrets)
     size = inspect(IMAGE)["Size"] / 1e9
     print(f"\nbuilt {IMAGE} in {seconds:.0f} s: {size:.2f} GB")
     return IMAGE
