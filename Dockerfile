@@ -125,8 +125,8 @@ COPY --from=build-cuda /srv/logsteer/sbom.cdx.json /
 
 FROM python AS files
 COPY LICENSE /srv/logsteer/LICENSE
-COPY client /srv/logsteer/client
-COPY server /srv/logsteer/server
+COPY client/logsteer /srv/logsteer/client/logsteer
+COPY server/logsteer_server /srv/logsteer/server/logsteer_server
 COPY demo/model /srv/logsteer/demo/model
 COPY deploy/models.cpu.yaml /etc/logsteer/models.yaml
 # Modes come from the checkout, where a strict umask would leave files that only root can read.

@@ -215,6 +215,7 @@ def test_what_reaches_package_indexes_is_mounted_for_one_step(variant: str) -> N
         "client/logsteer/__pycache__/cli.cpython-311.pyc",
         "client/logsteer/schemas/__pycache__",
         "server/.env",
+        "server/playground/node_modules/x/index.js",
         "shared/big.bin",
         "tests/server/test_deployment.py",
     ],
