@@ -1,4 +1,3 @@
-# syntax=docker/dockerfile:1
 # The logsteer server, as two targets that differ in their base and their locked packages:
 #
 #   docker build --target cpu --tag logsteer:cpu .     x86-64 with AVX2 or better, no GPU
@@ -10,15 +9,31 @@
 # LOGSTEER_INSECURE says that something else, here the published address, keeps strangers out.
 # docker-compose.yml holds the settings that a production container wants besides.
 #
-# No container engine has built this file yet. What stands in for that: hadolint, and the steps of
-# the cpu target carried out in a bare Debian bookworm root, where the server then ran as process 1
-# and as this user, on a read-only root without capabilities, compiled and eager. The cuda target
-# has only been linted.
+# It takes BuildKit (Docker 23 or later; 25 for the health check). What a build may be given:
+#
+#   --build-arg PYTHON_BASE=… CUDA_BASE=…    other bases, from a registry of your own for example
+#   --build-context wheels=FOLDER            wheels that no index has
+#   --secret id=ca,src=FILE                  a certificate authority that package indexes are signed by
+#   --secret id=pip_conf,src=FILE            how pip and uv reach package indexes; none of these four
+#   --secret id=uv_toml,src=FILE             is in any layer
+#   --target sbom-cpu --output FOLDER        what the image consists of, as sbom.cdx.json (CycloneDX)
+#
+# `make test-containers` builds and runs the cpu target. deploy/README.md says what has been run:
+# the cpu target on a base of Debian's packages; of the cuda target, everything but its base.
 
+ARG PYTHON_BASE=python:3.11.15-slim-bookworm
+ARG CUDA_BASE=nvidia/cuda:13.0.3-base-ubuntu24.04
 ARG VERSION=0.1.0
 ARG REVISION=unknown
 
-FROM python:3.11.15-slim-bookworm AS python
+# Empty, unless --build-context wheels=FOLDER takes its place.
+FROM scratch AS wheels
+
+FROM ${PYTHON_BASE} AS python
+# The official image has its standard library without bytecode, which the user of the container could
+# not write later: each process would compile what it imports.
+RUN python -m compileall -q -x '/(test|idlelib|lib2to3|site-packages|dist-packages)/' \
+    "$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"
 
 # ---------------------------------------------------------------- operating systems
 
@@ -28,12 +43,12 @@ FROM python AS os-cpu
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ libnuma1 \
-    && rm -rf /var/lib/apt/lists/* \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt /var/log/dpkg.log \
     && groupadd --gid 10001 logsteer \
     && useradd --uid 10001 --gid 10001 --home-dir /var/lib/logsteer --shell /usr/sbin/nologin logsteer \
     && install --directory --owner 10001 --group 10001 /var/lib/logsteer
 
-FROM nvidia/cuda:13.0.3-base-ubuntu24.04 AS os-cuda
+FROM ${CUDA_BASE} AS os-cuda
 # The interpreter is the cpu target's own, so that both images run one Python, headers included,
 # which Triton compiles against; the lib* packages are what its standard library links.
 COPY --from=python /usr/local/ /usr/local/
@@ -57,44 +72,61 @@ RUN apt-get update \
         libsqlite3-0 \
         libssl3t64 \
         zlib1g \
-    && rm -rf /var/lib/apt/lists/* \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt /var/log/dpkg.log \
     && ldconfig \
     && groupadd --gid 10001 logsteer \
     && useradd --uid 10001 --gid 10001 --home-dir /var/lib/logsteer --shell /usr/sbin/nologin logsteer \
     && install --directory --owner 10001 --group 10001 /var/lib/logsteer
 
 # ---------------------------------------------------------------- installed packages
-# The project is installed as an editable one, which records where its two packages lie and none of
-# their files. Empty packages stand in for them here, so that an edit of the sources rebuilds a
-# layer of a few megabytes instead of one of several gigabytes. The readme is empty for the same
-# reason. install.sh compiles bytecode, which the user of the container could not write later.
+# deploy/image/install.sh says what is mounted, and why the project's own packages are empty here.
 
 FROM os-cpu AS build-cpu
-ENV UV_LINK_MODE=copy
+ARG VERSION
 WORKDIR /srv/logsteer
 COPY requirements/install.sh requirements/cpu.lock requirements/
 COPY pyproject.toml LICENSE ./
+COPY deploy/image/install.sh deploy/image/
 RUN --mount=type=cache,target=/root/.cache \
-    mkdir -p client/logsteer server/logsteer_server \
-    && touch README.md client/logsteer/__init__.py server/logsteer_server/__init__.py \
-    && VENV=/opt/logsteer LOGSTEER_VARIANT=cpu requirements/install.sh server
+    --mount=type=bind,from=wheels,target=/wheels \
+    --mount=type=secret,id=ca,target=/run/secrets/ca.pem \
+    --mount=type=secret,id=pip_conf,target=/etc/pip.conf \
+    --mount=type=secret,id=uv_toml,target=/etc/uv/uv.toml \
+    VENV=/opt/logsteer LOGSTEER_VARIANT=cpu deploy/image/install.sh
+COPY deploy/image/slim.sh deploy/image/sbom.py deploy/image/
+RUN VENV=/opt/logsteer LOGSTEER_VARIANT=cpu deploy/image/slim.sh \
+    && /opt/logsteer/bin/python deploy/image/sbom.py "$VERSION" > sbom.cdx.json
+
+# The same document alone: --target sbom-cpu --output FOLDER.
+FROM scratch AS sbom-cpu
+COPY --from=build-cpu /srv/logsteer/sbom.cdx.json /
 
 FROM os-cuda AS build-cuda
-ENV UV_LINK_MODE=copy
+ARG VERSION
 WORKDIR /srv/logsteer
 COPY requirements/install.sh requirements/cuda.lock requirements/
 COPY pyproject.toml LICENSE ./
+COPY deploy/image/install.sh deploy/image/
 RUN --mount=type=cache,target=/root/.cache \
-    mkdir -p client/logsteer server/logsteer_server \
-    && touch README.md client/logsteer/__init__.py server/logsteer_server/__init__.py \
-    && VENV=/opt/logsteer LOGSTEER_VARIANT=cuda requirements/install.sh server
+    --mount=type=bind,from=wheels,target=/wheels \
+    --mount=type=secret,id=ca,target=/run/secrets/ca.pem \
+    --mount=type=secret,id=pip_conf,target=/etc/pip.conf \
+    --mount=type=secret,id=uv_toml,target=/etc/uv/uv.toml \
+    VENV=/opt/logsteer LOGSTEER_VARIANT=cuda deploy/image/install.sh
+COPY deploy/image/slim.sh deploy/image/sbom.py deploy/image/
+RUN VENV=/opt/logsteer LOGSTEER_VARIANT=cuda deploy/image/slim.sh \
+    && /opt/logsteer/bin/python deploy/image/sbom.py "$VERSION" > sbom.cdx.json
+
+# The same document alone: --target sbom-cuda --output FOLDER.
+FROM scratch AS sbom-cuda
+COPY --from=build-cuda /srv/logsteer/sbom.cdx.json /
 
 # ---------------------------------------------------------------- the project's own files
 
 FROM python AS files
 COPY LICENSE /srv/logsteer/LICENSE
-COPY client /srv/logsteer/client
-COPY server /srv/logsteer/server
+COPY client/logsteer /srv/logsteer/client/logsteer
+COPY server/logsteer_server /srv/logsteer/server/logsteer_server
 COPY demo/model /srv/logsteer/demo/model
 COPY deploy/models.cpu.yaml /etc/logsteer/models.yaml
 # Modes come from the checkout, where a strict umask would leave files that only root can read.
@@ -115,6 +147,7 @@ RUN chmod -R u=rwX,go=rX /srv/logsteer /etc/logsteer \
 
 FROM os-cuda AS cuda
 COPY --from=build-cuda /opt/logsteer /opt/logsteer
+COPY --from=build-cuda /srv/logsteer/sbom.cdx.json /srv/logsteer/sbom.cdx.json
 COPY --from=files /srv/logsteer /srv/logsteer
 COPY --from=files /etc/logsteer /etc/logsteer
 ENV PATH=/opt/logsteer/bin:$PATH \
@@ -136,11 +169,13 @@ LABEL org.opencontainers.image.title="logsteer" \
       org.opencontainers.image.description="Exact log-probabilities and perplexities from language models, over HTTP; CUDA 13" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="$VERSION" \
-      org.opencontainers.image.revision="$REVISION"
+      org.opencontainers.image.revision="$REVISION" \
+      logsteer.sbom="/srv/logsteer/sbom.cdx.json"
 
 # Last, so that it is what a build without --target gives.
 FROM os-cpu AS cpu
 COPY --from=build-cpu /opt/logsteer /opt/logsteer
+COPY --from=build-cpu /srv/logsteer/sbom.cdx.json /srv/logsteer/sbom.cdx.json
 COPY --from=files /srv/logsteer /srv/logsteer
 COPY --from=files /etc/logsteer /etc/logsteer
 ENV PATH=/opt/logsteer/bin:$PATH \
@@ -162,4 +197,5 @@ LABEL org.opencontainers.image.title="logsteer" \
       org.opencontainers.image.description="Exact log-probabilities and perplexities from language models, over HTTP; CPU" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="$VERSION" \
-      org.opencontainers.image.revision="$REVISION"
+      org.opencontainers.image.revision="$REVISION" \
+      logsteer.sbom="/srv/logsteer/sbom.cdx.json"

@@ -7,8 +7,8 @@ WORKERS ?= 2
 PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 EXACT := $(addprefix tests/contract/test_,exactness.py logprob.py quantized.py tlens.py)
 
-.PHONY: serve demo setup test test-fast test-avx2 families check format bench gpu-check openapi \
-	client docs observability lock clean
+.PHONY: serve demo setup test test-fast test-containers test-avx2 families check format bench \
+	gpu-check openapi client docs observability lock clean
 
 serve: ## install what is missing, then serve CONFIG on PORT
 	@requirements/install.sh server
@@ -43,6 +43,9 @@ format: setup ## format the code
 
 bench: setup ## run the benchmarks, write bench/results.json and bench/results.md
 	@$(PYTHON) bench/run.py
+
+test-containers: setup ## build the image, run it, hold it to what the manifests say; takes a Docker engine
+	@CONTAINERS=all $(PYTHON) -m pytest -n 0 -s tests/containers
 
 gpu-check: setup ## check and measure on the GPU, write bench/gpu-check.md; GPU_CHECK gives options
 	@$(PYTHON) -m bench.gpu_check $(GPU_CHECK)

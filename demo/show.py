@@ -1,4 +1,7 @@
-"""Serves the demo model, makes the README's three calls, prints the answers, and stops."""
+"""Serves the demo model, makes the README's three calls, prints the answers, and stops.
+
+With --url it makes the calls to a server that runs already, in a container for example.
+"""
 
 import argparse
 import json
@@ -22,11 +25,11 @@ CALLS = {
 }
 
 
-def wait_until_ready(server: subprocess.Popen[bytes], url: str) -> None:
+def wait_until_ready(url: str, server: subprocess.Popen[bytes] | None = None) -> None:
     """Wait for the model. Errors: SystemExit where the server ends or takes too long."""
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
-        if server.poll() is not None:
+        if server is not None and server.poll() is not None:
             sys.exit(f"the server ended with status {server.returncode}; see its messages above")
         try:
             if httpx.get(f"{url}/readyz", timeout=30).status_code == httpx.codes.OK:
@@ -49,13 +52,19 @@ def show(url: str) -> None:
 def main() -> None:
     """Run the demo on the port given."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--port", type=int, default=8000)
-    port = parser.parse_args().port
+    parser.add_argument("--port", type=int, default=8000, help="port to serve the demo model on")
+    parser.add_argument("--url", help="a server that runs already, asked in place of an own one")
+    arguments = parser.parse_args()
+    if arguments.url:
+        wait_until_ready(arguments.url)
+        show(arguments.url)
+        return
     command = [sys.executable, "-m", "logsteer_server", "--config", str(HERE / "models.yaml")]
-    server = subprocess.Popen([*command, "--port", str(port)])
+    server = subprocess.Popen([*command, "--port", str(arguments.port)])
+    url = f"http://127.0.0.1:{arguments.port}"
     try:
-        wait_until_ready(server, f"http://127.0.0.1:{port}")
-        show(f"http://127.0.0.1:{port}")
+        wait_until_ready(url, server)
+        show(url)
     finally:
         server.terminate()
         server.wait()

@@ -25,6 +25,8 @@ from logsteer_server.settings import ConfigurationError, Settings, load_settings
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = ("cpu", "cuda")
 CONFIGS = sorted(ROOT.glob("deploy/models*.yaml"))
+HOME = "/srv/logsteer"
+SBOM = Path(HOME, "sbom.cdx.json")
 SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -159,7 +161,7 @@ def test_every_copied_file_exists_and_reaches_the_build_context() -> None:
 
 
 def test_copies_between_stages_take_what_an_earlier_stage_made() -> None:
-    made = {"python": {"/usr/local/"}, "build-cpu": {"/opt/logsteer"}, "build-cuda": set()}
+    made = {"python": {"/usr/local/"}, "build-cpu": {"/opt/logsteer", f"{HOME}/sbom.cdx.json"}}
     made["build-cuda"] = made["build-cpu"]
     made["files"] = {
         "/".join(destination.split("/")[:3])
@@ -172,8 +174,35 @@ def test_copies_between_stages_take_what_an_earlier_stage_made() -> None:
             assert path in made[origin], f"{stage} copies {path} from {origin}"
     for variant in TARGETS:
         build = STAGES[f"build-{variant}"].last("RUN")
-        assert f"VENV=/opt/logsteer LOGSTEER_VARIANT={variant} requirements/install.sh" in build
+        assert f"VENV=/opt/logsteer LOGSTEER_VARIANT={variant} deploy/image/slim.sh" in build
+        assert f'deploy/image/sbom.py "$VERSION" > {SBOM.name}' in build
+        install = STAGES[f"build-{variant}"].every("RUN")[0]
+        assert f"VENV=/opt/logsteer LOGSTEER_VARIANT={variant} deploy/image/install.sh" in install
         assert "/opt/logsteer/bin:" in STAGES[variant].last("ENV")
+        assert STAGES[variant].last("WORKDIR") == HOME == STAGES[f"build-{variant}"].last("WORKDIR")
+        assert f'logsteer.sbom="{SBOM}"' in STAGES[variant].last("LABEL")
+        assert list_copied_to(f"sbom-{variant}") == [f"build-{variant}:{SBOM}"]
+
+
+def list_copied_to(stage: str) -> list[str]:
+    """What is copied to a stage, with the stages that it comes from."""
+    return [source for name, source, _ in list_copies() if name == stage]
+
+
+@pytest.mark.parametrize("variant", TARGETS)
+def test_what_reaches_package_indexes_is_mounted_for_one_step(variant: str) -> None:
+    steps = [run for stage in STAGES.values() for run in stage.every("RUN") if "--mount" in run]
+    install = STAGES[f"build-{variant}"].every("RUN")[0]
+    assert install in steps and len(steps) == len(TARGETS)
+    script = (ROOT / "deploy/image/install.sh").read_text()
+    targets = dict(re.findall(r"--mount=type=secret,id=(\w+),target=(\S+)", install))
+    assert targets.keys() == {"ca", "pip_conf", "uv_toml"}
+    assert targets["ca"] in script
+    # A secret that is required would keep everybody else from building.
+    assert "required" not in install
+    assert "--mount=type=bind,from=wheels,target=/wheels" in install
+    assert "PIP_FIND_LINKS=/wheels" in script
+    assert (STAGES["wheels"].base, STAGES["wheels"].instructions) == ("scratch", [])
 
 
 @pytest.mark.parametrize(
@@ -189,6 +218,7 @@ def test_copies_between_stages_take_what_an_earlier_stage_made() -> None:
         "client/logsteer/__pycache__/cli.cpython-311.pyc",
         "client/logsteer/schemas/__pycache__",
         "server/.env",
+        "server/playground/node_modules/x/index.js",
         "shared/big.bin",
         "tests/server/test_deployment.py",
     ],
@@ -228,9 +258,9 @@ def test_the_targets_differ_only_in_base_and_packages() -> None:
 
 
 def test_base_images_are_pinned() -> None:
-    bases = [stage.base for stage in STAGES.values() if stage.base not in STAGES]
-    assert len(bases) == 2
-    for base in bases:
+    bases = {stage.base for stage in STAGES.values() if stage.base not in {*STAGES, "scratch"}}
+    assert bases == {"${PYTHON_BASE}", "${CUDA_BASE}"}
+    for base in (ARGUMENTS["PYTHON_BASE"], ARGUMENTS["CUDA_BASE"]):
         assert re.fullmatch(r"[a-z/]+:\d+\.\d+\.\d+-[a-z0-9.-]+", base), base
 
 

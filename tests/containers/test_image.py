@@ -1,0 +1,246 @@
+"""The image as it was built, and the service as docker-compose.yml runs it."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from logsteer_server import __version__
+from tests.conftest import ROOT
+from tests.containers.conftest import MARK, PORT, Service, build
+from tests.containers.docker import docker, inspect, search_layers
+
+SERVER = "logsteer-server"
+MOST_BYTES = 2.75e9
+VECTOR = {"data": {"1": [0.25] * 128}}
+COMPILED = """\
+models:
+  - {id: demo, path: /srv/logsteer/demo/model, dtype: float32, memory: 256MiB, compile: true}
+"""
+
+
+def run(image: str, program: str, *arguments: str) -> str:
+    """What a program prints in a container that has nothing but the image."""
+    command = ("run", "--rm", "--network", "none", "--entrypoint", program, image, *arguments)
+    return docker(*command).stdout
+
+
+# ------------------------------------------------------------------ the image
+
+
+def test_it_says_what_it_is(image: str) -> None:
+    found = inspect(image)
+    assert found["Config"]["Labels"]["org.opencontainers.image.version"] == __version__
+    assert found["Config"]["User"] == "10001:10001"
+    assert run(image, SERVER, "--version").strip() == __version__
+    assert found["Size"] < MOST_BYTES
+
+
+def test_no_layer_has_what_reached_package_indexes(image: str, secrets: dict[str, Path]) -> None:
+    assert MARK not in docker("history", "--no-trunc", image).stdout
+    # A file that the image does have shows that the search reads layers.
+    known = (ROOT / "deploy/models.cpu.yaml").read_bytes()
+    assert search_layers(image, [MARK.encode(), known]) == {known}
+    listed = "ls -A /wheels /run/secrets /etc/uv /root/.cache 2> /dev/null; cat /etc/pip.conf"
+    assert (
+        docker("run", "--rm", "--entrypoint", "sh", image, "-c", listed, check=False).stdout == ""
+    )
+
+
+def test_it_has_compilers_of_kernels_and_no_other_tools(image: str) -> None:
+    tools = "for it in uv pip make cmake git curl wget; do command -v $it; done; true"
+    found = run(image, "sh", "-c", tools).split()
+    # pip may be the official base's own, which belongs to the other interpreter.
+    assert set(found) <= {"/usr/local/bin/pip"}
+    assert run(image, "sh", "-c", "command -v g++").strip() == "/usr/bin/g++"
+    kept = (
+        "ls -A /var/lib/apt/lists/* /var/cache/apt/* /opt/logsteer/lib/*/site-packages/torch/test"
+    )
+    assert run(image, "sh", "-c", f"{kept} 2> /dev/null; true") == ""
+
+
+def test_bytecode_is_compiled(image: str) -> None:
+    # A module counts as compiled where Python would take its bytecode: same time, same size.
+    code = """
+import importlib.util, pathlib, struct, sys, sysconfig
+stale = []
+roots = [sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), "/srv/logsteer"]
+for root in map(pathlib.Path, roots):
+    for path in root.rglob("*.py"):
+        parts = set(path.relative_to(root).parts)
+        if parts & {"test", "idlelib", "lib2to3", "site-packages", "dist-packages"}: continue
+        cached = pathlib.Path(importlib.util.cache_from_source(str(path)))
+        status = path.stat()
+        fresh = cached.exists() and struct.unpack("<II", cached.read_bytes()[8:16]) == (
+            int(status.st_mtime), status.st_size)
+        stale += [] if fresh else [str(path)]
+print(sum(1 for _ in pathlib.Path(roots[0]).rglob("*.pyc")), *stale)
+"""
+    compiled, *stale = run(image, "/opt/logsteer/bin/python", "-c", code).split()
+    assert int(compiled) > 10_000
+    # Templates and files for other versions are called .py, too, and do not compile.
+    assert len(stale) < 40, stale
+
+
+def test_its_list_of_parts_is_complete(
+    image: str, secrets: dict[str, Path], tmp_path: Path
+) -> None:
+    label = inspect(image)["Config"]["Labels"]["logsteer.sbom"]
+    document = run(image, "cat", label)
+    build("sbom-cpu", "--output", f"type=local,dest={tmp_path}", secrets=secrets)
+    assert (tmp_path / "sbom.cdx.json").read_text() == document
+    found = json.loads(document)
+    assert (found["bomFormat"], found["specVersion"]) == ("CycloneDX", "1.6")
+    assert found["metadata"]["component"]["version"] == __version__
+    purls = {component["purl"] for component in found["components"]}
+    assert len(purls) == len(found["components"])
+    code = "import importlib.metadata as m; print(*(d.name for d in m.distributions()))"
+    installed = run(image, "/opt/logsteer/bin/python", "-c", code).split()
+    names = {name.lower().replace("_", "-").replace(".", "-") for name in installed}
+    python = {purl.removeprefix("pkg:pypi/").split("@")[0] for purl in purls if ":pypi/" in purl}
+    assert python == names - {"logsteer"}
+    packages = run(image, "dpkg-query", "--show", "--showformat", "${Package}\n").split()
+    debian = {p.split("/", 2)[2].split("@")[0] for p in purls if p.startswith("pkg:deb/")}
+    assert debian == set(packages)
+
+
+# ------------------------------------------------------------------ the service
+
+
+def test_it_runs_confined(service: Service) -> None:
+    host = inspect(service.container)["HostConfig"]
+    assert host["ReadonlyRootfs"]
+    assert host["Memory"] == 8 * 2**30
+    assert inspect(service.container)["State"]["Health"]["Status"] == "healthy"
+    status = service.execute("cat", "/proc/self/status")
+    lines = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    assert lines["Uid"].split() == ["10001"] * 4
+    assert lines["NoNewPrivs"] == "1"
+    assert int(lines["CapEff"], 16) == 0
+    assert int(lines["CapBnd"], 16) == 1 << 23, "SYS_NICE alone"
+    for path in ("/srv/logsteer/x", "/opt/logsteer/x", "/etc/logsteer/x", "/usr/x"):
+        assert service.execute("sh", "-c", f"touch {path} && echo written", check=False) == ""
+    assert service.execute(
+        "sh", "-c", "touch /var/lib/logsteer/x && rm /var/lib/logsteer/x && echo ok"
+    )
+
+
+def test_the_demo_asks_it(service: Service) -> None:
+    command = [sys.executable, str(ROOT / "demo/show.py"), "--url", service.url]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert [line.split()[1] for line in shown.splitlines() if line.startswith("POST")] == [
+        "/logprob", "/perplexity", "/tokenize",
+    ]  # fmt: skip
+    answer = httpx.post(
+        f"{service.url}/logprob",
+        json={"items": [{"context": "The capital of France is", "targets": [" Paris", " London"]}]},
+        timeout=60,
+    ).json()
+    best = answer["results"][0]["best"]
+    assert answer["results"][0]["targets"][best]["target"] == " Paris"
+
+
+def test_an_answer_in_flight_comes_back_after_sigterm(service: Service) -> None:
+    answers: list[httpx.Response] = []
+    texts = ["Once upon a time there was a cat. " * 40] * 40
+    body = {"texts": texts, "cache": False, "context_length": 256, "stride": 16}
+
+    def ask() -> None:
+        answers.append(httpx.post(f"{service.url}/perplexity", json=body, timeout=120))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    time.sleep(1)
+    assert not answers, "the request is to run when the container is stopped"
+    started = time.monotonic()
+    service.compose("stop", "cpu")
+    stopped_s = time.monotonic() - started
+    asking.join()
+    assert answers[0].status_code == httpx.codes.OK
+    assert len(answers[0].json()["results"]) == len(texts)
+    state = inspect(service.container)["State"]
+    assert (state["ExitCode"], state["OOMKilled"], state["Status"]) == (0, False, "exited")
+    print(f"\nstopped in {stopped_s:.1f} s with a request in flight")
+    service.start()
+
+
+def test_a_vector_survives_a_new_container(service: Service) -> None:
+    made = httpx.post(
+        f"{service.url}/vectors/train",
+        json={
+            "name": "mood", "method": "mean_difference", "layers": [1],
+            "pairs": [{"positive": f"I am happy, {name}.", "negative": f"I am sad, {name}."}
+                      for name in ("Ann", "Bob", "Carl", "Dora", "Eve", "Fred")],
+        },
+        timeout=60,
+    )  # fmt: skip
+    assert made.is_success, made.text
+    content = httpx.get(f"{service.url}/vectors/mood/content", timeout=60).raise_for_status()
+    before = inspect(service.container)["Id"]
+    service.start("--force-recreate")
+    assert inspect(service.container)["Id"] != before
+    again = httpx.get(f"{service.url}/vectors/mood/content", timeout=60).raise_for_status()
+    assert again.content == content.content
+    body: dict[str, Any] = {
+        "prompts": ["The day was"], "max_tokens": 4,
+        "steering": {"vectors": [{"name": "mood", "scale": 2.0}]},
+    }  # fmt: skip
+    steered = httpx.post(f"{service.url}/steer", json=body, timeout=60)
+    assert steered.is_success, steered.text
+
+
+def test_a_killed_server_is_restarted(service: Service) -> None:
+    assert inspect(service.container)["RestartCount"] == 0
+    # The server is the child of the container's first process, which reaps and passes signals on.
+    code = (
+        "import os, pathlib\n"
+        "for p in pathlib.Path('/proc').glob('[0-9]*/stat'):\n"
+        "    fields = p.read_text().rpartition(')')[2].split()\n"
+        "    if fields[1] == '1' and p.parent.name != str(os.getpid()): print(p.parent.name)\n"
+    )
+    (server,) = service.execute("python", "-c", code).split()
+    service.execute("sh", "-c", f"kill -{signal.SIGKILL.value} {server}")
+    deadline = time.monotonic() + 30
+    while inspect(service.container)["RestartCount"] == 0 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert inspect(service.container)["RestartCount"] == 1
+    service.wait_until_ready()
+    assert httpx.get(f"{service.url}/vectors", timeout=60).is_success
+
+
+@pytest.fixture
+def compiled(image: str, service: Service, tmp_path: Path) -> str:
+    """A container with a model that is compiled at its start, as `docker run` starts it."""
+    service.compose("stop", "cpu")
+    config = tmp_path / "models.yaml"
+    config.write_text(COMPILED)
+    config.chmod(0o644)
+    tmp_path.chmod(0o755)
+    return str(config)
+
+
+def test_a_model_is_compiled_in_it(image: str, service: Service, compiled: str) -> None:
+    name = f"{service.container}-compiled"
+    docker(
+        "run", "--detach", "--rm", "--name", name, "--read-only", "--cap-drop", "ALL",
+        "--tmpfs", "/tmp:mode=1777,exec,size=1g", "--memory", "8g",
+        "--publish", f"127.0.0.1:{PORT}:8000", "--env", "LOGSTEER_INSECURE=true",
+        "--volume", f"{compiled}:/etc/logsteer/models.yaml:ro", "--stop-timeout", "75", image,
+    )  # fmt: skip
+    try:
+        service.wait_until_ready(300)
+        body = {"items": [{"context": "The capital of France is", "targets": [" Paris"]}]}
+        answer = httpx.post(f"{service.url}/logprob", json=body, timeout=60).raise_for_status()
+        assert answer.json()["results"][0]["targets"][0]["prob"] > 0.5
+        # Kernels are libraries that g++ made from Inductor's sources.
+        found = docker("exec", name, "sh", "-c", "find /tmp /var/lib/logsteer -name '*.so'").stdout
+        assert found.split()
+    finally:
+        docker("stop", name)
