@@ -1,7 +1,7 @@
 """Answers as bytes: JSON, or MessagePack with the arrays as raw buffers."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -29,12 +29,31 @@ def encode_msgpack(document: Any) -> bytes:
 
     Numbers that are not finite become nil, but stay NaN inside arrays.
     """
-    packed: bytes = msgpack.packb(_finite(document), default=_to_buffer)
+    given = document if _is_finite([document], set()) else _finite(document)
+    packed: bytes = msgpack.packb(given, default=_to_buffer)
     return packed
 
 
-PLAIN = frozenset({str, int, bool, type(None), bytes, np.ndarray})
-"""Types of values that MessagePack takes as they are."""
+def _is_finite(values: Iterable[Any], seen: set[int]) -> bool:
+    """Return whether no number of some documents, outside of arrays, is NaN or infinite.
+
+    `seen` are the addresses of lists that were looked at: equal targets share theirs.
+    """
+    for value in values:
+        kind = type(value)
+        if kind in PLAIN:
+            continue
+        if kind is float:
+            if not math.isfinite(value):
+                return False
+        elif kind is dict:
+            if not _is_finite(value.values(), seen):
+                return False
+        elif kind is not list or id(value) not in seen:
+            if kind is not list or not _is_finite(value, seen):
+                return False
+            seen.add(id(value))
+    return True
 
 
 def _finite(value: Any) -> Any:
@@ -43,21 +62,27 @@ def _finite(value: Any) -> Any:
         case float():
             return value if math.isfinite(value) else None
         case dict():
-            return {k: v if type(v) in PLAIN else _finite(v) for k, v in value.items()}
+            return {key: _finite(entry) for key, entry in value.items()}
         case list() | tuple():
-            if PLAIN.issuperset(map(type, value)):
-                return value
             return [_finite(entry) for entry in value]
         case _:
             return value
 
 
+PLAIN = frozenset({str, int, bool, type(None), bytes, np.ndarray})
+"""Types of values that MessagePack takes as they are."""
+PACKED = {np.dtype("<i4"): "<i4", np.dtype("<f4"): "<f4"}
+"""Types of arrays whose buffers are packed as they are."""
+
+
 def _to_buffer(value: Any) -> Any:
     if not isinstance(value, np.ndarray):
         raise TypeError(f"cannot encode {type(value).__name__}")
-    dtype = "<i4" if value.dtype.kind in "iu" else "<f4"
-    data = value if value.dtype.str == dtype else value.astype(dtype)
-    return {"dtype": dtype, "shape": value.shape, "data": data.tobytes()}
+    dtype = PACKED.get(value.dtype)
+    if dtype is None:
+        dtype = "<i4" if value.dtype.kind in "iu" else "<f4"
+        value = value.astype(dtype)
+    return {"dtype": dtype, "shape": value.shape, "data": value.tobytes()}
 
 
 TENSOR_TYPES = {"f": ("F32", "<f4"), "i": ("I32", "<i4")}
