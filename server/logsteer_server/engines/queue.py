@@ -1,7 +1,7 @@
 """A queue of calls in front of one engine: nobody's long call keeps those of others waiting."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -107,10 +107,11 @@ class FairQueue:
     def _take_run(self, call: EngineCall, taken: NextJobs) -> None:
         """Take the next jobs of the only call that waits, as many as there is room for."""
         room = self.room.ahead_tokens - self._ahead_tokens
-        count = max(1, bisect_right(list(accumulate(map(call.size, call.unsent))), room))
+        sizes = call.unsent_sizes
+        count = max(1, bisect_right(list(accumulate(sizes)), room))
         ids = self._waiting.pop_run(call, count)
         self._quarantine.note_sent(ids[-1], call.job(ids[-1]))
-        self._send(call, ids, [call.size(job_id) for job_id in ids], taken)
+        self._send(call, ids, sizes[:count], taken)
 
     def _send(
         self, call: EngineCall, ids: Sequence[int], sizes: Sequence[int], taken: NextJobs
@@ -159,12 +160,13 @@ class FairQueue:
         if job_id in self._generating:
             self._unread_prompts -= size
 
-    def finish(self, job_id: int) -> None:
-        """Free the room of a job that the engine no longer has."""
-        self._begin(job_id)
-        self._in_engine.pop(job_id, None)
-        self._generating.discard(job_id)
-        self._quarantine.note_ended(job_id)
+    def finish(self, job_ids: Collection[int]) -> None:
+        """Free the room of jobs that the engine no longer has."""
+        for job_id in self._generating.intersection(job_ids) if self._generating else ():
+            self._unread_prompts -= self._in_engine.get(job_id, 0)
+            self._generating.discard(job_id)
+        self._ahead_tokens -= sum(self._in_engine.pop(job_id, 0) for job_id in job_ids)
+        self._quarantine.note_ended(job_ids)
 
     def drop(self, call: EngineCall) -> list[int]:
         """Remove a call; return the ids of its jobs that the engine has.

@@ -237,8 +237,7 @@ class EngineHandle:
                     self._deliver(part)
                 self._send_jobs()
             case Cancelled(job_ids):
-                for job_id in job_ids:
-                    self._forget(job_id)
+                self._forget(job_ids)
                 self._send_jobs()
             case EngineLoad():
                 self._queue.note_load(message)
@@ -252,18 +251,21 @@ class EngineHandle:
             case Ended():
                 self._lose(message)
 
-    def _forget(self, job_id: int) -> EngineCall | None:
-        """Note that the engine no longer has a job, and return the call that it is of."""
-        self._queue.finish(job_id)
-        return self._in_engine.pop(job_id, None)
+    def _forget(self, job_ids: Collection[int]) -> None:
+        """Note that the engine no longer has these jobs."""
+        self._queue.finish(job_ids)
+        for job_id in job_ids:
+            self._in_engine.pop(job_id, None)
 
     def _deliver(self, part: ResultPart) -> None:
         """Hand results of one call to whoever waits for them."""
         waiter = self._waiters.get(part.numbers[0])
-        for job_id in find_last(part):
-            call = self._forget(job_id)
-            if call is not None and self._quarantine.has_suspects:
+        ended = find_last(part)
+        for job_id in ended if self._quarantine.has_suspects else ():
+            if (call := self._in_engine.get(job_id)) is not None:
                 self._quarantine.acquit(call.job(job_id))
+        self._forget(ended)
+        for job_id in ended:
             self._waiters.pop(job_id, None)
         if waiter is None:
             return

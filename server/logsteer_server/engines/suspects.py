@@ -12,7 +12,7 @@ so one is let in at a time, among jobs that have shown that they do no harm:
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -116,9 +116,9 @@ class Quarantine:
         else:
             self._last_sent_at = now
 
-    def note_ended(self, job_id: int) -> None:
-        """Note that the engine no longer has a job."""
-        if self._on_trial is not None and self._on_trial[0] == job_id:
+    def note_ended(self, job_ids: Collection[int]) -> None:
+        """Note that the engine no longer has these jobs."""
+        if self._on_trial is not None and self._on_trial[0] in job_ids:
             self._on_trial = None
 
     @property

@@ -8,6 +8,8 @@ import msgpack
 import numpy as np
 import orjson
 
+from logsteer_server.tasks.target_scores import FiniteDocuments
+
 JSON = "application/json"
 MSGPACK = "application/msgpack"
 SAFETENSORS = "application/vnd.safetensors"
@@ -37,7 +39,7 @@ def encode_msgpack(document: Any) -> bytes:
 def _is_finite(values: Iterable[Any], seen: set[int]) -> bool:
     """Return whether no number of some documents, outside of arrays, is NaN or infinite.
 
-    `seen` are the addresses of lists that were looked at: equal targets share theirs.
+    `seen` are the addresses of lists that were looked at: equal entries share theirs.
     """
     for value in values:
         kind = type(value)
@@ -69,7 +71,7 @@ def _finite(value: Any) -> Any:
             return value
 
 
-PLAIN = frozenset({str, int, bool, type(None), bytes, np.ndarray})
+PLAIN = frozenset({str, int, bool, type(None), bytes, np.ndarray, FiniteDocuments})
 """Types of values that MessagePack takes as they are."""
 PACKED = {np.dtype("<i4"): "<i4", np.dtype("<f4"): "<f4"}
 """Types of arrays whose buffers are packed as they are."""

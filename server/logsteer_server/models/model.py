@@ -86,6 +86,8 @@ class ResidentModel:
         self._results = results
         self._counters = counters
         self._codec: TextCodec | None = None
+        self._described: tuple[tuple[object, ...], Provenance] | None = None
+        """The latest provenance, and what it is of: most requests ask for the same."""
         self.gate: tuple[ModelState, str] | None = None
         """State and detail of a model that does not answer although its engine is ready."""
 
@@ -247,6 +249,19 @@ class ResidentModel:
         """
         codec, info = self._codec, self.handle.info
         assert codec is not None and info is not None
+        key = (id(info), id(codec), windowing, precision, cast)
+        if self._described is None or self._described[0] != key:
+            self._described = key, self._describe(codec, info, windowing, precision, cast)
+        return self._described[1]
+
+    def _describe(
+        self,
+        codec: TextCodec,
+        info: EngineInfo,
+        windowing: Windowing | None,
+        precision: Precision,
+        cast: Cast | None,
+    ) -> Provenance:
         return Provenance(
             engine=self.settings.engine,
             engine_version=info.engine_version,

@@ -13,6 +13,11 @@ from logsteer_server.tasks.targets import PlannedItem, PlannedTarget, TargetPlan
 from logsteer_server.text.sums import exp_mean, log_sum_exp
 from logsteer_server.text.tokenizer import TextCodec
 
+
+class FiniteDocuments(list[dict[str, Any]]):
+    """Documents whose numbers are finite outside of arrays, so that none has to be looked at."""
+
+
 WRITTEN_AT_ONCE = 32
 """Targets that a step writes."""
 
@@ -58,7 +63,7 @@ def assemble_targets(
         scores.append(score)
         if shown.interventions.probes or not len(scores) % WRITTEN_AT_ONCE:
             yield 0
-    results = []
+    results = [] if shown.interventions.probes else FiniteDocuments()
     for item in plan.items:
         results.append(_score_item(item, scores))
         if not len(results) % WRITTEN_AT_ONCE:

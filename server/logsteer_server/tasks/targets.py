@@ -256,8 +256,9 @@ class _JobBuilder:
             self._context_ids, self._context = context_ids, array("i", context_ids)
             self._shared = None
         if count > 1:
-            read = self._context + array("i", target_ids[:-1])
-            job = self._open(read[excess:] if excess else read, target_ids)
+            job = self._open(self._context[excess:] if excess else self._context, target_ids)
+            self._tokens.fromlist(target_ids[:-1])
+            self._lengths[job] += count - 1
         else:
             if self._shared is None:
                 self._shared = self._share(self._context[excess:])
