@@ -136,14 +136,24 @@ def _keeps_offsets(part: dict[str, Any]) -> bool:
 def _joins_apart(backend: Any, space: str, blanks: str) -> bool:
     """Return whether no token, added ones included, has a space behind what is no white space.
 
-    Nor must an added token take what is behind it.
+    Nor must an added token take what is behind it, nor a sign be left out that no token has.
     """
     crossing = re.compile(f"[^{blanks}]{space}")
     vocab = backend.get_vocab(with_added_tokens=False)
-    if space not in vocab or any(map(crossing.search, vocab)):
+    signs = _list_byte_signs(backend.model, space)
+    if signs is None or not vocab.keys() >= {space, *signs} or any(map(crossing.search, vocab)):
         return False
     crosses_as_text = re.compile(rf"[^\s{SPACE_SIGN}][ {SPACE_SIGN}]").search
     return not any(
         token.rstrip or token.single_word or crosses_as_text(token.content)
         for token in backend.get_added_tokens_decoder().values()
     )
+
+
+def _list_byte_signs(model: Any, space: str) -> list[str] | None:
+    """Return the tokens that every text can be written in; None where a model has none."""
+    if space == BYTE_SPACE:
+        from tokenizers.pre_tokenizers import ByteLevel
+
+        return list(ByteLevel.alphabet())
+    return [f"<0x{byte:02X}>" for byte in range(256)] if model.byte_fallback else None
