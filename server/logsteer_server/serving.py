@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import errno
+import gc
 import ipaddress
 import logging
 import os
@@ -46,6 +47,9 @@ MOST_DESCRIPTORS = 2**16
 OWN_DESCRIPTORS = 256
 """Left for what is no connection: engines, stores, uploads."""
 PROGRESS_EVERY_S = 5.0
+YOUNG_OBJECTS = 50_000
+"""New objects after which the collector looks for garbage: a call of 256 items makes thousands, and
+none of them waits for it."""
 IDLE_CONNECTION_S = 60
 """Longer than clients keep an idle connection, which is 5 s in httpx: who closes it while the other
 sends costs a request."""
@@ -119,6 +123,7 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    gc.set_threshold(YOUNG_OBJECTS)
     try:
         status, last_words = asyncio.run(_serve(settings, listener, metrics_listener, reread))
     except ConfigurationError as error:

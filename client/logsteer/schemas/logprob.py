@@ -40,6 +40,15 @@ class LogprobItem(Request):
     @model_validator(mode="after")
     def _one_form(self) -> "LogprobItem":
         texts, ids = self.targets, self.target_ids
+        is_text, has_ids = self.context is not None, self.context_ids is not None
+        pairs_up = (texts is not None) is is_text and (ids is not None) is has_ids
+        if (
+            pairs_up
+            and is_text is not has_ids
+            and self.messages is None
+            and all(texts or ids or ())
+        ):
+            return self  # as nearly all do; what follows says what is wrong, or is a conversation
         forms = [n for n in ("context", "context_ids", "messages") if getattr(self, n) is not None]
         if len(forms) != 1:
             raise ValueError(

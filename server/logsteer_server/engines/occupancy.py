@@ -1,7 +1,7 @@
 """What one replica of an engine has of the jobs that wait, and what it has room for."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 
 from logsteer_server.contract.engine import EngineLoad, EngineRoom
@@ -92,22 +92,18 @@ class Occupancy:
         """Note what generation holds, and which prompts have been read."""
         for job_id in load.started:
             if job_id in self._to_generate:
-                self._begin(job_id)
+                size = self._ahead_of[job_id]
+                self.ahead_tokens -= size
+                self._unread_prompts -= size
                 self._ahead_of[job_id] = 0
         self._held_tokens = load.held_tokens
 
-    def _begin(self, job_id: int) -> None:
-        """Count a job's tokens no longer as not begun."""
-        size = self._ahead_of.get(job_id, 0)
-        self.ahead_tokens -= size
-        if job_id in self._to_generate:
-            self._unread_prompts -= size
-
-    def finish(self, job_id: int) -> None:
-        """Free the room of a job that the replica no longer has."""
-        self._begin(job_id)
-        self._ahead_of.pop(job_id, None)
-        self._generated_ahead -= self._to_generate.pop(job_id, 0)
+    def finish(self, job_ids: Collection[int]) -> None:
+        """Free the room of jobs that the replica no longer has."""
+        for job_id in self._to_generate.keys() & job_ids if self._to_generate else ():
+            self._unread_prompts -= self._ahead_of.get(job_id, 0)
+            self._generated_ahead -= self._to_generate.pop(job_id)
+        self.ahead_tokens -= sum(self._ahead_of.pop(job_id, 0) for job_id in job_ids)
 
     def clear(self) -> None:
         """Remove all jobs: the replica's process is gone."""

@@ -45,6 +45,11 @@ class EngineCall:
         """Return the `num_positions` of the job of that id."""
         return self._sizes[job_id - self.first_id]
 
+    @property
+    def unsent_sizes(self) -> list[int]:
+        """The `num_positions` of its last jobs, those that the engine does not have."""
+        return self._sizes[len(self._sizes) - len(self.unsent) :]
+
     def select(self, ids: Sequence[int]) -> Sequence[Job]:
         """Return the jobs of these ids."""
         return select_jobs(self.jobs, [job_id - self.first_id for job_id in ids])
@@ -128,9 +133,10 @@ class TenantQueue:
         """Take the next jobs, so many, of the one call that waits; return their ids."""
         ((tenant, calls),) = self._calls.items()
         call = calls[0]
+        sizes = call.unsent_sizes[:count]
         ids = [call.unsent.popleft() for _ in range(count)]
         self._reached = max(self._reached, self._served[tenant])
-        self._served[tenant] += sum(max(1, call.size(job_id)) for job_id in ids)
+        self._served[tenant] += sum(sizes) + sizes.count(0)
         if not call.unsent:
             calls.clear()
             self._forget(tenant)

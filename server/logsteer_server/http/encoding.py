@@ -1,12 +1,14 @@
 """Answers as bytes: JSON, or MessagePack with the arrays as raw buffers."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgpack
 import numpy as np
 import orjson
+
+from logsteer_server.tasks.target_scores import FiniteDocuments
 
 JSON = "application/json"
 MSGPACK = "application/msgpack"
@@ -29,12 +31,31 @@ def encode_msgpack(document: Any) -> bytes:
 
     Numbers that are not finite become nil, but stay NaN inside arrays.
     """
-    packed: bytes = msgpack.packb(_finite(document), default=_to_buffer)
+    given = document if _is_finite([document], set()) else _finite(document)
+    packed: bytes = msgpack.packb(given, default=_to_buffer)
     return packed
 
 
-PLAIN = frozenset({str, int, bool, type(None), bytes, np.ndarray})
-"""Types of values that MessagePack takes as they are."""
+def _is_finite(values: Iterable[Any], seen: set[int]) -> bool:
+    """Return whether no number of some documents, outside of arrays, is NaN or infinite.
+
+    `seen` are the addresses of lists that were looked at: equal entries share theirs.
+    """
+    for value in values:
+        kind = type(value)
+        if kind in PLAIN:
+            continue
+        if kind is float:
+            if not math.isfinite(value):
+                return False
+        elif kind is dict:
+            if not _is_finite(value.values(), seen):
+                return False
+        elif kind is not list or id(value) not in seen:
+            if kind is not list or not _is_finite(value, seen):
+                return False
+            seen.add(id(value))
+    return True
 
 
 def _finite(value: Any) -> Any:
@@ -43,21 +64,27 @@ def _finite(value: Any) -> Any:
         case float():
             return value if math.isfinite(value) else None
         case dict():
-            return {k: v if type(v) in PLAIN else _finite(v) for k, v in value.items()}
+            return {key: _finite(entry) for key, entry in value.items()}
         case list() | tuple():
-            if PLAIN.issuperset(map(type, value)):
-                return value
             return [_finite(entry) for entry in value]
         case _:
             return value
 
 
+PLAIN = frozenset({str, int, bool, type(None), bytes, np.ndarray, FiniteDocuments})
+"""Types of values that MessagePack takes as they are."""
+INT32, FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+"""Types of arrays whose buffers are packed as they are; others become one of them."""
+
+
 def _to_buffer(value: Any) -> Any:
     if not isinstance(value, np.ndarray):
         raise TypeError(f"cannot encode {type(value).__name__}")
-    dtype = "<i4" if value.dtype.kind in "iu" else "<f4"
-    data = value if value.dtype.str == dtype else value.astype(dtype)
-    return {"dtype": dtype, "shape": value.shape, "data": data.tobytes()}
+    own = value.dtype  # one that came through a pipe is equal, not the same
+    if own in (FLOAT32, INT32):
+        name = "<f4" if own.kind == "f" else "<i4"
+        return {"dtype": name, "shape": value.shape, "data": value.tobytes()}
+    return _to_buffer(value.astype(INT32 if own.kind in "iu" else FLOAT32))
 
 
 TENSOR_TYPES = {"f": ("F32", "<f4"), "i": ("I32", "<i4")}

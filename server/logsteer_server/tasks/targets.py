@@ -22,6 +22,13 @@ from logsteer_server.tasks.run import check_count
 from logsteer_server.text.boundaries import Cut, Pair, cut_pairs, space_variants
 from logsteer_server.text.tokenizer import Offsets, TextCodec
 
+TARGET_WORK = 64
+"""Tokens that take as long to look at as everything else of a target does."""
+PAUSE_AFTER = 4096
+"""Tokens of such work that a step takes, or a conversation, whose template may take long."""
+STEP_TEXTS = 256
+"""Texts that are compared, or put into their places, in a step."""
+
 
 @dataclass(frozen=True, slots=True)
 class TargetOptions:
@@ -111,38 +118,61 @@ def plan_targets(
     texts: list[str] = []
     pairs: list[Pair] = []
     items: list[PlannedItem] = []
-    by_ids: list[Cut] = []
-    places: list[int] = []
+    id_cuts: dict[int, Cut] = {}
+    work = 0
     for index, item in enumerate(given):
-        yield 0
         first = len(texts)
         if item.context_ids is not None:
             for cut in _cut_ids(codec, info, options.bos, index, item):
-                by_ids.append(cut)
-                places.append(len(texts))
+                id_cuts[len(texts)] = cut
                 texts.append("")
-                yield 0
+                work += len(cut.target_ids)
             items.append(PlannedItem(list(range(first, len(texts))), None))
-            continue
-        context, rendered = item.context or "", False
-        if item.messages is not None:
-            context, rendered = codec.render_chat(item.messages), True
-        as_given, variants = _lay_out(item.targets or [], options.space == "both", texts)
-        pairs += [Pair(context, text, rendered) for text in texts[first:]]
-        items.append(PlannedItem(as_given, variants))
-    decoded = codec.decode_lazily([cut.target_ids for cut in by_ids])
-    for place, text in zip(places, decoded, strict=True):
-        texts[place] = text
-        yield 0
-    id_cuts = dict(zip(places, by_ids, strict=True))
+            work += TARGET_WORK + len(item.context_ids)
+        else:
+            context, rendered = item.context or "", False
+            if item.messages is not None:
+                context, rendered = codec.render_chat(item.messages), True
+            as_given, variants = _lay_out(item.targets or [], options.space == "both", texts)
+            pairs += [Pair(context, text, rendered) for text in texts[first:]]
+            items.append(PlannedItem(as_given, variants))
+            work += PAUSE_AFTER if rendered else TARGET_WORK
+        if work >= PAUSE_AFTER:
+            work = 0
+            yield 0
+    yield from _decode_targets(codec, id_cuts, texts)
     text_cuts = cut_pairs(codec, pairs, options.boundary, options.bos)
     builder = _JobBuilder(options.on_overflow, info)
     planned = []
     for place, text in enumerate(texts):
         cut = id_cuts[place] if place in id_cuts else next(text_cuts)
         planned.append(builder.place(text, cut))
-        yield builder.num_tokens
+        work += TARGET_WORK + len(cut.target_ids)
+        if work >= PAUSE_AFTER:
+            work = 0
+            yield builder.num_tokens
     return TargetPlan(planned, items, builder.make_jobs(read))
+
+
+def _decode_targets(codec: TextCodec, cuts: dict[int, Cut], texts: list[str]) -> Steps[None]:
+    """Put the text of targets that are ids into its place; equal ones are the same list then."""
+    distinct: dict[tuple[int, ...], list[int]] = {}
+    keys = []
+    for place, cut in cuts.items():
+        keys.append(key := tuple(cut.target_ids))
+        if distinct.setdefault(key, cut.target_ids) is not cut.target_ids:
+            cuts[place] = Cut(cut.context_ids, distinct[key], None)
+        if not len(keys) % STEP_TEXTS:
+            yield 0
+    decoded: dict[tuple[int, ...], str] = {}
+    for key, text in zip(distinct, codec.decode_lazily(list(distinct.values())), strict=True):
+        decoded[key] = text
+        if not len(decoded) % STEP_TEXTS:
+            yield 0
+    for place, key in zip(cuts, keys, strict=True):
+        texts[place] = decoded[key]
+        if not place % STEP_TEXTS:
+            yield 0
 
 
 def _lay_out(
@@ -171,9 +201,9 @@ def _cut_ids(
 ) -> Iterator[Cut]:
     """Yield an item of ids as cuts, which have its context as the same list."""
     context_ids = item.context_ids or []
-    _check_ids(context_ids, f"items[{index}].context_ids", info)
+    _check_ids(context_ids, index, "context_ids", info)
     for target_ids in item.target_ids or []:
-        _check_ids(target_ids, f"items[{index}].target_ids", info)
+        _check_ids(target_ids, index, "target_ids", info)
         if context_ids:
             yield Cut(context_ids, target_ids, None)
             continue
@@ -184,19 +214,11 @@ def _cut_ids(
         yield Cut(front, target_ids, None)
 
 
-def _check_ids(ids: list[int], name: str, info: EngineInfo) -> None:
+def _check_ids(ids: list[int], index: int, field: str, info: EngineInfo) -> None:
     if ids and max(ids) >= info.vocab_size:
+        name = f"items[{index}].{field}"
         detail = f"{name} has id {max(ids)}; this model's vocabulary ends at {info.vocab_size - 1}."
         raise api_error("invalid_request", detail, param=name)
-
-
-class _Context:
-    """A context's list of ids, the same for all targets of an item; `job`: of its single tokens."""
-
-    def __init__(self, ids: list[int]) -> None:
-        self.ids = ids
-        self.tokens = array("i", ids)
-        self.job: int | None = None
 
 
 class _JobBuilder:
@@ -211,7 +233,10 @@ class _JobBuilder:
         self._limit = info.context_length
         self._tokens = array("i")
         self._lengths: list[int] = []
-        self._context = _Context([])
+        self._context_ids: list[int] = []
+        self._context = array("i")
+        self._shared: int | None = None
+        """The job of the single tokens after the latest context."""
         self._targets: list[list[int]] = []
         self._sharing: dict[bytes, int] = {}
 
@@ -222,26 +247,28 @@ class _JobBuilder:
 
     def place(self, text: str, cut: Cut) -> PlannedTarget:
         """Put a target into a job. Errors: APIError `context_too_long`."""
-        count = len(cut.target_ids)
-        num_read = len(cut.context_ids) + count - 1
-        excess = fit_context(num_read, count, self._limit, self._on_overflow)
-        if self._context.ids is not cut.context_ids:
-            self._context = _Context(cut.context_ids)
-        context, slot = self._context, None
+        context_ids, target_ids, offsets, finding = cut
+        count, excess, slot = len(target_ids), 0, None
+        if len(context_ids) + count - 1 > self._limit:
+            num_read = len(context_ids) + count - 1
+            excess = fit_context(num_read, count, self._limit, self._on_overflow)
+        if self._context_ids is not context_ids:
+            self._context_ids, self._context = context_ids, array("i", context_ids)
+            self._shared = None
         if count > 1:
-            read = context.tokens + array("i", cut.target_ids[:-1])
-            job = self._open(read[excess:] if excess else read, cut.target_ids)
+            job = self._open(self._context[excess:] if excess else self._context, target_ids)
+            self._tokens.fromlist(target_ids[:-1])
+            self._lengths[job] += count - 1
         else:
-            job = context.job = self._share(context, excess)
+            if self._shared is None:
+                self._shared = self._share(self._context[excess:])
+            job = self._shared
             slot = len(self._targets[job])
-            self._targets[job].append(cut.target_ids[0])
-        return PlannedTarget(text, cut.target_ids, cut.offsets, cut.finding, excess, job, slot)
+            self._targets[job].append(target_ids[0])
+        return PlannedTarget(text, target_ids, offsets, finding, excess, job, slot)
 
-    def _share(self, context: _Context, excess: int) -> int:
+    def _share(self, tokens: "array[int]") -> int:
         """Return the job of the single tokens after a context."""
-        if context.job is not None:
-            return context.job
-        tokens = context.tokens[excess:]
         key = hashlib.sha256(tokens.tobytes()).digest()
         if key not in self._sharing:
             self._sharing[key] = self._open(tokens, [])

@@ -20,10 +20,13 @@ from logsteer.errors import api_error
 from logsteer.schemas import BosPolicy, Boundary, BoundaryFinding
 from logsteer_server.text.tokenizer import (
     ENCODED_AT_ONCE,
+    EncodedText,
     Offsets,
     TextCodec,
     split_sizes,
 )
+
+_EXACT: BoundaryFinding = "exact"
 
 
 class Pair(NamedTuple):
@@ -38,7 +41,10 @@ class Pair(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A pair as tokens. `offsets` count characters from the target's first one."""
+    """A pair as tokens. `offsets` count characters from the target's first one.
+
+    Equal contexts, and equal targets, may be the same lists.
+    """
 
     context_ids: list[int]
     target_ids: list[int]
@@ -56,27 +62,55 @@ def cut_pairs(
     cut = _cut_jointly if boundary == "joint" else _cut_separately
     sizes = [len(pair.context) + len(pair.target) for pair in pairs]
     for part in split_sizes(sizes, ENCODED_AT_ONCE):
-        own = pairs[part.start : part.stop]
-        for pair, found in zip(own, cut(codec, own), strict=True):
-            yield _with_bos(codec, found, "never" if pair.is_rendered else bos)
+        yield from cut(codec, pairs[part.start : part.stop], bos)
 
 
-def _cut_jointly(codec: TextCodec, pairs: Sequence[Pair]) -> list[Cut]:
-    contexts = [pair.context if pair.is_rendered else pair.context.rstrip() for pair in pairs]
-    distinct = {context: index for index, context in enumerate(dict.fromkeys(contexts))}
-    context_ids = codec.encode_ids(list(distinct))
-    joint = codec.encode([pair.context + pair.target for pair in pairs])
-    cuts = []
-    for pair, context, whole in zip(pairs, contexts, joint, strict=True):
-        own = context_ids[distinct[context]]
-        count = len(own)
-        if count >= len(whole.ids):
+def _cut_jointly(codec: TextCodec, pairs: Sequence[Pair], bos: BosPolicy) -> Iterator[Cut]:
+    """Yield pairs as cut in their joint tokens; of what is encoded alone, each text is once.
+
+    Where the tokenizer divides the text anyway, its parts are encoded alone.
+    """
+    fronts = [pair.context if pair.is_rendered else pair.context.rstrip() for pair in pairs]
+    rests = [
+        pair.context[len(front) :] + pair.target for pair, front in zip(pairs, fronts, strict=True)
+    ]
+    are_apart = list(map(codec.divides, fronts, rests))
+    read = [
+        rest if apart else front + rest
+        for front, rest, apart in zip(fronts, rests, are_apart, strict=True)
+    ]
+    contexts = _encode_contexts(codec, fronts)
+    encoded = _encode_once(codec, read)
+    complete: dict[tuple[str, bool], list[int]] = {}
+    for pair, front, text, apart in zip(pairs, fronts, read, are_apart, strict=True):
+        own, (ids, offsets) = contexts[front], encoded[text]
+        policy: BosPolicy = "never" if pair.is_rendered else bos
+        start, finding = len(pair.context), _EXACT
+        if apart:
+            start -= len(front)
+            context = complete.get((front, pair.is_rendered)) or _add_bos(codec, own, ids, policy)
+            complete[front, pair.is_rendered] = context
+        else:
+            count = len(own)
+            finding = _EXACT if ids[:count] == own else "merged"
+            own, ids, offsets = ids[:count], ids[count:], offsets[count:]
+        if not ids:
             raise api_error("boundary_empty", _empty_detail(pair))
-        start = len(pair.context)
-        offsets = [(first - start, last - start) for first, last in whole.offsets[count:]]
-        finding: BoundaryFinding = "exact" if whole.ids[:count] == own else "merged"
-        cuts.append(Cut(whole.ids[:count], whole.ids[count:], offsets, finding))
-    return cuts
+        if not apart:
+            context = _add_bos(codec, own, ids, policy)
+        if start:
+            offsets = [(first - start, last - start) for first, last in offsets]
+        yield Cut(context, ids, offsets, finding)
+
+
+def _encode_contexts(codec: TextCodec, contexts: Sequence[str]) -> dict[str, list[int]]:
+    distinct = list(dict.fromkeys(contexts))
+    return dict(zip(distinct, codec.encode_ids(distinct), strict=True))
+
+
+def _encode_once(codec: TextCodec, texts: Sequence[str]) -> dict[str, EncodedText]:
+    distinct = list(dict.fromkeys(texts))
+    return dict(zip(distinct, codec.encode(distinct), strict=True))
 
 
 def _empty_detail(pair: Pair) -> str:
@@ -86,30 +120,29 @@ def _empty_detail(pair: Pair) -> str:
     )
 
 
-def _cut_separately(codec: TextCodec, pairs: Sequence[Pair]) -> list[Cut]:
-    contexts = codec.encode_ids([pair.context for pair in pairs])
-    targets = codec.encode([pair.target for pair in pairs])
-    for pair, target in zip(pairs, targets, strict=True):
-        if not target.ids:
+def _cut_separately(codec: TextCodec, pairs: Sequence[Pair], bos: BosPolicy) -> Iterator[Cut]:
+    """Yield pairs with each part encoded alone."""
+    contexts = _encode_contexts(codec, [pair.context for pair in pairs])
+    targets = _encode_once(codec, [pair.target for pair in pairs])
+    for pair in pairs:
+        ids, offsets = targets[pair.target]
+        if not ids:
             detail = f"Target {pair.target!r} encodes to no token; leave it out."
             raise api_error("boundary_empty", detail)
-    return [
-        Cut(context, target.ids, target.offsets)
-        for context, target in zip(contexts, targets, strict=True)
-    ]
+        own = contexts[pair.context]
+        yield Cut(_add_bos(codec, own, ids, "never" if pair.is_rendered else bos), ids, offsets)
 
 
-def _with_bos(codec: TextCodec, cut: Cut, bos: BosPolicy) -> Cut:
-    front = codec.bos_ids(bos, cut.context_ids or cut.target_ids)
-    if not front and not cut.context_ids:
+def _add_bos(codec: TextCodec, context: list[int], target: list[int], bos: BosPolicy) -> list[int]:
+    """Return a context with the BOS token in front of it, where it takes one."""
+    front = codec.bos_ids(bos, context or target)
+    if not front and not context:
         detail = (
             "The context has no token, so nothing precedes the target's first token; "
             "give a context, or send bos: always."
         )
         raise api_error("boundary_empty", detail)
-    if not front:
-        return cut
-    return Cut(front + cut.context_ids, cut.target_ids, cut.offsets, cut.finding)
+    return front + context if front else context
 
 
 def space_variants(target: str) -> tuple[str, str]:

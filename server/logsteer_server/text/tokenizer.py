@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from logsteer.errors import api_error
 from logsteer.schemas import BosPolicy, Message
 from logsteer_server.imports import hold_collector
+from logsteer_server.text.division import divides_at_spaces, may_divide
 
 Offsets = list[tuple[int, int]]
 ENCODED_AT_ONCE = 65_536
@@ -45,6 +46,7 @@ class TextCodec:
         self._anchor = self._backend.encode("a", add_special_tokens=False).ids[-1:]
         self._anchor_length = len(self._decode(self._anchor))
         self.piece = lru_cache(maxsize=65_536)(self._piece)
+        self._divides = divides_at_spaces(self._backend)
 
     @staticmethod
     def import_transformers() -> None:
@@ -81,6 +83,10 @@ class TextCodec:
         """Encode texts; return the token ids of each. Cheaper than `encode`."""
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
+
+    def divides(self, front: str, rest: str) -> bool:
+        """Return whether two texts encoded alone are sure to give the tokens of `front + rest`."""
+        return self._divides and may_divide(front, rest)
 
     def encode_ids_lazily(self, texts: Sequence[str]) -> Iterator[list[int]]:
         """Yield the token ids of each text, of so many texts at once that no call takes long."""
