@@ -120,6 +120,21 @@ class CausalModel(ABC):
             )
         return hidden_BTD
 
+    def read_next(
+        self,
+        tokens_B1: Tensor,
+        mask_BC: Tensor | None,
+        positions_B1: Tensor,
+        cache: RowCache,
+        hooks: Sequence[tuple[Point, HookFunction]],
+    ) -> Tensor:
+        """Return the hidden states [B, D] of one more token of each sequence, as `read` does.
+
+        The hooks act; the parameters must be the model's own.
+        """
+        with self.hooked(hooks):
+            return self.read(tokens_B1, mask_BC, positions_B1, cache)[:, -1]
+
     def _choose_body(self) -> Any:
         """Return the body that is run now."""
         return self._body

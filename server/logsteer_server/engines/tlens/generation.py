@@ -188,22 +188,24 @@ class RunningBatch:
         """Return the logits of each row's newest token; the cache then holds all tokens."""
         width = self._next_BT.shape[1]
         begin = self._num_columns - width
-        pads_B1 = torch.tensor(self._pads)[:, None]
-        columns_T = torch.arange(begin, self._num_columns)
-        positions_BT = (columns_T - pads_B1).clamp(min=0)
+        starts = [begin - pad for pad in self._pads]
+        positions_BT = torch.tensor(starts)[:, None]
+        if width > 1:
+            positions_BT = (positions_BT + torch.arange(width)).clamp(min=0)
         mask_BT = None
         if any(self._pads):
-            mask_BT = (torch.arange(self._num_columns) >= pads_B1).long()
-        ranges = [
-            TokenRange(max(0, pad - begin), max(0, begin - pad), self._num_columns - pad)
-            for pad in self._pads
-        ]
-        with self._model.hooked([*self._steering.hooks(ranges, width), *self._hooks]):
-            hidden_BTD = self._model.read(
-                self._next_BT, mask_BT, positions_BT, self._cache, self.delta.cast
-            )
+            mask_BT = (torch.arange(self._num_columns) >= torch.tensor(self._pads)[:, None]).long()
+        ranges = [TokenRange(max(0, -start), max(0, start), start + width) for start in starts]
+        hooks = [*self._steering.hooks(ranges, width), *self._hooks]
+        next_BT, cache, model = self._next_BT, self._cache, self._model
+        if width == 1 and not self.parameters:
+            hidden_BD = model.read_next(next_BT, mask_BT, positions_BT, cache, hooks)
+        else:
+            with model.hooked(hooks):
+                hidden_BTD = model.read(next_BT, mask_BT, positions_BT, cache, self.delta.cast)
+            hidden_BD = hidden_BTD[:, -1]
         self._steering.end_pass()
-        return self._model.project(hidden_BTD[:, -1])
+        return model.project(hidden_BD)
 
     def _sample(self, logits_BV: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Sample each row's next token.

@@ -50,7 +50,7 @@ class PlainForward:
 
         0 transformers'   1 transformers' + hooks   2 transformers'   3 bridged   4 transformers'
 
-    `is_plain`: whether no block is bridged now.
+    `is_plain`: whether no block is bridged now. `plain_blocks`: those of transformers.
     Errors: ValueError where the body has no list of the bridge's blocks.
     """
 
@@ -66,19 +66,19 @@ class PlainForward:
         if not names:
             raise ValueError("the body does not hold the bridge's blocks")
         self._layers = cast(nn.ModuleList, self.body.get_submodule(names[0]))
-        self._plain: list[nn.Module] = list(self._layers)
+        self.plain_blocks: list[nn.Module] = list(self._layers)
         self._bridged = list(blocks)
         # A kind of block with a forward of its own may do more at its edges.
         self._hooked = [
             _HookedBlock(block, plain) if type(block).forward is BlockBridge.forward else block
-            for block, plain in zip(blocks, self._plain, strict=True)
+            for block, plain in zip(blocks, self.plain_blocks, strict=True)
         ]
         self.is_plain = True
 
     def bridge(self, points: Sequence[Point]) -> None:
         """Make hooks on these points act, and leave the other blocks plain."""
         self.is_plain = self.stays_plain(points)
-        layers = list(self._plain)
+        layers = list(self.plain_blocks)
         for point in sorted(points, key=lambda point: not point.is_edge):
             blocks = self._hooked if point.is_edge else self._bridged
             layers[point.layer] = blocks[point.layer]
@@ -91,7 +91,7 @@ class PlainForward:
 
         A block's parameters are widened for as long as its call takes.
         """
-        blocks = [WideBlock(plain) for plain in self._plain]
+        blocks = [WideBlock(plain) for plain in self.plain_blocks]
         try:
             for index, block in enumerate(blocks):
                 self._layers._modules[str(index)] = block

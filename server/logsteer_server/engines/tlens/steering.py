@@ -183,6 +183,7 @@ class _SiteGroup:
         self._ratios_S = torch.zeros(len(sites), dtype=torch.float64)
         self._tokens: _TokenIndex | None = None
         self._source: _TokenIndex | None = None
+        self._is_whole = False
 
     def select(self, tokens: _TokenIndex) -> None:
         """Steer these tokens in the next forward pass; the same ones as before cost nothing."""
@@ -191,6 +192,10 @@ class _SiteGroup:
             slot_N = self._slot_B[tokens.row_N]
             own = slot_N >= 0
             self._tokens = _TokenIndex(tokens.place_N[own], slot_N[own])
+            # As where all rows of a batch that decodes are steered: nothing is picked, or put back.
+            count = len(self._slot_B)
+            places, slots = self._tokens.place_N.tolist(), self._tokens.row_N.tolist()
+            self._is_whole = places == slots == list(range(count))
 
     def steer(self, activation: Tensor, hook: object) -> Tensor | None:  # noqa: ARG002
         """Return the activation with the selected tokens changed: a hook of TransformerLens."""
@@ -199,13 +204,17 @@ class _SiteGroup:
         self._move_tables(activation)
         slot_N = self._tokens.row_N
         changed = activation.reshape(activation.shape[0] * activation.shape[1], -1, self._width)
-        before_NGW = changed[self._tokens.place_N]
+        is_whole = self._is_whole and len(changed) == len(slot_N)
+        before_NGW = changed if is_whole else changed[self._tokens.place_N]
         after_NGW = before_NGW
         if self._offsets_SW is not None:
-            after_NGW = after_NGW + self._offsets_SW[slot_N][:, None]
+            offset_NW = self._offsets_SW if is_whole else self._offsets_SW[slot_N]
+            after_NGW = after_NGW + offset_NW[:, None]
         if self._depth:
             after_NGW = self._apply_ops(after_NGW, slot_N)
         self._measure(before_NGW.detach().float(), after_NGW.detach().float(), slot_N)
+        if is_whole:
+            return after_NGW.reshape(activation.shape)
         # Never in place: the tensor may also be the residual that goes past this module.
         return changed.index_put((self._tokens.place_N,), after_NGW).view(activation.shape)
 
