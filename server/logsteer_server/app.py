@@ -30,6 +30,7 @@ from logsteer_server.routes import (
     openai,
     operations,
     overrides,
+    page,
     perplexity,
     tasks,
     tokens,
@@ -95,6 +96,7 @@ def create_app(settings: Settings) -> FastAPI:
     for module in (tasks, perplexity, vectors, overrides, adapters, tokens, openai):
         app.include_router(module.router)
     app.include_router(operations.router)
+    app.include_router(page.router)
     app.add_middleware(RequestMemory, admission=capacity.memory)
     app.add_middleware(DrainGate, drain=app.state.drain)
     app.add_middleware(HostCheck, hosts=AllowedHosts(settings, needs_key=keys.needs_key))
