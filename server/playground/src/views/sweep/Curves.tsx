@@ -24,7 +24,7 @@ const MEASURES: Record<Measure, string> = {
 };
 
 export function Curves({ swept, measure, vector, chosen, onChoose }: CurvesProps) {
-  const { cases, scales, sets, hasText, answer } = swept;
+  const { cases, scales, hasText, answer } = swept;
   const order = useMemo(() => scales.map((_, at) => at).sort((a, b) => (scales[a] ?? 0) - (scales[b] ?? 0)), [scales]);
   const x = useMemo(() => order.map((at) => scales[at] ?? 0), [order, scales]);
   const lines = useMemo(() => drawTargets(swept, measure, order), [swept, measure, order]);
