@@ -14,16 +14,6 @@ export function number(value: number | null | undefined, digits = 3): string {
   return text.replace("-", "−");
 }
 
-/** `6 × 10⁻⁷` */
-function power(value: number): string {
-  const [digits, exponent] = value.toExponential(0).split("e");
-  return `${digits} × 10${Array.from(exponent ?? "", (sign) => RAISED[sign] ?? "").join("")}`;
-}
-
-const RAISED: { [sign: string]: string } = Object.fromEntries(
-  Array.from("0123456789-", (sign, at) => [sign, Array.from("⁰¹²³⁴⁵⁶⁷⁸⁹⁻")[at] ?? ""]),
-);
-
 /** A number with a fixed count of decimals, and a true minus sign. */
 export function fixed(value: number | null | undefined, decimals = 2): string {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
@@ -43,8 +33,8 @@ export function count(value: number): string {
 export function percent(share: number | null | undefined): string {
   if (share === null || share === undefined || !Number.isFinite(share)) return "–";
   const value = share * 100;
-  if (value >= 99.95 && value < 100) return ">99.9 %";
-  if (value < 0.001 && value > 0) return `${power(value)} %`;
+  if (value >= 99.95) return value < 100 ? ">99.9 %" : "100 %";
+  if (value < 0.001 && value > 0) return "<0.001 %";
   return `${value >= 10 ? value.toFixed(1) : value >= 0.01 ? value.toPrecision(2) : value.toPrecision(1)} %`;
 }
 

@@ -2,7 +2,7 @@ import "./choices.css";
 import { useMemo, useState } from "preact/hooks";
 import { call, type Schemas } from "../lib/api";
 import { fixed, number, percent, plural } from "../lib/format";
-import { linearScale } from "../lib/scales";
+import { linearScale, type Scale } from "../lib/scales";
 import type { JsonObject } from "../lib/snippets";
 import { useAutoRun, useTask } from "../lib/task";
 import { view, type ViewProps } from "../lib/view";
@@ -27,6 +27,19 @@ type State = {
 
 const EXAMPLES: Example<State>[] = [
   {
+    label: "A mood",
+    state: {
+      context: "Tom was a little boy. One day, he went to the park. He",
+      targets: [
+        " was very happy.",
+        " was very sad.",
+        " smiled at the sunshine.",
+        " cried in the rain.",
+        " danced on the moon.",
+      ],
+    },
+  },
+  {
     label: "A capital",
     state: {
       context: "The capital of France is",
@@ -34,16 +47,9 @@ const EXAMPLES: Example<State>[] = [
     },
   },
   {
-    label: "A mood",
-    state: {
-      context: "Once upon a time there was a little boy named Tom. The rain was falling. He felt",
-      targets: [" happy and glad.", " sad and lonely."],
-    },
-  },
-  {
     label: "With and without a space",
     state: {
-      context: "The chemical symbol of gold is",
+      context: "The chemical symbol for gold is",
       targets: ["Au", "Ag", "Fe"],
       space: "both",
     },
@@ -65,7 +71,8 @@ const TOP = 6;
 
 interface Shown {
   answer: Schemas["LogprobAnswer"];
-  /** The context's own tokens. */
+  /** The context, and its own tokens. */
+  text: string;
   context: string[];
 }
 
@@ -91,7 +98,7 @@ function ChoicesView({ state, setState, model }: ViewProps<State>) {
         call("post", "/logprob", request, { signal }),
         call("post", "/tokenize", { model: request.model, texts: [state.context] }, { signal }),
       ]);
-      setShown({ answer, context: cut.results[0]?.tokens ?? [] });
+      setShown({ answer, text: state.context, context: cut.results[0]?.tokens ?? [] });
     });
   };
   useAutoRun(canRun ? JSON.stringify(request) : null, run);
@@ -205,7 +212,8 @@ function Targets({ targets, onChange }: TargetsProps) {
   );
 }
 
-function Result({ shown: { answer, context } }: { shown: Shown }) {
+function Result({ shown }: { shown: Shown }) {
+  const { answer } = shown;
   const item = answer.results[0];
   const scale = useMemo(() => {
     const all = item?.targets.flatMap((target) => target.logprobs ?? []) ?? [];
@@ -216,8 +224,11 @@ function Result({ shown: { answer, context } }: { shown: Shown }) {
   }, [item]);
   if (item === undefined) return null;
   return (
-    <section class="result" aria-label="Result">
-      <Legend scale={scale} />
+    <section class="result sheet" aria-label="Result">
+      <div class="choices-head">
+        <h2>Shares of these targets</h2>
+        <Legend scale={scale} />
+      </div>
       <ol class="choices">
         {item.targets.map((target, at) => (
           <Choice
@@ -225,7 +236,7 @@ function Result({ shown: { answer, context } }: { shown: Shown }) {
             target={target}
             share={item.choice_probs[at] ?? null}
             isBest={at === item.best}
-            context={context}
+            shown={shown}
             scale={scale}
           />
         ))}
@@ -239,33 +250,35 @@ interface ChoiceProps {
   /** Its part of the probability of all targets together. */
   share: number | null;
   isBest: boolean;
-  context: string[];
-  scale: ReturnType<typeof linearScale>;
+  shown: Shown;
+  scale: Scale;
 }
 
-function Choice({ target, share, isBest, context, scale }: ChoiceProps) {
+function Choice({ target, share, isBest, shown, scale }: ChoiceProps) {
   const variants = target.variants;
   return (
-    <li class={`choice sheet ${isBest ? "is-strong" : ""}`}>
-      <div class="choice-head">
-        <h2>{target.target.trim() || "(white space)"}</h2>
-        <span class="choice-share num">{percent(share)}</span>
-      </div>
+    <li class={`choice ${isBest ? "is-strong" : ""}`}>
       <div class="bar-track" aria-hidden="true">
         <span class="bar-fill" style={{ width: `${100 * (share ?? 0)}%` }} />
       </div>
-      {variants ? (
-        <>
-          <Score name="With a space" target={variants.with_space} context={context} scale={scale} />
-          <Score name="Without" target={variants.without_space} context={context} scale={scale} />
-          <p class="hint num">
-            Either way: {fixed(target.logprob_any_space, 3)} nats,{" "}
-            {percent(Math.exp(target.logprob_any_space ?? -Infinity))}
-          </p>
-        </>
-      ) : (
-        <Score target={target} context={context} scale={scale} />
-      )}
+      <span class="choice-share num">
+        <span class="off-screen">Share: </span>
+        {percent(share)}
+      </span>
+      <div class="choice-scores">
+        {variants ? (
+          <>
+            <Score name="With a space" target={variants.with_space} {...{ shown, scale }} />
+            <Score name="Without one" target={variants.without_space} {...{ shown, scale }} />
+            <p class="hint num">
+              Either way {fixed(target.logprob_any_space, 3)} nats, probability{" "}
+              {percent(Math.exp(target.logprob_any_space ?? -Infinity))}
+            </p>
+          </>
+        ) : (
+          <Score target={target} shown={shown} scale={scale} />
+        )}
+      </div>
     </li>
   );
 }
@@ -273,27 +286,39 @@ function Choice({ target, share, isBest, context, scale }: ChoiceProps) {
 interface ScoreProps {
   name?: string;
   target: Schemas["TargetScore"];
-  context: string[];
-  scale: ReturnType<typeof linearScale>;
+  shown: Shown;
+  scale: Scale;
 }
 
-/** Tokens of the context that are shown in front of the boundary. */
-const SHOWN_CONTEXT = 6;
+/** Tokens of the context that are shown in front of the boundary; characters, where they merge. */
+const SHOWN_TOKENS = 4;
+const SHOWN_CHARACTERS = 28;
 
-function Score({ name, target, context, scale }: ScoreProps) {
-  const isMerged = target.boundary === "merged";
+/** What stands in front of the first scored token: the context's last tokens, or the joint text. */
+function readPrefix(target: Schemas["TargetScore"], { text, context }: Shown, start: number): string[] {
+  if (target.boundary === "exact" && start === 0) {
+    const last = context.slice(-SHOWN_TOKENS);
+    return last.length < context.length ? ["…", ...last] : last;
+  }
+  const joint = (text + target.target).slice(0, text.length + start);
+  const last = joint.slice(-SHOWN_CHARACTERS);
+  return last.length < joint.length ? ["…", last] : [last];
+}
+
+function Score({ name, target, shown, scale }: ScoreProps) {
   const tokens = target.tokens ?? [];
   const surprisals = useMemo(
     () => (target.logprobs ?? []).map((value) => (value === null ? null : -value)),
     [target],
   );
+  const isMerged = target.boundary === "merged";
+  const start = target.offsets?.[0]?.[0] ?? 0;
   return (
     <div class="score">
       {name && <h3>{name}</h3>}
       <div class="joint">
-        <span class="joint-context" aria-label="End of the context">
-          {context.length > SHOWN_CONTEXT && "…"}
-          {context.slice(-SHOWN_CONTEXT).map((token, at) => (
+        <span class="joint-context">
+          {readPrefix(target, shown, start).map((token, at) => (
             <span key={at}>{token}</span>
           ))}
         </span>
@@ -327,8 +352,17 @@ function Score({ name, target, context, scale }: ScoreProps) {
       </p>
       {isMerged && (
         <p class="note">
-          Merged boundary: context and target together are cut elsewhere than the context alone, so
-          a token of the target holds the context's end, too.
+          Merged boundary: context and target together are cut into other tokens than the context
+          alone
+          {start > 0 && (
+            <>
+              , and the target's first {plural(start, "character")} went into a token of the context
+            </>
+          )}
+          {start < 0 && (
+            <>, and the context's last {plural(-start, "character")} went into a token of the target</>
+          )}
+          . Cut each alone to keep them apart.
         </p>
       )}
     </div>

@@ -42,7 +42,7 @@ const EXAMPLES: Example<State>[] = [
       text:
         "The capital of France is Paris. The capital of Italy is Rome. The capital of Germany is " +
         "Oslo. The capital of Spain is Madrid.\n\nOnce upon a time there was a little girl named " +
-        "Lily. One day, she went to the park. She smiled and laughed, and the chemical symbol of " +
+        "Lily. One day, she went to the park. She smiled and laughed, and the chemical symbol for " +
         "gold is Au.",
     },
   },
