@@ -41,8 +41,8 @@ function singleFile(): Plugin {
         const isScript = output.type === "chunk";
         const text = (isScript ? output.code : String(output.source)).trim();
         const tag = isScript
-          ? new RegExp(`<script[^>]*src="[^"]*${name}"[^>]*></script>`)
-          : new RegExp(`<link[^>]*href="[^"]*${name}"[^>]*>`);
+          ? new RegExp(`\\s*<script[^>]*src="[^"]*${name}"[^>]*></script>`)
+          : new RegExp(`\\s*<link[^>]*href="[^"]*${name}"[^>]*>`);
         if (!tag.test(html)) throw new Error(`nothing in the page names ${name}`);
         html = html.replace(tag, "");
         html = isScript
@@ -50,9 +50,7 @@ function singleFile(): Plugin {
           : html.replace("</head>", () => `<style>${text}</style>\n  </head>`);
         delete bundle[name];
       }
-      page.source = html
-        .replace("SOURCES", digestSources())
-        .replace(/\n\s*\n/g, "\n");
+      page.source = html.replace("SOURCES", digestSources());
     },
   };
 }

@@ -95,7 +95,7 @@ async function send(
     const headers: Record<string, string> = { Accept: accept };
     const isFile = body instanceof Blob;
     if (body !== undefined) {
-      headers["Content-Type"] = isFile ? "application/octet-stream" : "application/json";
+      headers["Content-Type"] = isFile ? body.type || "application/octet-stream" : "application/json";
     }
     if (apiKey.value) headers.Authorization = `Bearer ${apiKey.value}`;
     const sent = apiKey.value;
@@ -163,12 +163,21 @@ export async function stream<P extends PathOf<"post">>(
 ): Promise<Answer<"post", P>> {
   const asked = { ...(body as object), stream: true };
   const response = await send("post", path, asked, options, "text/event-stream");
+  return (await readStream(response, onEvent)) as Answer<"post", P>;
+}
+
+async function readStream(
+  response: Response,
+  onEvent: (name: string, data: unknown) => void,
+): Promise<unknown> {
   if (response.body === null) throw new Error("The server sent no events.");
+  let result: { data: unknown } | null = null;
   for await (const event of readEvents(response.body)) {
     if (event.name === "error") throw new ServerProblem(event.data as Problem);
-    if (event.name === "result") return event.data as Answer<"post", P>;
-    onEvent(event.name, event.data);
+    if (event.name === "result") result = event;
+    else onEvent(event.name, event.data);
   }
+  if (result !== null) return result.data;
   throw new Error("The stream ended before its result: the server may have been stopped.");
 }
 
@@ -201,4 +210,19 @@ async function* readEvents(body: ReadableStream<Uint8Array>): AsyncGenerator<Ser
   } finally {
     await reader.cancel().catch(() => undefined);
   }
+}
+
+/**
+ * Send a file of any size as text, and return the last of the events that answer it.
+ *
+ * The server scores it while it arrives; events follow once it has arrived.
+ */
+export async function streamFile(
+  file: Blob,
+  onEvent: (name: string, data: unknown) => void,
+  options: Options,
+): Promise<Schemas["PerplexityAnswer"]> {
+  const text = new Blob([file], { type: "text/plain" });
+  const response = await send("post", "/perplexity/stream", text, options, "text/event-stream");
+  return (await readStream(response, onEvent)) as Schemas["PerplexityAnswer"];
 }

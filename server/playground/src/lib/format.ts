@@ -33,9 +33,9 @@ export function count(value: number): string {
 export function percent(share: number | null | undefined): string {
   if (share === null || share === undefined || !Number.isFinite(share)) return "–";
   const value = share * 100;
-  if (value >= 99.95 && value < 100) return ">99.9 %";
-  if (value < 0.01 && value > 0) return `${value.toExponential(0).replace("-", "−")} %`;
-  return `${value >= 10 ? value.toFixed(1) : value.toPrecision(2)} %`;
+  if (value >= 99.95) return value < 100 ? ">99.9 %" : "100 %";
+  if (value < 0.001 && value > 0) return "<0.001 %";
+  return `${value >= 10 ? value.toFixed(1) : value >= 0.01 ? value.toPrecision(2) : value.toPrecision(1)} %`;
 }
 
 export function bytes(value: number): string {

@@ -37,3 +37,23 @@ export function useTask(): Task {
   useEffect(() => cancel, [cancel]);
   return { isRunning, error, run, cancel };
 }
+
+/**
+ * Run once something is asked that was not asked before, `delay` milliseconds after the last change.
+ *
+ * `key` says what is asked; null: nothing can be, yet. The first one runs at once.
+ */
+export function useAutoRun(key: string | null, run: () => void, delay = 300): void {
+  const latest = useRef(run);
+  latest.current = run;
+  const asked = useRef<string | null>(null);
+  useEffect(() => {
+    if (key === null || key === asked.current) return undefined;
+    const wait = asked.current === null ? 0 : delay;
+    const timer = setTimeout(() => {
+      asked.current = key;
+      latest.current();
+    }, wait);
+    return () => clearTimeout(timer);
+  }, [key, delay]);
+}

@@ -120,6 +120,11 @@ export function TokenText(props: TokenTextProps) {
           if (event.currentTarget.matches(":focus-visible")) choose(active ?? 0);
         }}
         onBlur={() => choose(null)}
+        onCopy={(event) => {
+          event.preventDefault();
+          const chosen = String(getSelection()).replaceAll("\u00a0", " ");
+          event.clipboardData?.setData("text/plain", chosen);
+        }}
       />
       {describe && active !== null && active < tokens.length && (
         <Card id={`${id}-card`} anchor={spans.current[active]}>
@@ -130,10 +135,17 @@ export function TokenText(props: TokenTextProps) {
   );
 }
 
-/** Write a token so that its white space can be seen, and lines end where it ends them. */
-function writeToken(span: HTMLElement, token: string): void {
+/**
+ * Write a token so that its white space can be seen, and lines end where it ends them.
+ *
+ * A line may break in front of a token, and not between its first space and its word: the space
+ * would else hang, coloured, at the end of the line before.
+ */
+function writeToken(span: HTMLElement, given: string): void {
+  const token = given.replace(/^ +/, (spaces) => "\u00a0".repeat(spaces.length));
+  if (token !== given) span.append(document.createElement("wbr"));
   if (!/[\n\t\r]/.test(token)) {
-    span.textContent = token;
+    span.append(token);
     return;
   }
   for (const part of token.split(/(\n|\t|\r)/)) {

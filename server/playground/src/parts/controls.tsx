@@ -1,5 +1,6 @@
 // The button that runs a view, and what it says of errors.
 import type { ComponentChildren } from "preact";
+import { useEffect, useState } from "preact/hooks";
 import { ServerProblem } from "../lib/api";
 import type { Task } from "../lib/task";
 import { Icon } from "./Icon";
@@ -11,9 +12,19 @@ interface RunButtonProps {
   disabled?: boolean;
 }
 
+/** Milliseconds of work from which on there is something to cancel: a shorter one only flickers. */
+const WORTH_CANCELLING = 250;
+
 /** Runs, and cancels while it runs. Ctrl+Enter or Cmd+Enter anywhere in the form does it, too. */
 export function RunButton({ task, onRun, label = "Run", disabled }: RunButtonProps) {
-  if (task.isRunning) {
+  const [isLong, setLong] = useState(false);
+  useEffect(() => {
+    setLong(false);
+    if (!task.isRunning) return undefined;
+    const timer = setTimeout(() => setLong(true), WORTH_CANCELLING);
+    return () => clearTimeout(timer);
+  }, [task.isRunning]);
+  if (task.isRunning && isLong) {
     return (
       <button type="button" class="run is-running" onClick={task.cancel}>
         <Icon name="stop" /> Cancel
