@@ -57,3 +57,8 @@ export function visible(token: string): string {
     .replace(/\t/g, "⇥")
     .replace(/[\u0000-\u001f\u007f\u200b-\u200f\ufeff]/g, "·");
 }
+
+/** A number without zeros at its end, as axes and chosen values have it. */
+export function short(value: number): string {
+  return String(Number(value.toPrecision(3))).replace("-", "−");
+}

@@ -1,5 +1,5 @@
 import { useEffect, useMemo, useRef } from "preact/hooks";
-import { fixed, number, plural } from "../lib/format";
+import { fixed, plural, short } from "../lib/format";
 import type { JsonObject } from "../lib/snippets";
 import {
   findVector,
@@ -137,7 +137,7 @@ function SteerView({ state, setState, model, models, isShown }: ViewProps<State>
             prompt={state.mode === "text" ? state.prompt : ""}
             colouring={state.colour}
             probe={describeProbe(state, cards)}
-            scale={state.op === "clamp" ? "clamped" : `scale ${number(state.scale)}`}
+            scale={state.op === "clamp" ? "clamped" : `scale ${short(state.scale)}`}
             isRunning={task.isRunning}
           />
           {shown.answer && <Receipt receipt={shown.answer.steering} />}
@@ -224,10 +224,10 @@ function ScaleFields({ state, setState, cards }: Change & { cards: readonly Vect
         max={Math.max(reach.max, state.scale)}
         step={reach.step}
         ticks={[0]}
-        format={(scale) => `${number(scale)}${degrees}`}
+        format={(scale) => `${short(scale)}${degrees}`}
         hint={
           best && state.op === "add" && state.unit === "raw"
-            ? `Recommended: ${number(best.scales[0])} to ${number(best.scales.at(-1))} at layer ${best.layer}, or with a minus.`
+            ? `Recommended: ${short(best.scales[0] ?? 0)} to ${short(best.scales.at(-1) ?? 0)} at layer ${best.layer}, or with a minus.`
             : undefined
         }
         onChange={(scale) => setState({ scale })}

@@ -166,7 +166,7 @@ export const sweep = view<SweepState>({
   initial: {
     ...INITIAL_STEERING,
     items: ["One day, Lily was very| happy| sad", "Tom felt| happy| sad"],
-    text: "Once upon a time there was a little boy named Tom. He had a dog and a ball. The end.",
+    text: "The capital of France is Paris. The third planet from the sun is Earth.",
     from: -4,
     to: 4,
     points: 17,

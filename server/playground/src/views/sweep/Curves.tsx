@@ -1,6 +1,6 @@
 // The curves of a sweep, and one of its points in words.
 import { useMemo } from "preact/hooks";
-import { fixed, number, percent, signed } from "../../lib/format";
+import { fixed, number, percent, short, signed } from "../../lib/format";
 import { LineChart, type Series } from "../../parts/LineChart";
 import { toCsv, type Measure, type Swept } from "./request";
 
@@ -33,6 +33,7 @@ export function Curves({ swept, measure, vector, chosen, onChoose }: CurvesProps
   const common = {
     x,
     xLabel: `Scale of ${vector}`,
+    xFormat: short,
     onHover: (at: number | null) => {
       if (at !== null) onChoose(order[at] ?? 0);
     },
@@ -45,7 +46,7 @@ export function Curves({ swept, measure, vector, chosen, onChoose }: CurvesProps
           label={`${MEASURES[measure]} of every target by the scale of ${vector}: the table below says the same in numbers.`}
           series={lines}
           yLabel={MEASURES[measure]}
-          yFormat={measure === "prob" ? (v) => percent(v) : (v) => fixed(v, 1)}
+          yFormat={measure === "prob" ? (v) => `${short(100 * v)} %` : short}
           yRange={measure === "prob" ? [0, 1] : undefined}
           rules={measure === "change" ? [0] : []}
           height={340}
@@ -63,6 +64,7 @@ export function Curves({ swept, measure, vector, chosen, onChoose }: CurvesProps
               label={`Kullback–Leibler divergence from unsteered by the scale of ${vector}.`}
               series={divergence}
               yLabel="KL, nats"
+              yFormat={short}
               height={200}
               exportName="dose-response-kl"
             />
@@ -76,6 +78,7 @@ export function Curves({ swept, measure, vector, chosen, onChoose }: CurvesProps
               label={`Perplexity of the text by the scale of ${vector}; ${number(answer.unsteered.texts[0]?.perplexity)} unsteered.`}
               series={perplexity}
               yLabel="Perplexity"
+              yFormat={short}
               height={200}
               logY={isWide(perplexity)}
               exportName="dose-response-perplexity"
@@ -147,7 +150,7 @@ function Explained({ swept, index }: { swept: Swept; index: number }) {
   return (
     <section class="explained" aria-live="polite" aria-label="The chosen scale in words">
       <h2>
-        At scale <span class="num">{number(scale)}</span>
+        At scale <span class="num">{short(scale)}</span>
       </h2>
       {sets.map(({ name, points }) => {
         const point = points[index];
@@ -177,7 +180,7 @@ function Explained({ swept, index }: { swept: Swept; index: number }) {
                   {item.targets.map((target, nth) => (
                     <span key={nth}>
                       {nth > 0 && "; "}
-                      <b>“{cases[at]?.targets[nth]}”</b> has probability{" "}
+                      <b>{cases[at]?.targets[nth]?.trim()}</b> has probability{" "}
                       <b class="num">{percent(Math.exp(target.logprob ?? -Infinity))}</b> (
                       <span class="num">{signed(target.change)}</span> nats)
                     </span>
@@ -220,7 +223,7 @@ function Table({ swept }: { swept: Swept }) {
             {sets.flatMap(({ name, points }) =>
               points.map((point, at) => (
                 <tr key={`${name} ${at}`}>
-                  <th scope="row">{number(scales[at])}</th>
+                  <th scope="row">{short(scales[at] ?? 0)}</th>
                   {sets.length > 1 && <td>{name}</td>}
                   <td>{point.relative_norm == null ? "–" : `${number(100 * point.relative_norm)} %`}</td>
                   {point.items.flatMap(({ targets }, item) =>
