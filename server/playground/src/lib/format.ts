@@ -14,6 +14,11 @@ export function number(value: number | null | undefined, digits = 3): string {
   return text.replace("-", "−");
 }
 
+/** A number of an axis or a legend: as short as it may be. */
+export function tick(value: number): string {
+  return number(value, 4).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");
+}
+
 /** A number with a fixed count of decimals, and a true minus sign. */
 export function fixed(value: number | null | undefined, decimals = 2): string {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";

@@ -2,7 +2,7 @@
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
-import { number } from "../lib/format";
+import { number, tick } from "../lib/format";
 import { seriesColour } from "../lib/scales";
 import { isDark } from "../lib/theme";
 import { Icon } from "./Icon";
@@ -178,14 +178,16 @@ function makeOptions(
   dark: boolean,
   onIndex: (index: number | null) => void,
 ): uPlot.Options {
-  const { series, height = 260, xFormat = number, yFormat = number } = props;
+  const { series, height = 260, xFormat = tick, yFormat = tick } = props;
   const inks = readInks();
   const font = `12px ${getComputedStyle(document.body).fontFamily}`;
   const axis = (label: string, format: (value: number) => string): uPlot.Axis => ({
     label,
     font,
     labelFont: font,
-    labelSize: 24,
+    labelSize: 20,
+    labelGap: 0,
+    gap: 6,
     stroke: inks.muted,
     grid: { stroke: inks.line, width: 1 },
     ticks: { show: false },
@@ -206,8 +208,12 @@ function makeOptions(
       y: { distr: props.logY ? 3 : 1, range: range(props.yRange) },
     },
     axes: [
-      axis(props.xLabel, xFormat),
-      { ...axis(props.yLabel, yFormat), size: 62 },
+      { ...axis(props.xLabel, xFormat), size: 30 },
+      {
+        ...axis(props.yLabel, yFormat),
+        size: 52,
+        splits: props.logY ? (_chart, _axis, low, high) => listDecades(low, high) : undefined,
+      },
     ],
     series: [
       {},
@@ -245,6 +251,15 @@ function makeOptions(
       ],
     },
   };
+}
+
+/** Powers of ten from `low` to `high`, at most eight of them. */
+function listDecades(low: number, high: number): number[] {
+  const [first, last] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
+  const step = Math.ceil((last - first + 1) / 8);
+  return Array.from({ length: last - first + 1 }, (_, n) => 10 ** (first + n)).filter(
+    (_, n) => n % step === 0,
+  );
 }
 
 function toCsv({ x, series, xLabel }: LineChartProps): string {

@@ -356,11 +356,11 @@ function Score({ name, target, shown, scale }: ScoreProps) {
           alone
           {start > 0 && (
             <>
-              , and the target's first {plural(start, "character")} went into a token of the context
+              , and the target's first {plural(start, "character")} went to the context's side
             </>
           )}
           {start < 0 && (
-            <>, and the context's last {plural(-start, "character")} went into a token of the target</>
+            <>, and the context's last {plural(-start, "character")} went to the target's</>
           )}
           . Cut each alone to keep them apart.
         </p>

@@ -419,7 +419,7 @@ function Excerpt({ progress: { text, offsets }, window }: ExcerptProps) {
   const first = window.end - window.num_scored;
   const characters = Array.from(text);
   const [start, end] = [offsets[first]?.[0] ?? 0, offsets[window.end - 1]?.[1] ?? characters.length];
-  const own = characters.slice(start, end).join("");
+  const own = characters.slice(start, end).join("").trim();
   return (
     <div class="excerpt" aria-live="polite">
       <p class="hint num">

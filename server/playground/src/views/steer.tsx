@@ -13,6 +13,7 @@ import type { VectorCard } from "../lib/vectors";
 import { view, type ViewProps } from "../lib/view";
 import { CopyAs } from "../parts/CopyAs";
 import { ErrorNote, RunButton, RunForm } from "../parts/controls";
+import { Examples, type Example } from "../parts/Examples";
 import { NumberField, Segments, Select, Slider, TextArea, TextField } from "../parts/fields";
 import { Receipt } from "../parts/Receipt";
 import "./steer.css";
@@ -38,6 +39,20 @@ type State = SteeringFields & {
   min_p: number;
   seed: number;
 };
+
+const STORY = { mode: "text", prompt: "Once upon a time", seed: 1 } as const;
+const PLAIN = { layers: "", op: "add", unit: "raw", positions: "all", when: "" } as const;
+
+const EXAMPLES: Example<State>[] = [
+  { label: "A happier story", state: { ...PLAIN, ...STORY, scale: 1 } },
+  { label: "A sadder one", state: { ...PLAIN, ...STORY, scale: -2 } },
+  { label: "Too much of it", state: { ...PLAIN, ...STORY, scale: 4 } },
+  { label: "None of it", state: { ...PLAIN, ...STORY, op: "ablate", scale: 1 } },
+  {
+    label: "In a chat",
+    state: { ...PLAIN, mode: "chat", prompt: "Tell me a story.", scale: 1, seed: 2 },
+  },
+];
 
 /** Milliseconds between two requests while a slider moves: the first one goes at once. */
 const PAUSE_MS = 120;
@@ -83,10 +98,10 @@ function attempt<T>(make: () => T): { value: T } | { error: unknown } {
   }
 }
 
-function SteerView({ state, setState, model, models, isShown }: ViewProps<State>) {
+function SteerView({ state, setState, model, isShown }: ViewProps<State>) {
   const { cards, task: listing } = useVectors(isShown);
   const { shown, task, send } = useStreams();
-  const named = models.length > 1 ? model?.id : undefined;
+  const named = model?.id;
   const made = useMemo(
     () => attempt(() => makeBody(state, cards ?? [], named)),
     [state, cards, named],
@@ -111,6 +126,7 @@ function SteerView({ state, setState, model, models, isShown }: ViewProps<State>
           <PromptFields state={state} setState={setState} hasChat={model?.has_chat_template ?? true} />
           <div class="steer-how">
             <ScaleFields state={state} setState={setState} cards={cards} />
+            <Examples examples={EXAMPLES} onChoose={setState} />
             <div class="actions">
               <RunButton task={task} onRun={run} label="Generate" disabled={body === null} />
               {shown && <Timing {...shown} />}

@@ -15,11 +15,11 @@ import { VectorFields } from "./steering/VectorFields";
 import { Curves } from "./sweep/Curves";
 import { makeSweep, pairUp, readItem, writeItem, type Swept, type SweepState } from "./sweep/request";
 
-function SweepView({ state, setState, model, models, isShown }: ViewProps<SweepState>) {
+function SweepView({ state, setState, model, isShown }: ViewProps<SweepState>) {
   const { cards, task: listing } = useVectors(isShown);
   const task = useTask();
   const [swept, setSwept] = useState<Swept | null>(null);
-  const named = models.length > 1 ? model?.id : undefined;
+  const named = model?.id;
   const made = useMemo(() => {
     try {
       return { body: makeSweep(state, cards ?? [], named), error: null };

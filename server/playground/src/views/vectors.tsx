@@ -25,9 +25,9 @@ function steerWith(card: VectorCard, layer?: number, scale?: number): string {
   return `#steer?${query}`;
 }
 
-function VectorsView({ state, setState, models, model, isShown }: ViewProps<State>) {
+function VectorsView({ state, setState, model, isShown }: ViewProps<State>) {
   const { cards, task } = useVectors(isShown);
-  const named = models.length > 1 ? model?.id : undefined;
+  const named = model?.id;
   const Make = { train: Train, upload: Upload, combine: Combine }[state.make];
   return (
     <div class="vectors">

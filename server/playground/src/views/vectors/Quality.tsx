@@ -20,7 +20,7 @@ export function Quality({ card, onSteer }: { card: VectorCard; onSteer: (layer?:
               x={layers}
               xLabel="Layer"
               yLabel="Share"
-              xFormat={short}
+              xFormat={nameLayer}
               yFormat={short}
               yRange={[0.45, 1.02]}
               rules={[0.5]}
@@ -39,7 +39,7 @@ export function Quality({ card, onSteer }: { card: VectorCard; onSteer: (layer?:
               x={layers}
               xLabel="Layer"
               yLabel="Effect size"
-              xFormat={short}
+              xFormat={nameLayer}
               yFormat={short}
               height={200}
               series={[{ label: "effect size (Cohen's d)", values: column("effect_size"), points: true, colour: 2 }]}
@@ -99,4 +99,9 @@ export function Quality({ card, onSteer }: { card: VectorCard; onSteer: (layer?:
       )}
     </div>
   );
+}
+
+/** Layers are whole: nothing stands at the axis between two of them. */
+function nameLayer(layer: number): string {
+  return Number.isInteger(layer) ? String(layer) : "";
 }
