@@ -46,11 +46,11 @@ const PLAIN = { layers: "", op: "add", unit: "raw", positions: "all", when: "" }
 const EXAMPLES: Example<State>[] = [
   { label: "A happier story", state: { ...PLAIN, ...STORY, scale: 1 } },
   { label: "A sadder one", state: { ...PLAIN, ...STORY, scale: -2 } },
-  { label: "Too much of it", state: { ...PLAIN, ...STORY, scale: 4 } },
+  { label: "Too much of it", state: { ...PLAIN, ...STORY, scale: 10 } },
   { label: "None of it", state: { ...PLAIN, ...STORY, op: "ablate", scale: 1 } },
   {
     label: "In a chat",
-    state: { ...PLAIN, mode: "chat", prompt: "Tell me a story.", scale: 1, seed: 2 },
+    state: { ...PLAIN, mode: "chat", prompt: "Tell me a story.", scale: -1.5, seed: 2 },
   },
 ];
 

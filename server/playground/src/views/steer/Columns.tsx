@@ -58,9 +58,9 @@ export function Columns({ shown, prompt, colouring, probe, scale, isRunning }: C
   );
   const common = { prompt, colours, probe: colouring === "probe" ? probe : null, marked, setMarked };
   return (
-    <section class="columns" aria-label="Continuations" aria-busy={isRunning}>
+    <section class="continuations" aria-label="Continuations" aria-busy={isRunning}>
       {colours && <Legend scale={colours} />}
-      <div class="columns-row">
+      <div class="beside">
         <OneColumn {...common} title="Without steering" column={baseline} values={values[0]} />
         <OneColumn {...common} title="Steered" note={scale} column={steered} values={values[1]} />
       </div>
@@ -108,7 +108,7 @@ function OneColumn(props: OneColumnProps) {
     );
   };
   return (
-    <section class="column" data-column={title}>
+    <section class="column sheet" data-column={title}>
       <h2>
         {title} {note && <small class="num">{note}</small>}
       </h2>

@@ -202,7 +202,7 @@ function Table({ swept }: { swept: Swept }) {
   return (
     <details class="more">
       <summary>All points as a table</summary>
-      <div class="table-box" tabIndex={0} role="region" aria-label="All points">
+      <div class="number-box" tabIndex={0} role="region" aria-label="All points">
         <table class="num">
           <thead>
             <tr>

@@ -141,7 +141,7 @@ export function Upload({ onMade }: MakeProps) {
   return (
     <RunForm label="Upload a vector" onRun={run}>
       <label
-        class={`drop ${isOver ? "is-over" : ""}`}
+        class={`upload-box ${isOver ? "is-over" : ""}`}
         onDragOver={(event) => {
           event.preventDefault();
           setOver(true);

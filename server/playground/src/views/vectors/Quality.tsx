@@ -68,7 +68,7 @@ export function Quality({ card, onSteer }: { card: VectorCard; onSteer: (layer?:
           <summary>
             Every layer{isHeldOut && `, by ${plural(validation?.folds ?? 0, "fold")} of ${plural(card.about.pairs ?? 0, "pair")}`}
           </summary>
-          <div class="table-box" tabIndex={0} role="region" aria-label="Every layer">
+          <div class="number-box" tabIndex={0} role="region" aria-label="Every layer">
             <table class="num">
               <thead>
                 <tr>

@@ -96,7 +96,7 @@ function Entry({ card, isOpen, onOpen, onSteer, onDelete }: EntryProps) {
       <div id={id} hidden={!isOpen}>
         {isOpen && (
           <>
-            <dl class="facts">
+            <dl class="vector-facts">
               <dt>Content</dt>
               <dd><code>{card.sha256}</code></dd>
               <dt>Activations</dt>
