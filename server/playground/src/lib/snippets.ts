@@ -84,6 +84,8 @@ const SHOWN: { [endpoint: string]: string } = {
 export function toPython(asked: Asked, origin: string): string {
   const { stream: _, ...body } = withoutUndefined(asked.body ?? {});
   const keywords = { ...asked.path, ...body } as JsonObject;
+  // What is continued is the client's first parameter, whatever form it has.
+  if (body.messages !== undefined) keywords.prompts = null;
   if (asked.endpoint === "vectors.combine" && Array.isArray(keywords.vectors)) {
     const weighed = keywords.vectors as { name: string; weight: number }[];
     keywords.weights = Object.fromEntries(weighed.map(({ name, weight }) => [name, weight]));

@@ -7,6 +7,7 @@ import {
   makeSteering,
   reachOf,
   readLayers,
+  type Reach,
   type SteeringFields,
 } from "../lib/steering";
 import type { VectorCard } from "../lib/vectors";
@@ -126,7 +127,6 @@ function SteerView({ state, setState, model, isShown }: ViewProps<State>) {
           <PromptFields state={state} setState={setState} hasChat={model?.has_chat_template ?? true} />
           <div class="steer-how">
             <ScaleFields state={state} setState={setState} cards={cards} />
-            <Examples examples={EXAMPLES} onChoose={setState} />
             <div class="actions">
               <RunButton task={task} onRun={run} label="Generate" disabled={body === null} />
               {shown && <Timing {...shown} />}
@@ -214,6 +214,7 @@ function PromptFields({ state, setState, hasChat }: Change & { hasChat: boolean 
         rows={2}
         onChange={(prompt) => setState({ prompt })}
       />
+      <Examples examples={EXAMPLES} onChoose={setState} />
     </div>
   );
 }
@@ -238,7 +239,7 @@ function ScaleFields({ state, setState, cards }: Change & { cards: readonly Vect
         value={state.scale}
         min={Math.min(reach.min, state.scale)}
         max={Math.max(reach.max, state.scale)}
-        step={reach.step}
+        step={stepTo(state.scale, reach)}
         ticks={[0]}
         format={(scale) => `${short(scale)}${degrees}`}
         hint={
@@ -250,6 +251,13 @@ function ScaleFields({ state, setState, cards }: Change & { cards: readonly Vect
       />
     </div>
   );
+}
+
+/** The step of a slider on which this scale is: a link may have one between those that are offered. */
+function stepTo(scale: number, { min, step }: Reach): number {
+  const steps = (scale - min) / step;
+  if (Math.abs(steps - Math.round(steps)) < 1e-6) return step;
+  return Math.min(step, 10 ** -(String(scale).split(".")[1]?.length ?? 0));
 }
 
 /** A scale that fits the vector and operation which a change chooses. */
