@@ -8,7 +8,7 @@ type Form = "curl" | "python" | "cli";
 const NAMES: Record<Form, string> = { curl: "curl", python: "Python", cli: "CLI" };
 
 /** Buttons that copy a request; the last copied text is shown. */
-export function CopyAs({ asked }: { asked: Asked }) {
+export function CopyAs({ asked, label = "Copy as" }: { asked: Asked; label?: string }) {
   const [form, setForm] = useState<Form | null>(null);
   const [copied, setCopied] = useState(false);
   const timer = useRef(0);
@@ -31,8 +31,8 @@ export function CopyAs({ asked }: { asked: Asked }) {
   const shown = form === null ? null : texts[form];
   return (
     <div class="copy-as">
-      <div class="copy-row" role="group" aria-label="Copy this request">
-        <span class="copy-label">Copy as</span>
+      <div class="copy-row" role="group" aria-label={label}>
+        <span class="copy-label">{label}</span>
         {(Object.keys(NAMES) as Form[])
           .filter((name) => texts[name] !== null)
           .map((name) => (

@@ -212,6 +212,7 @@ function makeOptions(
       {
         ...axis(props.yLabel, yFormat),
         size: 52,
+        filter: (_, splits) => splits,
         splits: props.logY ? (_chart, _axis, low, high) => listDecades(low, high) : undefined,
       },
     ],
