@@ -1,7 +1,14 @@
 // The page: its head, the tabs, and the view that the address names.
 import { useCallback, useEffect, useRef, useState } from "preact/hooks";
 import { parseFields, readAddress, writeAddress, type Fields } from "./lib/address";
-import { chosenModel, currentModel, models, modelsError } from "./lib/models";
+import {
+  chosenModel,
+  currentModel,
+  isLockedOut,
+  models,
+  modelsError,
+  watchModels,
+} from "./lib/models";
 import type { AnyView } from "./lib/view";
 import { Header } from "./parts/Header";
 import { KeyDialog } from "./parts/KeyDialog";
@@ -77,6 +84,11 @@ export function App() {
       <Tabs id={id} onShow={show} />
       <main id="main" tabIndex={-1}>
         <ErrorNote error={modelsError.value} />
+        {isLockedOut.value && (
+          <button type="button" class="run" onClick={() => void watchModels()}>
+            <Icon name="key" /> Give a key
+          </button>
+        )}
         {VIEWS.map(
           (view) =>
             seen.has(view.id) && (

@@ -84,15 +84,17 @@ function TextView({ state, setState, model, models, isShown }: ViewProps<State>)
   const [sides, setSides] = useState<Sides | null>(null);
   const [active, setActive] = useState<number | null>(null);
   const stored = vectors.value;
-  const wantsVectors = isShown && (state.colour === "probe" || state.beside === "steered");
+  const usesVectors = state.colour === "probe" || state.beside === "steered";
   useEffect(() => {
-    if (wantsVectors) refreshVectors().catch(() => undefined);
-  }, [wantsVectors]);
+    // A server that has none to give is asked without them.
+    if (usesVectors && isShown) refreshVectors().catch(() => (vectors.value ??= []));
+  }, [usesVectors, isShown]);
 
   const query = model && toQuery(state, model.id, stored);
   const other = query && toOther(state, query, models, stored);
   const asked = JSON.stringify([query, other]);
-  const canRun = query !== null && model?.state === "ready" && state.text !== "";
+  const isReady = model?.state === "ready" && (stored !== null || !usesVectors);
+  const canRun = query !== null && isReady && state.text !== "";
   const run = (): void => {
     if (query === null || !canRun) return;
     task.run(async (signal) => {
