@@ -38,6 +38,7 @@ export function App() {
   const [seen, setSeen] = useState<ReadonlySet<string>>(() => new Set([id]));
   const written = useRef(location.hash);
   const [omitted, setOmitted] = useState<string[]>([]);
+  const model = currentModel.value;
 
   // The address follows the state; a link that is opened here, or a step back, goes the other way.
   useEffect(() => {
@@ -89,6 +90,11 @@ export function App() {
             <Icon name="key" /> Give a key
           </button>
         )}
+        {model !== null && model.state !== "ready" && (
+          <p class="note" role="status">
+            {model.id} is {model.state}: {model.detail}
+          </p>
+        )}
         {VIEWS.map(
           (view) =>
             seen.has(view.id) && (
@@ -115,7 +121,7 @@ export function App() {
       <footer>
         <p>
           Numbers are exact: natural logarithms over the whole vocabulary. Everything here is also
-          an endpoint: <a href="/docs">API</a>.
+          an endpoint: <a href="docs">API</a>.
         </p>
       </footer>
       <KeyDialog />

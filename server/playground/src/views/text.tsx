@@ -299,7 +299,7 @@ function columnOf(reading: Reading, colour: Colour): (number | null)[] {
 
 function scaleOf(colour: Colour, columns: (number | null)[][]): Scale {
   const values = columns.flat().filter((value) => value !== null);
-  const top = Math.max(0, ...values.map(Math.abs));
+  const top = values.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
   switch (colour) {
     case "rank":
       return logScale("Rank among all tokens", top, (value) => value.toLocaleString("en"));
@@ -399,7 +399,7 @@ function Difference({ sides: { main, other, otherName }, active, onActive }: Omi
     [main, other],
   );
   const scale = useMemo(() => {
-    const reach = Math.max(0.05, ...values.map((value) => Math.abs(value ?? 0)));
+    const reach = values.reduce<number>((most, v) => Math.max(most, Math.abs(v ?? 0)), 0.05);
     const label = `Surprisal, ${otherName} less ${main.answer.model}, nats`;
     return divergingScale(label, Math.min(8, reach), (value) => signed(value, reach < 1 ? 2 : 1));
   }, [values, otherName, main]);
