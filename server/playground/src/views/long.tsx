@@ -318,7 +318,9 @@ function Bar({ progress, isRunning }: { progress: Progress; isRunning: boolean }
     <span class="hint num" role="status">
       {result === null
         ? `Cancelled after ${plural(windows.length, "window")}: the sums are of what was scored`
-        : `${plural(scored, "token")} in ${number(seconds)} s, ${rate}`}
+        : result.usage.cached_results
+          ? `${plural(scored, "token")}, from the result cache`
+          : `${plural(scored, "token")} in ${number(seconds)} s, ${rate}`}
     </span>
   );
 }
