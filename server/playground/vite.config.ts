@@ -1,5 +1,5 @@
 import { createHash } from "node:crypto";
-import { readFileSync, readdirSync } from "node:fs";
+import { existsSync, readFileSync, readdirSync } from "node:fs";
 import { fileURLToPath } from "node:url";
 import { defineConfig, type Plugin } from "vite";
 
@@ -27,6 +27,26 @@ function digestSources(): string {
   return digest.digest("hex");
 }
 
+interface Lock {
+  packages: Record<string, { dev?: boolean; optional?: boolean; version?: string }>;
+}
+
+/** The licences of the packages whose code or type the page holds: each asks to be sent along. */
+function readLicenses(): string {
+  const lock = JSON.parse(readFileSync(`${ROOT}package-lock.json`, "utf8")) as Lock;
+  const parts = Object.entries(lock.packages)
+    .filter(([path, { dev }]) => path !== "" && !dev)
+    .map(([path, { version }]) => {
+      const file = ["LICENSE", "LICENSE.md", "LICENSE.txt"]
+        .map((name) => `${ROOT}${path}/${name}`)
+        .find((name) => existsSync(name));
+      if (file === undefined) throw new Error(`${path} comes without a licence`);
+      const name = path.replace("node_modules/", "");
+      return `${name} ${version}\n\n${readFileSync(file, "utf8").trim()}\n`;
+    });
+  return parts.join(`\n${"-".repeat(78)}\n\n`);
+}
+
 /** Put the script and the style sheet into the page itself, and say what it was built from. */
 function singleFile(): Plugin {
   return {
@@ -51,6 +71,7 @@ function singleFile(): Plugin {
         delete bundle[name];
       }
       page.source = html.replace("SOURCES", digestSources());
+      this.emitFile({ type: "asset", fileName: "licenses.txt", source: readLicenses() });
     },
   };
 }

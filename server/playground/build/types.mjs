@@ -8,6 +8,15 @@ import openapiTS, { astToString } from "openapi-typescript";
 const here = (name) => new URL(name, import.meta.url);
 const read = (name) => JSON.parse(readFileSync(here(name), "utf8"));
 
+/** What shapes no type: words, bounds and defaults; a property that is called so is an object. */
+const UNTYPED = new Set([
+  "default", "description", "exclusiveMaximum", "exclusiveMinimum", "maximum", "maxItems",
+  "maxLength", "minimum", "minItems", "minLength", "pattern", "title",
+]);
+const isUntyped = (key, value) =>
+  UNTYPED.has(key) &&
+  (value === null || typeof value !== "object" || (key === "default" && !("content" in value)));
+
 /** The document with these paths alone, and the schemas that they come to. */
 function prune(document, paths) {
   const kept = {};
@@ -17,9 +26,7 @@ function prune(document, paths) {
     if (value === null || typeof value !== "object") return value;
     const found = {};
     for (const key of Object.keys(value).sort()) {
-      if (key === "description" && typeof value[key] === "string") continue;
-      if (key === "title" && typeof value[key] === "string") continue;
-      found[key] = visit(value[key]);
+      if (!isUntyped(key, value[key])) found[key] = visit(value[key]);
     }
     const name = typeof value.$ref === "string" ? value.$ref.split("/").at(-1) : null;
     if (name !== null && !(name in schemas)) {

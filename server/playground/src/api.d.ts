@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 52bc6236ccc26a48d02ed402f58ed4e5b2ede4e855d1b951025ce1f5707a457d
+// Written by build/types.mjs from openapi.json, sha256 9f0f3d13d99f58a5713d7e98059e82d11720326ac920fa2b9e70f23158a35f58
 export interface paths {
     "/detokenize": {
         parameters: {
@@ -276,7 +276,6 @@ export interface components {
             min?: number | null;
         };
         CombineRequest: {
-            /** @default [] */
             orthogonal_to?: string[];
             vectors: components["schemas"]["WeightedVector"][];
         };
@@ -325,45 +324,26 @@ export interface components {
         };
         DiagnosticsRequest: {
             adapter?: string | null;
-            /**
-             * @default auto
-             * @enum {string}
-             */
+            /** @enum {string} */
             bos?: "auto" | "always" | "never";
-            /**
-             * @default joint
-             * @enum {string}
-             */
+            /** @enum {string} */
             boundary?: "joint" | "separate";
-            /** @default true */
             cache?: boolean;
             columns?: ("logprob" | "rank" | "entropy" | "logit_mean" | "logit_std" | "log_q" | "rb_entropy" | "head_mass" | "tail_mass" | "top1_prob" | "margin" | "two_point_entropy" | "collision" | "renyi2" | "effective_support" | "eos_prob")[];
             items: components["schemas"]["LogprobItem"][];
             model?: string | null;
-            /**
-             * @default error
-             * @enum {string}
-             */
+            /** @enum {string} */
             on_overflow?: "error" | "truncate_left";
             override?: components["schemas"]["ParameterOverride"] | null;
-            /** @default true */
             per_token?: boolean;
             policy?: components["schemas"]["SamplingPolicy"];
-            /**
-             * @default float32
-             * @enum {string}
-             */
+            /** @enum {string} */
             precision?: "float32" | "float64";
             probes?: components["schemas"]["ProbeRequest"][] | null;
-            /**
-             * @default as_given
-             * @enum {string}
-             */
+            /** @enum {string} */
             space?: "as_given" | "both";
             steering?: components["schemas"]["Steering"] | null;
-            /** @default 0 */
             top?: number;
-            /** @default 16 */
             window?: number;
         };
         Divergence: {
@@ -402,38 +382,22 @@ export interface components {
         };
         GenerateRequest: {
             adapter?: string | null;
-            /**
-             * @default auto
-             * @enum {string}
-             */
+            /** @enum {string} */
             bos?: "auto" | "always" | "never";
-            /** @default true */
             cache?: boolean;
             columns?: ("logprob" | "rank" | "entropy" | "logit_mean" | "logit_std" | "log_q" | "rb_entropy" | "head_mass" | "tail_mass" | "top1_prob" | "margin" | "two_point_entropy" | "collision" | "renyi2" | "effective_support" | "eos_prob")[] | null;
-            /** @default false */
             diagnostics?: boolean;
-            /** @default false */
             ignore_eos?: boolean;
-            /** @default false */
             include_stop?: boolean;
-            /** @default 64 */
             max_tokens?: number;
             messages?: components["schemas"]["Message"][] | null;
-            /** @default 0 */
             min_p?: number;
             model?: string | null;
-            /** @default 1 */
             n?: number;
-            /**
-             * @default error
-             * @enum {string}
-             */
+            /** @enum {string} */
             on_overflow?: "error" | "truncate_left";
             override?: components["schemas"]["ParameterOverride"] | null;
-            /**
-             * @default float32
-             * @enum {string}
-             */
+            /** @enum {string} */
             precision?: "float32" | "float64";
             probes?: components["schemas"]["ProbeRequest"][] | null;
             prompt_ids?: number[][] | null;
@@ -441,15 +405,10 @@ export interface components {
             seed?: number | null;
             steering?: components["schemas"]["Steering"] | null;
             stop?: string[];
-            /** @default false */
             stream?: boolean;
-            /** @default 1 */
             temperature?: number;
-            /** @default 0 */
             top_k?: number;
-            /** @default 1 */
             top_p?: number;
-            /** @default 16 */
             window?: number;
         };
         ItemScore: {
@@ -492,49 +451,25 @@ export interface components {
         };
         LogprobRequest: {
             adapter?: string | null;
-            /**
-             * @default auto
-             * @enum {string}
-             */
+            /** @enum {string} */
             bos?: "auto" | "always" | "never";
-            /**
-             * @default joint
-             * @enum {string}
-             */
+            /** @enum {string} */
             boundary?: "joint" | "separate";
-            /** @default true */
             cache?: boolean;
-            /**
-             * @default [
-             *       "logprob",
-             *       "rank"
-             *     ]
-             */
             columns?: ("logprob" | "rank" | "entropy" | "logit_mean" | "logit_std" | "log_q" | "rb_entropy" | "head_mass" | "tail_mass" | "top1_prob" | "margin" | "two_point_entropy" | "collision" | "renyi2" | "effective_support" | "eos_prob")[];
             items: components["schemas"]["LogprobItem"][];
             model?: string | null;
-            /**
-             * @default error
-             * @enum {string}
-             */
+            /** @enum {string} */
             on_overflow?: "error" | "truncate_left";
             override?: components["schemas"]["ParameterOverride"] | null;
-            /** @default true */
             per_token?: boolean;
             policy?: components["schemas"]["SamplingPolicy"];
-            /**
-             * @default float32
-             * @enum {string}
-             */
+            /** @enum {string} */
             precision?: "float32" | "float64";
             probes?: components["schemas"]["ProbeRequest"][] | null;
-            /**
-             * @default as_given
-             * @enum {string}
-             */
+            /** @enum {string} */
             space?: "as_given" | "both";
             steering?: components["schemas"]["Steering"] | null;
-            /** @default 0 */
             top?: number;
         };
         Message: {
@@ -554,7 +489,6 @@ export interface components {
             num_layers?: number | null;
             provenance?: components["schemas"]["Provenance"] | null;
             required: boolean;
-            /** @default 0 */
             restarts?: number;
             /** @enum {string} */
             state: "loading" | "testing" | "ready" | "restarting" | "failed";
@@ -589,49 +523,28 @@ export interface components {
         };
         PerplexityRequest: {
             adapter?: string | null;
-            /**
-             * @default auto
-             * @enum {string}
-             */
+            /** @enum {string} */
             bos?: "auto" | "always" | "never";
-            /** @default true */
             cache?: boolean;
-            /**
-             * @default [
-             *       "logprob"
-             *     ]
-             */
             columns?: ("logprob" | "rank" | "entropy" | "logit_mean" | "logit_std" | "log_q" | "rb_entropy" | "head_mass" | "tail_mass" | "top1_prob" | "margin" | "two_point_entropy" | "collision" | "renyi2" | "effective_support" | "eos_prob")[];
             context_length?: number | null;
             model?: string | null;
-            /**
-             * @default error
-             * @enum {string}
-             */
+            /** @enum {string} */
             on_overflow?: "error" | "truncate_left";
             override?: components["schemas"]["ParameterOverride"] | null;
             policy?: components["schemas"]["SamplingPolicy"];
-            /**
-             * @default float32
-             * @enum {string}
-             */
+            /** @enum {string} */
             precision?: "float32" | "float64";
             probes?: components["schemas"]["ProbeRequest"][] | null;
-            /**
-             * @default sliding
-             * @enum {string}
-             */
+            /** @enum {string} */
             protocol?: "sliding" | "rolling" | "disjoint" | "llamacpp" | "exl3";
             reference?: string | null;
             rows?: number | null;
             steering?: components["schemas"]["Steering"] | null;
-            /** @default false */
             stream?: boolean;
             stride?: number | null;
             texts: string[];
-            /** @default false */
             tokens?: boolean;
-            /** @default false */
             windows?: boolean;
         };
         ProbeReadings: {
@@ -650,7 +563,6 @@ export interface components {
             [key: string]: unknown;
         };
         ProbeRequest: {
-            /** @default false */
             context?: boolean;
             data?: {
                 [key: string]: number[] | string;
@@ -658,10 +570,7 @@ export interface components {
             hook?: string | null;
             layers?: number[] | null;
             name?: string | null;
-            /**
-             * @default projection
-             * @enum {string}
-             */
+            /** @enum {string} */
             read?: "projection" | "cosine" | "probability" | "activation";
             sha256?: string | null;
         };
@@ -672,10 +581,7 @@ export interface components {
             hook?: string | null;
             layers?: number[] | null;
             name?: string | null;
-            /**
-             * @default projection
-             * @enum {string}
-             */
+            /** @enum {string} */
             read?: "projection" | "cosine" | "probability" | "activation";
             sha256?: string | null;
         };
@@ -696,7 +602,6 @@ export interface components {
             baseline?: components["schemas"]["Completion"][] | null;
             completions: components["schemas"]["Completion"][];
             prompt_ids: number[];
-            /** @default 0 */
             truncated_tokens?: number;
         } & {
             [key: string]: unknown;
@@ -713,17 +618,13 @@ export interface components {
             logits_dtype: string;
             model_path: string;
             pipeline_parallel: number;
-            /**
-             * @default float32
-             * @enum {string}
-             */
+            /** @enum {string} */
             precision?: "float32" | "float64";
             protocol?: string | null;
             quantization: string | null;
             rows?: number | null;
             stride?: number | null;
             tensor_parallel: number;
-            /** @default false */
             tf32?: boolean;
             tokenizer_digest: string;
             vocab_size: number;
@@ -741,13 +642,9 @@ export interface components {
             [key: string]: unknown;
         };
         SamplingPolicy: {
-            /** @default 0 */
             min_p?: number;
-            /** @default 1 */
             temperature?: number;
-            /** @default 0 */
             top_k?: number;
-            /** @default 1 */
             top_p?: number;
         };
         ScoredTarget: {
@@ -778,7 +675,6 @@ export interface components {
             token_ids?: number[] | null;
             tokens?: string[] | null;
             top?: components["schemas"]["TopAlternatives"] | null;
-            /** @default 0 */
             truncated_tokens?: number;
             variants?: components["schemas"]["SpaceVariants"] | null;
         } & {
@@ -817,7 +713,6 @@ export interface components {
         };
         SelftestRequest: {
             against?: string | null;
-            /** @default false */
             stream?: boolean;
             texts?: string[];
             token_ids?: number[][];
@@ -865,38 +760,22 @@ export interface components {
         };
         SteerRequest: {
             adapter?: string | null;
-            /** @default false */
             baseline?: boolean;
-            /**
-             * @default auto
-             * @enum {string}
-             */
+            /** @enum {string} */
             bos?: "auto" | "always" | "never";
-            /** @default true */
             cache?: boolean;
             columns?: ("logprob" | "rank" | "entropy" | "logit_mean" | "logit_std" | "log_q" | "rb_entropy" | "head_mass" | "tail_mass" | "top1_prob" | "margin" | "two_point_entropy" | "collision" | "renyi2" | "effective_support" | "eos_prob")[] | null;
-            /** @default false */
             ignore_eos?: boolean;
-            /** @default false */
             include_stop?: boolean;
-            /** @default 64 */
             max_tokens?: number;
             messages?: components["schemas"]["Message"][] | null;
-            /** @default 0 */
             min_p?: number;
             model?: string | null;
-            /** @default 1 */
             n?: number;
-            /**
-             * @default error
-             * @enum {string}
-             */
+            /** @enum {string} */
             on_overflow?: "error" | "truncate_left";
             override?: components["schemas"]["ParameterOverride"] | null;
-            /**
-             * @default float32
-             * @enum {string}
-             */
+            /** @enum {string} */
             precision?: "float32" | "float64";
             probes?: components["schemas"]["ProbeRequest"][] | null;
             prompt_ids?: number[][] | null;
@@ -904,13 +783,9 @@ export interface components {
             seed?: number | null;
             steering: components["schemas"]["Steering"];
             stop?: string[];
-            /** @default false */
             stream?: boolean;
-            /** @default 1 */
             temperature?: number;
-            /** @default 0 */
             top_k?: number;
-            /** @default 1 */
             top_p?: number;
         };
         SteeredSite: {
@@ -920,17 +795,13 @@ export interface components {
             [key: string]: unknown;
         };
         Steering: {
-            /** @default all */
             positions?: ("all" | "prompt" | "completion" | "predicting" | "last_prompt") | components["schemas"]["SlicePositions"];
             vectors: components["schemas"]["SteeringVector"][];
         };
         SteeringCondition: {
             above?: number | null;
             below?: number | null;
-            /**
-             * @default token
-             * @enum {string}
-             */
+            /** @enum {string} */
             of?: "token" | "prompt";
             probe: components["schemas"]["ProbedVector"];
         };
@@ -950,19 +821,12 @@ export interface components {
             hook?: string | null;
             layers?: number[] | null;
             name?: string | null;
-            /**
-             * @default add
-             * @enum {string}
-             */
+            /** @enum {string} */
             op?: "add" | "ablate" | "project" | "clamp" | "replace" | "rotate";
             params?: components["schemas"]["ClampBounds"] | null;
-            /** @default 1 */
             scale?: number;
             sha256?: string | null;
-            /**
-             * @default raw
-             * @enum {string}
-             */
+            /** @enum {string} */
             unit?: "raw" | "unit" | "residual_norm";
             when?: components["schemas"]["SteeringCondition"] | null;
         };
@@ -990,31 +854,18 @@ export interface components {
         };
         SweepRequest: {
             adapter?: string | null;
-            /**
-             * @default auto
-             * @enum {string}
-             */
+            /** @enum {string} */
             bos?: "auto" | "always" | "never";
-            /**
-             * @default joint
-             * @enum {string}
-             */
+            /** @enum {string} */
             boundary?: "joint" | "separate";
-            /** @default true */
             cache?: boolean;
             items?: components["schemas"]["LogprobItem"][];
             layers?: number[][] | null;
             model?: string | null;
-            /**
-             * @default error
-             * @enum {string}
-             */
+            /** @enum {string} */
             on_overflow?: "error" | "truncate_left";
             override?: components["schemas"]["ParameterOverride"] | null;
-            /**
-             * @default float32
-             * @enum {string}
-             */
+            /** @enum {string} */
             precision?: "float32" | "float64";
             scales: number[];
             steering: components["schemas"]["Steering"];
@@ -1029,7 +880,6 @@ export interface components {
         SweptTarget: {
             change: number | null;
             logprob: number | null;
-            /** @default 0 */
             truncated_tokens?: number;
         } & {
             [key: string]: unknown;
@@ -1068,7 +918,6 @@ export interface components {
             token_ids?: number[] | null;
             tokens?: string[] | null;
             top?: components["schemas"]["TopAlternatives"] | null;
-            /** @default 0 */
             truncated_tokens?: number;
         } & {
             [key: string]: unknown;
@@ -1137,12 +986,8 @@ export interface components {
             [key: string]: unknown;
         };
         TokenizeRequest: {
-            /** @default true */
             add_special_tokens?: boolean;
-            /**
-             * @default auto
-             * @enum {string}
-             */
+            /** @enum {string} */
             bos?: "auto" | "always" | "never";
             model?: string | null;
             prompt?: string | null;
@@ -1168,36 +1013,22 @@ export interface components {
             [key: string]: unknown;
         };
         TrainRequest: {
-            /**
-             * @default auto
-             * @enum {string}
-             */
+            /** @enum {string} */
             bos?: "auto" | "always" | "never";
-            /** @default resid_post */
             hook?: string;
             layers?: number[] | null;
-            /**
-             * @default mean_difference
-             * @enum {string}
-             */
+            /** @enum {string} */
             method?: "mean_difference" | "pca" | "logistic" | "lda";
             model?: string | null;
             name: string;
             pairs: components["schemas"]["ContrastPair"][];
-            /**
-             * @default last
-             * @enum {string}
-             */
+            /** @enum {string} */
             read?: "last" | "mean";
-            /** @default false */
             whiten?: boolean;
         };
         Usage: {
-            /** @default 0 */
             cached_results?: number;
-            /** @default 0 */
             cached_tokens?: number;
-            /** @default 0 */
             generated_tokens?: number;
             prompt_tokens: number;
             scored_tokens: number;
@@ -1273,7 +1104,6 @@ export interface components {
         };
         VectorList: {
             bytes: number;
-            /** @default [] */
             damaged?: string[];
             max_bytes: number;
             vectors: components["schemas"]["VectorCard"][];
@@ -1292,14 +1122,12 @@ export interface components {
             /** @enum {string} */
             kind: "logistic" | "relu";
             slope: number;
-            /** @default 0 */
             threshold?: number;
         } & {
             [key: string]: unknown;
         };
         WeightedVector: {
             name: string;
-            /** @default 1 */
             weight?: number;
         };
         WindowScore: {

@@ -1,7 +1,14 @@
 // The page: its head, the tabs, and the view that the address names.
 import { useCallback, useEffect, useRef, useState } from "preact/hooks";
 import { parseFields, readAddress, writeAddress, type Fields } from "./lib/address";
-import { chosenModel, currentModel, models, modelsError } from "./lib/models";
+import {
+  chosenModel,
+  currentModel,
+  isLockedOut,
+  models,
+  modelsError,
+  watchModels,
+} from "./lib/models";
 import type { AnyView } from "./lib/view";
 import { Header } from "./parts/Header";
 import { KeyDialog } from "./parts/KeyDialog";
@@ -31,6 +38,7 @@ export function App() {
   const [seen, setSeen] = useState<ReadonlySet<string>>(() => new Set([id]));
   const written = useRef(location.hash);
   const [omitted, setOmitted] = useState<string[]>([]);
+  const model = currentModel.value;
 
   // The address follows the state; a link that is opened here, or a step back, goes the other way.
   useEffect(() => {
@@ -77,6 +85,16 @@ export function App() {
       <Tabs id={id} onShow={show} />
       <main id="main" tabIndex={-1}>
         <ErrorNote error={modelsError.value} />
+        {isLockedOut.value && (
+          <button type="button" class="run" onClick={() => void watchModels()}>
+            <Icon name="key" /> Give a key
+          </button>
+        )}
+        {model !== null && model.state !== "ready" && (
+          <p class="note" role="status">
+            {model.id} is {model.state}: {model.detail}
+          </p>
+        )}
         {VIEWS.map(
           (view) =>
             seen.has(view.id) && (
@@ -103,7 +121,7 @@ export function App() {
       <footer>
         <p>
           Numbers are exact: natural logarithms over the whole vocabulary. Everything here is also
-          an endpoint: <a href="/docs">API</a>.
+          an endpoint: <a href="docs">API</a>.
         </p>
       </footer>
       <KeyDialog />

@@ -57,6 +57,9 @@ export function refuseKey(): void {
   for (const resume of keyGiven.splice(0)) resume();
 }
 
+/** Where this page is, which is where the API is: a proxy may have both below a path of its own. */
+export const BASE = (location.origin + location.pathname).replace(/\/$/, "");
+
 export function fill(path: string, values: Record<string, string> = {}): string {
   return path.replace(/\{(\w+)\}/g, (_, name: string) =>
     // A name may be `shared/NAME`, whose slash belongs to the path.
@@ -90,7 +93,7 @@ async function send(
   accept: string,
 ): Promise<Response> {
   const query = new URLSearchParams(options.query).toString();
-  const url = fill(path, options.path) + (query && `?${query}`);
+  const url = BASE + fill(path, options.path) + (query && `?${query}`);
   for (;;) {
     const headers: Record<string, string> = { Accept: accept };
     const isFile = body instanceof Blob;

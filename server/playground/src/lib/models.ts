@@ -1,6 +1,6 @@
 // The server's models, and the one that is asked.
 import { computed, signal } from "@preact/signals";
-import { call, type ModelCard } from "./api";
+import { call, ServerProblem, type ModelCard } from "./api";
 
 export const models = signal<ModelCard[]>([]);
 export const modelsError = signal<unknown>(null);
@@ -29,9 +29,19 @@ export async function refreshModels(): Promise<void> {
   }
 }
 
-/** Ask for the models now, and from time to time while somebody looks; often while one loads. */
+/** Whether the server has nothing to say to who has no key. */
+export const isLockedOut = computed(
+  () => modelsError.value instanceof ServerProblem && modelsError.value.problem.status === 401,
+);
+
+/**
+ * Ask for the models now, and from time to time while somebody looks; often while one loads.
+ *
+ * Who will give no key is asked for none again, until they ask themselves.
+ */
 export async function watchModels(): Promise<void> {
   if (!document.hidden) await refreshModels();
+  if (isLockedOut.value) return;
   const settled = models.value.length > 0 && models.value.every((m) => m.state === "ready");
   setTimeout(() => void watchModels(), settled ? SETTLED_MS : UNSETTLED_MS);
 }

@@ -17,6 +17,8 @@ export interface Reading {
   entropies: (number | null)[];
   /** Projections on the probe, and after steering where there was any. */
   readings: (number | null)[] | null;
+  /** What was read, and where. */
+  probe: string;
   total: Schemas["TextResult"];
   answer: Schemas["PerplexityAnswer"];
   /** The most probable tokens where token `index` stands; null: it was not scored. */
@@ -69,6 +71,7 @@ export async function readText(query: Query, signal: AbortSignal): Promise<Readi
     ranks: spread(scored.ranks),
     entropies: spread(scored.columns?.entropy),
     readings: probed ? spread(probed.after ?? probed.before) : null,
+    probe: probed ? `${probed.name} at layer ${probed.layer}` : "",
     total,
     answer,
     findAlternatives: findAlternatives(query, ids, prefix, total.windows ?? []),

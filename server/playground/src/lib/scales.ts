@@ -89,6 +89,8 @@ export interface Scale {
   format: (value: number) => string;
   /** What the numbers are, with their unit. */
   label: string;
+  /** Whether values lie beyond its ends, and have the colours of these. */
+  isClipped?: boolean;
 }
 
 /** A scale from 0 to `max`, even in the value. */
@@ -97,10 +99,10 @@ export function linearScale(label: string, max: number, format: Scale["format"])
   return { kind: "sequential", place: (v) => v / top, ticks: [0, top / 2, top], format, label };
 }
 
-/** A scale of ranks: 1, 10, 100 … are equally far apart. */
+/** A scale of ranks up to `max`: 1, 10, 100 … are equally far apart. */
 export function logScale(label: string, max: number, format: Scale["format"]): Scale {
-  const decades = Math.max(1, Math.ceil(Math.log10(Math.max(max, 2))));
-  const ticks = Array.from({ length: decades + 1 }, (_, n) => 10 ** n);
+  const decades = Math.log10(Math.max(max, 10));
+  const ticks = Array.from({ length: Math.floor(decades) + 1 }, (_, n) => 10 ** n);
   const place = (value: number): number => Math.log10(Math.max(value, 1)) / decades;
   return { kind: "sequential", place, ticks, format, label };
 }
@@ -109,6 +111,14 @@ export function logScale(label: string, max: number, format: Scale["format"]): S
 export function divergingScale(label: string, reach: number, format: Scale["format"]): Scale {
   const end = reach > 0 ? reach : 1;
   return { kind: "diverging", place: (v) => v / end, ticks: [-end, 0, end], format, label };
+}
+
+/** Above which size a fiftieth of the values lies: a few large ones would leave the rest pale. */
+export function findReach(values: readonly (number | null)[]): { reach: number; isClipped: boolean } {
+  const sizes = values.filter((value) => value !== null).map(Math.abs).sort((a, b) => a - b);
+  const top = sizes.at(-1) ?? 0;
+  const most = sizes[Math.floor(0.98 * sizes.length)] ?? top;
+  return top > 1.25 * most ? { reach: most, isClipped: true } : { reach: top, isClipped: false };
 }
 
 /** Colours of lines and bars that are told apart, never by colour alone: after Okabe and Ito. */

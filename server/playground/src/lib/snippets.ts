@@ -143,7 +143,11 @@ interface ProbeBody {
   read?: string;
 }
 
-function probeOptions(probes: Json | undefined): string[] {
+/** Commands that take --probe. */
+const READING = new Set<string>(["logprob", "diagnostics", "generate", "steer"]);
+
+function probeOptions({ endpoint }: Asked, probes: Json | undefined): string[] {
+  if (!READING.has(endpoint)) return [];
   return ((probes ?? []) as ProbeBody[]).map(({ name, layers, read }) => {
     const at = layers ? `@${layers.join(",")}` : "";
     return `--probe ${quote(`${name}${at}${read && read !== "projection" ? `:${read}` : ""}`)}`;
@@ -271,7 +275,7 @@ export function toCommand(asked: Asked, origin: string): string | null {
   }
   if (typeof body.model === "string") options.unshift(`--model ${quote(body.model)}`);
   options.unshift(`--base-url ${quote(origin)}`);
-  const parts = [words.join(" "), ...options, ...plainOptions(asked, body), ...probeOptions(body.probes)];
+  const parts = [words.join(" "), ...options, ...plainOptions(asked, body), ...probeOptions(asked, body.probes)];
   // A target may begin with a minus sign: what stands behind -- is no option.
   const dashes = last.some((word) => /^'?-./.test(word)) ? ["--"] : [];
   const command = [parts.join(" \\\n  "), ...dashes, ...last].join(" ");

@@ -1,6 +1,6 @@
 // The request that a view sends, as text that runs as it stands.
 import { useEffect, useRef, useState } from "preact/hooks";
-import { apiKey } from "../lib/api";
+import { apiKey, BASE } from "../lib/api";
 import { toCommand, toCurl, toPython, type Asked } from "../lib/snippets";
 import { Icon } from "./Icon";
 
@@ -8,33 +8,33 @@ type Form = "curl" | "python" | "cli";
 const NAMES: Record<Form, string> = { curl: "curl", python: "Python", cli: "CLI" };
 
 /** Buttons that copy a request; the last copied text is shown. */
-export function CopyAs({ asked }: { asked: Asked }) {
+export function CopyAs({ asked, label = "Copy as" }: { asked: Asked; label?: string }) {
   const [form, setForm] = useState<Form | null>(null);
   const [copied, setCopied] = useState(false);
   const timer = useRef(0);
   useEffect(() => () => clearTimeout(timer.current), []);
-  const origin = location.origin;
-  const texts: Record<Form, string | null> = {
-    curl: toCurl(asked, origin, apiKey.value !== ""),
-    python: toPython(asked, origin),
-    cli: toCommand(asked, origin),
+  const command = toCommand(asked, BASE);
+  const write: Record<Form, () => string | null> = {
+    curl: () => toCurl(asked, BASE, apiKey.value !== ""),
+    python: () => toPython(asked, BASE),
+    cli: () => command,
   };
   const choose = async (next: Form): Promise<void> => {
     const isSame = form === next;
     setForm(isSame ? null : next);
     if (isSame) return;
-    await copyText(texts[next] ?? "");
+    await copyText(write[next]() ?? "");
     setCopied(true);
     clearTimeout(timer.current);
     timer.current = window.setTimeout(() => setCopied(false), 2000);
   };
-  const shown = form === null ? null : texts[form];
+  const shown = form === null ? null : write[form]();
   return (
     <div class="copy-as">
-      <div class="copy-row" role="group" aria-label="Copy this request">
-        <span class="copy-label">Copy as</span>
+      <div class="copy-row" role="group" aria-label={label}>
+        <span class="copy-label">{label}</span>
         {(Object.keys(NAMES) as Form[])
-          .filter((name) => texts[name] !== null)
+          .filter((name) => name !== "cli" || command !== null)
           .map((name) => (
             <button
               key={name}

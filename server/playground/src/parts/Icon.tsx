@@ -14,7 +14,7 @@ const PATHS = {
   close: "M6 6l12 12M18 6L6 18",
   play: "M7 5l12 7-12 7z",
   stop: "M7 7h10v10H7z",
-  key: "M15 9a5 5 0 1 0-4.5 5H12v3h3v3h4v-4l-4.8-4.8",
+  key: "M8 11a4 4 0 1 0 0 8 4 4 0 0 0 0-8zM11 12l9-9M16 7l3 3",
   link: "M9 15l6-6M10 6l2-2a4 4 0 0 1 6 6l-2 2M14 18l-2 2a4 4 0 0 1-6-6l2-2",
   file: "M6 3h8l4 4v14H6zM14 3v4h4",
   plus: "M12 5v14M5 12h14",

@@ -12,7 +12,7 @@ export function KeyDialog() {
     if (wanted === null && dialog.current?.open) dialog.current.close();
   }, [wanted]);
   return (
-    <dialog ref={dialog} class="dialog" aria-labelledby="key-title" onClose={refuseKey}>
+    <dialog ref={dialog} class="dialog" aria-labelledby="key-title" onCancel={refuseKey}>
       <form
         onSubmit={(event) => {
           event.preventDefault();
@@ -37,7 +37,7 @@ export function KeyDialog() {
           <div class="hint">Kept in memory until this page is closed, and sent to this server only.</div>
         </div>
         <div class="dialog-actions">
-          <button type="button" class="quiet" onClick={() => dialog.current?.close()}>
+          <button type="button" class="quiet" onClick={refuseKey}>
             Not now
           </button>
           <button type="submit" class="run">

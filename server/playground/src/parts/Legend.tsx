@@ -23,9 +23,22 @@ export function Legend({ scale }: { scale: Scale }) {
           ))}
         </svg>
         <div class="legend-ticks num">
-          {scale.ticks.map((tick) => (
-            <span key={tick}>{scale.format(tick)}</span>
-          ))}
+          {scale.ticks.map((tick, at) => {
+            const share = (scale.place(tick) - low) / (high - low);
+            const isFirst = at === 0;
+            const isLast = share > 0.94;
+            const beyond = scale.isClipped && isLast ? "≥ " : scale.isClipped && isFirst && low < 0 ? "≤ " : "";
+            return (
+              <span
+                key={tick}
+                class={isFirst ? "is-first" : isLast ? "is-last" : ""}
+                style={{ left: `${100 * share}%` }}
+              >
+                {beyond}
+                {scale.format(tick)}
+              </span>
+            );
+          })}
         </div>
       </div>
     </figure>

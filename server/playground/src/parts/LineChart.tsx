@@ -193,6 +193,10 @@ function makeOptions(
     ticks: { show: false },
     values: (_, splits) => splits.map((value) => (value === null ? "" : format(value))),
   });
+  // Of a step, the point is the one that the step begins with.
+  const isStepped = series.some((line) => line.stepped);
+  const find = (chart: uPlot, closest: number, value: number): number =>
+    isStepped && closest > 0 && (chart.data[0][closest] ?? 0) > value ? closest - 1 : closest;
   const range = (given: [number, number] | undefined): uPlot.Scale["range"] => given && (() => given);
   return {
     width,
@@ -200,7 +204,11 @@ function makeOptions(
     legend: { show: false },
     cursor: {
       y: false,
-      points: { size: 8 },
+      dataIdx: (chart, _series, closest, value) => find(chart, closest, value),
+      points: {
+        size: 8,
+        fill: (_, index) => seriesColour(series[index - 1]?.colour ?? index - 1, dark),
+      },
       drag: { x: false, y: false, setScale: false },
     },
     scales: {
@@ -212,6 +220,7 @@ function makeOptions(
       {
         ...axis(props.yLabel, yFormat),
         size: 52,
+        filter: (_, splits) => splits,
         splits: props.logY ? (_chart, _axis, low, high) => listDecades(low, high) : undefined,
       },
     ],
@@ -231,7 +240,13 @@ function makeOptions(
       }),
     ],
     hooks: {
-      setCursor: [(chart) => onIndex(chart.cursor.idx ?? null)],
+      setCursor: [
+        (chart) => {
+          const { idx, left = -1 } = chart.cursor;
+          const isKnown = idx !== null && idx !== undefined && left >= 0;
+          onIndex(isKnown ? find(chart, idx, chart.posToVal(left, "x")) : null);
+        },
+      ],
       drawClear: [
         (chart) => {
           for (const rule of props.rules ?? []) {

@@ -4,6 +4,7 @@
 // once. Hover, tap or the arrow keys choose one, whose card says more.
 import type { ComponentChildren } from "preact";
 import { useEffect, useId, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
+import { count } from "../lib/format";
 import { colourAt, type Scale } from "../lib/scales";
 import { isDark } from "../lib/theme";
 import { Legend } from "./Legend";
@@ -25,8 +26,12 @@ export interface TokenTextProps {
   noLegend?: boolean;
 }
 
+/** Tokens that are shown: each is an element of the page. */
+const MAX_SHOWN = 20_000;
+
 export function TokenText(props: TokenTextProps) {
-  const { label, tokens, values, scale, describe, onActive, marked = null, noLegend } = props;
+  const { label, tokens: given, values, scale, describe, onActive, marked = null, noLegend } = props;
+  const tokens = useMemo(() => given.slice(0, MAX_SHOWN), [given]);
   const id = useId();
   const box = useRef<HTMLDivElement>(null);
   const spans = useRef<HTMLElement[]>([]);
@@ -126,6 +131,11 @@ export function TokenText(props: TokenTextProps) {
           event.clipboardData?.setData("text/plain", chosen);
         }}
       />
+      {given.length > MAX_SHOWN && (
+        <p class="hint">
+          The first {count(MAX_SHOWN)} of {count(given.length)} tokens are shown; sums are of all.
+        </p>
+      )}
       {describe && active !== null && active < tokens.length && (
         <Card id={`${id}-card`} anchor={spans.current[active]}>
           {describe(active)}

@@ -58,16 +58,26 @@ export function TextField({ label, hint, value, onChange, placeholder }: TextPro
   );
 }
 
+/** Characters from which on a text is as high as it may be, whatever its lines are. */
+const LONG_VALUE = 4000;
+
 /** Several lines, as high as the text up to `maxRows`. */
 export function TextArea(props: TextProps & { rows?: number; maxRows?: number }) {
   const { label, hint, value, onChange, placeholder, rows = 3, maxRows = 14 } = props;
   const area = useRef<HTMLTextAreaElement>(null);
+  const fitted = useRef<string | null>(null);
   useLayoutEffect(() => {
     const element = area.current;
-    if (element === null || element.offsetParent === null) return;
+    // What is hidden has no height; it is fitted once it is shown.
+    if (element === null || element.offsetParent === null || fitted.current === value) return;
+    fitted.current = value;
     const line = parseFloat(getComputedStyle(element).lineHeight) || 24;
-    element.style.height = "0";
-    const height = Math.min(Math.max(element.scrollHeight + 2, rows * line), maxRows * line);
+    const highest = maxRows * line;
+    let height = highest;
+    if (value.length < LONG_VALUE) {
+      element.style.height = "0";
+      height = Math.min(Math.max(element.scrollHeight + 2, rows * line), highest);
+    }
     element.style.height = `${height}px`;
   });
   return (

@@ -1,7 +1,7 @@
 import "./choices.css";
 import { useMemo, useState } from "preact/hooks";
 import { call, type Schemas } from "../lib/api";
-import { fixed, number, percent, plural } from "../lib/format";
+import { fixed, number, percent, plural, tick } from "../lib/format";
 import { linearScale, type Scale } from "../lib/scales";
 import type { JsonObject } from "../lib/snippets";
 import { useAutoRun, useTask } from "../lib/task";
@@ -217,10 +217,9 @@ function Result({ shown }: { shown: Shown }) {
   const item = answer.results[0];
   const scale = useMemo(() => {
     const all = item?.targets.flatMap((target) => target.logprobs ?? []) ?? [];
-    const top = Math.max(4, ...all.map((value) => Math.ceil(-(value ?? 0))));
-    return linearScale("Surprisal, nats", Math.min(10, top), (value) =>
-      value === 10 && top > 10 ? "10+" : String(value),
-    );
+    const top = all.reduce<number>((most, value) => Math.max(most, -(value ?? 0)), 0);
+    const end = Math.min(10, Math.max(4, Math.ceil(top)));
+    return { ...linearScale("Surprisal, nats", end, tick), isClipped: top > end };
   }, [item]);
   if (item === undefined) return null;
   return (

@@ -34,8 +34,8 @@ const PROTOCOLS = [
   { value: "llamacpp", label: "As llama.cpp" },
 ] as const;
 
-/** Bytes of a text beyond which it is sent as a file, and scored while it arrives. */
-const MAX_JSON = 6 * 2 ** 20;
+/** Bytes of a file beyond which it is sent as it is: `max_text_chars` of a server is 1,500,000. */
+const MAX_JSON = 1_500_000;
 /** Bytes of a text up to which it can be edited here, and its places are looked up. */
 const MAX_SHOWN = 300_000;
 
@@ -174,7 +174,7 @@ function LongView({ state, setState, model, isShown }: ViewProps<State>) {
         )}
       </RunForm>
       <ErrorNote error={fileError ?? task.error} />
-      {progress && progress.latest !== null && (
+      {progress && (progress.latest ?? progress.result) !== null && (
         <Result progress={progress} isLog={state.log} onLog={(log) => setState({ log })} />
       )}
       {model && file === null && (
@@ -217,19 +217,24 @@ function toQuery(request: Schemas["PerplexityRequest"]): Record<string, string> 
   );
 }
 
-/** Collect events, and show what there is once a frame. */
+/** Milliseconds between two looks at what has come. */
+const DRAW_EVERY = 80;
+
+/** Collect events, and show what there is from time to time. */
 function watch(show: (progress: Progress) => void, text: string | null) {
   const began = performance.now();
   const kept: Progress = { windows: [], latest: null, result: null, text, offsets: null, seconds: 0 };
-  let frame = 0;
+  let timer = 0;
   const draw = (): void => {
-    frame = 0;
+    timer = 0;
     kept.seconds = (performance.now() - began) / 1000;
     show({ ...kept, windows: [...kept.windows] });
   };
   const later = (): void => {
-    frame ||= requestAnimationFrame(draw);
+    timer ||= window.setTimeout(draw, DRAW_EVERY);
   };
+  // What is shown is of another text; that of a short one may stand until this one's is there.
+  if (text === null || text.length > MAX_SHOWN / 4) draw();
   return {
     onEvent: (name: string, data: unknown): void => {
       if (name !== "window") return;
@@ -243,7 +248,7 @@ function watch(show: (progress: Progress) => void, text: string | null) {
     },
     finish: (result: Schemas["PerplexityAnswer"]): void => {
       kept.result = result;
-      cancelAnimationFrame(frame);
+      clearTimeout(timer);
       draw();
     },
   };
@@ -298,7 +303,7 @@ function FileButton({ onTake }: TakeProps) {
 
 function Bar({ progress, isRunning }: { progress: Progress; isRunning: boolean }) {
   const { latest, result, seconds, windows } = progress;
-  if (latest === null && result === null) return null;
+  if (latest === null && result === null && !isRunning) return null;
   const total = latest?.windows_total;
   const scored = result?.total.num_scored ?? latest?.num_scored ?? 0;
   const rate = `${count(Math.round(scored / Math.max(seconds, 1e-3)))} tokens/s`;
@@ -309,7 +314,7 @@ function Bar({ progress, isRunning }: { progress: Progress; isRunning: boolean }
           {windows.length}
         </progress>
         <span class="hint num" role="status">
-          {windows.length} of {total ?? "?"} windows
+          {latest === null ? "Sent, and at work …" : `${windows.length} of ${total ?? "?"} windows`}
         </span>
       </span>
     );
@@ -318,7 +323,9 @@ function Bar({ progress, isRunning }: { progress: Progress; isRunning: boolean }
     <span class="hint num" role="status">
       {result === null
         ? `Cancelled after ${plural(windows.length, "window")}: the sums are of what was scored`
-        : `${plural(scored, "token")} in ${number(seconds)} s, ${rate}`}
+        : result.usage.cached_results
+          ? `${plural(scored, "token")}, from the result cache`
+          : `${plural(scored, "token")} in ${number(seconds)} s, ${rate}`}
     </span>
   );
 }
@@ -351,28 +358,30 @@ function Result({ progress, isLog, onLog }: ResultProps) {
           },
           { label: "Bits per byte", value: number(total?.bits_per_byte) },
           { label: "Tokens scored", value: count(total?.num_scored ?? latest?.num_scored ?? 0) },
-          { label: "Windows", value: count(windows.length) },
+          ...(windows.length ? [{ label: "Windows", value: count(windows.length) }] : []),
         ]}
       />
-      <div class="sheet">
-        <div class="long-head">
-          <h2>Perplexity along the text</h2>
-          <Checkbox label="Logarithmic" value={isLog} onChange={onLog} />
+      {windows.length > 1 && (
+        <div class="sheet">
+          <div class="long-head">
+            <h2>Perplexity along the text</h2>
+            <Checkbox label="Logarithmic" value={isLog} onChange={onLog} />
+          </div>
+          <LineChart
+            label={`Perplexity of each of ${windows.length} windows, and of the text up to there`}
+            x={x}
+            series={series}
+            xLabel="Token"
+            yLabel="Perplexity"
+            logY={isLog}
+            height={300}
+            xFormat={(value) => count(Math.round(value))}
+            onHover={setAt}
+            exportName="perplexity"
+          />
+          <Excerpt progress={progress} window={looked} />
         </div>
-        <LineChart
-          label={`Perplexity of each of ${windows.length} windows, and of the text up to there`}
-          x={x}
-          series={series}
-          xLabel="Token"
-          yLabel="Perplexity"
-          logY={isLog}
-          height={300}
-          xFormat={(value) => count(Math.round(value))}
-          onHover={setAt}
-          exportName="perplexity"
-        />
-        <Excerpt progress={progress} window={looked} />
-      </div>
+      )}
     </section>
   );
 }

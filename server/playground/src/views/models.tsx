@@ -25,7 +25,7 @@ function ModelsView({ state, setState, models }: ViewProps<State>) {
           <Model key={model.id} model={model} models={models} state={state} setState={setState} />
         ))}
       </div>
-      <CopyAs asked={{ endpoint: "models" }} />
+      <CopyAs label="Copy this list as" asked={{ endpoint: "models" }} />
     </>
   );
 }
@@ -183,7 +183,10 @@ function Selftest({ model, models, state, setState }: ModelProps) {
       </div>
       <ErrorNote error={task.error} />
       {checks && checks.length > 0 && <Checks checks={checks} />}
-      <CopyAs asked={{ endpoint: "selftest", body, path: { model_id: model.id } }} />
+      <CopyAs
+        label="Copy the self-test as"
+        asked={{ endpoint: "selftest", body, path: { model_id: model.id } }}
+      />
     </section>
   );
 }

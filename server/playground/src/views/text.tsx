@@ -1,8 +1,8 @@
 import { useEffect, useMemo, useState } from "preact/hooks";
 import type { Schemas } from "../lib/api";
-import { fixed, number, plural, signed } from "../lib/format";
+import { count, fixed, number, plural, signed, tick } from "../lib/format";
 import { readText, toRequest, type Alternatives, type Query, type Reading } from "../lib/reading";
-import { divergingScale, linearScale, logScale, type Scale } from "../lib/scales";
+import { divergingScale, findReach, linearScale, logScale, type Scale } from "../lib/scales";
 import type { JsonObject } from "../lib/snippets";
 import { useAutoRun, useTask } from "../lib/task";
 import { refreshVectors, vectors } from "../lib/vectors";
@@ -84,15 +84,17 @@ function TextView({ state, setState, model, models, isShown }: ViewProps<State>)
   const [sides, setSides] = useState<Sides | null>(null);
   const [active, setActive] = useState<number | null>(null);
   const stored = vectors.value;
-  const wantsVectors = isShown && (state.colour === "probe" || state.beside === "steered");
+  const usesVectors = state.colour === "probe" || state.beside === "steered";
   useEffect(() => {
-    if (wantsVectors) refreshVectors().catch(() => undefined);
-  }, [wantsVectors]);
+    // A server that has none to give is asked without them.
+    if (usesVectors && isShown) refreshVectors().catch(() => (vectors.value ??= []));
+  }, [usesVectors, isShown]);
 
   const query = model && toQuery(state, model.id, stored);
   const other = query && toOther(state, query, models, stored);
   const asked = JSON.stringify([query, other]);
-  const canRun = query !== null && model?.state === "ready" && state.text !== "";
+  const isReady = model?.state === "ready" && (stored !== null || !usesVectors);
+  const canRun = query !== null && isReady && state.text !== "";
   const run = (): void => {
     if (query === null || !canRun) return;
     task.run(async (signal) => {
@@ -153,6 +155,12 @@ function TextView({ state, setState, model, models, isShown }: ViewProps<State>)
         <Result sides={sides} colour={state.colour} active={active} onActive={setActive} />
       )}
       {query && <CopyAs asked={{ endpoint: "perplexity", body: toBody(query) }} />}
+      {other && (
+        <CopyAs
+          label="Copy what is beside it as"
+          asked={{ endpoint: "perplexity", body: toBody(other.query) }}
+        />
+      )}
     </>
   );
 }
@@ -201,10 +209,9 @@ function toOther(
 
 function describeWork(answer: Schemas["PerplexityAnswer"]): string {
   const { queue_ms: queued, engine_ms: worked } = answer.timing;
-  const cached = worked === 0 && queued === 0;
-  return `${plural(answer.usage.scored_tokens, "token")}, ${
-    cached ? "from the result cache" : `scored in ${Math.round(queued + worked)} ms`
-  }`;
+  const scored = plural(answer.usage.scored_tokens, "token");
+  if (answer.usage.cached_results) return `${scored}, from the result cache`;
+  return `${scored}, scored in ${Math.round(queued + worked)} ms`;
 }
 
 /** What the chosen colours and comparison need: a probe, a vector and its scale, a model. */
@@ -295,21 +302,23 @@ function columnOf(reading: Reading, colour: Colour): (number | null)[] {
   }
 }
 
-function scaleOf(colour: Colour, columns: (number | null)[][]): Scale {
-  const values = columns.flat().filter((value) => value !== null);
-  const top = Math.max(0, ...values.map(Math.abs));
+function scaleOf(colour: Colour, columns: (number | null)[][], probe: string): Scale {
+  const values = columns.flat();
+  const top = values.reduce<number>((most, value) => Math.max(most, Math.abs(value ?? 0)), 0);
   switch (colour) {
     case "rank":
-      return logScale("Rank among all tokens", top, (value) => value.toLocaleString("en"));
+      return logScale("Rank among all tokens", top, count);
     case "entropy":
-      return linearScale("Entropy of the prediction, nats", Math.max(1, Math.ceil(top)), String);
-    case "probe":
-      return divergingScale("Projection on the probe", top, (value) => fixed(value, 1));
-    case "surprisal":
+      return linearScale("Entropy of the prediction, nats", Math.max(1, Math.ceil(top)), tick);
+    case "probe": {
+      const { reach, isClipped } = findReach(values);
+      return { ...divergingScale(`Projection on ${probe}`, reach, tick), isClipped };
+    }
+    case "surprisal": {
       // One surprise of 20 nats would leave all others pale.
-      return linearScale("Surprisal, nats", Math.min(10, Math.max(4, Math.ceil(top))), (value) =>
-        value === 10 && top > 10 ? "10+" : String(value),
-      );
+      const end = Math.min(10, Math.max(4, Math.ceil(top)));
+      return { ...linearScale("Surprisal, nats", end, tick), isClipped: top > end };
+    }
   }
 }
 
@@ -327,8 +336,8 @@ function Result({ sides, colour, active, onActive }: ResultProps) {
     [main, other, colour],
   );
   const scale = useMemo(
-    () => scaleOf(colour, otherValues ? [values, otherValues] : [values]),
-    [values, otherValues, colour],
+    () => scaleOf(colour, otherValues ? [values, otherValues] : [values], main.probe),
+    [values, otherValues, colour, main],
   );
   const describe = useDescription(main);
   const describeOther = useDescription(other);
@@ -397,9 +406,10 @@ function Difference({ sides: { main, other, otherName }, active, onActive }: Omi
     [main, other],
   );
   const scale = useMemo(() => {
-    const reach = Math.max(0.05, ...values.map((value) => Math.abs(value ?? 0)));
+    const { reach, isClipped } = findReach(values);
     const label = `Surprisal, ${otherName} less ${main.answer.model}, nats`;
-    return divergingScale(label, Math.min(8, reach), (value) => signed(value, reach < 1 ? 2 : 1));
+    const format = (value: number): string => (value > 0 ? `+${tick(value)}` : tick(value));
+    return { ...divergingScale(label, Math.max(0.05, reach), format), isClipped };
   }, [values, otherName, main]);
   if (other === null) return null;
   if (!isSame) {
