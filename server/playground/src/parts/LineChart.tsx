@@ -35,6 +35,8 @@ export interface LineChartProps {
   onHover?: (index: number | null) => void;
   /** Where a click or Enter was: for what a chosen point explains. */
   onChoose?: (index: number) => void;
+  /** Leave the numbers under the pointer out of the legend, where they are told elsewhere. */
+  plainLegend?: boolean;
   /** Range of the axes, where the numbers' own is not wanted. */
   xRange?: [number, number];
   yRange?: [number, number];
@@ -118,14 +120,16 @@ export function LineChart(props: LineChartProps) {
                 />
               </svg>
               {line.label}
-              {index !== null && (
-                <b class="num">{yFormat((line.values[index] ?? Number.NaN) as number)}</b>
+              {!props.plainLegend && (
+                <b class={index === null ? "num is-unseen" : "num"}>
+                  {yFormat((line.values[index ?? 0] ?? Number.NaN) as number)}
+                </b>
               )}
             </li>
           ))}
-          {index !== null && (
-            <li class="chart-at num">
-              {props.xLabel} {xFormat(x[index] as number)}
+          {!props.plainLegend && x.length > 0 && (
+            <li class={`chart-at num ${index === null ? "is-unseen" : ""}`}>
+              {props.xLabel} {xFormat(x[index ?? 0] as number)}
             </li>
           )}
         </ul>
