@@ -34,6 +34,7 @@ export function Curves({ swept, measure, vector, chosen, onChoose }: CurvesProps
     x,
     xLabel: `Scale of ${vector}`,
     xFormat: short,
+    plainLegend: true,
     onHover: (at: number | null) => {
       if (at !== null) onChoose(order[at] ?? 0);
     },
