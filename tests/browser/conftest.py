@@ -8,10 +8,10 @@ import shutil
 from collections.abc import Callable, Iterator
 
 import pytest
-from playwright.sync_api import Browser, Playwright, sync_playwright
+from playwright.sync_api import Browser, Playwright, expect, sync_playwright
 
 from logsteer import Client
-from tests.browser.visits import EXAMPLE, Visit
+from tests.browser.visits import EXAMPLE, TIMEOUT_MS, Visit
 from tests.conftest import Server
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -24,6 +24,8 @@ FLAGS = (
 )
 
 OpenPage = Callable[..., Visit]
+
+expect.set_options(timeout=TIMEOUT_MS)
 
 
 def find_chromium() -> str | None:

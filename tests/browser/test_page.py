@@ -79,11 +79,13 @@ def test_a_link_restores_a_view(visit: OpenPage, view: str) -> None:
     seen = visit(f"{view}?{urlencode(fields)}")
     panel = seen.see(view)
     for label, value in expected.items():
-        found = panel.get_by_label(label, exact=True).and_(panel.locator("input,select,textarea"))
+        found = panel.get_by_label(label, exact=True).and_(
+            panel.locator("input,select,textarea")
+        )
         if value is True:
-            expect(found).to_be_checked()
+            expect(found.first).to_be_checked()
         else:
-            expect(found).to_have_value(str(value))
+            expect(found.first).to_have_value(str(value))
     seen.page.reload()
     seen.see(view)
     # Nothing is lost and nothing is made up on the way through the page.

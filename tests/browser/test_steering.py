@@ -300,14 +300,14 @@ def test_vectors_go_up_and_down_as_files(
     for form, name in (("safetensors", "safetensors"), ("gguf", "GGUF")):
         with seen.page.expect_download() as download:
             view.get_by_role("button", name=f"Download deep as {name}").click()
-        path = tmp_path / f"{own}.{form}"
+        path = tmp_path / f"{own}-{form}.{form}"
         download.value.save_as(path)
         view.locator("input[type=file]").set_input_files(path)
-        expect(view.get_by_label("Name", exact=True)).to_have_value(own)
+        expect(view.get_by_label("Name", exact=True)).to_have_value(path.stem)
         seen.button("Upload").click()
-        view.locator(f"[data-vector={own}] .vector-facts").wait_for()
-        assert api.vectors.get(own).sha256 == api.vectors.get("deep").sha256
-        api.vectors.delete(own)
+        view.locator(f"[data-vector={path.stem}] .vector-facts").wait_for()
+        assert api.vectors.get(path.stem).sha256 == api.vectors.get("deep").sha256
+        api.vectors.delete(path.stem)
     api.vectors.delete("deep")
 
 

@@ -236,7 +236,8 @@ export function toCommand(asked: Asked, origin: string): string | null {
       if (body.messages !== undefined) {
         const messages = body.messages as { role: string; content: string }[];
         if (messages.length !== 1 || messages[0]?.role !== "user") return null;
-        last = ["--chat", quote(messages[0].content)];
+        options.push("--chat");
+        last = [quote(messages[0].content)];
       } else last = (body.prompts as string[]).map(quote);
       if (asked.endpoint === "steer" && last.length > 1 && body.messages === undefined) return null;
       break;
