@@ -1,6 +1,8 @@
 // The head of the page: its name, the model that is asked, and light or dark.
+import { useEffect, useState } from "preact/hooks";
 import { chosenModel, currentModel, models } from "../lib/models";
 import { isDark, switchTheme } from "../lib/theme";
+import { copyText } from "./CopyAs";
 import { Icon } from "./Icon";
 
 export function Header() {
@@ -40,6 +42,7 @@ export function Header() {
           </>
         )}
       </div>
+      <LinkButton />
       <button
         type="button"
         class="icon-button"
@@ -49,5 +52,26 @@ export function Header() {
         <Icon name={isDark.value ? "sun" : "moon"} />
       </button>
     </header>
+  );
+}
+
+/** Copies the address, which has the view and what is in its fields. */
+function LinkButton() {
+  const [isCopied, setCopied] = useState(false);
+  useEffect(() => {
+    if (!isCopied) return undefined;
+    const timer = setTimeout(() => setCopied(false), 2000);
+    return () => clearTimeout(timer);
+  }, [isCopied]);
+  return (
+    <button
+      type="button"
+      class="icon-button"
+      onClick={() => void copyText(location.href).then(() => setCopied(true))}
+      aria-label={isCopied ? "Link copied" : "Copy a link to this"}
+      title="Copy a link to this"
+    >
+      <Icon name={isCopied ? "check" : "link"} />
+    </button>
   );
 }
