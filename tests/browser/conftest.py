@@ -60,7 +60,7 @@ def api(playground_server: Server) -> Iterator[Client]:
 
 @pytest.fixture
 def visit_any(chromium: Browser) -> Iterator[OpenPage]:
-    """Opens pages: `visit_any(url, "steer?scale=2", dark=True)`; looks at all of them at the end."""
+    """Opens pages: `visit_any(url, "steer?scale=2", dark=True)`; all are looked at in the end."""
     visits: list[Visit] = []
 
     def start(url: str, address: str = "", **options: object) -> Visit:

@@ -14,7 +14,7 @@ from logsteer.errors import APIError
 from logsteer.schemas import SteerPiece
 from tests.browser.conftest import OpenPage
 from tests.browser.test_views import read, read_tokens
-from tests.browser.visits import EXAMPLE, TIMEOUT_MS, Visit
+from tests.browser.visits import EXAMPLE, MINUS, TIMEOUT_MS, Visit
 from tests.conftest import ServerFactory, fake_model
 
 pytestmark = pytest.mark.engine
@@ -83,7 +83,7 @@ def test_tokens_are_coloured_by_the_probe_and_say_what_it_read(
     assert probe.after is not None
     box = view.get_by_role("listbox", name="Steered: the text, by its tokens")
     box.locator(".token").nth(3).hover()  # the third token behind the prompt; entry 3 is its own
-    card = seen.page.get_by_role("tooltip").inner_text().replace("−", "-")
+    card = seen.page.get_by_role("tooltip").inner_text().replace(MINUS, "-")
     for value in (probe.before[3], probe.after[3]):
         assert value is not None
         assert f"{value:.3g}" in card or f"{value:.1f}" in card
@@ -179,7 +179,7 @@ def test_a_newcomer_trains_the_example_with_one_click(
     for view in ("steer", "sweep"):
         seen.page.locator(f"#tab-{view}").click()
         panel = seen.page.locator(f"#view-{view}")
-        expect(panel.get_by_role("heading", name="No steering vector is stored yet")).to_be_visible()
+        expect(panel.get_by_role("heading", name="No steering vector is stored")).to_be_visible()
     seen.button("Train “mood” from these pairs").click()
     expect(seen.page.get_by_role("heading", name="At scale 4")).to_be_visible(timeout=TIMEOUT_MS)
     seen.page.locator("#tab-steer").click()
@@ -224,7 +224,8 @@ def test_curves_are_those_of_the_api(visit: OpenPage, api: Client, tmp_path: Pat
         view.get_by_role("button", name="CSV").first.click()
     download.value.save_as(tmp_path / "sweep.csv")
     table = list(csv.DictReader(io.StringIO((tmp_path / "sweep.csv").read_text())))
-    found = [float(line["change"]) for line in table if line["target"] and line["layers"] != "unsteered"]
+    steered = [line for line in table if line["target"] and line["layers"] != "unsteered"]
+    found = [float(line["change"]) for line in steered]
     assert found == [t.change for p in answer.points for i in p.items for t in i.targets]
 
     with seen.page.expect_download() as download:
@@ -241,13 +242,13 @@ def test_a_point_is_explained_in_words(visit: OpenPage, api: Client) -> None:
     for _ in range(2):  # the first press chooses the first point
         chart.press("ArrowRight")
     words = view.get_by_role("region", name="The chosen scale in words")
-    expect(words.get_by_role("heading")).to_have_text("At scale −2")
+    expect(words.get_by_role("heading")).to_have_text(f"At scale {MINUS}2")
     point = api.sweep(**seen.sent_to("/sweep")).points[1]
     assert point.relative_norm is not None
     assert f"{100 * point.relative_norm:.3g} %" in words.inner_text()
     change = point.items[0].targets[0].change
     assert change is not None
-    assert f"{change:+.2f} nats".replace("-", "−") in words.inner_text()
+    assert f"{change:+.2f} nats".replace("-", MINUS) in words.inner_text()
     chart.hover()
     box = chart.bounding_box()
     assert box is not None

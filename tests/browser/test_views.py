@@ -7,6 +7,7 @@ from playwright.sync_api import Locator, expect
 
 from logsteer import Client
 from tests.browser.conftest import OpenPage
+from tests.browser.visits import MINUS
 
 pytestmark = pytest.mark.engine
 
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.engine
 def read(text: str | None) -> float:
     """A number as the page writes it: with a true minus sign and commas, and a unit behind it."""
     assert text is not None
-    words = text.replace("−", "-").replace(",", "").split()
+    words = text.replace(MINUS, "-").replace(",", "").split()
     return float(words[0])
 
 
@@ -65,7 +66,8 @@ def test_text_compares_two_models(visit: OpenPage, api: Client) -> None:
         api.perplexity(["Once upon a time"], model=model).total.perplexity
         for model in ("demo", "other")
     ]
-    for column, perplexity in zip(view.locator(".beside > .sheet").all(), perplexities, strict=True):
+    columns = view.locator(".beside > .sheet").all()
+    for column, perplexity in zip(columns, perplexities, strict=True):
         assert read(read_stats(column)["Perplexity"]) == pytest.approx(perplexity, rel=5e-3)
 
 
@@ -77,12 +79,12 @@ def test_choices_shows_shares_and_tokens(visit: OpenPage, api: Client) -> None:
     assert len(rows) == len(item.targets)
     for row, target, share in zip(rows, item.targets, item.choice_probs, strict=True):
         shown = row.locator(".choice-share").inner_text().split()
-        percent = float(shown[-2].replace("−", "-").lstrip("<>"))
+        percent = float(shown[-2].replace(MINUS, "-").lstrip("<>"))
         assert share is not None
         assert percent == pytest.approx(100 * share, rel=0.06, abs=0.06)
         assert read_tokens(row, f"Tokens of {target.target}") == target.tokens
         assert target.logprob is not None
-        assert f"{target.logprob:.3f} nats".replace("-", "−") in row.inner_text()
+        assert f"{target.logprob:.3f} nats".replace("-", MINUS) in row.inner_text()
     best = view.locator(".choice.is-strong")
     assert best.count() == 1
     assert rows[item.best].evaluate("row => row.classList.contains('is-strong')")

@@ -5,9 +5,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, BrowserContext, Locator, Page, Request
+from playwright.sync_api import Browser, BrowserContext, Locator, Request
 
 TIMEOUT_MS = 60_000
+MINUS = "\N{MINUS SIGN}"
+"""What the page writes before negative numbers."""
 
 VIEWS = ("text", "choices", "long", "steer", "sweep", "vectors", "models")
 
