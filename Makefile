@@ -8,7 +8,7 @@ PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reord
 EXACT := $(addprefix tests/contract/test_,exactness.py logprob.py quantized.py tlens.py)
 
 .PHONY: serve demo setup test test-fast test-containers test-avx2 families check format bench \
-	gpu-check openapi client docs observability lock clean
+	gpu-check openapi client docs playground observability lock clean
 
 serve: ## install what is missing, then serve CONFIG on PORT
 	@requirements/install.sh server
@@ -52,6 +52,10 @@ gpu-check: setup ## check and measure on the GPU, write bench/gpu-check.md; GPU_
 
 openapi: setup ## write openapi.json anew from the schemas
 	@$(PYTHON) -m logsteer_server.openapi > openapi.json
+
+playground: ## build the page that the server answers / with, from server/playground
+	@npm --prefix server/playground ci
+	@npm --prefix server/playground run build
 
 client: setup ## write the client's methods anew from the table of endpoints and the schemas
 	@$(PYTHON) -m logsteer._generator

@@ -156,6 +156,8 @@ def configure_longrope(directory: Path) -> Configuration:
 
 CONFIGURATIONS: dict[str, Callable[[Path], Configuration]] = {
     "vllm": configure_vllm,
+    # What the page is looked at with: the demo model, and one that is compared with it.
+    "playground": lambda _: {"models": [vllm_model("demo"), fake_model("other")]},
     # Room for all adapters of test_adapters.py.
     "tlens": lambda _: uncached(tlens_model("demo"), max_adapter_bytes=2**20),
     # vLLM with a compiled model, and with one that is never steered.

@@ -37,6 +37,7 @@ from logsteer_server.routes import (
     openai,
     operations,
     overrides,
+    page,
     perplexity,
     tasks,
     tokens,
@@ -109,6 +110,7 @@ def create_app(
     for module in (tasks, perplexity, vectors, overrides, adapters, tokens, openai):
         app.include_router(module.router)
     app.include_router(operations.router)
+    app.include_router(page.router)
     _add_layers(app, needs_key=keys.needs_key)
     add_handlers(app)
     return app

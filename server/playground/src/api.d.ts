@@ -1,0 +1,1692 @@
+// Written by build/types.mjs from openapi.json, sha256 9f0f3d13d99f58a5713d7e98059e82d11720326ac920fa2b9e70f23158a35f58
+export interface paths {
+    "/detokenize": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Detokenize */
+        post: operations["detokenize_detokenize_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/diagnostics": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Diagnostics */
+        post: operations["diagnostics_diagnostics_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/generate": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Generate */
+        post: operations["generate_generate_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/logprob": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Logprob */
+        post: operations["logprob_logprob_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/models": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /** List Models */
+        get: operations["list_models_models_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/models/{model_id}/selftest": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Selftest */
+        post: operations["selftest_models__model_id__selftest_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/perplexity": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Perplexity */
+        post: operations["perplexity_perplexity_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/steer": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Steer */
+        post: operations["steer_steer_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/sweep": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Sweep */
+        post: operations["sweep_sweep_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/tokenize": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Tokenize */
+        post: operations["tokenize_tokenize_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/vectors": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /** List Vectors */
+        get: operations["list_vectors_vectors_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/vectors/train": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Vectors Train */
+        post: operations["vectors_train_vectors_train_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/vectors/{name}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /** Show Vector */
+        get: operations["show_vector_vectors__name__get"];
+        /** Upload Vector */
+        put: operations["upload_vector_vectors__name__put"];
+        post?: never;
+        /** Delete Vector */
+        delete: operations["delete_vector_vectors__name__delete"];
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/vectors/{name}/combine": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Combine Vector */
+        post: operations["combine_vector_vectors__name__combine_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/vectors/{name}/content": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /** Download Vector */
+        get: operations["download_vector_vectors__name__content_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+}
+export type webhooks = Record<string, never>;
+export interface components {
+    schemas: {
+        Aggregate: {
+            early: number | null;
+            late: number | null;
+            max: number | null;
+            mean: number | null;
+            min: number | null;
+            sum: number | null;
+        } & {
+            [key: string]: unknown;
+        };
+        ClampBounds: {
+            max?: number | null;
+            min?: number | null;
+        };
+        CombineRequest: {
+            orthogonal_to?: string[];
+            vectors: components["schemas"]["WeightedVector"][];
+        };
+        Completion: {
+            aggregates?: {
+                [key: string]: components["schemas"]["Aggregate"];
+            } | null;
+            columns?: {
+                [key: string]: (number | null)[];
+            } | null;
+            /** @enum {string} */
+            finish_reason: "stop" | "length";
+            logprob: number | null;
+            logprobs: (number | null)[];
+            num_tokens: number;
+            probes?: components["schemas"]["ProbeReadings"][] | null;
+            ranks?: number[] | null;
+            seed: number;
+            text: string;
+            token_ids: number[];
+            tokens: string[];
+        } & {
+            [key: string]: unknown;
+        };
+        ContrastPair: {
+            negative: string;
+            positive: string;
+        };
+        DeletedVector: {
+            name: string;
+            sha256: string | null;
+        } & {
+            [key: string]: unknown;
+        };
+        DetokenizeAnswer: {
+            model: string;
+            prompt?: string | null;
+            texts: string[];
+        } & {
+            [key: string]: unknown;
+        };
+        DetokenizeRequest: {
+            model?: string | null;
+            token_ids?: number[][] | null;
+            tokens?: number[] | null;
+        };
+        DiagnosticsRequest: {
+            adapter?: string | null;
+            /** @enum {string} */
+            bos?: "auto" | "always" | "never";
+            /** @enum {string} */
+            boundary?: "joint" | "separate";
+            cache?: boolean;
+            columns?: ("logprob" | "rank" | "entropy" | "logit_mean" | "logit_std" | "log_q" | "rb_entropy" | "head_mass" | "tail_mass" | "top1_prob" | "margin" | "two_point_entropy" | "collision" | "renyi2" | "effective_support" | "eos_prob")[];
+            items: components["schemas"]["LogprobItem"][];
+            model?: string | null;
+            /** @enum {string} */
+            on_overflow?: "error" | "truncate_left";
+            override?: components["schemas"]["ParameterOverride"] | null;
+            per_token?: boolean;
+            policy?: components["schemas"]["SamplingPolicy"];
+            /** @enum {string} */
+            precision?: "float32" | "float64";
+            probes?: components["schemas"]["ProbeRequest"][] | null;
+            /** @enum {string} */
+            space?: "as_given" | "both";
+            steering?: components["schemas"]["Steering"] | null;
+            top?: number;
+            window?: number;
+        };
+        Divergence: {
+            kl_max: number | null;
+            kl_mean: number | null;
+            kl_median: number | null;
+            kl_p99: number | null;
+            num_tokens: number;
+            reference: string;
+            top1_agreement: number | null;
+        } & {
+            [key: string]: unknown;
+        };
+        Encoded: {
+            offsets: ([
+                number,
+                number
+            ] | null)[];
+            token_ids: number[];
+            tokens: string[];
+        } & {
+            [key: string]: unknown;
+        };
+        GenerateAnswer: {
+            adapter?: components["schemas"]["UsedAdapter"] | null;
+            id: string;
+            model: string;
+            override?: components["schemas"]["UsedOverride"] | null;
+            provenance: components["schemas"]["Provenance"];
+            results: components["schemas"]["PromptCompletions"][];
+            steering?: components["schemas"]["SteeringReceipt"] | null;
+            timing: components["schemas"]["Timing"];
+            usage: components["schemas"]["Usage"];
+        } & {
+            [key: string]: unknown;
+        };
+        GenerateRequest: {
+            adapter?: string | null;
+            /** @enum {string} */
+            bos?: "auto" | "always" | "never";
+            cache?: boolean;
+            columns?: ("logprob" | "rank" | "entropy" | "logit_mean" | "logit_std" | "log_q" | "rb_entropy" | "head_mass" | "tail_mass" | "top1_prob" | "margin" | "two_point_entropy" | "collision" | "renyi2" | "effective_support" | "eos_prob")[] | null;
+            diagnostics?: boolean;
+            ignore_eos?: boolean;
+            include_stop?: boolean;
+            max_tokens?: number;
+            messages?: components["schemas"]["Message"][] | null;
+            min_p?: number;
+            model?: string | null;
+            n?: number;
+            /** @enum {string} */
+            on_overflow?: "error" | "truncate_left";
+            override?: components["schemas"]["ParameterOverride"] | null;
+            /** @enum {string} */
+            precision?: "float32" | "float64";
+            probes?: components["schemas"]["ProbeRequest"][] | null;
+            prompt_ids?: number[][] | null;
+            prompts?: string[] | null;
+            seed?: number | null;
+            steering?: components["schemas"]["Steering"] | null;
+            stop?: string[];
+            stream?: boolean;
+            temperature?: number;
+            top_k?: number;
+            top_p?: number;
+            window?: number;
+        };
+        ItemScore: {
+            best: number | null;
+            choice_probs: (number | null)[];
+            targets: components["schemas"]["ScoredTarget"][];
+        } & {
+            [key: string]: unknown;
+        };
+        LayerQuality: {
+            accuracy?: number | null;
+            activation_norm?: number | null;
+            auc?: number | null;
+            effect_size?: number | null;
+            explained_variance?: number | null;
+            matching_scale?: number | null;
+            pair_accuracy?: number | null;
+        } & {
+            [key: string]: unknown;
+        };
+        LogprobAnswer: {
+            adapter?: components["schemas"]["UsedAdapter"] | null;
+            id: string;
+            model: string;
+            override?: components["schemas"]["UsedOverride"] | null;
+            provenance: components["schemas"]["Provenance"];
+            results: components["schemas"]["ItemScore"][];
+            steering?: components["schemas"]["SteeringReceipt"] | null;
+            timing: components["schemas"]["Timing"];
+            usage: components["schemas"]["Usage"];
+        } & {
+            [key: string]: unknown;
+        };
+        LogprobItem: {
+            context?: string | null;
+            context_ids?: number[] | null;
+            messages?: components["schemas"]["Message"][] | null;
+            target_ids?: number[][] | null;
+            targets?: string[] | null;
+        };
+        LogprobRequest: {
+            adapter?: string | null;
+            /** @enum {string} */
+            bos?: "auto" | "always" | "never";
+            /** @enum {string} */
+            boundary?: "joint" | "separate";
+            cache?: boolean;
+            columns?: ("logprob" | "rank" | "entropy" | "logit_mean" | "logit_std" | "log_q" | "rb_entropy" | "head_mass" | "tail_mass" | "top1_prob" | "margin" | "two_point_entropy" | "collision" | "renyi2" | "effective_support" | "eos_prob")[];
+            items: components["schemas"]["LogprobItem"][];
+            model?: string | null;
+            /** @enum {string} */
+            on_overflow?: "error" | "truncate_left";
+            override?: components["schemas"]["ParameterOverride"] | null;
+            per_token?: boolean;
+            policy?: components["schemas"]["SamplingPolicy"];
+            /** @enum {string} */
+            precision?: "float32" | "float64";
+            probes?: components["schemas"]["ProbeRequest"][] | null;
+            /** @enum {string} */
+            space?: "as_given" | "both";
+            steering?: components["schemas"]["Steering"] | null;
+            top?: number;
+        };
+        Message: {
+            content: string;
+            /** @enum {string} */
+            role: "system" | "user" | "assistant";
+        };
+        ModelCard: {
+            columns?: string[] | null;
+            context_length?: number | null;
+            detail: string;
+            /** @enum {string} */
+            engine: "vllm" | "transformer_lens" | "fake";
+            has_chat_template?: boolean | null;
+            hidden_size?: number | null;
+            id: string;
+            num_layers?: number | null;
+            provenance?: components["schemas"]["Provenance"] | null;
+            required: boolean;
+            restarts?: number;
+            /** @enum {string} */
+            state: "loading" | "testing" | "ready" | "restarting" | "failed";
+            vocab_size?: number | null;
+        } & {
+            [key: string]: unknown;
+        };
+        ModelList: {
+            models: components["schemas"]["ModelCard"][];
+        } & {
+            [key: string]: unknown;
+        };
+        ParameterOverride: {
+            cast?: "float32" | null;
+            eta: number;
+            name: string;
+        };
+        PerplexityAnswer: {
+            adapter?: components["schemas"]["UsedAdapter"] | null;
+            divergence?: components["schemas"]["Divergence"] | null;
+            id: string;
+            model: string;
+            override?: components["schemas"]["UsedOverride"] | null;
+            provenance: components["schemas"]["Provenance"];
+            results: components["schemas"]["TextResult"][];
+            steering?: components["schemas"]["SteeringReceipt"] | null;
+            timing: components["schemas"]["Timing"];
+            total: components["schemas"]["TextScore"];
+            usage: components["schemas"]["Usage"];
+        } & {
+            [key: string]: unknown;
+        };
+        PerplexityRequest: {
+            adapter?: string | null;
+            /** @enum {string} */
+            bos?: "auto" | "always" | "never";
+            cache?: boolean;
+            columns?: ("logprob" | "rank" | "entropy" | "logit_mean" | "logit_std" | "log_q" | "rb_entropy" | "head_mass" | "tail_mass" | "top1_prob" | "margin" | "two_point_entropy" | "collision" | "renyi2" | "effective_support" | "eos_prob")[];
+            context_length?: number | null;
+            model?: string | null;
+            /** @enum {string} */
+            on_overflow?: "error" | "truncate_left";
+            override?: components["schemas"]["ParameterOverride"] | null;
+            policy?: components["schemas"]["SamplingPolicy"];
+            /** @enum {string} */
+            precision?: "float32" | "float64";
+            probes?: components["schemas"]["ProbeRequest"][] | null;
+            /** @enum {string} */
+            protocol?: "sliding" | "rolling" | "disjoint" | "llamacpp" | "exl3";
+            reference?: string | null;
+            rows?: number | null;
+            steering?: components["schemas"]["Steering"] | null;
+            stream?: boolean;
+            stride?: number | null;
+            texts: string[];
+            tokens?: boolean;
+            windows?: boolean;
+        };
+        ProbeReadings: {
+            after?: (number | null)[] | null;
+            before: (number | null)[];
+            context_after?: (number | null)[] | null;
+            context_before?: (number | null)[] | null;
+            flags?: string[];
+            hook: string;
+            layer: number;
+            name: string | null;
+            /** @enum {string} */
+            read: "projection" | "cosine" | "probability" | "activation";
+            sha256: string;
+        } & {
+            [key: string]: unknown;
+        };
+        ProbeRequest: {
+            context?: boolean;
+            data?: {
+                [key: string]: number[] | string;
+            } | null;
+            hook?: string | null;
+            layers?: number[] | null;
+            name?: string | null;
+            /** @enum {string} */
+            read?: "projection" | "cosine" | "probability" | "activation";
+            sha256?: string | null;
+        };
+        ProbedVector: {
+            data?: {
+                [key: string]: number[] | string;
+            } | null;
+            hook?: string | null;
+            layers?: number[] | null;
+            name?: string | null;
+            /** @enum {string} */
+            read?: "projection" | "cosine" | "probability" | "activation";
+            sha256?: string | null;
+        };
+        Problem: {
+            /** @enum {string} */
+            code: "invalid_request" | "context_too_long" | "boundary_empty" | "unsupported_by_engine" | "invalid_vector" | "invalid_adapter" | "non_finite" | "unauthorized" | "forbidden" | "not_found" | "unknown_model" | "unknown_vector" | "unknown_override" | "unknown_adapter" | "method_not_allowed" | "payload_too_large" | "overloaded" | "rate_limited" | "model_loading" | "engine_restarting" | "out_of_memory" | "deadline_exceeded" | "internal";
+            detail: string;
+            param?: string | null;
+            request_id: string;
+            retryable: boolean;
+            status: number;
+            title: string;
+            type: string;
+        } & {
+            [key: string]: unknown;
+        };
+        PromptCompletions: {
+            baseline?: components["schemas"]["Completion"][] | null;
+            completions: components["schemas"]["Completion"][];
+            prompt_ids: number[];
+            truncated_tokens?: number;
+        } & {
+            [key: string]: unknown;
+        };
+        Provenance: {
+            batch_invariant: boolean;
+            cast?: "float32" | null;
+            context_length?: number | null;
+            dtype: string;
+            /** @enum {string} */
+            engine: "vllm" | "transformer_lens" | "fake";
+            engine_version: string;
+            int8_products?: ("integer" | "float32_blocks") | null;
+            logits_dtype: string;
+            model_path: string;
+            pipeline_parallel: number;
+            /** @enum {string} */
+            precision?: "float32" | "float64";
+            protocol?: string | null;
+            quantization: string | null;
+            rows?: number | null;
+            stride?: number | null;
+            tensor_parallel: number;
+            tf32?: boolean;
+            tokenizer_digest: string;
+            vocab_size: number;
+            weights_digest: string;
+        } & {
+            [key: string]: unknown;
+        };
+        Recommendation: {
+            caution?: string | null;
+            layer: number;
+            reason: string;
+            relative_norms: number[];
+            scales: number[];
+        } & {
+            [key: string]: unknown;
+        };
+        SamplingPolicy: {
+            min_p?: number;
+            temperature?: number;
+            top_k?: number;
+            top_p?: number;
+        };
+        ScoredTarget: {
+            aggregates?: {
+                [key: string]: components["schemas"]["Aggregate"];
+            } | null;
+            /** @enum {string} */
+            boundary: "exact" | "merged";
+            columns?: {
+                [key: string]: (number | null)[];
+            } | null;
+            flags?: string[];
+            is_greedy?: boolean | null;
+            logprob: number | null;
+            logprob_any_space?: number | null;
+            logprobs?: (number | null)[] | null;
+            num_bytes: number;
+            num_tokens: number;
+            offsets?: [
+                number,
+                number
+            ][] | null;
+            perplexity?: number | null;
+            prob?: number | null;
+            probes?: components["schemas"]["ProbeReadings"][] | null;
+            ranks?: number[] | null;
+            target: string;
+            token_ids?: number[] | null;
+            tokens?: string[] | null;
+            top?: components["schemas"]["TopAlternatives"] | null;
+            truncated_tokens?: number;
+            variants?: components["schemas"]["SpaceVariants"] | null;
+        } & {
+            [key: string]: unknown;
+        };
+        SelftestAnswer: {
+            against?: string | null;
+            checks: components["schemas"]["SelftestCheck"][];
+            id: string;
+            model: string;
+            num_texts: number;
+            num_tokens: number;
+            provenance: components["schemas"]["Provenance"];
+            seconds: number;
+            timing: components["schemas"]["Timing"];
+            usage: components["schemas"]["Usage"];
+            /** @enum {string} */
+            verdict: "passed" | "failed" | "not_run";
+        } & {
+            [key: string]: unknown;
+        };
+        SelftestCheck: {
+            largest_difference: number | null;
+            /** @enum {string} */
+            name: "repeated" | "batched" | "shuffled" | "target_rows" | "sampled" | "steered_sampled" | "drawn" | "zero_scale" | "steered_neighbour" | "prefix_cached" | "chunked" | "against" | "against_steered";
+            noise_floor: number;
+            num_compared: number;
+            promise: string;
+            reason: string;
+            rms_difference: number | null;
+            tolerance: number;
+            /** @enum {string} */
+            verdict: "passed" | "failed" | "not_run";
+        } & {
+            [key: string]: unknown;
+        };
+        SelftestRequest: {
+            against?: string | null;
+            stream?: boolean;
+            texts?: string[];
+            token_ids?: number[][];
+        };
+        SimilarVector: {
+            cosine: number;
+            name: string;
+            sha256: string;
+        } & {
+            [key: string]: unknown;
+        };
+        SimilarVectors: {
+            compared: number;
+            layers: {
+                [key: string]: components["schemas"]["SimilarVector"][];
+            };
+            left_out: number;
+        } & {
+            [key: string]: unknown;
+        };
+        SlicePositions: {
+            slices: [
+                number,
+                number
+            ][];
+        };
+        SpaceVariants: {
+            with_space: components["schemas"]["TargetScore"];
+            without_space: components["schemas"]["TargetScore"];
+        } & {
+            [key: string]: unknown;
+        };
+        SteerAnswer: {
+            adapter?: components["schemas"]["UsedAdapter"] | null;
+            id: string;
+            model: string;
+            override?: components["schemas"]["UsedOverride"] | null;
+            provenance: components["schemas"]["Provenance"];
+            results: components["schemas"]["PromptCompletions"][];
+            steering: components["schemas"]["SteeringReceipt"];
+            timing: components["schemas"]["Timing"];
+            usage: components["schemas"]["Usage"];
+        } & {
+            [key: string]: unknown;
+        };
+        SteerRequest: {
+            adapter?: string | null;
+            baseline?: boolean;
+            /** @enum {string} */
+            bos?: "auto" | "always" | "never";
+            cache?: boolean;
+            columns?: ("logprob" | "rank" | "entropy" | "logit_mean" | "logit_std" | "log_q" | "rb_entropy" | "head_mass" | "tail_mass" | "top1_prob" | "margin" | "two_point_entropy" | "collision" | "renyi2" | "effective_support" | "eos_prob")[] | null;
+            ignore_eos?: boolean;
+            include_stop?: boolean;
+            max_tokens?: number;
+            messages?: components["schemas"]["Message"][] | null;
+            min_p?: number;
+            model?: string | null;
+            n?: number;
+            /** @enum {string} */
+            on_overflow?: "error" | "truncate_left";
+            override?: components["schemas"]["ParameterOverride"] | null;
+            /** @enum {string} */
+            precision?: "float32" | "float64";
+            probes?: components["schemas"]["ProbeRequest"][] | null;
+            prompt_ids?: number[][] | null;
+            prompts?: string[] | null;
+            seed?: number | null;
+            steering: components["schemas"]["Steering"];
+            stop?: string[];
+            stream?: boolean;
+            temperature?: number;
+            top_k?: number;
+            top_p?: number;
+        };
+        SteeredSite: {
+            relative_norm: number | null;
+            tokens: number;
+        } & {
+            [key: string]: unknown;
+        };
+        Steering: {
+            positions?: ("all" | "prompt" | "completion" | "predicting" | "last_prompt") | components["schemas"]["SlicePositions"];
+            vectors: components["schemas"]["SteeringVector"][];
+        };
+        SteeringCondition: {
+            above?: number | null;
+            below?: number | null;
+            /** @enum {string} */
+            of?: "token" | "prompt";
+            probe: components["schemas"]["ProbedVector"];
+        };
+        SteeringReceipt: {
+            layers: {
+                [key: string]: components["schemas"]["SteeredSite"];
+            };
+            tokens_steered: number;
+            vectors: components["schemas"]["UsedVector"][];
+        } & {
+            [key: string]: unknown;
+        };
+        SteeringVector: {
+            data?: {
+                [key: string]: number[] | string;
+            } | null;
+            hook?: string | null;
+            layers?: number[] | null;
+            name?: string | null;
+            /** @enum {string} */
+            op?: "add" | "ablate" | "project" | "clamp" | "replace" | "rotate";
+            params?: components["schemas"]["ClampBounds"] | null;
+            scale?: number;
+            sha256?: string | null;
+            /** @enum {string} */
+            unit?: "raw" | "unit" | "residual_norm";
+            when?: components["schemas"]["SteeringCondition"] | null;
+        };
+        SweepAnswer: {
+            adapter?: components["schemas"]["UsedAdapter"] | null;
+            id: string;
+            model: string;
+            override?: components["schemas"]["UsedOverride"] | null;
+            points: components["schemas"]["SweepPoint"][];
+            provenance: components["schemas"]["Provenance"];
+            timing: components["schemas"]["Timing"];
+            unsteered: components["schemas"]["SweepPoint"];
+            usage: components["schemas"]["Usage"];
+        } & {
+            [key: string]: unknown;
+        };
+        SweepPoint: {
+            items: components["schemas"]["SweptItem"][];
+            layers: number[] | null;
+            relative_norm: number | null;
+            scale: number;
+            texts: components["schemas"]["SweptText"][];
+        } & {
+            [key: string]: unknown;
+        };
+        SweepRequest: {
+            adapter?: string | null;
+            /** @enum {string} */
+            bos?: "auto" | "always" | "never";
+            /** @enum {string} */
+            boundary?: "joint" | "separate";
+            cache?: boolean;
+            items?: components["schemas"]["LogprobItem"][];
+            layers?: number[][] | null;
+            model?: string | null;
+            /** @enum {string} */
+            on_overflow?: "error" | "truncate_left";
+            override?: components["schemas"]["ParameterOverride"] | null;
+            /** @enum {string} */
+            precision?: "float32" | "float64";
+            scales: number[];
+            steering: components["schemas"]["Steering"];
+            texts?: string[];
+        };
+        SweptItem: {
+            kl: number | null;
+            targets: components["schemas"]["SweptTarget"][];
+        } & {
+            [key: string]: unknown;
+        };
+        SweptTarget: {
+            change: number | null;
+            logprob: number | null;
+            truncated_tokens?: number;
+        } & {
+            [key: string]: unknown;
+        };
+        SweptText: {
+            num_scored: number;
+            perplexity: number | null;
+            sum_logprob: number | null;
+        } & {
+            [key: string]: unknown;
+        };
+        TargetScore: {
+            aggregates?: {
+                [key: string]: components["schemas"]["Aggregate"];
+            } | null;
+            /** @enum {string} */
+            boundary: "exact" | "merged";
+            columns?: {
+                [key: string]: (number | null)[];
+            } | null;
+            flags?: string[];
+            is_greedy?: boolean | null;
+            logprob: number | null;
+            logprobs?: (number | null)[] | null;
+            num_bytes: number;
+            num_tokens: number;
+            offsets?: [
+                number,
+                number
+            ][] | null;
+            perplexity?: number | null;
+            prob?: number | null;
+            probes?: components["schemas"]["ProbeReadings"][] | null;
+            ranks?: number[] | null;
+            target: string;
+            token_ids?: number[] | null;
+            tokens?: string[] | null;
+            top?: components["schemas"]["TopAlternatives"] | null;
+            truncated_tokens?: number;
+        } & {
+            [key: string]: unknown;
+        };
+        TextResult: {
+            bits_per_byte: number | null;
+            byte_perplexity: number | null;
+            flags?: string[];
+            num_bytes: number;
+            num_chars: number;
+            num_scored: number;
+            num_tokens: number;
+            num_words: number;
+            perplexity: number | null;
+            stderr: number | null;
+            sum_logprob: number | null;
+            sum_squared_logprob: number | null;
+            tokens?: components["schemas"]["TokenScores"] | null;
+            windows?: components["schemas"]["WindowScore"][] | null;
+            word_perplexity: number | null;
+        } & {
+            [key: string]: unknown;
+        };
+        TextScore: {
+            bits_per_byte: number | null;
+            byte_perplexity: number | null;
+            flags?: string[];
+            num_bytes: number;
+            num_chars: number;
+            num_scored: number;
+            num_tokens: number;
+            num_words: number;
+            perplexity: number | null;
+            stderr: number | null;
+            sum_logprob: number | null;
+            sum_squared_logprob: number | null;
+            word_perplexity: number | null;
+        } & {
+            [key: string]: unknown;
+        };
+        Timing: {
+            engine_ms: number;
+            queue_ms: number;
+        } & {
+            [key: string]: unknown;
+        };
+        TokenScores: {
+            columns?: {
+                [key: string]: (number | null)[];
+            } | null;
+            logprobs: (number | null)[];
+            positions: number[];
+            probes?: components["schemas"]["ProbeReadings"][] | null;
+            ranks?: number[] | null;
+            token_ids: number[];
+        } & {
+            [key: string]: unknown;
+        };
+        TokenizeAnswer: {
+            count?: number | null;
+            max_model_len?: number | null;
+            model: string;
+            results: components["schemas"]["Encoded"][];
+            tokens?: number[] | null;
+        } & {
+            [key: string]: unknown;
+        };
+        TokenizeRequest: {
+            add_special_tokens?: boolean;
+            /** @enum {string} */
+            bos?: "auto" | "always" | "never";
+            model?: string | null;
+            prompt?: string | null;
+            texts?: string[] | null;
+        };
+        TopAlternatives: {
+            logprobs: (number | null)[][];
+            token_ids: number[][];
+            tokens: string[][];
+        } & {
+            [key: string]: unknown;
+        };
+        TrainAnswer: {
+            id: string;
+            layer_cosines: (number | null)[][];
+            model: string;
+            provenance: components["schemas"]["Provenance"];
+            similar: components["schemas"]["SimilarVectors"];
+            timing: components["schemas"]["Timing"];
+            usage: components["schemas"]["Usage"];
+            vector: components["schemas"]["VectorCard"];
+        } & {
+            [key: string]: unknown;
+        };
+        TrainRequest: {
+            /** @enum {string} */
+            bos?: "auto" | "always" | "never";
+            hook?: string;
+            layers?: number[] | null;
+            /** @enum {string} */
+            method?: "mean_difference" | "pca" | "logistic" | "lda";
+            model?: string | null;
+            name: string;
+            pairs: components["schemas"]["ContrastPair"][];
+            /** @enum {string} */
+            read?: "last" | "mean";
+            whiten?: boolean;
+        };
+        Usage: {
+            cached_results?: number;
+            cached_tokens?: number;
+            generated_tokens?: number;
+            prompt_tokens: number;
+            scored_tokens: number;
+        } & {
+            [key: string]: unknown;
+        };
+        UsedAdapter: {
+            name: string;
+            sha256: string;
+        } & {
+            [key: string]: unknown;
+        };
+        UsedOverride: {
+            cast?: "float32" | null;
+            eta: number;
+            name: string;
+            sha256: string;
+        } & {
+            [key: string]: unknown;
+        };
+        UsedVector: {
+            name: string | null;
+            passed?: number | null;
+            scale: number;
+            sha256: string;
+        } & {
+            [key: string]: unknown;
+        };
+        Validation: {
+            folds?: number | null;
+            reason?: string | null;
+        } & {
+            [key: string]: unknown;
+        };
+        VectorAbout: {
+            format?: ("safetensors" | "gguf" | "pt") | null;
+            method?: ("mean_difference" | "pca" | "logistic" | "lda") | null;
+            model?: string | null;
+            model_hint?: string | null;
+            orthogonal_to?: components["schemas"]["VectorPart"][] | null;
+            pairs?: number | null;
+            parts?: components["schemas"]["VectorPart"][] | null;
+            quality?: {
+                [key: string]: components["schemas"]["LayerQuality"];
+            } | null;
+            read?: ("last" | "mean") | null;
+            recommendation?: components["schemas"]["Recommendation"] | null;
+            /** @enum {string} */
+            source: "upload" | "training" | "combination";
+            validation?: components["schemas"]["Validation"] | null;
+            weights_digest?: string | null;
+            whiten?: boolean | null;
+        } & {
+            [key: string]: unknown;
+        };
+        VectorCard: {
+            about: components["schemas"]["VectorAbout"];
+            bytes: number;
+            created: string;
+            hook: string;
+            layers: number[];
+            name: string;
+            norms: {
+                [key: string]: number;
+            };
+            readouts?: {
+                [key: string]: components["schemas"]["VectorReadout"];
+            } | null;
+            sha256: string;
+            width: number;
+        } & {
+            [key: string]: unknown;
+        };
+        VectorList: {
+            bytes: number;
+            damaged?: string[];
+            max_bytes: number;
+            vectors: components["schemas"]["VectorCard"][];
+        } & {
+            [key: string]: unknown;
+        };
+        VectorPart: {
+            name: string;
+            sha256: string;
+            weight?: number | null;
+        } & {
+            [key: string]: unknown;
+        };
+        VectorReadout: {
+            bias: number;
+            /** @enum {string} */
+            kind: "logistic" | "relu";
+            slope: number;
+            threshold?: number;
+        } & {
+            [key: string]: unknown;
+        };
+        WeightedVector: {
+            name: string;
+            weight?: number;
+        };
+        WindowScore: {
+            end: number;
+            num_scored: number;
+            start: number;
+            sum_logprob: number | null;
+            sum_squared_logprob: number | null;
+            text: number;
+        } & {
+            [key: string]: unknown;
+        };
+    };
+    responses: never;
+    parameters: never;
+    requestBodies: never;
+    headers: never;
+    pathItems: never;
+}
+export type $defs = Record<string, never>;
+export interface operations {
+    detokenize_detokenize_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["DetokenizeRequest"];
+            };
+        };
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["DetokenizeAnswer"];
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    diagnostics_diagnostics_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["DiagnosticsRequest"];
+            };
+        };
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["LogprobAnswer"];
+                    "application/msgpack": unknown;
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    generate_generate_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["GenerateRequest"];
+            };
+        };
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["GenerateAnswer"];
+                    "application/msgpack": unknown;
+                    "text/event-stream": unknown;
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    logprob_logprob_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["LogprobRequest"];
+            };
+        };
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["LogprobAnswer"];
+                    "application/msgpack": unknown;
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_models_models_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ModelList"];
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    selftest_models__model_id__selftest_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                model_id: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["SelftestRequest"];
+            };
+        };
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["SelftestAnswer"];
+                    "application/msgpack": unknown;
+                    "text/event-stream": unknown;
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    perplexity_perplexity_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["PerplexityRequest"];
+            };
+        };
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["PerplexityAnswer"];
+                    "application/msgpack": unknown;
+                    "text/event-stream": unknown;
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    steer_steer_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["SteerRequest"];
+            };
+        };
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["SteerAnswer"];
+                    "application/msgpack": unknown;
+                    "text/event-stream": unknown;
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    sweep_sweep_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["SweepRequest"];
+            };
+        };
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["SweepAnswer"];
+                    "application/msgpack": unknown;
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    tokenize_tokenize_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["TokenizeRequest"];
+            };
+        };
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["TokenizeAnswer"];
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_vectors_vectors_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["VectorList"];
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    vectors_train_vectors_train_post: {
+        parameters: {
+            query?: never;
+            header?: {
+                "Idempotency-Key"?: string;
+            };
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["TrainRequest"];
+            };
+        };
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["TrainAnswer"];
+                    "application/msgpack": unknown;
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    show_vector_vectors__name__get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["VectorCard"];
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    upload_vector_vectors__name__put: {
+        parameters: {
+            query?: {
+                format?: ("safetensors" | "gguf" | "pt") | null;
+            };
+            header?: never;
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/octet-stream": string;
+            };
+        };
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["VectorCard"];
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    delete_vector_vectors__name__delete: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["DeletedVector"];
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    combine_vector_vectors__name__combine_post: {
+        parameters: {
+            query?: never;
+            header?: {
+                "Idempotency-Key"?: string;
+            };
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["CombineRequest"];
+            };
+        };
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["VectorCard"];
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    download_vector_vectors__name__content_get: {
+        parameters: {
+            query?: {
+                format?: "safetensors" | "gguf";
+            };
+            header?: never;
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/vnd.gguf": string;
+                    "application/vnd.safetensors": string;
+                };
+            };
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+}

@@ -1,0 +1,47 @@
+// The server's models, and the one that is asked.
+import { computed, signal } from "@preact/signals";
+import { call, ServerProblem, type ModelCard } from "./api";
+
+export const models = signal<ModelCard[]>([]);
+export const modelsError = signal<unknown>(null);
+/** The id that was chosen or came with the address; empty: the first that is ready. */
+export const chosenModel = signal("");
+
+export const currentModel = computed<ModelCard | null>(() => {
+  const all = models.value;
+  return (
+    all.find((model) => model.id === chosenModel.value) ??
+    all.find((model) => model.state === "ready") ??
+    all[0] ??
+    null
+  );
+});
+
+const SETTLED_MS = 15_000;
+const UNSETTLED_MS = 1_000;
+
+export async function refreshModels(): Promise<void> {
+  try {
+    models.value = (await call("get", "/models", undefined)).models;
+    modelsError.value = null;
+  } catch (error) {
+    modelsError.value = error;
+  }
+}
+
+/** Whether the server has nothing to say to who has no key. */
+export const isLockedOut = computed(
+  () => modelsError.value instanceof ServerProblem && modelsError.value.problem.status === 401,
+);
+
+/**
+ * Ask for the models now, and from time to time while somebody looks; often while one loads.
+ *
+ * Who will give no key is asked for none again, until they ask themselves.
+ */
+export async function watchModels(): Promise<void> {
+  if (!document.hidden) await refreshModels();
+  if (isLockedOut.value) return;
+  const settled = models.value.length > 0 && models.value.every((m) => m.state === "ready");
+  setTimeout(() => void watchModels(), settled ? SETTLED_MS : UNSETTLED_MS);
+}

@@ -1,0 +1,127 @@
+// A text as a model reads it: its tokens, their columns, and what else would have been likely.
+import { call, type Schemas } from "./api";
+
+export interface Query {
+  model: string;
+  text: string;
+  steering?: Schemas["Steering"];
+  probe?: Schemas["ProbeRequest"];
+}
+
+export interface Reading {
+  tokens: string[];
+  ids: number[];
+  /** Each has an entry for each token; null where the token was not scored. */
+  logprobs: (number | null)[];
+  ranks: (number | null)[];
+  entropies: (number | null)[];
+  /** Projections on the probe, and after steering where there was any. */
+  readings: (number | null)[] | null;
+  /** What was read, and where. */
+  probe: string;
+  total: Schemas["TextResult"];
+  answer: Schemas["PerplexityAnswer"];
+  /** The most probable tokens where token `index` stands; null: it was not scored. */
+  findAlternatives: (index: number) => Promise<Alternatives | null>;
+}
+
+export interface Alternatives {
+  tokens: string[];
+  logprobs: (number | null)[];
+}
+
+const TOP = 6;
+
+export function toRequest(query: Query): Schemas["PerplexityRequest"] {
+  return {
+    model: query.model,
+    texts: [query.text],
+    tokens: true,
+    windows: true,
+    columns: ["logprob", "rank", "entropy"],
+    steering: query.steering,
+    probes: query.probe && [query.probe],
+  };
+}
+
+export async function readText(query: Query, signal: AbortSignal): Promise<Reading> {
+  const { model, text } = query;
+  const [answer, cut] = await Promise.all([
+    call("post", "/perplexity", toRequest(query), { signal }),
+    call("post", "/tokenize", { model, texts: [text] }, { signal }),
+  ]);
+  const total = answer.results[0];
+  const encoded = cut.results[0];
+  const scored = total?.tokens;
+  if (!total || !encoded || !scored) throw new Error("The answer has no tokens.");
+  // What stands in front of the text, such as a beginning of sequence, has no place in it.
+  const first = encoded.offsets.findIndex((offset) => offset !== null);
+  const prefix = encoded.token_ids.slice(0, first < 0 ? 0 : first);
+  const ids = encoded.token_ids.slice(prefix.length);
+  const spread = <T,>(values: readonly T[] | null | undefined): (T | null)[] => {
+    const all = new Array<T | null>(ids.length).fill(null);
+    scored.positions.forEach((position, at) => (all[position] = values?.[at] ?? null));
+    return all;
+  };
+  const probed = scored.probes?.[0];
+  return {
+    tokens: readTokens(text, encoded, prefix.length),
+    ids,
+    logprobs: spread(scored.logprobs),
+    ranks: spread(scored.ranks),
+    entropies: spread(scored.columns?.entropy),
+    readings: probed ? spread(probed.after ?? probed.before) : null,
+    probe: probed ? `${probed.name} at layer ${probed.layer}` : "",
+    total,
+    answer,
+    findAlternatives: findAlternatives(query, ids, prefix, total.windows ?? []),
+  };
+}
+
+/** The tokens as the text has them; a character that is several tokens stands with its first. */
+function readTokens(text: string, encoded: Schemas["Encoded"], skip: number): string[] {
+  const characters = Array.from(text);
+  let end = 0;
+  return encoded.tokens.slice(skip).map((token, at) => {
+    const offset = encoded.offsets[at + skip];
+    if (!offset) return token;
+    const from = Math.max(end, offset[0]);
+    const own = characters.slice(from, offset[1]).join("");
+    end = Math.max(end, offset[1]);
+    return own === "" ? "·" : own;
+  });
+}
+
+/**
+ * Look a token's alternatives up where they are wanted, all those of its window at once.
+ *
+ * The window is scored again as ids, with the same tokens in front, so the numbers are the same.
+ */
+function findAlternatives(
+  { model, steering }: Query,
+  ids: number[],
+  prefix: number[],
+  windows: readonly Schemas["WindowScore"][],
+): Reading["findAlternatives"] {
+  const known = new Map<number, Promise<Schemas["TargetScore"] | null>>();
+  return async (index) => {
+    const at = windows.findIndex((w) => index >= w.end - w.num_scored && index < w.end);
+    const window = windows[at];
+    if (window === undefined) return null;
+    const first = window.end - window.num_scored;
+    let found = known.get(at);
+    if (found === undefined) {
+      const context = [...(window.start === 0 ? prefix : []), ...ids.slice(window.start, first)];
+      const items = [{ context_ids: context, target_ids: [ids.slice(first, window.end)] }];
+      found = call("post", "/logprob", { model, items, top: TOP, steering }).then(
+        (answer) => answer.results[0]?.targets[0] ?? null,
+      );
+      found.catch(() => known.delete(at));
+      known.set(at, found);
+    }
+    const top = (await found)?.top;
+    const tokens = top?.tokens[index - first];
+    const logprobs = top?.logprobs[index - first];
+    return tokens && logprobs ? { tokens, logprobs } : null;
+  };
+}

@@ -1,0 +1,187 @@
+// A steering object from what a form says, and which scales make sense for it.
+import type { Schemas } from "./api";
+import type { JsonObject } from "./snippets";
+import type { VectorCard } from "./vectors";
+
+export type Operation = "add" | "ablate" | "project" | "clamp" | "replace" | "rotate";
+export type Unit = "raw" | "unit" | "residual_norm";
+export type Positions =
+  | "all"
+  | "prompt"
+  | "completion"
+  | "predicting"
+  | "last_prompt"
+  | "slices";
+
+/** The fields of a form about one vector; texts are as they were typed. */
+export type SteeringFields = {
+  vector: string;
+  /** As in `2` or `2,5-7`; empty: the one recommended; `own`: every layer that the vector has. */
+  layers: string;
+  op: Operation;
+  unit: Unit;
+  positions: Positions;
+  /** As in `0:5,8:10`, of positions `slices`. */
+  slices: string;
+  /** Bounds of `clamp`; empty: none. */
+  low: string;
+  high: string;
+  /** Act only where this vector reads above or below a number; empty: everywhere. */
+  when: string;
+  whenLayer: string;
+  above: string;
+  below: string;
+};
+
+export const INITIAL_STEERING: SteeringFields = {
+  vector: "",
+  layers: "",
+  op: "add",
+  unit: "raw",
+  positions: "all",
+  slices: "0:4",
+  low: "0",
+  high: "",
+  when: "",
+  whenLayer: "",
+  above: "0",
+  below: "",
+};
+
+/** Layers of a text as in `2,5-7`; null for one that is none. */
+export function parseLayers(text: string): number[] | null {
+  const layers: number[] = [];
+  for (const part of text.split(",")) {
+    const found = /^\s*(\d+)\s*(?:-\s*(\d+)\s*)?$/.exec(part);
+    if (found === null) return null;
+    const first = Number(found[1]);
+    const last = Number(found[2] ?? first);
+    if (last < first || last - first > 10_000) return null;
+    for (let layer = first; layer <= last; layer++) layers.push(layer);
+  }
+  return layers;
+}
+
+/** What a typed text says, or an Error that says how to write it. */
+export function readLayers(text: string, card: VectorCard | undefined): number[] | undefined {
+  if (text.trim() === "own") return undefined;
+  if (text.trim() === "") {
+    const best = card?.about.recommendation?.layer;
+    return best === undefined ? undefined : [best];
+  }
+  const layers = parseLayers(text);
+  if (layers === null) {
+    throw new Error(`Layers “${text}” are not written as in 4 or 2,5-7; leave the field empty for the recommended one.`);
+  }
+  return layers;
+}
+
+function readNumber(text: string): number | undefined {
+  const value = Number(text);
+  return text.trim() === "" || !Number.isFinite(value) ? undefined : value;
+}
+
+function readSlices(text: string): number[][] {
+  return text.split(",").map((part) => {
+    const found = /^\s*(\d+)\s*:\s*(\d+)\s*$/.exec(part);
+    if (found === null) throw new Error(`Slices “${text}” are not written as in 0:5,8:10.`);
+    return [Number(found[1]), Number(found[2])];
+  });
+}
+
+/** The steering object, without what is as by default. Throws Error where a text makes no sense. */
+export function makeSteering(
+  fields: SteeringFields,
+  cards: readonly VectorCard[],
+  scale: number | undefined,
+): JsonObject {
+  const card = findVector(fields.vector, cards);
+  const { op, unit, positions } = fields;
+  const takesUnit = op === "add" || op === "project" || op === "replace";
+  const vector: JsonObject = {
+    name: card?.name ?? fields.vector,
+    layers: readLayers(fields.layers, card),
+    op: op === "add" ? undefined : op,
+    unit: unit === "raw" || !takesUnit ? undefined : unit,
+  };
+  if (op === "clamp") vector.params = { min: readNumber(fields.low), max: readNumber(fields.high) };
+  else vector.scale = scale;
+  if (fields.when !== "") {
+    vector.when = {
+      probe: { name: fields.when, layers: readLayers(fields.whenLayer, findVector(fields.when, cards)) },
+      above: readNumber(fields.above),
+      below: readNumber(fields.below),
+    };
+  }
+  const where = positions === "slices" ? { slices: readSlices(fields.slices) } : positions;
+  return { vectors: [vector], positions: positions === "all" ? undefined : where };
+}
+
+/** The vector of this name; where none is named the first that is stored. */
+export function findVector(name: string, cards: readonly VectorCard[]): VectorCard | undefined {
+  return name === "" ? cards[0] : cards.find((card) => card.name === name);
+}
+
+export interface Reach {
+  min: number;
+  max: number;
+  step: number;
+  /** Where to begin. */
+  start: number;
+}
+
+/** Round up to a number that reads well. */
+function roundUp(value: number): number {
+  const power = 10 ** Math.floor(Math.log10(value));
+  const steps = [1, 2, 3, 4, 5, 6, 8, 10];
+  return power * (steps.find((step) => step * power >= value * 0.999) ?? 10);
+}
+
+function around(end: number, start: number): Reach {
+  const step = roundUp(end / 100);
+  return { min: -end, max: end, step, start: Number((Math.round(start / step) * step).toPrecision(6)) };
+}
+
+/**
+ * The scales that a slider offers.
+ *
+ * Four times what is recommended shows where a vector begins to break the text; without a
+ * recommendation a vector of norm 1 has about as much to do as the stream is long.
+ */
+export function reachOf(op: Operation, unit: Unit, card: VectorCard | undefined): Reach {
+  if (op === "ablate") return { min: 0, max: 2, step: 0.05, start: 1 };
+  if (op === "rotate") return { min: -180, max: 180, step: 1, start: 20 };
+  if (unit === "residual_norm") return { min: -1.5, max: 1.5, step: 0.02, start: 0.25 };
+  const best = card?.about.recommendation;
+  const raw = best?.scales.at(-1) ?? 2;
+  if (op === "add" && unit === "raw") return around(roundUp(4 * raw), raw);
+  const norm = card?.norms[String(best?.layer ?? card.layers[0])] ?? 1;
+  const length = op === "replace" && unit === "raw" ? raw : raw * norm;
+  return around(roundUp(4 * length), length);
+}
+
+export const OPERATIONS: { value: Operation; label: string; does: string }[] = [
+  { value: "add", label: "Add", does: "The vector, times the scale, is added." },
+  { value: "ablate", label: "Ablate", does: "What the stream has along the vector is taken away; scale 1 takes all of it." },
+  { value: "project", label: "Project", does: "What the stream has along the vector is set to the scale." },
+  { value: "clamp", label: "Clamp", does: "What the stream has along the vector is kept between two bounds." },
+  { value: "replace", label: "Replace", does: "The stream becomes the vector, times the scale." },
+  { value: "rotate", label: "Rotate", does: "The stream is turned toward the vector by so many degrees; its length stays." },
+];
+
+export const UNITS: { value: Unit; label: string }[] = [
+  { value: "raw", label: "the vector as it is" },
+  { value: "unit", label: "the vector at norm 1" },
+  { value: "residual_norm", label: "shares of the stream's norm" },
+];
+
+export const POSITIONS: { value: Positions; label: string }[] = [
+  { value: "all", label: "all tokens" },
+  { value: "prompt", label: "the prompt" },
+  { value: "completion", label: "the completion" },
+  { value: "predicting", label: "from the prompt's last token on" },
+  { value: "last_prompt", label: "the prompt's last token" },
+  { value: "slices", label: "slices …" },
+];
+
+export type Receipt = Schemas["SteeringReceipt"];

@@ -1,0 +1,76 @@
+// The request that a view sends, as text that runs as it stands.
+import { useEffect, useRef, useState } from "preact/hooks";
+import { apiKey, BASE } from "../lib/api";
+import { toCommand, toCurl, toPython, type Asked } from "../lib/snippets";
+import { Icon } from "./Icon";
+
+type Form = "curl" | "python" | "cli";
+const NAMES: Record<Form, string> = { curl: "curl", python: "Python", cli: "CLI" };
+
+/** Buttons that copy a request; the last copied text is shown. */
+export function CopyAs({ asked, label = "Copy as" }: { asked: Asked; label?: string }) {
+  const [form, setForm] = useState<Form | null>(null);
+  const [copied, setCopied] = useState(false);
+  const timer = useRef(0);
+  useEffect(() => () => clearTimeout(timer.current), []);
+  const command = toCommand(asked, BASE);
+  const write: Record<Form, () => string | null> = {
+    curl: () => toCurl(asked, BASE, apiKey.value !== ""),
+    python: () => toPython(asked, BASE),
+    cli: () => command,
+  };
+  const choose = async (next: Form): Promise<void> => {
+    const isSame = form === next;
+    setForm(isSame ? null : next);
+    if (isSame) return;
+    await copyText(write[next]() ?? "");
+    setCopied(true);
+    clearTimeout(timer.current);
+    timer.current = window.setTimeout(() => setCopied(false), 2000);
+  };
+  const shown = form === null ? null : write[form]();
+  return (
+    <div class="copy-as">
+      <div class="copy-row" role="group" aria-label={label}>
+        <span class="copy-label">{label}</span>
+        {(Object.keys(NAMES) as Form[])
+          .filter((name) => name !== "cli" || command !== null)
+          .map((name) => (
+            <button
+              key={name}
+              type="button"
+              class="quiet"
+              aria-expanded={form === name}
+              data-copy={name}
+              onClick={() => void choose(name)}
+            >
+              <Icon name={copied && form === name ? "check" : "copy"} /> {NAMES[name]}
+            </button>
+          ))}
+        <span class="copied" role="status">
+          {copied ? "Copied" : ""}
+        </span>
+      </div>
+      {shown !== null && (
+        <pre class="snippet" tabIndex={0} aria-label={`This request for ${NAMES[form as Form]}`}>
+          <code>{shown}</code>
+        </pre>
+      )}
+    </div>
+  );
+}
+
+/** Copy a text; pages without a secure origin have no clipboard, and select it instead. */
+export async function copyText(text: string): Promise<void> {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    const area = document.createElement("textarea");
+    area.value = text;
+    area.className = "off-screen";
+    document.body.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+}

@@ -1,0 +1,77 @@
+// The head of the page: its name, the model that is asked, and light or dark.
+import { useEffect, useState } from "preact/hooks";
+import { chosenModel, currentModel, models } from "../lib/models";
+import { isDark, switchTheme } from "../lib/theme";
+import { copyText } from "./CopyAs";
+import { Icon } from "./Icon";
+
+export function Header() {
+  const all = models.value;
+  const current = currentModel.value;
+  return (
+    <header class="head">
+      <a class="wordmark" href="#text" aria-label="logsteer">
+        <svg viewBox="0 0 32 32" aria-hidden="true">
+          <path d="M3 22c7 0 8-13 14-13s6 7 12 7" />
+        </svg>
+        logsteer
+      </a>
+      <div class="head-model">
+        {current && (
+          <>
+            <span class={`state-dot is-${current.state}`} aria-hidden="true" />
+            <label class="off-screen" for="model">
+              Model
+            </label>
+            <span class="select">
+              <select
+                id="model"
+                value={current.id}
+                onChange={(event) => (chosenModel.value = event.currentTarget.value)}
+              >
+                {all.map((model) => (
+                  <option key={model.id} value={model.id}>
+                    {model.id}
+                  </option>
+                ))}
+              </select>
+            </span>
+            <span class="head-state">
+              {current.state === "ready" ? current.engine : current.state}
+            </span>
+          </>
+        )}
+      </div>
+      <LinkButton />
+      <button
+        type="button"
+        class="icon-button"
+        onClick={switchTheme}
+        aria-label={isDark.value ? "Use light colours" : "Use dark colours"}
+      >
+        <Icon name={isDark.value ? "sun" : "moon"} />
+      </button>
+    </header>
+  );
+}
+
+/** Copies the address, which has the view and what is in its fields. */
+function LinkButton() {
+  const [isCopied, setCopied] = useState(false);
+  useEffect(() => {
+    if (!isCopied) return undefined;
+    const timer = setTimeout(() => setCopied(false), 2000);
+    return () => clearTimeout(timer);
+  }, [isCopied]);
+  return (
+    <button
+      type="button"
+      class="icon-button"
+      onClick={() => void copyText(location.href).then(() => setCopied(true))}
+      aria-label={isCopied ? "Link copied" : "Copy a link to this"}
+      title="Copy a link to this"
+    >
+      <Icon name={isCopied ? "check" : "link"} />
+    </button>
+  );
+}

@@ -1,0 +1,41 @@
+// What steering did, in words: measured in the model, not taken from the request.
+import type { Schemas } from "../lib/api";
+import { number, plural } from "../lib/format";
+
+export function Receipt({ receipt }: { receipt: Schemas["SteeringReceipt"] }) {
+  const sites = Object.entries(receipt.layers);
+  return (
+    <section class="receipt" aria-label="Receipt">
+      <h3>What steering did</h3>
+      <p>
+        {plural(receipt.tokens_steered, "token")} {receipt.tokens_steered === 1 ? "was" : "were"}{" "}
+        read under steering by{" "}
+        {receipt.vectors.map((vector, index) => (
+          <span key={index}>
+            {index > 0 && (index === receipt.vectors.length - 1 ? " and " : ", ")}
+            <b>{vector.name ?? `the vector ${vector.sha256.slice(0, 10)}…`}</b> at scale{" "}
+            <span class="num">{number(vector.scale)}</span>
+            {vector.passed !== null && vector.passed !== undefined && (
+              <> (its condition held at {plural(vector.passed, "token")})</>
+            )}
+          </span>
+        ))}
+        .
+      </p>
+      <ul>
+        {sites.map(([site, did]) => (
+          <li key={site}>
+            Layer <span class="num">{site}</span> changed at {plural(did.tokens, "token")}
+            {typeof did.relative_norm === "number" && (
+              <>
+                , by <span class="num">{number(100 * did.relative_norm)} %</span> of the stream's own
+                length on average
+              </>
+            )}
+            .
+          </li>
+        ))}
+      </ul>
+    </section>
+  );
+}

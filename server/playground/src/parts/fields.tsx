@@ -1,0 +1,251 @@
+// Inputs with their labels. Each calls `onChange` with a value of its own type, at every keystroke.
+import type { ComponentChildren } from "preact";
+import { useId, useLayoutEffect, useRef } from "preact/hooks";
+
+interface Labelled {
+  label: string;
+  /** What the label does not say; read out with the field. */
+  hint?: ComponentChildren;
+}
+
+interface FieldProps extends Labelled {
+  /** Given the ids that its input takes: `id`, and `aria-describedby`. */
+  children: (ids: { id: string; "aria-describedby"?: string }) => ComponentChildren;
+  /** Shown at the right of the label, such as the value of a slider. */
+  value?: ComponentChildren;
+}
+
+/** A label, an input, and a hint. */
+export function Field({ label, hint, value, children }: FieldProps) {
+  const id = useId();
+  return (
+    <div class="field">
+      <div class="field-head">
+        <label for={id}>{label}</label>
+        {value !== undefined && <span class="field-value num">{value}</span>}
+      </div>
+      {children({ id, "aria-describedby": hint ? `${id}-hint` : undefined })}
+      {hint && (
+        <div class="hint" id={`${id}-hint`}>
+          {hint}
+        </div>
+      )}
+    </div>
+  );
+}
+
+interface TextProps extends Labelled {
+  value: string;
+  onChange: (value: string) => void;
+  placeholder?: string;
+}
+
+export function TextField({ label, hint, value, onChange, placeholder }: TextProps) {
+  return (
+    <Field label={label} hint={hint}>
+      {(ids) => (
+        <input
+          {...ids}
+          type="text"
+          spellcheck={false}
+          autocomplete="off"
+          placeholder={placeholder}
+          value={value}
+          onInput={(event) => onChange(event.currentTarget.value)}
+        />
+      )}
+    </Field>
+  );
+}
+
+/** Characters from which on a text is as high as it may be, whatever its lines are. */
+const LONG_VALUE = 4000;
+
+/** Several lines, as high as the text up to `maxRows`. */
+export function TextArea(props: TextProps & { rows?: number; maxRows?: number }) {
+  const { label, hint, value, onChange, placeholder, rows = 3, maxRows = 14 } = props;
+  const area = useRef<HTMLTextAreaElement>(null);
+  const fitted = useRef<string | null>(null);
+  useLayoutEffect(() => {
+    const element = area.current;
+    // What is hidden has no height; it is fitted once it is shown.
+    if (element === null || element.offsetParent === null || fitted.current === value) return;
+    fitted.current = value;
+    const line = parseFloat(getComputedStyle(element).lineHeight) || 24;
+    const highest = maxRows * line;
+    let height = highest;
+    if (value.length < LONG_VALUE) {
+      element.style.height = "0";
+      height = Math.min(Math.max(element.scrollHeight + 2, rows * line), highest);
+    }
+    element.style.height = `${height}px`;
+  });
+  return (
+    <Field label={label} hint={hint}>
+      {(ids) => (
+        <textarea
+          {...ids}
+          ref={area}
+          spellcheck={false}
+          placeholder={placeholder}
+          rows={rows}
+          value={value}
+          onInput={(event) => onChange(event.currentTarget.value)}
+        />
+      )}
+    </Field>
+  );
+}
+
+interface NumberProps extends Labelled {
+  value: number | null;
+  onChange: (value: number | null) => void;
+  min?: number;
+  max?: number;
+  step?: number | "any";
+  placeholder?: string;
+}
+
+/** A number, or null where the field is empty. */
+export function NumberField({ label, hint, value, onChange, ...rest }: NumberProps) {
+  return (
+    <Field label={label} hint={hint}>
+      {(ids) => (
+        <input
+          {...ids}
+          {...rest}
+          type="number"
+          class="num"
+          value={value ?? ""}
+          onInput={(event) => {
+            const typed = event.currentTarget.value;
+            const parsed = Number(typed);
+            if (typed === "") onChange(null);
+            else if (Number.isFinite(parsed)) onChange(parsed);
+          }}
+        />
+      )}
+    </Field>
+  );
+}
+
+interface SliderProps extends Labelled {
+  value: number;
+  onChange: (value: number) => void;
+  min: number;
+  max: number;
+  step?: number;
+  format?: (value: number) => string;
+  /** Marks under the slider, such as 0. */
+  ticks?: number[];
+}
+
+export function Slider(props: SliderProps) {
+  const { label, hint, value, onChange, min, max, step = 1, format = String, ticks } = props;
+  const list = useId();
+  return (
+    <Field label={label} hint={hint} value={format(value)}>
+      {(ids) => (
+        <>
+          <input
+            {...ids}
+            type="range"
+            min={min}
+            max={max}
+            step={step}
+            value={value}
+            list={ticks && list}
+            aria-valuetext={format(value)}
+            onInput={(event) => onChange(event.currentTarget.valueAsNumber)}
+          />
+          {ticks && (
+            <datalist id={list}>
+              {ticks.map((tick) => (
+                <option key={tick} value={tick} />
+              ))}
+            </datalist>
+          )}
+        </>
+      )}
+    </Field>
+  );
+}
+
+export interface Option<T extends string> {
+  value: T;
+  label: string;
+  disabled?: boolean;
+}
+
+interface SelectProps<T extends string> extends Labelled {
+  value: T;
+  options: readonly Option<T>[];
+  onChange: (value: T) => void;
+}
+
+export function Select<T extends string>({ label, hint, value, options, onChange }: SelectProps<T>) {
+  return (
+    <Field label={label} hint={hint}>
+      {(ids) => (
+        <span class="select">
+          <select
+            {...ids}
+            value={value}
+            onChange={(event) => onChange(event.currentTarget.value as T)}
+          >
+            {options.map((option) => (
+              <option key={option.value} value={option.value} disabled={option.disabled}>
+                {option.label}
+              </option>
+            ))}
+          </select>
+        </span>
+      )}
+    </Field>
+  );
+}
+
+/** A few options side by side, one of which holds. */
+export function Segments<T extends string>({ label, value, options, onChange }: SelectProps<T>) {
+  const name = useId();
+  return (
+    <fieldset class="segments">
+      <legend>{label}</legend>
+      <div class="segments-row">
+        {options.map((option) => (
+          <label key={option.value} class={option.value === value ? "is-chosen" : ""}>
+            <input
+              type="radio"
+              name={name}
+              checked={option.value === value}
+              disabled={option.disabled}
+              onChange={() => onChange(option.value)}
+            />
+            <span>{option.label}</span>
+          </label>
+        ))}
+      </div>
+    </fieldset>
+  );
+}
+
+interface CheckProps extends Labelled {
+  value: boolean;
+  onChange: (value: boolean) => void;
+}
+
+export function Checkbox({ label, hint, value, onChange }: CheckProps) {
+  return (
+    <label class="checkbox">
+      <input
+        type="checkbox"
+        checked={value}
+        onChange={(event) => onChange(event.currentTarget.checked)}
+      />
+      <span>
+        {label}
+        {hint && <small class="hint">{hint}</small>}
+      </span>
+    </label>
+  );
+}

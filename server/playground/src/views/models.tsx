@@ -1,0 +1,248 @@
+import "./models.css";
+import { useState } from "preact/hooks";
+import { stream, type ModelCard, type Schemas } from "../lib/api";
+import { count, number, plural } from "../lib/format";
+import { useTask } from "../lib/task";
+import { view, type ViewProps } from "../lib/view";
+import { ErrorNote, RunButton } from "../parts/controls";
+import { CopyAs } from "../parts/CopyAs";
+import { Select } from "../parts/fields";
+import { Icon } from "../parts/Icon";
+import { Stats } from "../parts/Stats";
+
+type State = {
+  /** What a self-test compares a model with; empty: nothing. */
+  against: string;
+};
+
+type Check = Schemas["SelftestCheck"];
+
+function ModelsView({ state, setState, models }: ViewProps<State>) {
+  return (
+    <>
+      <div class="models">
+        {models.map((model) => (
+          <Model key={model.id} model={model} models={models} state={state} setState={setState} />
+        ))}
+      </div>
+      <CopyAs label="Copy this list as" asked={{ endpoint: "models" }} />
+    </>
+  );
+}
+
+interface ModelProps extends Pick<ViewProps<State>, "models" | "state" | "setState"> {
+  model: ModelCard;
+}
+
+const STATES: Record<ModelCard["state"], string> = {
+  ready: "Ready",
+  loading: "Loading",
+  testing: "Testing itself",
+  restarting: "Restarting",
+  failed: "Failed",
+};
+
+function Model({ model, models, state, setState }: ModelProps) {
+  const made = model.provenance;
+  return (
+    <article class="sheet model" aria-labelledby={`model-${model.id}`}>
+      <header class="model-head">
+        <h2 id={`model-${model.id}`}>{model.id}</h2>
+        <span class="model-state">
+          <span class={`state-dot is-${model.state}`} aria-hidden="true" />
+          {STATES[model.state]}
+          {model.state !== "ready" && model.detail && `: ${model.detail}`}
+        </span>
+      </header>
+      <Stats
+        label={`Size of ${model.id}`}
+        stats={[
+          ["Context", model.context_length, "tokens"] as const,
+          ["Layers", model.num_layers, "blocks"] as const,
+          ["Stream", model.hidden_size, "numbers a token"] as const,
+          ["Vocabulary", model.vocab_size, "tokens"] as const,
+        ]
+          .filter(([, value]) => typeof value === "number")
+          .map(([label, value, note]) => ({ label, value: count(value ?? 0), note }))}
+      />
+      <dl class="facts">
+        <Fact name="Engine">
+          {model.engine}
+          {made && ` ${made.engine_version}`}
+        </Fact>
+        {made && (
+          <>
+            <Fact name="Weights">
+              {made.model_path} <Digest value={made.weights_digest} />
+            </Fact>
+            <Fact name="Tokenizer">
+              <Digest value={made.tokenizer_digest} />
+            </Fact>
+            <Fact name="Computed in">{describeNumbers(made)}</Fact>
+            <Fact name="Devices">{describeDevices(made)}</Fact>
+          </>
+        )}
+        <Fact name="Chat">
+          {model.has_chat_template ? "has a chat template" : "no chat template: prompts only"}
+        </Fact>
+        <Fact name="Restarts">
+          {plural(model.restarts ?? 0, "restart")}; {model.required ? "counts" : "does not count"}{" "}
+          for /readyz
+        </Fact>
+        {model.columns && (
+          <Fact name="Columns">
+            <span class="columns">
+              {model.columns.map((column) => (
+                <code key={column}>{column}</code>
+              ))}
+            </span>
+          </Fact>
+        )}
+      </dl>
+      <Selftest model={model} models={models} state={state} setState={setState} />
+    </article>
+  );
+}
+
+function Fact({ name, children }: { name: string; children: preact.ComponentChildren }) {
+  return (
+    <div>
+      <dt>{name}</dt>
+      <dd>{children}</dd>
+    </div>
+  );
+}
+
+function Digest({ value }: { value: string }) {
+  return <code title={value}>{value.replace(/^(sha256:.{10}).*$/, "$1…")}</code>;
+}
+
+function describeNumbers(made: Schemas["Provenance"]): string {
+  const parts = [made.dtype, `logits in ${made.logits_dtype}`];
+  if (made.quantization) parts.push(`quantised: ${made.quantization}`);
+  if (made.tf32) parts.push("products in TF32");
+  parts.push(made.batch_invariant ? "batch-invariant" : "not batch-invariant bit for bit");
+  return parts.join(", ");
+}
+
+function describeDevices({ tensor_parallel: tensor, pipeline_parallel: pipeline }: Schemas["Provenance"]): string {
+  if (tensor * pipeline === 1) return "one rank";
+  return `tensor parallel ${tensor}, pipeline parallel ${pipeline}`;
+}
+
+function Selftest({ model, models, state, setState }: ModelProps) {
+  const task = useTask();
+  const [checks, setChecks] = useState<Check[] | null>(null);
+  const [answer, setAnswer] = useState<Schemas["SelftestAnswer"] | null>(null);
+  const others = models.filter((other) => other.id !== model.id && other.state === "ready");
+  const against = others.some((other) => other.id === state.against) ? state.against : "";
+  const body = against ? { against } : {};
+  const run = (): void =>
+    task.run(async (signal) => {
+      setChecks([]);
+      setAnswer(null);
+      const done = await stream(
+        "/models/{model_id}/selftest",
+        body,
+        (name, data) => {
+          if (name === "check") setChecks((old) => [...(old ?? []), data as Check]);
+        },
+        { signal, path: { model_id: model.id } },
+      );
+      setAnswer(done);
+      setChecks(done.checks);
+    });
+  return (
+    <section class="selftest" aria-label={`Self-test of ${model.id}`}>
+      <div class="actions">
+        <RunButton
+          task={task}
+          onRun={run}
+          label="Run the self-test"
+          disabled={model.state !== "ready"}
+        />
+        {others.length > 0 && (
+          <Select
+            label="Compared with"
+            value={against}
+            options={[
+              { value: "", label: "No other model" },
+              ...others.map((other) => ({ value: other.id, label: other.id })),
+            ]}
+            onChange={(chosen) => setState({ against: chosen })}
+          />
+        )}
+        <span class="hint" role="status">
+          {task.isRunning
+            ? `${plural(checks?.length ?? 0, "promise")} measured so far …`
+            : answer
+              ? `${answer.verdict === "passed" ? "Passed" : answer.verdict === "failed" ? "Failed" : "Not run"}: ` +
+                `${answer.num_texts} texts, ${plural(answer.num_tokens, "token")}, ${number(answer.seconds)} s`
+              : "What this service promises, measured on this model."}
+        </span>
+      </div>
+      <ErrorNote error={task.error} />
+      {checks && checks.length > 0 && <Checks checks={checks} />}
+      <CopyAs
+        label="Copy the self-test as"
+        asked={{ endpoint: "selftest", body, path: { model_id: model.id } }}
+      />
+    </section>
+  );
+}
+
+const VERDICTS: Record<Check["verdict"], string> = {
+  passed: "Passed",
+  failed: "Failed",
+  not_run: "Not run",
+};
+
+function Checks({ checks }: { checks: readonly Check[] }) {
+  return (
+    <div class="table-box" tabIndex={0} role="region" aria-label="Promises and their verdicts">
+      <table>
+        <thead>
+          <tr>
+            <th scope="col">Verdict</th>
+            <th scope="col">Promise</th>
+            <th scope="col" class="num">
+              Largest difference
+            </th>
+            <th scope="col" class="num">
+              Tolerance
+            </th>
+            <th scope="col" class="num">
+              Compared
+            </th>
+          </tr>
+        </thead>
+        <tbody>
+          {checks.map((check) => (
+            <tr key={check.name}>
+              <td class={`verdict is-${check.verdict}`}>
+                {check.verdict === "not_run" ? "–" : <Icon name={check.verdict === "passed" ? "check" : "close"} />}{" "}
+                {VERDICTS[check.verdict]}
+              </td>
+              <th scope="row">
+                {check.promise}
+                <span class="hint">{check.reason}</span>
+              </th>
+              <td class="num">{number(check.largest_difference)}</td>
+              <td class="num">{check.verdict === "not_run" ? "–" : number(check.tolerance)}</td>
+              <td class="num">{count(check.num_compared)}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}
+
+export const models = view<State>({
+  id: "models",
+  title: "Models",
+  icon: "models",
+  lead: "What this server has resident.",
+  initial: { against: "" },
+  component: ModelsView,
+});

@@ -1,0 +1,42 @@
+// What stands in a view about steering while no vector is stored.
+import { EXAMPLE_NAME, EXAMPLE_PAIRS, trainExample } from "../../lib/example";
+import { plural } from "../../lib/format";
+import { useTask } from "../../lib/task";
+import { ErrorNote } from "../../parts/controls";
+import { Icon } from "../../parts/Icon";
+
+interface NoVectorProps {
+  model: string | undefined;
+  /** Called once the example is stored. */
+  onTrained: (name: string) => void;
+}
+
+export function NoVector({ model, onTrained }: NoVectorProps) {
+  const task = useTask();
+  const train = (): void =>
+    task.run(async (signal) => onTrained((await trainExample(model, signal)).name));
+  const [pair] = EXAMPLE_PAIRS;
+  return (
+    <section class="no-vector" aria-labelledby="no-vector-title">
+      <h2 id="no-vector-title">No steering vector is stored yet</h2>
+      <p>
+        A vector is a direction of the model's activations that stands for something. It is made of
+        texts in pairs that differ in just that: here {plural(EXAMPLE_PAIRS.length, "pair")} of
+        stories, the same ones with a happy and with a sad end.
+      </p>
+      <dl class="example-pair">
+        <dt>Positive</dt>
+        <dd>{pair?.positive}</dd>
+        <dt>Negative</dt>
+        <dd>{pair?.negative}</dd>
+      </dl>
+      <div class="actions">
+        <button type="button" class="run" onClick={train} disabled={task.isRunning}>
+          <Icon name="plus" /> {task.isRunning ? "Training …" : `Train “${EXAMPLE_NAME}” from these pairs`}
+        </button>
+        <a href="#vectors">Bring pairs or a file of your own</a>
+      </div>
+      <ErrorNote error={task.error} />
+    </section>
+  );
+}

@@ -1,0 +1,119 @@
+// The request of a sweep from what its form says, and its answer as lines to draw.
+import type { Schemas } from "../../lib/api";
+import type { JsonObject } from "../../lib/snippets";
+import { findVector, makeSteering, parseLayers, type SteeringFields } from "../../lib/steering";
+import type { VectorCard } from "../../lib/vectors";
+
+export type Measure = "change" | "logprob" | "prob";
+
+export type SweepState = SteeringFields & {
+  /** Each a context and its targets, as in `Tom felt| happy| sad`. */
+  items: string[];
+  text: string;
+  /** Scales from, to, and how many of them. */
+  from: number;
+  to: number;
+  points: number;
+  measure: Measure;
+  /** The scale that the words explain. */
+  chosen: number;
+};
+
+export interface SweptCase {
+  context: string;
+  targets: string[];
+}
+
+export function readItem(line: string): SweptCase {
+  const [context = "", ...targets] = line.split("|");
+  return { context, targets: targets.filter((target) => target !== "") };
+}
+
+export function writeItem({ context, targets }: SweptCase): string {
+  return [context, ...targets].join("|");
+}
+
+/** Scales that are evenly apart, and 0 among them where they come past it. */
+export function spread(from: number, to: number, points: number): number[] {
+  const count = Math.min(256, Math.max(1, Math.round(points)));
+  if (count === 1) return [from];
+  const scales = Array.from({ length: count }, (_, at) =>
+    Number((from + ((to - from) * at) / (count - 1)).toPrecision(4)),
+  );
+  return from * to < 0 && !scales.includes(0)
+    ? [...scales, 0].sort((a, b) => (from < to ? a - b : b - a))
+    : scales;
+}
+
+/** Sets of layers as in `2;3;2,3`; undefined: the vector's own. */
+function readSets(text: string, card: VectorCard | undefined): number[][] | undefined {
+  if (text.trim() === "own") return undefined;
+  if (text.trim() === "") {
+    const best = card?.about.recommendation?.layer;
+    return best === undefined ? undefined : [[best]];
+  }
+  return text.split(";").map((part) => {
+    const layers = parseLayers(part);
+    if (layers === null) throw new Error(`Sets of layers “${text}” are not written as in 2;3;2,3.`);
+    return layers;
+  });
+}
+
+/** The request. Throws Error where what was typed makes no sense. */
+export function makeSweep(state: SweepState, cards: readonly VectorCard[], model: string | undefined) {
+  const cases = state.items.map(readItem).filter(({ context }) => context !== "");
+  const bare = cases.find(({ targets }) => targets.length === 0);
+  if (bare) {
+    throw new Error(`“${bare.context}” has no target: write them behind it, with | between two of them.`);
+  }
+  const texts = state.text.trim() === "" ? [] : [state.text];
+  if (cases.length + texts.length === 0) throw new Error("Give a context with targets, a text, or both.");
+  return {
+    model,
+    items: cases.length ? cases.map(({ context, targets }) => ({ context, targets })) : undefined,
+    texts: texts.length ? texts : undefined,
+    steering: makeSteering({ ...state, layers: "own" }, cards, undefined),
+    scales: spread(state.from, state.to, state.points),
+    layers: readSets(state.layers, findVector(state.vector, cards)),
+  } satisfies JsonObject;
+}
+
+/** What was asked and what came back, side by side: the form may have changed since. */
+export interface Swept {
+  cases: SweptCase[];
+  hasText: boolean;
+  scales: number[];
+  answer: Schemas["SweepAnswer"];
+  /** Points by set of layers, in the order of the scales. */
+  sets: { name: string; points: Schemas["SweepPoint"][] }[];
+}
+
+export function pairUp(body: ReturnType<typeof makeSweep>, answer: Schemas["SweepAnswer"]): Swept {
+  const { scales } = body;
+  const sets = (body.layers ?? [null]).map((layers, at) => ({
+    name: layers === null ? "the vector's own layers" : `layer ${layers.join(", ")}`,
+    points: answer.points.slice(at * scales.length, (at + 1) * scales.length),
+  }));
+  return { cases: body.items ?? [], hasText: body.texts !== undefined, scales, answer, sets };
+}
+
+/** Everything that is known, a line for each set of layers, scale and target or text. */
+export function toCsv({ cases, answer, sets }: Swept): string {
+  const cell = (value: string | number | null): string =>
+    typeof value === "string" && /[",\n]/.test(value) ? `"${value.replaceAll('"', '""')}"` : String(value ?? "");
+  const rows: (string | number | null)[][] = [
+    ["layers", "scale", "relative_norm", "context", "target", "logprob", "change", "kl", "perplexity"],
+  ];
+  const add = (layers: string, point: Schemas["SweepPoint"]): void => {
+    const head = [layers, point.scale, point.relative_norm];
+    point.items.forEach((item, at) =>
+      item.targets.forEach((target, index) =>
+        rows.push([...head, cases[at]?.context ?? "", cases[at]?.targets[index] ?? "", target.logprob, target.change, item.kl, null]),
+      ),
+    );
+    for (const text of point.texts) rows.push([...head, null, null, null, null, null, text.perplexity]);
+  };
+  add("unsteered", answer.unsteered);
+  for (const { name, points } of sets) for (const point of points) add(name, point);
+  return `${rows.map((row) => row.map(cell).join(",")).join("\n")}\n`;
+}

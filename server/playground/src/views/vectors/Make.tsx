@@ -1,0 +1,243 @@
+// Three ways to a vector: train it, upload it, combine others.
+import { useState } from "preact/hooks";
+import { call, upload } from "../../lib/api";
+import { bytes, plural } from "../../lib/format";
+import type { JsonObject } from "../../lib/snippets";
+import { useTask } from "../../lib/task";
+import { refreshVectors, type VectorCard } from "../../lib/vectors";
+import { parseLayers } from "../../lib/steering";
+import { CopyAs } from "../../parts/CopyAs";
+import { ErrorNote, RunButton, RunForm } from "../../parts/controls";
+import { Checkbox, NumberField, Select, TextArea, TextField } from "../../parts/fields";
+import { Icon } from "../../parts/Icon";
+import { VectorSelect } from "../steering/VectorFields";
+import { readPairs } from "./pairs";
+
+export type MakeState = {
+  name: string;
+  pairs: string;
+  method: "mean_difference" | "pca" | "logistic" | "lda";
+  read: "last" | "mean";
+  whiten: boolean;
+  layers: string;
+  combined: string;
+  /** Names and weights, as in `mood:1`. */
+  parts: string[];
+  without: string;
+};
+
+interface MakeProps {
+  state: MakeState;
+  setState: (change: Partial<MakeState>) => void;
+  model: string | undefined;
+  cards: readonly VectorCard[];
+  onMade: (name: string) => void;
+}
+
+export function Train({ state, setState, model, onMade }: MakeProps) {
+  const task = useTask();
+  const { pairs, wrong } = readPairs(state.pairs);
+  const layers = state.layers.trim() === "" ? undefined : parseLayers(state.layers);
+  const body = {
+    model,
+    name: state.name.trim(),
+    pairs: pairs as unknown as JsonObject[],
+    method: state.method,
+    read: state.read,
+    whiten: state.whiten || undefined,
+    layers: layers ?? undefined,
+  } satisfies JsonObject;
+  const isWhole = wrong.length === 0 && pairs.length > 0 && body.name !== "" && layers !== null;
+  const run = (): void => {
+    if (!isWhole) return;
+    task.run(async (signal) => {
+      await call("post", "/vectors/train", body as never, { signal });
+      await refreshVectors();
+      onMade(body.name);
+    });
+  };
+  return (
+    <RunForm label="Train a vector" onRun={run}>
+      <TextArea
+        label="Pairs of texts, a pair a line: positive | negative"
+        value={state.pairs}
+        rows={6}
+        maxRows={12}
+        hint="A tab stands between two texts as well, so that columns of a spreadsheet can be pasted; JSON lines with positive and negative are read, too."
+        onChange={(text) => setState({ pairs: text })}
+      />
+      <p class={wrong.length ? "wrong" : "hint"} role="status">
+        {plural(pairs.length, "pair")}
+        {wrong.length > 0 && `; ${wrong.length === 1 ? "line" : "lines"} ${wrong.slice(0, 8).join(", ")} ${wrong.length === 1 ? "is" : "are"} no pair`}
+        {pairs.length > 0 && pairs.length < 4 && "; four or more can be held out in turn"}
+      </p>
+      <div class="row">
+        <TextField label="Name" value={state.name} onChange={(name) => setState({ name })} />
+        <Select
+          label="Method"
+          value={state.method}
+          options={[
+            { value: "mean_difference", label: "mean difference" },
+            { value: "pca", label: "first principal component" },
+            { value: "logistic", label: "logistic regression" },
+            { value: "lda", label: "linear discriminant" },
+          ]}
+          onChange={(method) => setState({ method })}
+        />
+        <Select
+          label="Activations of"
+          value={state.read}
+          options={[
+            { value: "mean", label: "all tokens, their mean" },
+            { value: "last", label: "the last token" },
+          ]}
+          onChange={(read) => setState({ read })}
+        />
+        <TextField
+          label="Layers"
+          value={state.layers}
+          placeholder="all"
+          hint={layers === null ? "Write them as in 2,5-7." : undefined}
+          onChange={(text) => setState({ layers: text })}
+        />
+      </div>
+      {(state.method === "pca" || state.method === "logistic") && (
+        <Checkbox
+          label="Whiten"
+          hint="Count less what varies among texts of one side, too."
+          value={state.whiten}
+          onChange={(whiten) => setState({ whiten })}
+        />
+      )}
+      <div class="actions">
+        <RunButton task={task} onRun={run} label="Train" disabled={!isWhole} />
+      </div>
+      <ErrorNote error={task.error} />
+      {isWhole && <CopyAs asked={{ endpoint: "vectors.train", body }} />}
+    </RunForm>
+  );
+}
+
+const FORMATS = ".safetensors,.gguf,.pt,.pth,.bin";
+
+export function Upload({ onMade }: MakeProps) {
+  const task = useTask();
+  const [file, setFile] = useState<File | null>(null);
+  const [name, setName] = useState("");
+  const [isOver, setOver] = useState(false);
+  const take = (given: File | undefined): void => {
+    if (given === undefined) return;
+    setFile(given);
+    setName(given.name.replace(/\.\w+$/, "").replace(/[^A-Za-z0-9._-]+/g, "-").replace(/^[^A-Za-z0-9]+/, ""));
+  };
+  const run = (): void => {
+    if (file === null || name.trim() === "") return;
+    task.run(async (signal) => {
+      await upload("/vectors/{name}", file, { path: { name: name.trim() }, signal });
+      await refreshVectors();
+      onMade(name.trim());
+    });
+  };
+  return (
+    <RunForm label="Upload a vector" onRun={run}>
+      <label
+        class={`upload-box ${isOver ? "is-over" : ""}`}
+        onDragOver={(event) => {
+          event.preventDefault();
+          setOver(true);
+        }}
+        onDragLeave={() => setOver(false)}
+        onDrop={(event) => {
+          event.preventDefault();
+          setOver(false);
+          take(event.dataTransfer?.files[0]);
+        }}
+      >
+        <input type="file" accept={FORMATS} onChange={(event) => take(event.currentTarget.files?.[0])} />
+        <span>
+          <Icon name="file" /> {file ? `${file.name}, ${bytes(file.size)}` : "Drop a file here, or choose one"}
+        </span>
+        <span class="hint">
+          safetensors, a GGUF control vector, or a dictionary of tensors that torch.save has written
+        </span>
+      </label>
+      <div class="row">
+        <TextField label="Name" value={name} onChange={setName} />
+      </div>
+      <div class="actions">
+        <RunButton task={task} onRun={run} label="Upload" disabled={file === null || name.trim() === ""} />
+      </div>
+      <ErrorNote error={task.error} />
+    </RunForm>
+  );
+}
+
+function readPart(part: string): { name: string; weight: number } {
+  const at = part.lastIndexOf(":");
+  return { name: part.slice(0, at), weight: Number(part.slice(at + 1)) || 0 };
+}
+
+export function Combine({ state, setState, cards, onMade }: MakeProps) {
+  const task = useTask();
+  const parts = state.parts.map(readPart).map((part) => ({ ...part, name: part.name || (cards[0]?.name ?? "") }));
+  const body = {
+    vectors: parts,
+    orthogonal_to: state.without === "" ? undefined : [state.without],
+  } satisfies JsonObject;
+  const name = state.combined.trim();
+  const change = (at: number, part: Partial<{ name: string; weight: number }>): void => {
+    const next = parts.map((old, index) => (index === at ? { ...old, ...part } : old));
+    setState({ parts: next.map((one) => `${one.name}:${one.weight}`) });
+  };
+  const isWhole = name !== "" && parts.length > 0 && cards.length > 0;
+  const run = (): void => {
+    if (!isWhole) return;
+    task.run(async (signal) => {
+      await call("post", "/vectors/{name}/combine", body as never, { path: { name }, signal });
+      await refreshVectors();
+      onMade(name);
+    });
+  };
+  return (
+    <RunForm label="Combine vectors" onRun={run}>
+      {parts.map((part, at) => (
+        <div class="case" key={at}>
+          <VectorSelect label={`Vector ${at + 1}`} value={part.name} cards={cards} onChange={(next) => change(at, { name: next })} />
+          <NumberField label="Weight" value={part.weight} step="any" onChange={(weight) => change(at, { weight: weight ?? 0 })} />
+          <button
+            type="button"
+            class="quiet"
+            aria-label={`Remove vector ${at + 1}`}
+            onClick={() => setState({ parts: state.parts.filter((_, index) => index !== at) })}
+          >
+            <Icon name="close" />
+          </button>
+        </div>
+      ))}
+      <div class="actions">
+        <button
+          type="button"
+          class="quiet"
+          onClick={() => setState({ parts: [...state.parts, `${cards[0]?.name ?? ""}:1`] })}
+        >
+          <Icon name="plus" /> Add a vector
+        </button>
+      </div>
+      <div class="row">
+        <VectorSelect
+          label="Without what it shares with"
+          value={state.without}
+          cards={cards}
+          none="nothing is taken away"
+          onChange={(without) => setState({ without })}
+        />
+        <TextField label="Name of the sum" value={state.combined} onChange={(combined) => setState({ combined })} />
+      </div>
+      <div class="actions">
+        <RunButton task={task} onRun={run} label="Combine" disabled={!isWhole} />
+      </div>
+      <ErrorNote error={task.error} />
+      {isWhole && <CopyAs asked={{ endpoint: "vectors.combine", body, path: { name } }} />}
+    </RunForm>
+  );
+}

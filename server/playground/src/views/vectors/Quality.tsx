@@ -1,0 +1,107 @@
+// How well a trained vector tells texts apart that it has not seen, and where to begin with it.
+import { fixed, number, plural, short } from "../../lib/format";
+import type { VectorCard } from "../../lib/vectors";
+import { Icon } from "../../parts/Icon";
+import { LineChart } from "../../parts/LineChart";
+
+export function Quality({ card, onSteer }: { card: VectorCard; onSteer: (layer?: number, scale?: number) => void }) {
+  const { recommendation: best, quality, validation } = card.about;
+  const layers = card.layers.filter((layer) => quality?.[layer]);
+  const column = (name: "auc" | "accuracy" | "effect_size") => layers.map((layer) => quality?.[layer]?.[name] ?? null);
+  const isHeldOut = typeof validation?.folds === "number";
+  return (
+    <div class="quality">
+      {isHeldOut && layers.length > 1 && (
+        <div class="quality-charts">
+          <section>
+            <h3>Held-out texts on the right side</h3>
+            <LineChart
+              label="Area under the curve and accuracy on held-out pairs, by layer; the table below has the numbers."
+              x={layers}
+              xLabel="Layer"
+              yLabel="Share"
+              xFormat={nameLayer}
+              yFormat={short}
+              yRange={[0.45, 1.02]}
+              rules={[0.5]}
+              height={200}
+              series={[
+                { label: "AUC", values: column("auc"), points: true },
+                { label: "accuracy", values: column("accuracy"), points: true, dash: [6, 4] },
+              ]}
+              exportName={`${card.name}-separation`}
+            />
+          </section>
+          <section>
+            <h3>How far apart they are</h3>
+            <LineChart
+              label="Difference of the two means in standard deviations, by layer."
+              x={layers}
+              xLabel="Layer"
+              yLabel="Effect size"
+              xFormat={nameLayer}
+              yFormat={short}
+              height={200}
+              series={[{ label: "effect size (Cohen's d)", values: column("effect_size"), points: true, colour: 2 }]}
+              exportName={`${card.name}-effect`}
+            />
+          </section>
+        </div>
+      )}
+      {best ? (
+        <div class="recommended">
+          <p>
+            Begin at <b>layer {best.layer}</b> with a scale from{" "}
+            <b class="num">{short(best.scales[0] ?? 0)}</b> to <b class="num">{short(best.scales.at(-1) ?? 0)}</b>,
+            or the same with a minus for the opposite: {best.reason}.
+          </p>
+          {best.caution && <p class="caution">{best.caution}</p>}
+          <button type="button" class="run" onClick={() => onSteer(best.layer, best.scales.at(-1))}>
+            <Icon name="steer" /> Steer with it
+          </button>
+        </div>
+      ) : (
+        <p class="hint">{validation?.reason ?? "Nothing is known of how well it tells texts apart."}</p>
+      )}
+      {layers.length > 0 && (
+        <details class="more">
+          <summary>
+            Every layer{isHeldOut && `, by ${plural(validation?.folds ?? 0, "fold")} of ${plural(card.about.pairs ?? 0, "pair")}`}
+          </summary>
+          <div class="number-box" tabIndex={0} role="region" aria-label="Every layer">
+            <table class="num">
+              <thead>
+                <tr>
+                  {["Layer", "AUC", "Accuracy", "Pairs in order", "Effect size", "Norm", "Stream's norm"].map((head) => (
+                    <th scope="col" key={head}>{head}</th>
+                  ))}
+                </tr>
+              </thead>
+              <tbody>
+                {layers.map((layer) => {
+                  const found = quality?.[layer];
+                  return (
+                    <tr key={layer}>
+                      <th scope="row">{layer}</th>
+                      <td>{fixed(found?.auc, 3)}</td>
+                      <td>{fixed(found?.accuracy, 3)}</td>
+                      <td>{fixed(found?.pair_accuracy, 3)}</td>
+                      <td>{fixed(found?.effect_size, 2)}</td>
+                      <td>{number(card.norms[layer])}</td>
+                      <td>{number(found?.activation_norm)}</td>
+                    </tr>
+                  );
+                })}
+              </tbody>
+            </table>
+          </div>
+        </details>
+      )}
+    </div>
+  );
+}
+
+/** Layers are whole: nothing stands at the axis between two of them. */
+function nameLayer(layer: number): string {
+  return Number.isInteger(layer) ? String(layer) : "";
+}

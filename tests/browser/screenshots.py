@@ -1,0 +1,110 @@
+"""Writes pictures of every view, in light and dark: `.venv/bin/python -m tests.browser.screenshots`
+
+It starts the demo model as `make serve` does, trains the example vector as a visitor would, and
+saves a PNG for each view. A picture larger than MAX_BYTES ends it with an error.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import yaml
+from playwright.sync_api import sync_playwright
+
+from tests.browser.conftest import find_chromium, launch
+from tests.browser.visits import Visit
+from tests.conftest import DEMO_MODEL, ROOT
+from tests.servers import Server
+
+MAX_BYTES = 150_000
+
+ADDRESSES = {
+    "text": "text",
+    "choices": "choices",
+    "long": "long",
+    "steer": "steer",
+    "sweep": "sweep",
+    "vectors": "vectors?opened=mood",
+    "models": "models",
+}
+HEIGHTS = {"text": 860, "choices": 1120, "long": 1180, "steer": 1060, "sweep": 1500,
+           "vectors": 1500, "models": 1080}  # fmt: skip
+
+
+def main() -> int:
+    """Write them; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path, nargs="?", default=ROOT / "docs" / "images")
+    parser.add_argument("--url", help="of a server that runs; else one is started")
+    parser.add_argument("--views", nargs="+", choices=ADDRESSES, default=list(ADDRESSES))
+    arguments = parser.parse_args()
+    path = find_chromium()
+    if path is None:
+        sys.exit("no Chromium is on PATH: apt-get install chromium")
+    arguments.directory.mkdir(parents=True, exist_ok=True)
+    server = None
+    with tempfile.TemporaryDirectory() as directory:
+        if arguments.url is None:
+            server = start_demo(Path(directory))
+        try:
+            with sync_playwright() as playwright:
+                chromium = launch(playwright, path)
+                for dark in (False, True):
+                    visit = Visit.start(chromium, arguments.url or server.url, dark=dark)
+                    for view in arguments.views:
+                        save(visit, view, arguments.directory)
+                    visit.close()
+                chromium.close()
+        finally:
+            if server is not None:
+                server.stop()
+    return 0
+
+
+def start_demo(directory: Path) -> Server:
+    """Start the demo model as `make serve` does, and wait for it."""
+    config = yaml.safe_load((ROOT / "demo" / "models.yaml").read_text())
+    config["models"][0]["path"] = str(DEMO_MODEL)
+    server = Server.start(config, directory)
+    server.wait_until_ready()
+    return server
+
+
+def save(visit: Visit, view: str, directory: Path) -> None:
+    """Save the picture of a view, once it shows an answer. Errors: SystemExit for a large one."""
+    page = visit.page
+    page.set_viewport_size({"width": 1280, "height": HEIGHTS[view]})
+    visit.open(ADDRESSES[view])
+    if view in ("steer", "sweep", "vectors"):
+        train_example(visit, view)
+    if view == "models":
+        visit.button("Run the self-test").click()
+        page.get_by_role("status").filter(has_text="Passed").wait_for()
+    visit.see(view)
+    if view == "text":
+        page.locator("#view-text .token").nth(21).hover()
+        page.get_by_role("tooltip").get_by_role("list").wait_for()
+    page.wait_for_timeout(500)  # bars grow to their length, charts take the width they have
+    is_dark = page.evaluate("document.documentElement.dataset.theme") == "dark"
+    path = directory / f"playground-{view}-{'dark' if is_dark else 'light'}.png"
+    page.screenshot(path=path)
+    print(f"{path}: {path.stat().st_size:,} bytes")
+    if path.stat().st_size > MAX_BYTES:
+        sys.exit(f"{path} is larger than {MAX_BYTES:,} bytes")
+    if visit.complaints:
+        sys.exit(f"{view}: {visit.complaints}")
+
+
+def train_example(visit: Visit, view: str) -> None:
+    """Train the example where no vector is stored yet."""
+    page = visit.page
+    panel = page.locator(f"#view-{view}")
+    panel.locator(".form, .no-vector, .stored").first.wait_for()
+    page.wait_for_timeout(500)
+    if panel.locator(".no-vector").count():
+        visit.button("Train “mood” from these pairs").click()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

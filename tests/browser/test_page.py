@@ -1,0 +1,239 @@
+"""The page as a whole: links, keyboard, access, keys, speed, and that it asks nobody else."""
+
+import json
+import re
+from pathlib import Path
+from urllib.parse import urlencode
+
+import httpx
+import pytest
+from playwright.sync_api import Locator, expect
+
+from logsteer import Client
+from tests.browser.conftest import OpenPage
+from tests.browser.visits import DONE, SHOWN, VIEWS
+from tests.conftest import Server, fake_model
+from tests.faults.keys import add_key, serve
+
+pytestmark = pytest.mark.engine
+
+FIRST_PAINT_MS = 1000
+"""On a machine that does other work; alone, it is some 100 ms."""
+SLOW_FRAME_MS = 100
+
+
+def test_the_page_is_one_file_with_a_strict_policy(playground_server: Server) -> None:
+    answer = httpx.get(playground_server.url)
+    policy = dict(
+        part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; ")
+    )
+    assert policy["default-src"] == "'none'"
+    assert policy["connect-src"] == "'self'"
+    assert re.fullmatch(r"('sha256-[\w+/=]+' ?)+", policy["script-src"])
+    assert len(answer.content) <= 400_000
+    assert not re.findall(rb'<(?:script|link|img)[^>]+(?:src|href)="(?!data:)', answer.content)
+
+
+def test_the_first_paint_is_early(visit: OpenPage) -> None:
+    seen = visit()
+    seen.see("text")
+    paint = seen.page.evaluate(
+        "performance.getEntriesByName('first-contentful-paint')[0].startTime"
+    )
+    print(f"first contentful paint after {paint:.0f} ms")
+    assert paint <= FIRST_PAINT_MS
+
+
+# ------------------------------------------------------------------ links
+
+LINKS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "text": (
+        {"text": "Tom felt happy.", "colour": "rank"},
+        {"Text": "Tom felt happy.", "Rank": True},
+    ),
+    "choices": (
+        {"context": "Tom felt", "targets": json.dumps([" glad", " sad"]), "space": "both"},
+        {"Context": "Tom felt", "Target 2": " sad", "With and without": True},
+    ),
+    "long": (
+        {"text": "A day. " * 40, "protocol": "disjoint", "length": 32},
+        {"Windows": "disjoint", "Tokens in a window": "32"},
+    ),
+    "steer": (
+        {"vector": "mood", "scale": -1.5, "layers": "2,3", "seed": 9, "positions": "completion"},
+        {"Layers": "2,3", "Seed of both": "9", "Positions": "completion", "Scale of mood": "-1.5"},
+    ),
+    "sweep": (
+        {"vector": "mood", "points": 3, "to": 2, "measure": "logprob", "layers": "2;3"},
+        {"Points": "3", "to": "2", "log-probability": True},
+    ),
+    "vectors": (
+        {"opened": "mood", "method": "lda", "name": "mine"},
+        {"Method": "lda", "Name": "mine"},
+    ),
+    "models": ({"against": "other"}, {"Compared with": "other"}),
+}
+"""View -> fields of a link, and what stands in which input then."""
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_link_restores_a_view(visit: OpenPage, view: str) -> None:
+    fields, expected = LINKS[view]
+    seen = visit(f"{view}?{urlencode(fields)}")
+    panel = seen.see(view)
+    for label, value in expected.items():
+        found = panel.get_by_label(label, exact=True).and_(panel.locator("input,select,textarea"))
+        if value is True:
+            expect(found.first).to_be_checked()
+        else:
+            expect(found.first).to_have_value(str(value))
+    seen.page.reload()
+    seen.see(view)
+    # Nothing is lost and nothing is made up on the way through the page.
+    address = seen.page.evaluate("location.hash")
+    for name in fields:
+        assert f"{name}=" in address, address
+
+
+def test_what_is_changed_goes_into_the_address_and_back_leads_back(visit: OpenPage) -> None:
+    seen = visit("choices")
+    seen.see("choices")
+    seen.page.get_by_label("Context", exact=True).fill("Lily was")
+    expect(seen.page).to_have_url(re.compile(r"#choices\?context=Lily\+was$"))
+    seen.page.get_by_role("tab", name="Models").click()
+    expect(seen.page).to_have_url(re.compile(r"#models$"))
+    seen.page.go_back()
+    expect(seen.page.get_by_role("tab", name="Choices")).to_have_attribute("aria-selected", "true")
+    expect(seen.page.get_by_label("Context", exact=True)).to_have_value("Lily was")
+
+
+# ------------------------------------------------------------------ access
+
+
+def test_a_journey_by_keyboard_alone(visit: OpenPage, api: Client) -> None:
+    seen = visit("text")
+    seen.see("text")
+    keyboard = seen.page.keyboard
+
+    def reach(target: Locator) -> None:
+        """Press Tab until this has the focus."""
+        for _ in range(60):
+            keyboard.press("Tab")
+            if target.evaluate("element => element === document.activeElement"):
+                return
+        raise AssertionError(f"Tab does not lead to {target}")
+
+    reach(seen.page.get_by_role("link", name="Skip to the view"))
+    reach(seen.page.get_by_role("tab", name="Text", exact=True))
+    for _ in range(3):
+        keyboard.press("ArrowRight")
+    expect(seen.page.get_by_role("tab", name="Steer")).to_be_focused()
+    view = seen.see("steer")
+    reach(view.get_by_role("slider", name="Scale of mood"))
+    for _ in range(5):
+        keyboard.press("ArrowRight")
+    seen.page.wait_for_timeout(300)
+    seen.see("steer")
+    scale = seen.sent_to("/steer")["steering"]["vectors"][0]["scale"]
+    assert f"scale={scale:g}" in seen.page.url
+    box = view.get_by_role("listbox", name="Steered: the text, by its tokens")
+    reach(box)
+    keyboard.press("ArrowRight")
+    expect(seen.page.get_by_role("tooltip")).to_contain_text("Probability")
+    reach(view.locator("[data-copy=curl]"))
+    keyboard.press("Enter")
+    expect(view.get_by_role("status").filter(has_text="Copied")).to_be_visible()
+    assert f'"scale":{scale:g}' in seen.page.evaluate("navigator.clipboard.readText()")
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_axe_finds_nothing_in_light_and_dark_and_it_fits_a_phone(
+    visit: OpenPage, view: str
+) -> None:
+    seen = visit(SHOWN.get(view, view))
+    seen.see(view)
+    seen.page.evaluate("document.querySelectorAll('details').forEach((box) => (box.open = true))")
+    assert seen.find_violations() == []
+    seen.page.get_by_role("button", name="Use dark colours").click()
+    assert seen.find_violations() == []
+    for width in (390, 768, 1440):
+        seen.page.set_viewport_size({"width": width, "height": 844})
+        wide = seen.page.evaluate("document.documentElement.scrollWidth - innerWidth")
+        assert wide <= 0, f"{view} is {wide} pixels wider than a screen of {width}"
+
+
+# ------------------------------------------------------------------ keys and errors
+
+
+def test_a_key_is_asked_for_used_and_never_written_down(
+    visit_any: OpenPage, tmp_path: Path
+) -> None:
+    token = add_key(tmp_path / "keys.json", "visitor", "score", "steer", "write")
+    config = {"models": [fake_model()], "key_file": str(tmp_path / "keys.json")}
+    with serve(config, tmp_path / "server") as server:
+        seen = visit_any(server.url, "text")
+        seen.expect(401)
+        dialog = seen.page.get_by_role("dialog", name="This server wants an API key")
+        dialog.wait_for()
+        assert seen.find_violations() == []
+        told = httpx.get(f"{server.url}/models").json()["detail"]
+        expect(dialog).to_contain_text(told)
+        dialog.get_by_label("API key").fill("ls_000000000000_wrong")
+        dialog.get_by_role("button", name="Use this key").click()
+        expect(dialog).to_be_visible()
+        dialog.get_by_label("API key").fill(token)
+        seen.page.keyboard.press("Enter")
+        expect(dialog).to_be_hidden()
+        seen.see("text")
+        assert "$LOGSTEER_API_KEY" in seen.copy("curl")
+        kept = seen.page.evaluate(
+            "[...Object.values(localStorage), ...Object.values(sessionStorage),"
+            " document.cookie, location.href, document.body.innerText].join()"
+        )
+        assert token not in kept
+        assert all(token not in request.url for request in seen.requests)
+
+
+def test_errors_stand_where_they_arose_in_the_servers_words(visit: OpenPage, api: Client) -> None:
+    seen = visit("long?protocol=sliding&length=4&stride=99")
+    seen.expect(422)
+    alert = seen.page.locator("#view-long").get_by_role("alert")
+    alert.wait_for()
+    refused = httpx.post(f"{seen.url}/perplexity", json=seen.sent_to("/perplexity"))
+    assert refused.json()["detail"] in alert.inner_text()
+
+
+# ------------------------------------------------------------------ long texts
+
+
+def test_5000_tokens_scroll_smoothly(visit: OpenPage) -> None:
+    seen = visit("text?model=other")
+    seen.see("text")
+    text = " ".join(f"Lily and Tom walked to the lake number {n}." for n in range(450))
+    seen.page.get_by_role("textbox", name="Text").fill(text)
+    seen.button("Score").click()
+    box = seen.page.get_by_role("listbox", name="Tokens of the text")
+    box.locator(".token").nth(4999).wait_for(state="attached")
+    frames = box.evaluate(
+        """async (box) => {
+          box.scrollTop = 0;
+          const times = [];
+          let last = await new Promise(requestAnimationFrame);
+          for (let step = 0; step < 60; step += 1) {
+            box.scrollTop += box.scrollHeight / 60;
+            const now = await new Promise(requestAnimationFrame);
+            times.push(now - last);
+            last = now;
+          }
+          return times.sort((a, b) => a - b);
+        }"""
+    )
+    median, slow = frames[30], frames[56]
+    nodes = seen.page.evaluate("document.getElementsByTagName('*').length")
+    print(f"scrolling: a frame takes {median:.1f} ms, 1 in 20 {slow:.1f} ms; {nodes} elements")
+    assert median <= SLOW_FRAME_MS
+    assert nodes <= 12_000
+
+
+def test_every_view_has_an_answer_to_wait_for() -> None:
+    assert set(DONE) == set(LINKS) == set(VIEWS)

@@ -1,0 +1,87 @@
+"""What `Copy as` gives runs as it stands: in a shell, in Python, and on the command line."""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from logsteer import Client
+from tests.browser.conftest import OpenPage
+from tests.browser.visits import Visit
+
+pytestmark = pytest.mark.engine
+
+ADDRESSES = {
+    "text": "text",
+    "text, steered": "text?beside=steered&vector=mood",
+    "choices": "choices?context=It's%20%22Tom%22%20%5Cn",
+    "long": "long?length=32&stride=16",
+    "steer": "steer?vector=mood&max_tokens=8",
+    "steer, in a chat": "steer?vector=mood&mode=chat&prompt=Don't%20be%20sad%20%C3%A9&max_tokens=8",
+    "steer, clamped": "steer?vector=mood&op=clamp&positions=slices&max_tokens=8",
+    "steer, conditional": "steer?vector=mood&when=mood&above=0&max_tokens=8",
+    "sweep": "sweep?vector=mood&points=3&layers=2%3B3",
+    "vectors": "vectors?name=copied",
+    "models": "models",
+}
+VIEW = {name: name.split(",", maxsplit=1)[0] for name in ADDRESSES}
+
+
+def run(form: str, text: str, directory: Path) -> str:
+    """Run a snippet as somebody would who has installed the client; what it prints."""
+    command = [sys.executable, "-c", text] if form == "python" else ["bash", "-c", text]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=directory,
+        env=os.environ | {"PATH": path},
+    )  # fmt: skip
+    assert done.returncode == 0, f"{text}\n{done.stderr}"
+    return done.stdout
+
+
+def run_all(seen: Visit, directory: Path, forms: tuple[str, ...]) -> dict[str, str]:
+    texts = {form: seen.copy(form) for form in forms}
+    with ThreadPoolExecutor(len(forms)) as pool:
+        ran = {form: pool.submit(run, form, text, directory) for form, text in texts.items()}
+        return {form: done.result() for form, done in ran.items()}
+
+
+@pytest.mark.parametrize("name", ADDRESSES)
+def test_snippets_run(visit: OpenPage, api: Client, tmp_path: Path, name: str) -> None:
+    seen = visit(ADDRESSES[name])
+    view = VIEW[name]
+    if view == "vectors":
+        seen.page.locator("[data-vector=mood]").wait_for()
+    else:
+        seen.see(view)
+    printed = run_all(seen, tmp_path, ("curl", "python", "cli"))
+    assert all(printed.values()), printed
+    if view == "steer":
+        answer = next(
+            json.loads(line.removeprefix("data: "))
+            for line in reversed(printed["curl"].splitlines())
+            if line.startswith("data: ")
+        )
+    else:
+        answer = json.loads(printed["curl"])
+    assert "code" not in answer, answer
+    if view == "vectors":
+        assert api.vectors.get("copied").about.pairs == 8
+        api.vectors.delete("copied")
+
+
+def test_combining_is_copied_without_a_command(
+    visit: OpenPage, api: Client, tmp_path: Path
+) -> None:
+    """The command line has none for it."""
+    seen = visit("vectors?make=combine&combined=copied-sum&parts=%5B%22mood%3A0.5%22%5D")
+    seen.page.locator("[data-vector=mood]").wait_for()
+    assert seen.page.locator("#view-vectors [data-copy=cli]").count() == 0
+    run_all(seen, tmp_path, ("curl", "python"))
+    (part,) = api.vectors.get("copied-sum").about.parts or []
+    assert (part.name, part.weight) == ("mood", 0.5)
+    api.vectors.delete("copied-sum")

@@ -1,0 +1,349 @@
+"""Steer, Dose-response and Vectors: what they show is what the API answers, and what was asked."""
+
+import csv
+import io
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Locator, expect
+
+from logsteer import Client
+from logsteer.errors import APIError
+from logsteer.schemas import SteerPiece
+from tests.browser.conftest import OpenPage
+from tests.browser.test_views import read, read_tokens
+from tests.browser.visits import EXAMPLE, MINUS, TIMEOUT_MS, Visit
+from tests.conftest import ServerFactory, fake_model
+
+pytestmark = pytest.mark.engine
+
+SLACK_MS = 250
+"""What the page may need more than the API until the first steered token, on a busy machine."""
+
+
+def read_sides(view: Locator) -> tuple[list[str], list[str]]:
+    """The tokens of both continuations, unsteered and steered, without the prompt."""
+    sides = [
+        read_tokens(view, f"{title}: the text, by its tokens")
+        for title in ("Without steering", "Steered")
+    ]
+    return sides[0][1:], sides[1][1:]
+
+
+@pytest.fixture
+def own(api: Client) -> str:
+    """A name that no other test has, gone before and after."""
+    name = "of-this-test"
+    for card in api.vectors.list().vectors:
+        if card.name == name:
+            api.vectors.delete(name)
+    return name
+
+
+# ------------------------------------------------------------------ Steer
+
+
+def test_steer_streams_both_sides_to_what_the_api_answers(visit: OpenPage, api: Client) -> None:
+    seen = visit("steer?vector=mood&scale=1.5&layers=3")
+    view = seen.see("steer")
+    sent = seen.sent_to("/steer")
+    assert sent["steering"] == {"vectors": [{"name": "mood", "layers": [3], "scale": 1.5}]}
+    assert (sent["baseline"], sent["stream"]) == (True, True)
+    prompts = sent.pop("prompts")
+    sent.pop("stream")
+    answer = api.steer(prompts, **sent)
+    (result,) = answer.results
+    assert result.baseline is not None
+    unsteered, steered = read_sides(view)
+    assert unsteered == result.baseline[0].tokens
+    assert steered == result.completions[0].tokens
+    assert unsteered != steered
+
+    receipt = view.get_by_role("region", name="Receipt").inner_text()
+    site = answer.steering.layers["3"]
+    assert f"{answer.steering.tokens_steered} tokens were read under steering by mood" in receipt
+    assert f"changed at {site.tokens} tokens" in receipt
+    assert site.relative_norm is not None
+    assert f"{100 * site.relative_norm:.3g} %" in receipt
+
+
+def test_tokens_are_coloured_by_the_probe_and_say_what_it_read(
+    visit: OpenPage, api: Client
+) -> None:
+    seen = visit("steer?vector=mood&scale=2&max_tokens=12")
+    view = seen.see("steer")
+    sent = seen.sent_to("/steer")
+    layer = sent["steering"]["vectors"][0]["layers"]
+    assert sent["probes"] == [{"name": "mood", "layers": layer}]
+    sent.pop("stream")
+    (result,) = api.steer(sent.pop("prompts"), **sent).results
+    (probe,) = result.completions[0].probes or []
+    assert probe.after is not None
+    box = view.get_by_role("listbox", name="Steered: the text, by its tokens")
+    box.locator(".token").nth(3).hover()  # the third token behind the prompt; entry 3 is its own
+    card = seen.page.get_by_role("tooltip").inner_text().replace(MINUS, "-")
+    for value in (probe.before[3], probe.after[3]):
+        assert value is not None
+        assert f"{value:.3g}" in card or f"{value:.1f}" in card
+    colours = box.evaluate("box => [...box.children].map(token => token.style.backgroundColor)")
+    assert colours[0] == ""  # the prompt
+    assert colours[-1] == ""  # the model has not read the last token
+    assert all(colours[1:-1])
+
+
+def test_the_slider_gives_up_the_stream_before(visit: OpenPage, api: Client) -> None:
+    seen = visit("steer?vector=mood&max_tokens=200&temperature=1.2")
+    seen.see("steer")
+    slider = seen.page.get_by_role("slider", name="Scale of mood")
+    slider.focus()
+    for _ in range(12):
+        seen.page.keyboard.press("ArrowLeft")
+        seen.page.wait_for_timeout(30)
+    seen.see("steer")
+    asked = [r for r in seen.requests if r.url.endswith("/steer")]
+    assert any(request.failure for request in asked[1:-1]), "no earlier stream was given up"
+    scale = asked[-1].post_data_json["steering"]["vectors"][0]["scale"]
+    assert float(slider.input_value()) == scale
+    assert f"scale={scale:g}" in seen.page.url
+    body = asked[-1].post_data_json
+    body.pop("stream")
+    (result,) = api.steer(body.pop("prompts"), **body).results
+    assert read_sides(seen.page.locator("#view-steer"))[1] == result.completions[0].tokens
+
+
+def test_the_first_steered_token_comes_as_soon_as_from_the_api(
+    visit: OpenPage, api: Client, record_property: Callable[[str, object], None]
+) -> None:
+    seen = visit("steer?vector=mood&max_tokens=16")
+    view = seen.see("steer")
+    slider = seen.page.get_by_role("slider", name="Scale of mood")
+    ours, theirs = [], []
+    for _ in range(4):
+        slider.press("ArrowRight")
+        seen.page.wait_for_timeout(200)
+        seen.see("steer")
+        ours.append(float(view.locator("[data-first-ms]").get_attribute("data-first-ms") or 0))
+        body = seen.sent_to("/steer")
+        body.pop("stream")
+        begun = time.perf_counter()
+        for event in api.steer_events(body.pop("prompts"), **body, cache=False):
+            if isinstance(event, SteerPiece) and event.steered:
+                theirs.append(1000 * (time.perf_counter() - begun))
+                break
+    record_property("first_token_ms", f"page {min(ours):.0f}, client {min(theirs):.0f}")
+    print(f"first steered token: page {min(ours):.0f} ms, client {min(theirs):.0f} ms")
+    assert min(ours) <= min(theirs) + SLACK_MS
+
+
+def test_tokens_are_shown_while_they_are_generated(visit: OpenPage) -> None:
+    seen = visit("steer?vector=mood&max_tokens=300&temperature=1.5")
+    seen.see("steer")
+    counts = seen.page.evaluate(
+        """async () => {
+          const view = document.querySelector("#view-steer");
+          view.querySelector("button.run").click();
+          const counts = [];
+          for (;;) {
+            await new Promise(requestAnimationFrame);
+            const text = view.querySelector("[data-column=Steered] .tokens");
+            counts.push(text.childElementCount);
+            const isDone = view.querySelector("[aria-busy=false]") && counts.length > 5;
+            if (isDone) return counts;
+          }
+        }"""
+    )
+    grown = [count for count in counts[3:] if count < counts[-1]]
+    assert len(set(grown)) >= 3, counts
+
+
+def test_errors_are_in_the_servers_words(visit: OpenPage, api: Client) -> None:
+    seen = visit("steer?vector=mood&layers=99")
+    seen.expect(422)
+    alert = seen.page.get_by_role("alert")
+    alert.wait_for()
+    with pytest.raises(APIError) as refused:
+        api.steer("Once upon a time", {"vectors": [{"name": "mood", "layers": [99]}]})
+    assert refused.value.detail in alert.inner_text()
+    seen.page.locator("summary", has_text="Vector, layers").click()
+    seen.page.get_by_label("Layers", exact=True).fill("three")
+    expect(alert).to_contain_text("are not written as in 4 or 2,5-7")
+
+
+def test_a_newcomer_trains_the_example_with_one_click(
+    visit_any: OpenPage, start_server: ServerFactory
+) -> None:
+    server = start_server({"models": [fake_model(num_layers=5)]})
+    seen = visit_any(server.url, "sweep")
+    for view in ("steer", "sweep"):
+        seen.page.locator(f"#tab-{view}").click()
+        panel = seen.page.locator(f"#view-{view}")
+        expect(panel.get_by_role("heading", name="No steering vector is stored")).to_be_visible()
+    seen.button("Train “mood” from these pairs").click()
+    expect(seen.page.get_by_role("heading", name="At scale 4")).to_be_visible(timeout=TIMEOUT_MS)
+    seen.page.locator("#tab-steer").click()
+    expect(seen.page.get_by_role("slider", name="Scale of mood")).to_be_visible()
+    with Client(server.url) as client:
+        assert [card.name for card in client.vectors.list().vectors] == ["mood"]
+
+
+def test_the_example_makes_a_sad_story_happy(visit: OpenPage, api: Client, own: str) -> None:
+    seen = visit("vectors")
+    seen.page.locator("#view-vectors").get_by_label("Name", exact=True).fill(own)
+    seen.button("Train").click()
+    seen.page.locator(f"[data-vector={own}] .quality").wait_for()
+    seen.button("Steer with it").click()
+    unsteered, steered = map("".join, read_sides(seen.see("steer")))
+    assert "cried" in unsteered
+    assert "cried" not in steered
+    assert "friends came to play" in steered
+
+
+# ------------------------------------------------------------------ Dose-response
+
+
+def test_curves_are_those_of_the_api(visit: OpenPage, api: Client, tmp_path: Path) -> None:
+    seen = visit("sweep?vector=mood&layers=3%3B4&points=5&measure=change")
+    view = seen.see("sweep")
+    sent = seen.sent_to("/sweep")
+    assert sent["layers"] == [[3], [4]]
+    assert sent["scales"] == [-4, -2, 0, 2, 4]
+    answer = api.sweep(**sent)
+
+    view.locator("summary", has_text="All points").click()
+    rows = view.locator("tbody tr").all()
+    assert len(rows) == len(answer.points)
+    for row, point in zip(rows, answer.points, strict=True):
+        cells = [read(cell) for cell in row.locator("td").all_inner_texts()[-5:]]
+        expected = [target.logprob for item in point.items for target in item.targets]
+        assert cells[:4] == pytest.approx(expected, abs=6e-4)
+        assert cells[4] == pytest.approx(point.texts[0].perplexity, rel=6e-3)
+
+    with seen.page.expect_download() as download:
+        view.get_by_role("button", name="CSV").first.click()
+    download.value.save_as(tmp_path / "sweep.csv")
+    table = list(csv.DictReader(io.StringIO((tmp_path / "sweep.csv").read_text())))
+    steered = [line for line in table if line["target"] and line["layers"] != "unsteered"]
+    found = [float(line["change"]) for line in steered]
+    assert found == [t.change for p in answer.points for i in p.items for t in i.targets]
+
+    with seen.page.expect_download() as download:
+        view.get_by_role("button", name="PNG").first.click()
+    download.value.save_as(tmp_path / "sweep.png")
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_point_is_explained_in_words(visit: OpenPage, api: Client) -> None:
+    seen = visit("sweep?vector=mood&points=5")
+    view = seen.see("sweep")
+    chart = view.get_by_role("img").first
+    chart.focus()
+    for _ in range(2):  # the first press chooses the first point
+        chart.press("ArrowRight")
+    words = view.get_by_role("region", name="The chosen scale in words")
+    expect(words.get_by_role("heading")).to_have_text(f"At scale {MINUS}2")
+    point = api.sweep(**seen.sent_to("/sweep")).points[1]
+    assert point.relative_norm is not None
+    assert f"{100 * point.relative_norm:.3g} %" in words.inner_text()
+    change = point.items[0].targets[0].change
+    assert change is not None
+    assert f"{change:+.2f} nats".replace("-", MINUS) in words.inner_text()
+    chart.hover()
+    box = chart.bounding_box()
+    assert box is not None
+    chart.hover(position={"x": 0.97 * box["width"], "y": 0.4 * box["height"]})
+    expect(words.get_by_role("heading")).to_have_text("At scale 4")
+
+
+# ------------------------------------------------------------------ Vectors
+
+
+def test_training_shows_how_well_layers_separate(visit: OpenPage, api: Client, own: str) -> None:
+    seen = visit("vectors")
+    view = seen.page.locator("#view-vectors")
+    pairs = "\n".join(f"{pair['positive']}\t{pair['negative']}" for pair in EXAMPLE)
+    view.get_by_label("Pairs of texts").fill(pairs + "\nno pair")
+    expect(view.get_by_text("6 pairs; line 7 is no pair")).to_be_visible()
+    expect(seen.button("Train")).to_be_disabled()
+    view.get_by_label("Pairs of texts").fill(pairs)
+    view.get_by_label("Name", exact=True).fill(own)
+    seen.button("Train").click()
+    entry = view.locator(f"[data-vector={own}]")
+    entry.locator(".quality").wait_for()
+    card = api.vectors.get(own)
+    assert card.about.pairs == len(EXAMPLE)
+    entry.locator("summary", has_text="Every layer").click()
+    for row in entry.locator("tbody tr").all():
+        found = (card.about.quality or {})[row.locator("th").inner_text()]
+        cells = [read(cell) for cell in row.locator("td").all_inner_texts()]
+        expected = [found.auc, found.accuracy, found.pair_accuracy, found.effect_size]
+        assert cells[:4] == pytest.approx(expected, abs=6e-3)
+    best = card.about.recommendation
+    assert best is not None
+    assert f"Begin at layer {best.layer}" in entry.inner_text()
+
+    entry.get_by_role("button", name="Steer with it").click()
+    seen.see("steer")
+    (vector,) = seen.sent_to("/steer")["steering"]["vectors"]
+    assert (vector["name"], vector["layers"]) == (own, [best.layer])
+    assert vector["scale"] == pytest.approx(best.scales[-1], rel=6e-3)
+    api.vectors.delete(own)
+
+
+def test_vectors_go_up_and_down_as_files(
+    visit: OpenPage, api: Client, own: str, tmp_path: Path
+) -> None:
+    # llama.cpp's control vectors have no layer 0.
+    api.vectors.train("deep", EXAMPLE, layers=[2, 3])
+    seen = visit("vectors?make=upload&opened=deep")
+    view = seen.see("vectors")
+    for form, name in (("safetensors", "safetensors"), ("gguf", "GGUF")):
+        with seen.page.expect_download() as download:
+            view.get_by_role("button", name=f"Download deep as {name}").click()
+        path = tmp_path / f"{own}-{form}.{form}"
+        download.value.save_as(path)
+        view.locator("input[type=file]").set_input_files(path)
+        expect(view.get_by_label("Name", exact=True)).to_have_value(path.stem)
+        seen.button("Upload").click()
+        view.locator(f"[data-vector={path.stem}] .vector-facts").wait_for()
+        assert api.vectors.get(path.stem).sha256 == api.vectors.get("deep").sha256
+        api.vectors.delete(path.stem)
+    api.vectors.delete("deep")
+
+
+def test_a_vector_is_combined_and_deleted_after_a_question(
+    visit: OpenPage, api: Client, own: str
+) -> None:
+    seen = visit("vectors?make=combine&parts=%5B%22mood%3A-2%22%5D")
+    view = seen.page.locator("#view-vectors")
+    view.get_by_label("Name of the sum").fill(own)
+    seen.button("Combine").click()
+    entry = view.locator(f"[data-vector={own}]")
+    entry.locator(".vector-facts").wait_for()
+    (part,) = api.vectors.get(own).about.parts or []
+    assert (part.name, part.weight) == ("mood", -2)
+
+    delete = entry.get_by_role("button", name=f"Delete {own}")
+    dialog = seen.page.get_by_role("dialog", name=f"Delete {own}?")
+    delete.click()
+    expect(dialog.get_by_role("button", name="Keep it")).to_be_focused()
+    seen.page.keyboard.press("Escape")
+    expect(dialog).to_be_hidden()
+    expect(delete).to_be_focused()
+    assert api.vectors.get(own).name == own
+    delete.click()
+    dialog.get_by_role("button", name="Delete").click()
+    expect(entry).to_have_count(0, timeout=TIMEOUT_MS)
+    assert own not in [card.name for card in api.vectors.list().vectors]
+
+
+def test_what_the_server_refuses_of_a_file_is_told(visit: OpenPage, tmp_path: Path) -> None:
+    seen: Visit = visit("vectors?make=upload")
+    seen.expect(422)
+    path = tmp_path / "letter.safetensors"
+    path.write_bytes(b"Dear server")
+    view = seen.page.locator("#view-vectors")
+    view.locator("input[type=file]").set_input_files(path)
+    seen.button("Upload").click()
+    expect(view.get_by_role("alert")).to_contain_text("invalid_vector")

@@ -1,0 +1,137 @@
+"""Each view shows what the API answers: the same numbers, the same tokens."""
+
+import re
+
+import pytest
+from playwright.sync_api import Locator, expect
+
+from logsteer import Client
+from tests.browser.conftest import OpenPage
+from tests.browser.visits import MINUS
+
+pytestmark = pytest.mark.engine
+
+
+def read(text: str | None) -> float:
+    """A number as the page writes it: with a true minus sign and commas, and a unit behind it."""
+    assert text is not None
+    words = text.replace(MINUS, "-").replace(",", "").split()
+    return float(words[0])
+
+
+def read_tokens(view: Locator, label: str) -> list[str]:
+    """The tokens of a text as they are: the page has marks for line ends, and spaces that stay."""
+    tokens: list[str] = view.get_by_role("listbox", name=label).evaluate(
+        "box => [...box.children].map(token => token.textContent)"
+    )
+    return [token.replace("↵", "\n").replace("\xa0", " ") for token in tokens]
+
+
+def read_stats(view: Locator) -> dict[str, str]:
+    """The numbers in a row, by their names."""
+    return {
+        stat.locator("dt").inner_text(): stat.locator("dd").first.inner_text()
+        for stat in view.locator(".stats > div").all()
+    }
+
+
+def test_text_shows_tokens_surprisal_and_sums(visit: OpenPage, api: Client) -> None:
+    seen = visit("text")
+    view = seen.see("text")
+    sent = seen.sent_to("/perplexity")
+    answer = api.perplexity(sent["texts"], tokens=True).results[0]
+    assert answer.tokens is not None
+    cut = api.tokenize(sent["texts"]).results[0]
+    assert read_tokens(view, "Tokens of the text") == cut.tokens[1:]
+    stats = read_stats(view)
+    assert read(stats["Perplexity"]) == pytest.approx(answer.perplexity, rel=5e-3)
+    assert read(stats["Bits per byte"]) == pytest.approx(answer.bits_per_byte, rel=5e-3)
+    assert read(stats["Log-probability"]) == pytest.approx(answer.sum_logprob, abs=6e-3)
+
+    logprobs = answer.tokens.logprobs or []
+    logprob = min(value for value in logprobs if value is not None)
+    wrong = answer.tokens.positions[logprobs.index(logprob)]
+    view.locator(".token").nth(wrong).hover()
+    card = seen.page.get_by_role("tooltip")
+    assert f"{-logprob:.3f} nats" in card.inner_text()
+    expect(card.get_by_role("list", name="Most probable tokens")).to_be_visible()
+
+
+def test_text_compares_two_models(visit: OpenPage, api: Client) -> None:
+    seen = visit("text?beside=model&text=Once+upon+a+time")
+    view = seen.see("text")
+    labels = [box.get_attribute("aria-label") for box in view.get_by_role("listbox").all()]
+    assert labels == ["Tokens as demo reads them", "Tokens, other", "Difference per token"]
+    perplexities = [
+        api.perplexity(["Once upon a time"], model=model).total.perplexity
+        for model in ("demo", "other")
+    ]
+    columns = view.locator(".beside > .sheet").all()
+    for column, perplexity in zip(columns, perplexities, strict=True):
+        assert read(read_stats(column)["Perplexity"]) == pytest.approx(perplexity, rel=5e-3)
+
+
+def test_choices_shows_shares_and_tokens(visit: OpenPage, api: Client) -> None:
+    seen = visit("choices")
+    view = seen.see("choices")
+    item = api.logprob(seen.sent_to("/logprob")["items"]).results[0]
+    rows = view.locator(".choice").all()
+    assert len(rows) == len(item.targets)
+    for row, target, share in zip(rows, item.targets, item.choice_probs, strict=True):
+        shown = row.locator(".choice-share").inner_text().split()
+        percent = float(shown[-2].replace(MINUS, "-").lstrip("<>"))
+        assert share is not None
+        assert percent == pytest.approx(100 * share, rel=0.06, abs=0.06)
+        assert read_tokens(row, f"Tokens of {target.target}") == target.tokens
+        assert target.logprob is not None
+        assert f"{target.logprob:.3f} nats".replace("-", MINUS) in row.inner_text()
+    best = view.locator(".choice.is-strong")
+    assert best.count() == 1
+    assert rows[item.best].evaluate("row => row.classList.contains('is-strong')")
+
+
+def test_long_text_sums_up_its_windows(visit: OpenPage, api: Client) -> None:
+    seen = visit("long")
+    view = seen.see("long")
+    expect(view.get_by_role("status").filter(has_text="tokens/s")).to_be_visible()
+    sent = seen.sent_to("/perplexity")
+    assert sent["stream"] is True
+    sent.pop("stream")
+    total = api.perplexity(**sent).total
+    stats = read_stats(view)
+    assert read(stats["Perplexity"]) == pytest.approx(total.perplexity, rel=5e-3)
+
+
+def test_long_text_takes_a_file_and_can_be_cancelled(visit: OpenPage, api: Client) -> None:
+    seen = visit("long?model=other")
+    view = seen.see("long")
+    text = "The girl went home. " * 20
+    view.get_by_label("File to score").set_input_files(
+        {"name": "home.txt", "mimeType": "text/plain", "buffer": text.encode()}
+    )
+    expect(view.get_by_role("textbox")).to_have_value(text)
+    seen.button("Score").click()
+    expect(view.get_by_role("status").filter(has_text="tokens/s")).to_be_visible()
+    assert seen.sent_to("/perplexity")["texts"] == [text]
+
+
+def test_models_shows_cards_and_the_self_test(visit: OpenPage, api: Client) -> None:
+    seen = visit("models")
+    view = seen.see("models")
+    for card in api.models().models:
+        article = view.get_by_role("article", name=card.id)
+        shown = article.inner_text()
+        assert f"{card.num_layers}" in shown
+        assert card.provenance is not None
+        assert card.provenance.dtype in shown
+    article = view.get_by_role("article", name="other")
+    article.get_by_role("button", name="Run the self-test").click()
+    done = article.get_by_role("status").filter(has_text="tokens")
+    expect(done).to_have_text(re.compile("Passed|Failed"), timeout=60_000)
+    checks = api.selftest("other").checks
+    rows = article.locator("tbody tr").all()
+    words = {"passed": "Passed", "failed": "Failed", "not_run": "Not run"}
+    assert len(rows) == len(checks)
+    for row, check in zip(rows, checks, strict=True):
+        assert check.promise in row.locator("th").inner_text()
+        assert words[check.verdict] in row.locator("td").first.inner_text()
