@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 from logsteer_server.app import create_app
-from logsteer_server.settings import ModelSettings, Settings
+from logsteer_server.model_settings import ModelSettings
+from logsteer_server.settings import Settings
 
 
 def render() -> str:

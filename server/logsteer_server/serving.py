@@ -2,12 +2,9 @@
 
 import argparse
 import asyncio
-import errno
 import gc
-import ipaddress
 import logging
 import os
-import resource
 import signal
 import socket
 import sys
@@ -30,6 +27,14 @@ from logsteer_server.http.connections import ConnectionLimits, LimitedProtocol
 from logsteer_server.http.drain import Drain
 from logsteer_server.http.metrics import make_metrics_app
 from logsteer_server.keys.entries import check_key_file
+from logsteer_server.listening import (
+    check_exposure,
+    is_loopback,
+    listen,
+    listen_at,
+    listen_unix,
+    raise_descriptor_limit,
+)
 from logsteer_server.models.cachefile import check_cache_file
 from logsteer_server.models.changes import ModelChanges
 from logsteer_server.models.registry import ModelRegistry
@@ -43,7 +48,6 @@ GIVEN_UP = 3
 """Exit status where a required model was given up."""
 END_S = 5
 """For answers that say that the server ends, once the time of running requests is over."""
-MOST_DESCRIPTORS = 2**16
 OWN_DESCRIPTORS = 256
 """Left for what is no connection: engines, stores, uploads."""
 PROGRESS_EVERY_S = 5.0
@@ -111,9 +115,9 @@ def main(argv: list[str] | None = None) -> int:
     place = settings.uds or f"{settings.host}:{settings.port}"
     metrics_listener = None
     try:
-        listener = _listen(settings) if settings.uds is None else _listen_unix(settings.uds)
+        listener = listen(settings) if settings.uds is None else listen_unix(settings.uds)
         if settings.metrics_port is not None:
-            metrics_listener = _listen_at(settings.metrics_host, settings.metrics_port)
+            metrics_listener = listen_at(settings.metrics_host, settings.metrics_port)
     except OSError as error:
         other = "--port" if settings.uds is None else "--uds"
         if settings.metrics_port is not None:
@@ -156,80 +160,6 @@ def _check_arguments(settings: Settings) -> None:
                 check_arguments(model.engine_args)
         except ValueError as error:
             raise ConfigurationError(f"model {model.id}: {error}") from error
-
-
-def check_exposure(settings: Settings) -> None:
-    """Refuse to let everybody in by accident. Errors: ConfigurationError.
-
-    Without keys, only this machine may reach the server, unless the settings say otherwise.
-    """
-    needs_key = settings.api_key is not None or settings.key_file is not None
-    if needs_key or settings.insecure or settings.uds is not None or _is_loopback(settings.host):
-        return
-    raise ConfigurationError(
-        f"host {settings.host} can be reached from other machines, and no key is asked for: set "
-        "key_file or api_key, listen on 127.0.0.1, or say --insecure where something else keeps "
-        "strangers out"
-    )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        return probe.connect_ex(str(path)) != errno.ECONNREFUSED
-
-
-def _listen_unix(path: Path) -> socket.socket:
-    """Return a listening socket that its owner alone may connect to, in place of a left-over one.
-
-    Errors: OSError, for one that a server answers on, and a file that is none.
-    """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        if path.is_socket() and not _answers(path):
-            path.unlink()
-        before = os.umask(0o177)
-        try:
-            listener.bind(str(path))
-        finally:
-            os.umask(before)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def raise_descriptor_limit() -> int:
-    """Have this process open as many files as it may, and return how many that are."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return max(soft, wanted)
-
-
-def _listen(settings: Settings) -> socket.socket:
-    return _listen_at(settings.host, settings.port)
-
-
-def _listen_at(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY where the protocol is named; without it every answer on a connection
-    # but the first waits 40 ms for the caller's acknowledgement of its headers.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 class DrainingServer(uvicorn.Server):
@@ -340,7 +270,7 @@ async def _serve(
         else:
             url = f"unix://{settings.uds.absolute()}"
         needs_key = app.state.keys.needs_key
-        if not needs_key and settings.uds is None and not _is_loopback(settings.host):
+        if not needs_key and settings.uds is None and not is_loopback(settings.host):
             log.warning("INSECURE: whoever reaches %s may use it, no key is asked for", url)
         loop, reloads = asyncio.get_running_loop(), set[asyncio.Task[None]]()
         loop.add_signal_handler(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from logsteer_server.observation.catalog import METRICS
 from logsteer_server.settings import Settings
 from tests.conftest import ROOT, Server
 from tests.documents import (
@@ -125,6 +126,7 @@ def test_fields_that_a_page_names_exist(page: Path) -> None:
     """Whatever stands in backquotes and has an underscore is a name of the code or the API."""
     known = read_names(json.loads((ROOT / "openapi.json").read_text()))
     known |= read_names(Settings.model_json_schema())
+    known |= {row.full_name for row in METRICS.values()}
     sources = [*ROOT.glob("client/**/*.py"), *ROOT.glob("server/**/*.py"), *ROOT.glob("demo/*.py")]
     words = set(re.findall(r"\w+", "\n".join(path.read_text() for path in sources)))
     prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)

@@ -10,7 +10,7 @@ import yaml
 
 from logsteer_server.app import create_app
 from logsteer_server.engines.engine_process import CLOSE_TIMEOUT_S, END_TIMEOUT_S
-from logsteer_server.metrics import LiveReadings
+from logsteer_server.observation.catalog import METRICS
 from logsteer_server.serving import END_S, parse_arguments
 from logsteer_server.settings import Settings, load_settings
 from tests.conftest import ROOT, fake_model
@@ -56,17 +56,7 @@ def paths(config: Path) -> set[str]:
 # ------------------------------------------------------------------ Kubernetes
 
 
-@pytest.mark.parametrize(
-    "probe",
-    [
-        # It fails as soon as the branch with /startupz is merged: take the mark away then.
-        pytest.param(
-            "startup", marks=pytest.mark.xfail(strict=True, reason="/startupz is not here")
-        ),
-        "readiness",
-        "liveness",
-    ],
-)
+@pytest.mark.parametrize("probe", ["startup", "readiness", "liveness"])
 def test_a_probe_asks_a_path_that_the_server_has(probe: str, paths: set[str]) -> None:
     asked = SERVER[f"{probe}Probe"]["httpGet"]
     assert asked["port"] in {port["name"] for port in SERVER["ports"]}
@@ -131,7 +121,7 @@ def test_variables_are_settings() -> None:
 def test_pods_scale_on_a_metric_that_the_server_has_below_its_limit() -> None:
     (metric,) = BASE["HorizontalPodAutoscaler"]["spec"]["metrics"]
     name = metric["pods"]["metric"]["name"]
-    assert name in {family.name for family in LiveReadings().collect()}
+    assert name in {row.full_name for row in METRICS.values()}
     target = int(metric["pods"]["target"]["averageValue"])
     assert 0 < target < Settings.model_fields["max_pending_tokens"].default
     adapter = yaml.safe_load((KUBERNETES / "prometheus-adapter.yaml").read_text())

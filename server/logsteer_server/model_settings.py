@@ -1,0 +1,125 @@
+"""What can be set for each model, within the server's settings."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from logsteer.schemas import EngineKind
+from logsteer_server.contract.engine import EngineSpec
+
+
+class ModelSettings(BaseModel):
+    """One resident model."""
+
+    # What is wrong with a value is said without the value: it may be a key, or stand beside one.
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), hide_input_in_errors=True)
+
+    id: str = Field(
+        min_length=1,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$",
+        description="The name under which requests ask for it.",
+    )
+    engine: EngineKind = Field(
+        "vllm", description="vllm for speed, transformer_lens for reach; fake is for tests."
+    )
+    path: str = Field(min_length=1, description="Directory of a checkpoint, or its id on the hub.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field(
+        "auto", description="What the model runs in; float64 takes engine transformer_lens."
+    )
+    logits_dtype: Literal["auto", "float32"] = Field(
+        "auto", description="What the head is computed in; auto: as the model."
+    )
+    tf32: bool = Field(False, description="Let a GPU compute float32 products in TF32.")
+    devices: Literal["auto", "cpu"] | list[int] = Field(
+        "auto", description="GPUs by index, within CUDA_VISIBLE_DEVICES; auto: the first ones."
+    )
+    tensor_parallel: int = Field(1, ge=1, description="Devices that each layer is split over.")
+    pipeline_parallel: int = Field(1, ge=1, description="Devices that layers are divided among.")
+    replicas: int = Field(
+        1,
+        ge=1,
+        le=256,
+        description="Engine processes of this model. Each takes tensor_parallel x "
+        "pipeline_parallel of the devices, in their order, and its share of the cores.",
+    )
+    quantization: str | None = Field(
+        None, description="A method of vLLM's; null: what the checkpoint says itself."
+    )
+    max_model_len: int | None = Field(
+        None,
+        ge=2,
+        description="Tokens that the model reads; null: what it names. A LongRoPE model reads what "
+        "keeps its short factors: its original length, in vLLM one token less.",
+    )
+    memory: float | str | None = Field(
+        None, description="Fraction of a GPU, or the key-value cache's size, such as 1GiB."
+    )
+    compile: bool = Field(
+        True, description="Compile the model: slower to start, faster to answer; false: eager."
+    )
+    required: bool = Field(True, description="Whether /readyz waits for it.")
+    chunk_bytes: int = Field(
+        256 * 2**20,
+        ge=2**20,
+        description="Bytes of scored rows' logits that one product with the head makes, at most. "
+        "Each product reads the whole head, so keep it at 256 rows or more: 1024 bytes a token of "
+        "the vocabulary.",
+    )
+    column_bytes: int = Field(
+        256 * 2**20,
+        ge=2**20,
+        description="Bytes that reading columns of these logits takes beside them, at most; on a "
+        "CPU a few MiB are enough.",
+    )
+    steering_slots: int = Field(
+        64, ge=0, description="Different steering plans that vLLM runs at once; 0: no steering."
+    )
+    steering_depth: int = Field(
+        2, ge=1, le=64, description="Operations other than add that a plan may have at one layer."
+    )
+    steering_probes: int = Field(
+        16,
+        ge=1,
+        le=128,
+        description="Probes that a request may have, each layer of each counting, those of "
+        "conditions included.",
+    )
+    capture_bytes: int = Field(
+        128 * 2**20,
+        ge=2**10,
+        description="Room for the activations that vLLM captures at once, in float32.",
+    )
+    adapter_slots: int = Field(
+        0, ge=0, description="Different LoRA adapters that vLLM runs at once; 0: no adapters."
+    )
+    adapter_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = Field(
+        16, description="The largest rank of an adapter in vLLM; memory is set aside for it."
+    )
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict, description="Anything else the engine takes, under its own names."
+    )
+
+    @model_validator(mode="after")
+    def _replicas_have_devices(self) -> "ModelSettings":
+        needed = self.replicas * self.tensor_parallel * self.pipeline_parallel
+        if self.replicas > 1 and isinstance(self.devices, list) and len(self.devices) != needed:
+            raise ValueError(
+                f"{self.replicas} replicas need {needed} devices, {needed // self.replicas} each, "
+                f"and devices lists {len(self.devices)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _dtype_fits_the_engine(self) -> "ModelSettings":
+        if self.dtype == "float64" and self.engine == "vllm":
+            raise ValueError("dtype float64 takes engine transformer_lens; vllm has float32")
+        return self
+
+    def to_spec(self, directory: Path) -> EngineSpec:
+        """Return what the engine gets; a relative path may be meant from `directory`."""
+        local = directory / Path(self.path).expanduser()
+        fields = self.model_dump(exclude={"required", "devices", "path"})
+        devices = tuple(self.devices) if isinstance(self.devices, list) else self.devices
+        path = str(local.resolve()) if local.exists() else self.path
+        return EngineSpec(**fields, devices=devices, path=path)
