@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 9f0f3d13d99f58a5713d7e98059e82d11720326ac920fa2b9e70f23158a35f58
+// Written by build/types.mjs from openapi.json, sha256 8640cca0112532b6d27123a3f6c16196289833b0edf4bb5cc612cc78ea7a6852
 export interface paths {
     "/detokenize": {
         parameters: {
@@ -488,10 +488,11 @@ export interface components {
             id: string;
             num_layers?: number | null;
             provenance?: components["schemas"]["Provenance"] | null;
+            replicas?: components["schemas"]["ReplicaCard"][];
             required: boolean;
             restarts?: number;
             /** @enum {string} */
-            state: "loading" | "testing" | "ready" | "restarting" | "failed";
+            state: "loading" | "testing" | "ready" | "restarting" | "failed" | "draining" | "unloaded";
             vocab_size?: number | null;
         } & {
             [key: string]: unknown;
@@ -638,6 +639,15 @@ export interface components {
             reason: string;
             relative_norms: number[];
             scales: number[];
+        } & {
+            [key: string]: unknown;
+        };
+        ReplicaCard: {
+            detail: string;
+            num_jobs?: number;
+            restarts?: number;
+            /** @enum {string} */
+            state: "loading" | "testing" | "ready" | "restarting" | "failed" | "draining" | "unloaded";
         } & {
             [key: string]: unknown;
         };
@@ -973,6 +983,7 @@ export interface components {
             probes?: components["schemas"]["ProbeReadings"][] | null;
             ranks?: number[] | null;
             token_ids: number[];
+            tokens?: string[] | null;
         } & {
             [key: string]: unknown;
         };
