@@ -104,7 +104,7 @@ class TestQuarantine:
         return [number for number in numbers if identify(job(number)) in convicted]
 
     def answer(self, job_id: int, number: int) -> None:
-        self.queue.finish(job_id)
+        self.queue.finish([job_id])
         self.quarantine.acquit(job(number))
 
     def test_the_second_death_convicts_one_of_many_neighbours(self) -> None:
@@ -152,7 +152,7 @@ class TestQuarantine:
         self.ask(3)
         assert self.take() == [], "3 would else be suspected, too"
         assert self.taken.wait_s == SETTLE_S
-        self.queue.finish(two)
+        self.queue.finish([two])
         assert self.take() == [1], "it is alone now"
 
     def test_a_busy_engine_takes_a_suspect_once_its_jobs_have_run_for_a_while(self) -> None:

@@ -39,7 +39,7 @@ def test_the_engine_holds_no_more_than_the_budget() -> None:
     queue.put(make_call(0, 4, 4, 4))
     assert ids(queue) == [0, 1]
     assert ids(queue) == []
-    queue.finish(0)
+    queue.finish([0])
     assert ids(queue) == [2]
 
 
@@ -47,9 +47,9 @@ def test_a_job_beyond_the_budget_runs_alone() -> None:
     queue = FairQueue(EngineRoom(10))
     queue.put(make_call(0, 1, 30, 1))
     assert ids(queue) == [0]
-    queue.finish(0)
+    queue.finish([0])
     assert ids(queue) == [1]
-    queue.finish(1)
+    queue.finish([1])
     assert ids(queue) == [2]
 
 
@@ -59,7 +59,7 @@ def test_a_turn_waits_for_room_and_is_not_jumped() -> None:
     queue.put(make_call(10, 6))
     queue.put(make_call(20, 1))
     assert ids(queue) == [0]
-    queue.finish(0)
+    queue.finish([0])
     assert ids(queue) == [10, 20]
 
 
@@ -68,14 +68,14 @@ def test_a_dropped_call_says_what_the_engine_has_of_it_and_keeps_that_room_till_
     long, short = make_call(0, 5, 5, 5, 5), make_call(10, 5)
     queue.put(long)
     assert ids(queue) == [0, 1]
-    queue.finish(0)
+    queue.finish([0])
     queue.put(short)
     assert ids(queue) == [2]
     assert queue.drop(long) == [1, 2]
     assert ids(queue) == [], "the engine may be at work on both"
-    queue.finish(1)
+    queue.finish([1])
     assert ids(queue) == [10]
-    queue.finish(2)
+    queue.finish([2])
     assert queue.drop(long) == []
     assert queue.drop(short) == [10]
 
@@ -84,9 +84,9 @@ def test_a_finished_job_that_is_finished_again_frees_nothing_more() -> None:
     queue = FairQueue(EngineRoom(10))
     queue.put(make_call(0, 5, 5, 5, 5, 5))
     assert ids(queue) == [0, 1]
-    queue.finish(0)
-    queue.finish(0)
-    queue.finish(99)
+    queue.finish([0])
+    queue.finish([0])
+    queue.finish([99])
     assert ids(queue) == [2]
 
 
@@ -123,7 +123,7 @@ def test_every_job_gets_its_turn_within_the_budget(
         running += taken
         assert sum(size_of[i] for i in running) <= budget or len(running) == 1
         for job_id in draw.draw(st.sets(st.sampled_from(running), min_size=1)):
-            queue.finish(job_id)
+            queue.finish([job_id])
             running.remove(job_id)
     assert sorted(seen) == sorted(size_of)
 
@@ -137,7 +137,7 @@ def test_a_long_call_delays_a_short_one_by_a_job_of_each_call_before_it(count: i
     order = []
     while taken := ids(queue):
         order += taken
-        queue.finish(taken[0])
+        queue.finish([taken[0]])
     assert order.index(99_000) == count
 
 
@@ -158,7 +158,7 @@ def drain(queue: FairQueue) -> list[int]:
     while taken := ids(queue):
         order += taken
         for job_id in taken:
-            queue.finish(job_id)
+            queue.finish([job_id])
     return order
 
 
@@ -185,7 +185,7 @@ def test_what_a_tenant_left_unused_is_not_saved_up() -> None:
     queue.put(lane_call(0, "ann", *[1] * 100))
     for _ in range(50):
         (job_id,) = ids(queue)
-        queue.finish(job_id)
+        queue.finish([job_id])
     queue.put(lane_call(500, "late", *[1] * 10))
     order = drain(queue)
     assert order.index(509) >= 18  # turn and turn about, not ten at once
@@ -200,7 +200,7 @@ def test_a_tenant_that_comes_back_does_not_jump_the_others() -> None:
             queue.put(lane_call(200 + n, "big", 20))
         (job_id,) = ids(queue)
         order.append(job_id)
-        queue.finish(job_id)
+        queue.finish([job_id])
     assert sum(job_id >= 200 for job_id in order) == 2
 
 
@@ -264,7 +264,7 @@ def test_generation_is_let_in_by_what_it_holds_now() -> None:
     queue.note_load(EngineLoad(first, held_tokens=35 * len(first)))
     assert ids(queue) == []
     for job_id in first[4:]:
-        queue.finish(job_id)
+        queue.finish([job_id])
     assert ids(queue) == [], "that they have ended does not say what is free"
     queue.note_load(EngineLoad([], held_tokens=4 * 35))
     assert len(ids(queue)) == (1000 - 4 * 35 - 4 * LOOK_AHEAD) // (20 + LOOK_AHEAD)
@@ -276,7 +276,7 @@ def test_where_nothing_generates_one_job_may_whatever_it_takes() -> None:
     assert ids(queue) == [0]
     queue.note_load(EngineLoad([0], held_tokens=50))
     assert ids(queue) == []
-    queue.finish(0)
+    queue.finish([0])
     assert ids(queue) == [1], "what is held is told with the next step, which needs a job"
 
 
@@ -286,9 +286,9 @@ def test_prompts_that_were_read_make_room_for_the_next() -> None:
     assert ids(queue) == [0, 1]
     queue.note_load(EngineLoad([0], held_tokens=40))
     assert ids(queue) == [2]
-    queue.finish(0)
+    queue.finish([0])
     assert ids(queue) == [], "its prompt makes room once"
-    queue.finish(1)
+    queue.finish([1])
     queue.note_load(EngineLoad([1, 2, 77], held_tokens=80))
     assert ids(queue) == [3, 4]
 
@@ -301,7 +301,7 @@ def test_texts_are_read_past_generation_that_waits_for_room() -> None:
     assert ids(queue) == [0, 10, 20, 21]
     queue.put(make_call(30, 5))
     assert ids(queue) == [30]
-    queue.finish(10)
+    queue.finish([10])
     assert ids(queue) == [1], "generation kept its turn"
 
 
@@ -313,7 +313,7 @@ def test_a_generation_waits_for_its_turn_and_is_not_jumped() -> None:
     queue.put(chat_call(10, 600))
     queue.put(chat_call(20, 20))
     assert ids(queue) == []
-    queue.finish(0)
+    queue.finish([0])
     queue.note_load(EngineLoad([], held_tokens=0))
     assert ids(queue) == [10, 20]
 
@@ -322,7 +322,7 @@ def test_without_a_cache_that_is_told_of_generation_counts_with_all_that_it_may_
     queue = FairQueue(EngineRoom(100))
     queue.put(chat_call(0, 20, 20, 20, max_tokens=30))
     assert ids(queue) == [0, 1]
-    queue.finish(0)
+    queue.finish([0])
     assert ids(queue) == [2]
 
 
@@ -344,7 +344,7 @@ def test_batch_work_that_is_due_and_waits_for_room_keeps_nobody_back() -> None:
     queue.put(EngineCall(night.jobs, 10, Lane("night", "batch")))
     queue.put(lane_call(100, "ann", *[1] * 40))
     assert ids(queue) == list(range(100, 140))
-    queue.finish(0)
+    queue.finish([0])
     assert ids(queue) == [10]
 
 
@@ -372,7 +372,7 @@ def test_reading_and_generation_each_end_within_their_room(
         assert len(chats) <= 3
         held = draw.draw(st.integers(0, 150)) if chats else 0
         for job_id in draw.draw(st.sets(st.sampled_from(running), min_size=1)):
-            queue.finish(job_id)
+            queue.finish([job_id])
             running.remove(job_id)
         queue.note_load(EngineLoad([chat for chat in chats if chat % 2], held))
     assert sorted(seen) == expected

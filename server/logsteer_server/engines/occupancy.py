@@ -1,7 +1,7 @@
 """What one replica of an engine has of the jobs that wait, and what it has room for."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 
 from logsteer_server.contract.engine import EngineLoad, EngineRoom
@@ -103,11 +103,12 @@ class Occupancy:
         if job_id in self._to_generate:
             self._unread_prompts -= size
 
-    def finish(self, job_id: int) -> None:
-        """Free the room of a job that the replica no longer has."""
-        self._begin(job_id)
-        self._ahead_of.pop(job_id, None)
-        self._generated_ahead -= self._to_generate.pop(job_id, 0)
+    def finish(self, job_ids: Collection[int]) -> None:
+        """Free the room of jobs that the replica no longer has."""
+        for job_id in self._to_generate.keys() & job_ids if self._to_generate else ():
+            self._unread_prompts -= self._ahead_of.get(job_id, 0)
+            self._generated_ahead -= self._to_generate.pop(job_id)
+        self.ahead_tokens -= sum(self._ahead_of.pop(job_id, 0) for job_id in job_ids)
 
     def clear(self) -> None:
         """Remove all jobs: the replica's process is gone."""

@@ -1,6 +1,6 @@
 """A queue of calls in front of an engine: nobody's long call keeps those of others waiting."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -89,10 +89,7 @@ class FairQueue:
     def put_back(self, call: EngineCall, ids: Sequence[int], *, last: bool) -> None:
         """Have jobs of a call that a replica had wait again: as its next, or as its `last`."""
         is_waiting = bool(call.unsent)
-        if last:
-            call.unsent.extend(ids)
-        else:
-            call.unsent.extendleft(reversed(ids))
+        call.put_back(ids, last=last)
         if not is_waiting:
             self._waiting.put(call)
 
@@ -192,19 +189,20 @@ class FairQueue:
     def _take_run(self, call: EngineCall, taken: NextJobs) -> None:
         """Take the next jobs of the only call that waits, as many as there is room for."""
         (place,) = self.places
-        ids = self._waiting.pop_run(call, place.count_due([*map(call.size, call.unsent)]))
+        sizes = call.unsent_sizes
+        ids = self._waiting.pop_run(call, place.count_due(sizes))
         self._quarantine.note_sent(place.number)
-        place.add(ids, [call.size(job_id) for job_id in ids])
+        place.add(ids, sizes[: len(ids)])
         taken.add(0, call, ids)
 
     def note_load(self, load: EngineLoad, replica: int = 0) -> None:
         """Note what generation holds in a replica, and which prompts have been read."""
         self.places[replica].note_load(load)
 
-    def finish(self, job_id: int, replica: int = 0) -> None:
-        """Free the room of a job that a replica no longer has."""
-        self.places[replica].finish(job_id)
-        self._quarantine.note_ended(job_id)
+    def finish(self, job_ids: Collection[int], replica: int = 0) -> None:
+        """Free the room of jobs that a replica no longer has."""
+        self.places[replica].finish(job_ids)
+        self._quarantine.note_ended(job_ids)
 
     def drop(self, call: EngineCall) -> list[int]:
         """Remove a call; return the ids of its jobs that replicas have.

@@ -236,8 +236,7 @@ class LocalEngine:
                 for part in parts:
                     self._deliver(replica, part)
             case Cancelled(job_ids):
-                for job_id in job_ids:
-                    self._forget(replica, job_id)
+                self._forget(replica, job_ids)
             case EngineLoad():
                 self._queue.note_load(message, replica.number)
         self._send_jobs()
@@ -258,19 +257,21 @@ class LocalEngine:
         self.ready.set()
         self._send_jobs()
 
-    def _forget(self, replica: Replica, job_id: int) -> EngineCall | None:
-        """Note that a replica no longer has a job, and return the call that it is of."""
-        self._queue.finish(job_id, replica.number)
-        return replica.in_engine.pop(job_id, None)
+    def _forget(self, replica: Replica, job_ids: Collection[int]) -> None:
+        """Note that a replica no longer has these jobs."""
+        self._queue.finish(job_ids, replica.number)
+        for job_id in job_ids:
+            replica.in_engine.pop(job_id, None)
 
     def _deliver(self, replica: Replica, part: ResultPart) -> None:
         """Hand results of one call to whoever waits for them."""
         waiter = self._waiters.get(part.numbers[0])
         last = find_last(part)
-        for job_id in last:
-            call = self._forget(replica, job_id)
-            if call is not None and self._quarantine.has_suspects:
+        for job_id in last if self._quarantine.has_suspects else ():
+            if (call := replica.in_engine.get(job_id)) is not None:
                 self._quarantine.acquit(call.job(job_id))
+        self._forget(replica, last)
+        for job_id in last:
             self._waiters.pop(job_id, None)
         if waiter is None:
             return

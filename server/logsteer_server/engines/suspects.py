@@ -12,7 +12,7 @@ so one is let in at a time, among jobs that have shown that they do no harm:
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -141,9 +141,9 @@ class Quarantine:
         self._trial = _Trial(job_id, replica, self._clock())
         self._reserved = None
 
-    def note_ended(self, job_id: int) -> None:
-        """Note that no engine has a job any longer."""
-        if self._trial is not None and self._trial.job_id == job_id:
+    def note_ended(self, job_ids: Collection[int]) -> None:
+        """Note that no engine has these jobs any longer."""
+        if self._trial is not None and self._trial.job_id in job_ids:
             self._trial = None
 
     @property
