@@ -144,7 +144,7 @@ class TestSplit:
             queue.put(EngineCall([score(n, 1)], n))
         first = find_places(queue.take())
         for job_id, replica in first.items():
-            queue.finish(job_id, replica)
+            queue.finish([job_id], replica)
         for n in reversed(range(CONTEXTS)):
             queue.put(EngineCall([score(n, 2)], 100 + n))
         again = find_places(queue.take())
@@ -168,7 +168,7 @@ class TestSplit:
         queue.note_load(EngineLoad([0], 5), 0)
         queue.put(EngineCall([long], 10))
         assert find_places(queue.take()) == {10: 1}, "the first one has read its prompt, no more"
-        queue.finish(0, 0)
+        queue.finish([0], 0)
         queue.put(EngineCall([long], 20))
         assert find_places(queue.take()) == {20: 0}
 
@@ -177,6 +177,26 @@ class TestSplit:
         queue.places[0].is_open = False
         queue.put(EngineCall([score(n, 1) for n in range(4)], 0))
         assert set(find_places(queue.take()).values()) == {1}
+
+    @pytest.mark.parametrize(("last", "order"), [(False, [0, 1, 2, 3]), (True, [2, 3, 0, 1])])
+    def test_what_a_replica_had_is_taken_again_with_its_own_sizes(
+        self, last: bool, order: list[int]
+    ) -> None:
+        """Before the jobs that no replica had, or behind them where they are suspected."""
+        jobs = ScoreJobs.of([score(0, 1, length) for length in (20, 30, 5, 6)])
+        call, queue = EngineCall(jobs, 0), FairQueue(EngineRoom(53))
+        queue.put(call)
+        assert queue.take().order == [0, 1]
+        queue.lose(0)
+        queue.put_back(call, [0, 1], last=last)
+        assert list(call.unsent) == order
+        assert call.unsent_sizes == [len(jobs[n].tokens) for n in order]
+        sent = queue.take().order
+        assert sent == order[: len(sent)]
+        assert queue.places[0].ahead_tokens == sum(len(jobs[n].tokens) for n in sent) <= 53
+        queue.finish(sent)
+        assert queue.places[0].ahead_tokens == 0
+        assert queue.take().order == order[len(sent) :]
 
     def test_tenants_take_turns_over_all_replicas(self) -> None:
         queue = FairQueue(EngineRoom(10), replicas=2)
@@ -188,7 +208,7 @@ class TestSplit:
             taken = queue.take()
             for job_id, replica in find_places(taken).items():
                 order.append("eve" if job_id >= 100 else "ann")
-                queue.finish(job_id, replica)
+                queue.finish([job_id], replica)
         assert order == ["ann", "eve"] * 8
 
 
@@ -241,7 +261,7 @@ class TestSuspects:
         assert self.take() == {1: 0, 3: 1}
         self.ask(4)
         assert self.take() == {4: 1}, "new jobs keep out of the trial"
-        self.queue.finish(0, 0)
+        self.queue.finish([0], 0)
         self.quarantine.acquit(Job(np.array([1, 1], np.int32)))
         assert self.take() == {2: 0}
 

@@ -92,11 +92,16 @@ class Occupancy:
         """Note what generation holds, and which prompts have been read."""
         for job_id in load.started:
             if job_id in self._to_generate:
-                size = self._ahead_of[job_id]
-                self.ahead_tokens -= size
-                self._unread_prompts -= size
+                self._begin(job_id)
                 self._ahead_of[job_id] = 0
         self._held_tokens = load.held_tokens
+
+    def _begin(self, job_id: int) -> None:
+        """Count a job's tokens no longer as not begun."""
+        size = self._ahead_of.get(job_id, 0)
+        self.ahead_tokens -= size
+        if job_id in self._to_generate:
+            self._unread_prompts -= size
 
     def finish(self, job_ids: Collection[int]) -> None:
         """Free the room of jobs that the replica no longer has."""

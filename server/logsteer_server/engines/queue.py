@@ -83,7 +83,7 @@ class FairQueue:
 
     @property
     def num_waiting(self) -> int:
-        """Jobs that the engine has not been sent."""
+        """Jobs that no replica has been sent."""
         return self._waiting.num_jobs
 
     def put(self, call: EngineCall) -> None:
@@ -94,10 +94,7 @@ class FairQueue:
     def put_back(self, call: EngineCall, ids: Sequence[int], *, last: bool) -> None:
         """Have jobs of a call that a replica had wait again: as its next, or as its `last`."""
         is_waiting = bool(call.unsent)
-        if last:
-            call.unsent.extend(ids)
-        else:
-            call.unsent.extendleft(reversed(ids))
+        call.put_back(ids, last=last)
         if not is_waiting:
             self._waiting.put(call)
 
@@ -198,10 +195,9 @@ class FairQueue:
         """Take the next jobs of the only call that waits, as many as there is room for."""
         (place,) = self.places
         sizes = call.unsent_sizes
-        count = place.count_due(sizes)
-        ids = self._waiting.pop_run(call, count)
+        ids = self._waiting.pop_run(call, place.count_due(sizes))
         self._quarantine.note_sent(place.number)
-        place.add(ids, sizes[:count])
+        place.add(ids, sizes[: len(ids)])
         taken.add(0, call, ids)
 
     def note_load(self, load: EngineLoad, replica: int = 0) -> None:

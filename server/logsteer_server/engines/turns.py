@@ -32,6 +32,8 @@ class EngineCall:
     lane: Lane = field(default_factory=Lane)
     unsent: deque[int] = field(init=False)
     _sizes: list[int] = field(init=False)
+    _is_in_order: bool = field(init=False, default=True)
+    """Whether `unsent` are the last of the jobs."""
 
     def __post_init__(self) -> None:
         self.unsent = deque(range(self.first_id, self.first_id + len(self.jobs)))
@@ -47,8 +49,18 @@ class EngineCall:
 
     @property
     def unsent_sizes(self) -> list[int]:
-        """The `num_positions` of its last jobs, those that the engine does not have."""
-        return self._sizes[len(self._sizes) - len(self.unsent) :]
+        """The `num_positions` of the jobs that no engine has, in their order."""
+        if self._is_in_order:
+            return self._sizes[len(self._sizes) - len(self.unsent) :]
+        return [self.size(job_id) for job_id in self.unsent]
+
+    def put_back(self, ids: Sequence[int], *, last: bool) -> None:
+        """Have jobs that an engine had be sent again, first or `last` of all."""
+        self._is_in_order = False
+        if last:
+            self.unsent.extend(ids)
+        else:
+            self.unsent.extendleft(reversed(ids))
 
     def select(self, ids: Sequence[int]) -> Sequence[Job]:
         """Return the jobs of these ids."""

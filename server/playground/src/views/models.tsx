@@ -40,6 +40,8 @@ const STATES: Record<ModelCard["state"], string> = {
   testing: "Testing itself",
   restarting: "Restarting",
   failed: "Failed",
+  draining: "Draining",
+  unloaded: "Unloaded",
 };
 
 function Model({ model, models, state, setState }: ModelProps) {
@@ -194,6 +196,8 @@ function Selftest({ model, models, state, setState }: ModelProps) {
 const VERDICTS: Record<Check["verdict"], string> = {
   passed: "Passed",
   failed: "Failed",
+  draining: "Draining",
+  unloaded: "Unloaded",
   not_run: "Not run",
 };
 
