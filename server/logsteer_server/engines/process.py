@@ -18,7 +18,6 @@ from logsteer_server.contract.engine import Engine, EngineInfo, EngineLoad, Engi
 from logsteer_server.contract.jobs import Job, JobResult
 from logsteer_server.contract.results import ResultPart
 from logsteer_server.engines.failures import lacks_memory
-from logsteer_server.engines.heap import keep_freed_memory
 from logsteer_server.engines.lifetime import follow_parent
 from logsteer_server.imports import hold_collector, leave_out_unused
 
@@ -123,7 +122,6 @@ def run_engine(connection: Connection, spec: EngineSpec, beat_every_s: float) ->
     down. That would free vLLM's modules and its model object by object, for 4 s.
     """
     os.setsid()
-    keep_freed_memory()
     follow_parent()
     _serve(connection, spec, beat_every_s)
     util._exit_function()  # type: ignore[attr-defined]
