@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from logsteer_server.contract.jobs import GenerateJob, Policy
 from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
-from logsteer_server.engines.tlens.decode_step import DecodeStep
+from logsteer_server.engines.tlens.decode_step import DecodeStep, NextTokens
 from tests.conftest import DEMO_MODEL
 from tests.contract.tlens_cases import GREEDY, add_plan, build, draw_ids, draw_vector, run
 from tests.families.checkpoints import FAMILIES
@@ -30,9 +30,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     found: list[int] = []
     read = DecodeStep.read
 
-    def count(self: DecodeStep, tokens_B1: torch.Tensor, *rest: Any) -> torch.Tensor:
-        found.append(len(tokens_B1))
-        return read(self, tokens_B1, *rest)
+    def count(self: DecodeStep, tokens: NextTokens) -> torch.Tensor:
+        found.append(len(tokens.tokens_B1))
+        return read(self, tokens)
 
     monkeypatch.setattr(DecodeStep, "read", count)
     yield found
@@ -127,8 +127,8 @@ def test_a_step_that_gives_something_else_is_not_used(
 ) -> None:
     read = DecodeStep.read
 
-    def falsify(self: DecodeStep, *given: Any) -> torch.Tensor:
-        hidden_BD = read(self, *given)
+    def falsify(self: DecodeStep, tokens: NextTokens) -> torch.Tensor:
+        hidden_BD = read(self, tokens)
         return hidden_BD + 1e-3 * hidden_BD.abs().max()
 
     monkeypatch.setattr(DecodeStep, "read", falsify)

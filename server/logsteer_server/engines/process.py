@@ -25,7 +25,6 @@ from logsteer_server.contract.engine import (
 from logsteer_server.contract.jobs import Job, JobResult
 from logsteer_server.contract.results import ResultPart, find_first_failure
 from logsteer_server.engines.failures import lacks_memory
-from logsteer_server.engines.heap import keep_freed_memory
 from logsteer_server.engines.lifetime import follow_parent
 from logsteer_server.engines.machine import let_threads_sleep, take_share
 from logsteer_server.imports import hold_collector, leave_out_unused
@@ -152,7 +151,6 @@ def run_engine(
     down. That would free vLLM's modules and its model object by object, for 4 s.
     """
     os.setsid()
-    keep_freed_memory()
     follow_parent()
     let_threads_sleep()
     configure_engine_logs(style)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from logsteer_server.contract.parameters import Cast
 from logsteer_server.engines.tlens.cache import PLAIN_LAYERS, RowCache
+from logsteer_server.engines.tlens.decode_step import NextTokens
 from logsteer_server.engines.tlens.parameters import HALF, Parameters
 from logsteer_server.engines.tlens.plain_forward import agree
 from logsteer_server.engines.tlens.points import HookFunction, Point, PointMap, RefusedJobError
@@ -120,20 +121,14 @@ class CausalModel(ABC):
             )
         return hidden_BTD
 
-    def read_next(
-        self,
-        tokens_B1: Tensor,
-        mask_BC: Tensor | None,
-        positions_B1: Tensor,
-        cache: RowCache,
-        hooks: Sequence[tuple[Point, HookFunction]],
-    ) -> Tensor:
+    def read_next(self, tokens: NextTokens) -> Tensor:
         """Return the hidden states [B, D] of one more token of each sequence, as `read` does.
 
-        The hooks act; the parameters must be the model's own.
+        The parameters must be the model's own.
         """
-        with self.hooked(hooks):
-            return self.read(tokens_B1, mask_BC, positions_B1, cache)[:, -1]
+        positions_B1, cache = tokens.positions_B1, tokens.cache
+        with self.hooked(tokens.hooks):
+            return self.read(tokens.tokens_B1, tokens.mask_BC, positions_B1, cache)[:, -1]
 
     def _choose_body(self) -> Any:
         """Return the body that is run now."""

@@ -40,6 +40,20 @@ SMALL_STEP = 2**19
 Change = Callable[[Tensor], Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class NextTokens:
+    """One more token of each sequence, which follows those in the cache and is added to them.
+
+    The mask is 0 where cache or tokens are padding; None: nowhere. The hooks act.
+    """
+
+    tokens_B1: Tensor
+    mask_BC: Tensor | None
+    positions_B1: Tensor
+    cache: RowCache
+    hooks: Sequence[tuple[Point, HookFunction]]
+
+
 class UnknownBlockError(Exception):
     """A model has a part that the decode step knows nothing of."""
 
@@ -66,49 +80,35 @@ class DecodeStep:
         self._norm = _read_norm(body.norm, config.hidden_size)
         self._block_size = sum(parameter.numel() for parameter in blocks[0].parameters())
 
-    def read(
-        self,
-        tokens_B1: Tensor,
-        mask_BC: Tensor | None,
-        positions_B1: Tensor,
-        cache: RowCache,
-        hooks: Sequence[tuple[Point, HookFunction]],
-    ) -> Tensor:
-        """Return the hidden states [B, D] that the head is applied to, and add to the cache.
+    def read(self, tokens: NextTokens) -> Tensor:
+        """Return the hidden states [B, D] that the head is applied to.
 
-        `hooks` act where the residual stream enters or leaves a block. The mask is 0 where the
-        cache has padding.
+        Hooks must be where the residual stream enters or leaves a block.
         """
         threads = torch.get_num_threads()
-        is_small = len(tokens_B1) * self._block_size <= SMALL_STEP
+        is_small = len(tokens.tokens_B1) * self._block_size <= SMALL_STEP
         if is_small and threads > 1:
             torch.set_num_threads(1)
         try:
-            return self._read(tokens_B1, mask_BC, positions_B1, cache, hooks)
+            return self._read(tokens)
         finally:
             if is_small and threads > 1:
                 torch.set_num_threads(threads)
 
-    def _read(
-        self,
-        tokens_B1: Tensor,
-        mask_BC: Tensor | None,
-        positions_B1: Tensor,
-        cache: RowCache,
-        hooks: Sequence[tuple[Point, HookFunction]],
-    ) -> Tensor:
+    def _read(self, tokens: NextTokens) -> Tensor:
         by_key: dict[str, list[tuple[Point, HookFunction]]] = {}
-        for point, function in hooks:
+        for point, function in tokens.hooks:
             by_key.setdefault(point.key, []).append((point, function))
         device = self._angles.device
-        x_BD = self._embed(tokens_B1[:, 0].to(device))
-        angles = self._angles.find(positions_B1[:, 0].to(device), cache.get_seq_length() + 1)
+        x_BD = self._embed(tokens.tokens_B1[:, 0].to(device))
+        positions_B = tokens.positions_B1[:, 0].to(device)
+        angles = self._angles.find(positions_B, tokens.cache.get_seq_length() + 1)
         bias_B11C = None
-        if mask_BC is not None:
-            is_hidden_BC = mask_BC.to(device) == 0
+        if tokens.mask_BC is not None:
+            is_hidden_BC = tokens.mask_BC.to(device) == 0
             bias_BC = torch.zeros(is_hidden_BC.shape, dtype=x_BD.dtype, device=device)
             bias_B11C = bias_BC.masked_fill_(is_hidden_BC, -torch.inf)[:, None, None]
-        for layer, (block, room) in enumerate(zip(self._blocks, cache.layers, strict=True)):
+        for layer, (block, room) in enumerate(zip(self._blocks, tokens.cache.layers, strict=True)):
             if before := by_key.get(f"blocks.{layer}.hook_in"):
                 x_BD = _apply(before, x_BD)
             x_BD = block.run(x_BD, angles, bias_B11C, room)

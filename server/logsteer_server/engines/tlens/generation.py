@@ -24,6 +24,7 @@ from logsteer_server.contract.parameters import ParameterDelta
 from logsteer_server.engines.drawn import DrawnValues
 from logsteer_server.engines.tlens.batch import accept_row
 from logsteer_server.engines.tlens.causal import CausalModel
+from logsteer_server.engines.tlens.decode_step import NextTokens
 from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.points import HookFunction, Point, RefusedJobError
 from logsteer_server.engines.tlens.queue import BatchRun, EngineLimits, JobQueue, Results
@@ -199,7 +200,7 @@ class RunningBatch:
         hooks = [*self._steering.hooks(ranges, width), *self._hooks]
         next_BT, cache, model = self._next_BT, self._cache, self._model
         if width == 1 and not self.parameters:
-            hidden_BD = model.read_next(next_BT, mask_BT, positions_BT, cache, hooks)
+            hidden_BD = model.read_next(NextTokens(next_BT, mask_BT, positions_BT, cache, hooks))
         else:
             with model.hooked(hooks):
                 hidden_BTD = model.read(next_BT, mask_BT, positions_BT, cache, self.delta.cast)

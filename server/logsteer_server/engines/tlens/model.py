@@ -17,9 +17,9 @@ from transformers.utils import logging as transformers_logging
 
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.parameters import Cast
-from logsteer_server.engines.tlens.cache import RoomyLayer, RowCache
+from logsteer_server.engines.tlens.cache import RoomyLayer
 from logsteer_server.engines.tlens.causal import CausalModel
-from logsteer_server.engines.tlens.decode_step import DecodeStep, UnknownBlockError
+from logsteer_server.engines.tlens.decode_step import DecodeStep, NextTokens, UnknownBlockError
 from logsteer_server.engines.tlens.parameters import Parameters
 from logsteer_server.engines.tlens.placement import follow_devices, place_model
 from logsteer_server.engines.tlens.plain_forward import PlainForward, agree, unwrap
@@ -269,7 +269,7 @@ class BridgeModel(CausalModel):
             with self.hooked(hooks):
                 wanted_B1D = self.read(tokens_B1, mask_BC, positions_B1, caches[0])
             mask = None if mask_BC.all() else mask_BC
-            found_BD = step.read(tokens_B1, mask, positions_B1, caches[1], hooks)
+            found_BD = step.read(NextTokens(tokens_B1, mask, positions_B1, caches[1], hooks))
             if not agree(found_BD, wanted_B1D[:, 0], FORWARD_TOLERANCE):
                 return False
         return all(
@@ -278,21 +278,14 @@ class BridgeModel(CausalModel):
             for wanted, found in ((layer.keys, other.keys), (layer.values, other.values))
         )
 
-    def read_next(
-        self,
-        tokens_B1: Tensor,
-        mask_BC: Tensor | None,
-        positions_B1: Tensor,
-        cache: RowCache,
-        hooks: Sequence[tuple[Point, HookFunction]],
-    ) -> Tensor:
+    def read_next(self, tokens: NextTokens) -> Tensor:
         """Return the hidden states [B, D] of one more token of each sequence.
 
         By the decode step, where there is one, unless a hook is inside of a block.
         """
-        if self._decode_step is None or not all(point.is_edge for point, _ in hooks):
-            return super().read_next(tokens_B1, mask_BC, positions_B1, cache, hooks)
-        return self._decode_step.read(tokens_B1, mask_BC, positions_B1, cache, hooks)
+        if self._decode_step is None or not all(point.is_edge for point, _ in tokens.hooks):
+            return super().read_next(tokens)
+        return self._decode_step.read(tokens)
 
     def _widen_head(self, path: Path | str) -> None:
         """Have logits computed in float32. Errors: ValueError where the head is no linear layer."""
