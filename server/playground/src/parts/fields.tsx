@@ -1,6 +1,6 @@
 // Inputs with their labels. Each calls `onChange` with a value of its own type, at every keystroke.
 import type { ComponentChildren } from "preact";
-import { useId, useLayoutEffect, useRef } from "preact/hooks";
+import { useCallback, useEffect, useId, useLayoutEffect, useRef } from "preact/hooks";
 
 interface Labelled {
   label: string;
@@ -65,21 +65,32 @@ const LONG_VALUE = 4000;
 export function TextArea(props: TextProps & { rows?: number; maxRows?: number }) {
   const { label, hint, value, onChange, placeholder, rows = 3, maxRows = 14 } = props;
   const area = useRef<HTMLTextAreaElement>(null);
-  const fitted = useRef<string | null>(null);
-  useLayoutEffect(() => {
+  const fit = useCallback(() => {
     const element = area.current;
     // What is hidden has no height; it is fitted once it is shown.
-    if (element === null || element.offsetParent === null || fitted.current === value) return;
-    fitted.current = value;
+    if (element === null || element.offsetParent === null) return;
     const line = parseFloat(getComputedStyle(element).lineHeight) || 24;
     const highest = maxRows * line;
     let height = highest;
-    if (value.length < LONG_VALUE) {
+    if (element.value.length < LONG_VALUE) {
       element.style.height = "0";
       height = Math.min(Math.max(element.scrollHeight + 2, rows * line), highest);
     }
     element.style.height = `${height}px`;
-  });
+  }, [rows, maxRows]);
+  useLayoutEffect(fit, [value, fit]);
+  useEffect(() => {
+    let width = 0;
+    const observer = new ResizeObserver(([entry]) => {
+      const next = entry?.contentRect.width ?? 0;
+      if (next !== width) fit();
+      width = next;
+    });
+    if (area.current !== null) observer.observe(area.current);
+    // Lines may break elsewhere in the page's own type.
+    void document.fonts.ready.then(fit);
+    return () => observer.disconnect();
+  }, [fit]);
   return (
     <Field label={label} hint={hint}>
       {(ids) => (
