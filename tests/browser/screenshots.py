@@ -30,7 +30,7 @@ ADDRESSES = {
     "vectors": "vectors?opened=mood",
     "models": "models",
 }
-HEIGHTS = {"text": 1080, "choices": 1120, "long": 1180, "steer": 1290, "sweep": 1640,
+HEIGHTS = {"text": 1080, "choices": 1360, "long": 1320, "steer": 1290, "sweep": 1640,
            "vectors": 1640, "models": 1080}  # fmt: skip
 
 
@@ -93,7 +93,10 @@ def save(visit: Visit, view: str, directory: Path) -> None:
     path = directory / f"playground-{view}-{'dark' if is_dark else 'light'}.png"
     # 256 colours are enough for a page, and a third of the bytes.
     picture = Image.open(io.BytesIO(page.screenshot()))
-    picture.quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
+    picture = picture.convert("RGB").quantize(
+        256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE
+    )
+    picture.save(path, optimize=True)
     print(f"{path}: {path.stat().st_size:,} bytes")
     if path.stat().st_size > MAX_BYTES:
         sys.exit(f"{path} is larger than {MAX_BYTES:,} bytes")
