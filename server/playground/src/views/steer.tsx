@@ -21,7 +21,7 @@ import "./steer.css";
 import { Columns, type Colouring } from "./steer/Columns";
 import { useStreams, type Streams } from "./steer/stream";
 import { NoVector } from "./steering/NoVector";
-import { useVectors } from "./steering/useVectors";
+import { useNamed, useVectors } from "./steering/useVectors";
 import { VectorFields, VectorSelect } from "./steering/VectorFields";
 
 type State = SteeringFields & {
@@ -115,6 +115,7 @@ function SteerView({ state, setState, model, isShown }: ViewProps<State>) {
     if (latest.current !== null) send(latest.current);
   };
   useRepeated(run, isReady, body, state);
+  useNamed(state.vector, cards, (vector) => setState({ vector }));
 
   if (cards === null) return <ErrorNote error={listing.error} />;
   if (cards.length === 0) {
@@ -336,16 +337,12 @@ function isUnusual(state: State): boolean {
   );
 }
 
-function Timing({ firstMs, totalMs, answer }: Streams) {
+function Timing({ firstMs, answer }: Streams) {
   if (firstMs === null) return null;
   return (
     <span class="hint num" data-first-ms={firstMs.toFixed(1)}>
       First steered token after {fixed(firstMs, 0)} ms
-      {totalMs !== null && answer && (
-        <>
-          ; {plural(answer.usage.generated_tokens ?? 0, "token")} in {fixed(totalMs / 1000, 2)} s
-        </>
-      )}
+      {answer && `; ${plural(answer.usage.generated_tokens ?? 0, "token")} in all`}
     </span>
   );
 }

@@ -10,7 +10,7 @@ import { NumberField, Segments, TextArea, TextField } from "../parts/fields";
 import { Icon } from "../parts/Icon";
 import "./sweep.css";
 import { NoVector } from "./steering/NoVector";
-import { useVectors } from "./steering/useVectors";
+import { useNamed, useVectors } from "./steering/useVectors";
 import { VectorFields } from "./steering/VectorFields";
 import { Curves } from "./sweep/Curves";
 import { makeSweep, pairUp, readItem, writeItem, type Swept, type SweepState } from "./sweep/request";
@@ -36,6 +36,7 @@ function SweepView({ state, setState, model, isShown }: ViewProps<SweepState>) {
     });
   };
   const isReady = isShown && model?.state === "ready" && (cards?.length ?? 0) > 0;
+  useNamed(state.vector, cards, (vector) => setState({ vector }));
   const hasRun = useRef(false);
   useEffect(() => {
     if (!isReady || hasRun.current || body === null) return;

@@ -33,7 +33,6 @@ export interface Streams {
   answer: Answer | null;
   /** Milliseconds from the request until the first steered token was here. */
   firstMs: number | null;
-  totalMs: number | null;
 }
 
 const EMPTY: Column = { tokens: [], ids: [], logprobs: [], before: [], after: [], completion: null };
@@ -75,7 +74,7 @@ export function useStreams(): { shown: Streams | null; task: Task; send: (body: 
   const send = (body: object): void =>
     task.run(async (signal) => {
       const begun = performance.now();
-      let now: Streams = { steered: EMPTY, baseline: EMPTY, answer: null, firstMs: null, totalMs: null };
+      let now: Streams = { steered: EMPTY, baseline: EMPTY, answer: null, firstMs: null };
       const draw = (): void => {
         frame.current ||= requestAnimationFrame(() => {
           frame.current = 0;
@@ -101,7 +100,6 @@ export function useStreams(): { shown: Streams | null; task: Task; send: (body: 
         steered: finish(result?.completions[0]),
         baseline: finish(result?.baseline?.[0]),
         answer,
-        totalMs: performance.now() - begun,
       };
       draw();
     });
