@@ -254,6 +254,7 @@ async def _serve(
     config = uvicorn.Config(
         app,
         http=partial(LimitedProtocol, limits=limits),  # type: ignore[arg-type]
+        log_config=None,  # its lines are written as all others
         log_level="warning",
         access_log=False,
         timeout_keep_alive=IDLE_CONNECTION_S,
@@ -291,7 +292,11 @@ async def _serve(
 async def _serve_metrics(app: Any, listener: socket.socket) -> None:
     """Answer `/metrics` of a service at a listener of its own, until cancelled."""
     config = uvicorn.Config(
-        make_metrics_app(app), lifespan="off", log_level="warning", access_log=False
+        make_metrics_app(app),
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
     )
     host, port = listener.getsockname()[:2]
     log.info("metrics are at http://%s:%d/metrics", host, port)

@@ -23,6 +23,8 @@ PLACE = ROOT / "deploy" / "observability"
 DASHBOARD = PLACE / "dashboards" / "logsteer.json"
 ALERTS = PLACE / "alerts.yml"
 SCRAPE_S = 1
+FAIL = 1301
+"""A token over which the fake engine fails."""
 PROMTOOL, PROMETHEUS = shutil.which("promtool"), shutil.which("prometheus")
 
 WORDS = {
@@ -138,6 +140,9 @@ def make_requests(models: Sequence[str], steered: str) -> list[tuple[str, str, A
     requests += [
         ("POST", "/tokenize", {"model": models[0], "texts": ["a text"]}),
         ("POST", "/logprob", {"model": "nobody", "items": []}),
+        ("POST", "/logprob", {
+            "model": "fake", "items": [{"context_ids": [5, FAIL], "target_ids": [[8]]}],
+        }),
         ("GET", "/vectors", None),
         ("GET", "/models", None),
         ("POST", "/steer", {

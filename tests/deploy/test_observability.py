@@ -20,6 +20,7 @@ from tests.deploy.alert_cases import CASES, AlertCase
 from tests.deploy.observed import (
     ALERTS,
     DASHBOARD,
+    FAIL,
     PLACE,
     PROMETHEUS,
     PROMTOOL,
@@ -208,7 +209,10 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     keys = directory / "keys.json"
     tokens = [add_key(keys, "ann", "score", "steer", "write"), add_key(keys, "bob", "score")]
     config = {
-        "models": [vllm_model("demo", adapter_slots=1), fake_model("fake", delay_s=0.02)],
+        "models": [
+            vllm_model("demo", adapter_slots=1),
+            fake_model("fake", delay_s=0.02, fail_id=FAIL),
+        ],
         "key_file": str(keys),
         "cache_file": "cache.sqlite",
         "metrics_port": 0,
@@ -259,5 +263,5 @@ def test_an_alert_looks_at_something(watched: Prometheus, rule: dict[str, Any]) 
     """Without its thresholds it has data; with them it is quiet, but for what the load provokes."""
     bare = re.sub(r"(==|>=|<=|>|<)\s*[\d.]+", "", rule["expr"]).replace(">=", "+")
     assert watched.query(re.sub(r"\[\d+m\]", "[20s]", bare)), bare
-    provoked = {"LogsteerRefusesWork"}
+    provoked = {"LogsteerRefusesWork", "LogsteerFaults"}
     assert rule["alert"] in provoked or not watched.query(rule["expr"])

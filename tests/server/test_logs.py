@@ -165,6 +165,8 @@ def test_a_request_is_one_line_of_the_access_log(logged: Server) -> None:
     assert steered["ms"] > 0 and steered["response_bytes"] > 100 and steered["request_bytes"] > 50
     (unknown,) = [line for line in lines if line["route"] == "other"]
     assert (unknown["status"], unknown["code"]) == (404, "not_found")
+    (tokenized,) = [line for line in lines if line["route"] == "/tokenize"]
+    assert tokenized["model"] == "fake"
     streamed = [line for line in lines if line["route"] == "/generate"]
     assert [line["generated_tokens"] for line in streamed] == [4]
 

@@ -76,7 +76,7 @@ class TestTallies:
         card = {"name": "a", "sha256": "f" * 64}
         score, write = RequestRecord(scope="score"), RequestRecord(scope="write")
         for record in (score, write):
-            record.note_stored(card)
+            record.note_answer(card)
         assert (score.stored, score.sha256) == ("", "")
         assert (write.stored, write.sha256) == ("a", "f" * 64)
 

@@ -285,6 +285,6 @@ async def _wait_for_disconnect(request: Request) -> None:
 
 def answer(request: Request, document: dict[str, Any]) -> Response:
     """Answer with the document in the encoding that the caller accepts."""
-    find_record(request.scope).note_stored(document)
+    find_record(request.scope).note_answer(document)
     media_type = choose_encoding(request.headers.get("accept", ""))
     return Response(encode(document, media_type), media_type=media_type)

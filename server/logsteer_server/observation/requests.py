@@ -62,8 +62,11 @@ class RequestRecord:
     usage: UsageCounter = field(default_factory=UsageCounter)
     phases: list[Phase] | None = None
 
-    def note_stored(self, document: Mapping[str, Any]) -> None:
-        """Note what an answer to a write says of it: a card, or a name that is gone."""
+    def note_answer(self, document: Mapping[str, Any]) -> None:
+        """Note the model that an answer names, and of one to a write the card, or the name that is
+        gone.
+        """
+        self.model = self.model or str(document.get("model") or "")
         if self.scope in AUDITED:
             card = document.get("vector", document)
             if isinstance(card, Mapping):
