@@ -13,9 +13,9 @@
 #
 #   --build-arg PYTHON_BASE=… CUDA_BASE=…    other bases, from a registry of your own for example
 #   --build-context wheels=FOLDER            wheels that no index has
-#   --secret id=ca,src=FILE                  a certificate authority that package indexes are signed by
-#   --secret id=pip_conf,src=FILE            how pip and uv reach package indexes; none of these four
-#   --secret id=uv_toml,src=FILE             is in any layer
+#   --secret id=ca,src=FILE                  certificate authorities that package indexes are signed by
+#   --secret id=pip_conf,src=FILE            how pip reaches them
+#   --secret id=uv_toml,src=FILE             how uv reaches them; none of the last four is in a layer
 #   --target sbom-cpu --output FOLDER        what the image consists of, as sbom.cdx.json (CycloneDX)
 #
 # `make test-containers` builds and runs the cpu target. deploy/README.md says what has been run:
