@@ -19,7 +19,7 @@
 #   --target sbom-cpu --output FOLDER        what the image consists of, as sbom.cdx.json (CycloneDX)
 #
 # `make test-containers` builds and runs the cpu target. deploy/README.md says what has been run:
-# the cpu target on a base of Debian's packages; of the cuda target, everything but its base.
+# the cpu target on a base of Debian's packages; of the cuda target, only that its lock installs.
 
 ARG PYTHON_BASE=python:3.11.15-slim-bookworm
 ARG CUDA_BASE=nvidia/cuda:13.0.3-base-ubuntu24.04
