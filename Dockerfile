@@ -13,13 +13,13 @@
 #
 #   --build-arg PYTHON_BASE=… CUDA_BASE=…    other bases, from a registry of your own for example
 #   --build-context wheels=FOLDER            wheels that no index has
-#   --secret id=ca,src=FILE                  a certificate authority that package indexes are signed by
-#   --secret id=pip_conf,src=FILE            how pip and uv reach package indexes; none of these four
-#   --secret id=uv_toml,src=FILE             is in any layer
+#   --secret id=ca,src=FILE                  certificate authorities that package indexes are signed by
+#   --secret id=pip_conf,src=FILE            how pip reaches them
+#   --secret id=uv_toml,src=FILE             how uv reaches them; none of the last four is in a layer
 #   --target sbom-cpu --output FOLDER        what the image consists of, as sbom.cdx.json (CycloneDX)
 #
 # `make test-containers` builds and runs the cpu target. deploy/README.md says what has been run:
-# the cpu target on a base of Debian's packages; of the cuda target, everything but its base.
+# the cpu target on a base of Debian's packages; of the cuda target, only that its lock installs.
 
 ARG PYTHON_BASE=python:3.11.15-slim-bookworm
 ARG CUDA_BASE=nvidia/cuda:13.0.3-base-ubuntu24.04

@@ -16,3 +16,10 @@ mkdir -p client/logsteer server/logsteer_server
 touch README.md client/logsteer/__init__.py server/logsteer_server/__init__.py
 # It compiles bytecode, which the user of the container could not write later.
 requirements/install.sh server
+
+# `torch==2.13.0` of the CUDA lock is met by a wheel 2.13.0+cpu, too, if the folder of wheels has one.
+torch=$("$VENV/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))')
+if [[ $LOGSTEER_VARIANT == cuda && $torch == *+cpu ]]; then
+  echo "torch $torch was installed, which runs on no GPU: take its wheel out of the folder of wheels" >&2
+  exit 1
+fi

@@ -61,19 +61,17 @@ print_env() {
   command -v docker > /dev/null || echo "export PATH=\$PATH:$root/usr/bin"
 }
 
-# The chains that dockerd made are all called DOCKER something.
+# The chains that dockerd made are called DOCKER something, and other rules name them or docker0.
 undo_network() {
   inside bash -c '
     for table in nat filter; do
-      iptables -t $table -S | grep DOCKER | grep "^-A" | grep -v "^-A DOCKER" | sed "s/^-A/-D/" \
+      iptables -t $table -S | grep -i docker | grep "^-A" | grep -v "^-A DOCKER" | sed "s/^-A/-D/" \
         | while read -r -a rule; do iptables -t $table "${rule[@]}" || true; done
       iptables -t $table -S | sed -n "s/^-N \(DOCKER.*\)/\1/p" | while read -r chain; do
         iptables -t $table -F "$chain"; done
       iptables -t $table -S | sed -n "s/^-N \(DOCKER.*\)/\1/p" | while read -r chain; do
         iptables -t $table -X "$chain" || true; done
     done
-    iptables -t nat -S | grep "^-A POSTROUTING .* -j MASQUERADE" | grep "! -o docker0" \
-      | sed "s/^-A/-D/" | while read -r -a rule; do iptables -t nat "${rule[@]}"; done
     iptables -P FORWARD ACCEPT'
   ip link delete docker0 2> /dev/null || true
   [[ ! -f $directory/ip_forward ]] || cat "$directory/ip_forward" > /proc/sys/net/ipv4/ip_forward
