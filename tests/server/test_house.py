@@ -16,9 +16,9 @@ CLIENT = ROOT / "client" / "logsteer"
 
 
 def read_layers() -> list[set[str]]:
-    """The numbered list of CONTRIBUTING.md: each line begins with the parts of one layer."""
+    """The numbered list of CONTRIBUTING.md: each entry begins with the parts of one layer."""
     section = (ROOT / "CONTRIBUTING.md").read_text().split("## Layout")[1].split("\n## ")[0]
-    lines = re.findall(r"^\d+\. ((?:`\w+`,? ?)+):", section, re.MULTILINE)
+    lines = re.findall(r"^\d+\. ((?:`\w+`,?\s*)+):", section, re.MULTILINE)
     return [set(re.findall(r"`(\w+)`", line)) for line in lines]
 
 

@@ -196,8 +196,6 @@ function Selftest({ model, models, state, setState }: ModelProps) {
 const VERDICTS: Record<Check["verdict"], string> = {
   passed: "Passed",
   failed: "Failed",
-  draining: "Draining",
-  unloaded: "Unloaded",
   not_run: "Not run",
 };
 
