@@ -20,8 +20,7 @@ from typing import Literal
 from logsteer_server import __version__
 from logsteer_server.engines.machine_facts import Gpu, count_cores, list_gpus, measure_memory
 from logsteer_server.engines.needs import ModelNeeds, estimate
-from logsteer_server.model_settings import ModelSettings
-from logsteer_server.settings import ConfigurationError, Settings, load_settings
+from logsteer_server.settings import ConfigurationError, ModelSettings, Settings, load_settings
 
 MachineVerdict = Literal["ok", "warn", "fail", "info"]
 

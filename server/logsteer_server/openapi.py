@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 from logsteer_server.app import create_app
-from logsteer_server.model_settings import ModelSettings
-from logsteer_server.settings import Settings
+from logsteer_server.settings import ModelSettings, Settings
 
 
 def render() -> str:

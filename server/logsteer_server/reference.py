@@ -12,9 +12,8 @@ from typing import Any
 
 from logsteer._endpoints import ENDPOINTS, Endpoint
 from logsteer.errors import KINDS, api_error
-from logsteer_server.model_settings import ModelSettings
 from logsteer_server.routes.tasks import TASKS
-from logsteer_server.settings import Settings
+from logsteer_server.settings import ModelSettings, Settings
 
 WRITTEN = "<!-- Written by `make docs` from the code: change that. -->\n"
 

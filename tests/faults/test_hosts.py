@@ -17,8 +17,7 @@ from logsteer.errors import LogsteerError
 from logsteer_server.__main__ import main
 from logsteer_server.http.hosts import AllowedHosts
 from logsteer_server.listening import check_exposure
-from logsteer_server.model_settings import ModelSettings
-from logsteer_server.settings import ConfigurationError, Settings
+from logsteer_server.settings import ConfigurationError, ModelSettings, Settings
 from tests.conftest import Server, fake_model
 from tests.faults.processes import wait_for
 from tests.servers import Configuration

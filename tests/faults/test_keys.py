@@ -22,8 +22,7 @@ from logsteer_server.contract.lane import Lane
 from logsteer_server.keys.caller import Allowance, Requester
 from logsteer_server.keys.entries import KeyEntry, KeyLimits, change_keys, read_keys
 from logsteer_server.keys.keyring import HASHES_PER_ID, LOOK_EVERY_S, KeyRing
-from logsteer_server.model_settings import ModelSettings
-from logsteer_server.settings import ConfigurationError, Settings
+from logsteer_server.settings import ConfigurationError, ModelSettings, Settings
 from tests.conftest import Server, fake_model
 from tests.faults.keys import add_key, connect, serve
 

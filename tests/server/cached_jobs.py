@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 
 from logsteer_server.contract.jobs import Job, ScoreJob, ScoreOutput
-from logsteer_server.model_settings import ModelSettings
 from logsteer_server.models.cache import (
     Findings,
     MissingJob,
     ResultCache,
     make_keys,
 )
+from logsteer_server.settings import ModelSettings
 from tests.server import steering_cases
 
 SCOPE = b"s" * 32

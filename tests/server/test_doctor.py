@@ -18,9 +18,8 @@ from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.doctor import MachineFinding, draw, examine
 from logsteer_server.engines.machine_facts import Gpu, measure_memory, parse_gpus
 from logsteer_server.engines.needs import CPU_CACHE_BYTES, PROCESS_BYTES, estimate
-from logsteer_server.model_settings import ModelSettings
 from logsteer_server.models.fit import fits_beside
-from logsteer_server.settings import Settings
+from logsteer_server.settings import ModelSettings, Settings
 from tests.conftest import DEMO_MODEL
 
 CONFIG = {

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from logsteer_server.model_settings import ModelSettings
 from logsteer_server.numerics.hidden_rows import RowBounds
 from logsteer_server.numerics.rows import RowSpec
+from logsteer_server.settings import ModelSettings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 MIB = 2**20

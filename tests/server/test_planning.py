@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from logsteer.errors import APIError, OverloadedError, PayloadTooLargeError
-from logsteer_server.model_settings import ModelSettings
 from logsteer_server.models.admission import Admission
-from logsteer_server.settings import Settings
+from logsteer_server.settings import ModelSettings, Settings
 from logsteer_server.tasks.planning import (
     BYTES_PER_CHAR,
     BYTES_PER_NUMBER,

@@ -6,9 +6,8 @@ import pytest
 
 from logsteer._endpoints import ENDPOINTS
 from logsteer.errors import KINDS
-from logsteer_server.model_settings import ModelSettings
 from logsteer_server.reference import main, spell, write_endpoints, write_errors, write_settings
-from logsteer_server.settings import Settings
+from logsteer_server.settings import ModelSettings, Settings
 from tests.conftest import ROOT
 
 

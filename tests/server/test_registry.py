@@ -12,14 +12,13 @@ import pytest
 
 from logsteer.errors import APIError
 from logsteer_server.contract.jobs import GenerateJob, Job, JobResult, ScoreJob
-from logsteer_server.model_settings import ModelSettings
 from logsteer_server.models import model as model_module
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.model import PreparedJobs, ResidentModel
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.models.timer import WorkTimer
 from logsteer_server.observation.metrics import Metrics
-from logsteer_server.settings import Settings
+from logsteer_server.settings import ModelSettings, Settings
 from logsteer_server.text.windows import Windowing
 from tests.server.scripted_model import INFO, ScriptedHandle, answer_as_fake, load_codec, make_model
 

@@ -18,7 +18,7 @@ from logsteer_server.engines.queue import FairQueue, NextJobs
 from logsteer_server.engines.routing import BLOCK, Router, hash_blocks
 from logsteer_server.engines.suspects import SETTLE_S, TRIAL_S, Quarantine
 from logsteer_server.engines.turns import EngineCall
-from logsteer_server.model_settings import ModelSettings
+from logsteer_server.settings import ModelSettings
 
 CONTEXTS = 12
 TARGETS = 4

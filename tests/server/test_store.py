@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from logsteer.errors import APIError, NotFoundError, PayloadTooLargeError
-from logsteer_server.model_settings import ModelSettings
-from logsteer_server.settings import ConfigurationError, Settings
+from logsteer_server.settings import ConfigurationError, ModelSettings, Settings
 from logsteer_server.stores import store as store_module
 from logsteer_server.stores.store import (
     KINDS,

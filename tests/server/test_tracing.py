@@ -139,7 +139,7 @@ def test_the_client_never_imports_opentelemetry() -> None:
 def test_a_server_that_traces_nothing_does_not_import_it() -> None:
     code = (
         "import sys; from logsteer_server.app import create_app;"
-        "from logsteer_server.model_settings import ModelSettings;"
+        "from logsteer_server.settings import ModelSettings;"
         "from logsteer_server.settings import Settings;"
         "create_app(Settings(models=[ModelSettings(id='a', path='b')]));"
         "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"

@@ -8,8 +8,7 @@ from sklearn.covariance import ledoit_wolf
 from sklearn.linear_model import LogisticRegression
 
 from logsteer.schemas import LayerQuality, TrainMethod
-from logsteer_server.model_settings import ModelSettings
-from logsteer_server.settings import Settings
+from logsteer_server.settings import ModelSettings, Settings
 from logsteer_server.stores.layer_vectors import LayerVectors
 from logsteer_server.stores.store import VECTORS, Store
 from logsteer_server.stores.vectors import VectorStore

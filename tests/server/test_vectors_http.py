@@ -20,8 +20,7 @@ from logsteer.schemas import TrainAnswer, VectorCard
 from logsteer_server.app import create_app
 from logsteer_server.contract.captures import CaptureJob
 from logsteer_server.engines.fake import fake_activations
-from logsteer_server.model_settings import ModelSettings
-from logsteer_server.settings import Settings
+from logsteer_server.settings import ModelSettings, Settings
 from logsteer_server.stores.layer_vectors import LayerVectors, Readout, parse_content
 from logsteer_server.text.tokenizer import TextCodec
 from tests.conftest import DEMO_MODEL, Server, ServerFactory, fake_model

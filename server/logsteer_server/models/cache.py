@@ -31,9 +31,8 @@ from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.finite import find_finite
 from logsteer_server.contract.jobs import Job, Output, ScoreJob, ScoreOutput
 from logsteer_server.contract.plan import SteeringTrace
-from logsteer_server.model_settings import ModelSettings
 from logsteer_server.models.cachefile import CacheFile
-from logsteer_server.settings import Settings
+from logsteer_server.settings import ModelSettings, Settings
 
 log = logging.getLogger(__name__)
 

@@ -20,11 +20,10 @@ from typing import Any
 
 from logsteer.errors import api_error
 from logsteer.schemas import ModelState
-from logsteer_server.model_settings import ModelSettings
 from logsteer_server.models.fit import fits_beside
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.registry import ModelRegistry
-from logsteer_server.settings import ConfigurationError, Settings
+from logsteer_server.settings import ConfigurationError, ModelSettings, Settings
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,7 @@
 
 from logsteer_server.engines.machine_facts import list_gpus, measure_memory
 from logsteer_server.engines.needs import estimate
-from logsteer_server.model_settings import ModelSettings
-from logsteer_server.settings import Settings
+from logsteer_server.settings import ModelSettings, Settings
 
 SPARE = 0.1
 """Share of the free memory that is left alone."""

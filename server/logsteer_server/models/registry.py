@@ -8,14 +8,13 @@ from logsteer_server.engines.handle import EngineHandle
 from logsteer_server.engines.replica import SupervisionLimits
 from logsteer_server.engines.supervisor import LocalEngine
 from logsteer_server.engines.watchdog import WatchLimits
-from logsteer_server.model_settings import ModelSettings
 from logsteer_server.models.admission import Admission
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.scratch import ScratchSpace
 from logsteer_server.observation.logs import LogStyle
 from logsteer_server.observation.metrics import Metrics
-from logsteer_server.settings import Settings
+from logsteer_server.settings import ModelSettings, Settings
 
 Prove = Callable[[ResidentModel], Awaitable[None]]
 """Finds out whether a model may answer, and lifts or labels its gate."""

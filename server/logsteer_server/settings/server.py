@@ -8,7 +8,7 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from logsteer_server.model_settings import ModelSettings
+from logsteer_server.settings.model import ModelSettings
 
 
 class ConfigurationError(ValueError):
