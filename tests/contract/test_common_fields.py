@@ -28,8 +28,12 @@ NEITHER = {
     "/vectors/train": "reads activations",
     "/vectors/{name}/combine": "adds vectors",
     "/models/{model_id}/selftest": "tests a model with and without every change that it makes",
+    "/models/{model_id}/load": "starts an engine",
+    "/models/{model_id}/unload": "ends an engine",
+    "/models/{model_id}/drain": "keeps requests out",
+    "/admin/reload": "changes models",
 }
-"""Endpoints with a body that neither score nor generate for the caller, and what they do."""
+"""Endpoints that are posted to and neither score nor generate for the caller, and what they do."""
 
 ABLATE = {"vectors": [{"data": {"1": [1.0] + [0.0] * 15}, "op": "ablate"}]}
 ITEMS = [{"context": "Once upon", "targets": [" a time"]}]

@@ -23,6 +23,7 @@ from logsteer_server.engines.machine import (
 from logsteer_server.engines.vllm.arguments import INSTEAD, ONE_IS_OFF, REFUSED, check_arguments
 from logsteer_server.engines.vllm.config import engine_args, fit_context_length, set_environment
 from logsteer_server.engines.weights import limit_context
+from logsteer_server.observation.logs import LogStyle
 from logsteer_server.serving import main
 
 FACTORS = {"short_factor": [1.0, 1.1], "long_factor": [1.0, 4.0]}
@@ -246,9 +247,9 @@ class TestThreads:
     ) -> None:
         monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
         called: list[str] = []
-        for name in ("follow_parent", "_serve", "let_threads_sleep"):
+        for name in ("follow_parent", "_serve", "let_threads_sleep", "configure_engine_logs"):
             monkeypatch.setattr(process, name, lambda *_, name=name: called.append(name))
         for module, name in ((os, "setsid"), (os, "_exit"), (process.util, "_exit_function")):
             monkeypatch.setattr(module, name, lambda *_: None)
-        process.run_engine(None, EngineSpec("id", "fake", "path"), 1.0)  # type: ignore[arg-type]
+        process.run_engine(None, EngineSpec("id", "fake", "path"), 1.0, LogStyle())  # type: ignore[arg-type]
         assert called.index("let_threads_sleep") < called.index("_serve")

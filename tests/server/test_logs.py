@@ -77,6 +77,11 @@ REQUESTS: dict[str, tuple[str, Any]] = {
     "v1.completions": ("/v1/completions", {"prompt": TEXT, "max_tokens": 4, "logprobs": 1}),
     "v1.chat.completions": ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 4}),
     "v1.score": ("/v1/score", {"query": TEXT, "items": [TEXT], "label_token_ids": [5, 6]}),
+    "drain_model": ("/models/fake/drain?wait_s=30", None),
+    "unload_model": ("/models/fake/unload?wait_s=30", None),
+    "load_model": ("/models/fake/load?wait_s=30", None),
+    "reload": ("/admin/reload?wait_s=30", None),
+    "startup": ("/startupz", None),
 }
 
 
@@ -113,7 +118,8 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             http.post("/vectors/train", json={"name": "same", "pairs": [SAME] * 4})
             http.post("/logprob", json={"items": ITEMS, "model": MARK})
             http.get(f"/{MARK}/{KEYS['ann']}", params={"q": MARK})
-        assert {answers[name] for name in ("logprob", "generate", "steer", "vectors.put")} == {200}
+        done = ("logprob", "generate", "steer", "vectors.put", "load_model", "reload")
+        assert {answers[name] for name in done} == {200}
         with connect(server, KEYS["bob"]) as http:
             send(http, "vectors.put")
         for token in (WRONG, KEYS["ann"][:-1] + "_"):

@@ -56,6 +56,8 @@ def _describe(model: ResidentModel) -> ModelCard:
     """Describe a model; where on this machine its fault was, the log says."""
     card = model.describe()
     card.detail = hide_paths(card.detail)
+    for replica in card.replicas:
+        replica.detail = hide_paths(replica.detail)
     return card
 
 
