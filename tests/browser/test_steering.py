@@ -171,6 +171,12 @@ def test_errors_are_in_the_servers_words(visit: OpenPage, api: Client) -> None:
     expect(alert).to_contain_text("are not written as in 4 or 2,5-7")
 
 
+def test_a_vector_that_is_not_stored_is_told_by_the_server(visit: OpenPage) -> None:
+    seen = visit("steer?vector=nobody")
+    seen.expect(404)
+    expect(seen.page.get_by_role("alert")).to_contain_text("No vector is named 'nobody'")
+
+
 def test_a_newcomer_trains_the_example_with_one_click(
     visit_any: OpenPage, start_server: ServerFactory
 ) -> None:
