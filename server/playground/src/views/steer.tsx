@@ -74,7 +74,7 @@ function makeBody(state: State, cards: readonly VectorCard[], model: string | un
       state.colour === "probe"
         ? [
             {
-              name: probed?.name ?? state.probe,
+              name: probed?.name ?? (state.probe || state.vector),
               layers: layers?.slice(0, 1),
               read: state.read === "projection" ? undefined : state.read,
             },
@@ -154,7 +154,7 @@ function SteerView({ state, setState, model, isShown }: ViewProps<State>) {
             prompt={state.mode === "text" ? state.prompt : ""}
             colouring={state.colour}
             probe={describeProbe(state, cards)}
-            scale={state.op === "clamp" ? "clamped" : `scale ${short(state.scale)}`}
+            scale={state.op === "clamp" ? "clamped" : `scale ${short(state.scale)}${state.op === "rotate" ? "°" : ""}`}
             isRunning={task.isRunning}
           />
           {shown.answer && <Receipt receipt={shown.answer.steering} />}
@@ -249,6 +249,12 @@ function ScaleFields({ state, setState, cards }: Change & { cards: readonly Vect
             : undefined
         }
         onChange={(scale) => setState({ scale })}
+      />
+      <NumberField
+        label="Exactly"
+        value={state.scale}
+        step="any"
+        onChange={(scale) => setState({ scale: scale ?? 0 })}
       />
     </div>
   );

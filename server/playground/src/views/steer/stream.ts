@@ -101,7 +101,9 @@ export function useStreams(): { shown: Streams | null; task: Task; send: (body: 
         baseline: finish(result?.baseline?.[0]),
         answer,
       };
-      draw();
+      cancelAnimationFrame(frame.current);
+      frame.current = 0;
+      setShown(now);
     });
   return { shown, task, send };
 }
