@@ -14,7 +14,7 @@ import pytest
 
 from logsteer import Client
 from tests.client.test_examples import EXAMPLES
-from tests.conftest import Server
+from tests.conftest import Server, ServerFactory, tlens_model, uncached
 
 pytestmark = pytest.mark.engine
 
@@ -39,9 +39,19 @@ MAKES = {
 
 
 @pytest.fixture(scope="module")
-def place(
-    tlens_server: Server, tlens_client: Client, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Path]:
+def server(start_server: ServerFactory) -> Server:
+    """A server that no other test asks: examples store, delete and unload."""
+    return start_server(uncached(tlens_model("demo")))
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[Client]:
+    with Client(server.url, timeout=300) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def place(client: Client, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the files that the examples name, and a server with what they name there."""
     import numpy as np
     from safetensors.torch import save_file
@@ -57,27 +67,23 @@ def place(
         (directory / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_adapter(directory / "adapter")
     save_file(draw_direction(load_model(DEMO_MODEL)), directory / "direction.safetensors")
-    width = tlens_client.models().models[0].hidden_size or 0
+    width = client.models().models[0].hidden_size or 0
     arrays = {"W_enc": (width, 9), "W_dec": (9, width), "b_dec": (width,)}
     random = np.random.default_rng(0)
     weights = {name: random.standard_normal(shape) for name, shape in arrays.items()}
     save_autoencoder(directory / "sae", {"d_in": width}, **weights)
-    yield directory
-    _load(tlens_client)
-    for name in ("mood", "happy", "golden", "golden.probe"):
-        if name in [card.name for card in tlens_client.vectors.list().vectors]:
-            tlens_client.vectors.delete(name)
+    return directory
 
 
 @pytest.fixture(autouse=True)
-def _stored(place: Path, tlens_client: Client) -> None:
+def _stored(place: Path, client: Client) -> None:
     """Have what the examples name, whatever an earlier one has deleted or unloaded."""
-    _load(tlens_client)
-    if not (place / "mood.safetensors").exists() or not _has_mood(tlens_client):
-        tlens_client.vectors.train("mood", PAIRS)
-        (place / "mood.safetensors").write_bytes(tlens_client.vectors.download("mood"))
-    tlens_client.adapters.put("story", place / "adapter")
-    tlens_client.overrides.put("gradient", place / "direction.safetensors")
+    _load(client)
+    if not (place / "mood.safetensors").exists() or not _has_mood(client):
+        client.vectors.train("mood", PAIRS)
+        (place / "mood.safetensors").write_bytes(client.vectors.download("mood"))
+    client.adapters.put("story", place / "adapter")
+    client.overrides.put("gradient", place / "direction.safetensors")
 
 
 def _load(client: Client) -> None:
@@ -91,13 +97,13 @@ def _has_mood(client: Client) -> bool:
 
 
 @pytest.mark.parametrize("line", sorted({line for lines in EXAMPLES.values() for line in lines}))
-def test_an_example_runs(line: str, place: Path, tlens_server: Server) -> None:
+def test_an_example_runs(line: str, place: Path, server: Server) -> None:
     made = [file for words, file in MAKES.items() if words in line]
     for file in made:
         (place / file).unlink(missing_ok=True)
     bin_directory = Path(sys.executable).parent
     environment = os.environ | {
-        "LOGSTEER_BASE_URL": tlens_server.url,
+        "LOGSTEER_BASE_URL": server.url,
         "PATH": f"{bin_directory}:{os.environ['PATH']}",
     }
     done = subprocess.run(
