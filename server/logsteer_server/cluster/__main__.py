@@ -59,7 +59,12 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         with _hold_directory() as directory:
-            os.environ |= {"RAY_TMPDIR": directory, "RAY_USAGE_STATS_ENABLED": "0"}
+            os.environ |= {
+                "RAY_TMPDIR": directory,
+                "RAY_USAGE_STATS_ENABLED": "0",
+                # One proxy listens for all nodes.
+                "RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING": "0",
+            }
             os.environ.pop("RAY_ADDRESS", None)  # another Ray is somebody else's
             return _serve(arguments)
     except Interrupted:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from logsteer_server.cluster.replica import RemoteReplica, ReplicaCalls
+from logsteer_server.cluster.replica import RemoteReplica, ReplicaCalls, start_apart
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.engines.handle import ReplicaReading
 from logsteer_server.engines.replica import SupervisionLimits
@@ -55,7 +55,7 @@ class RemoteEngine(LocalEngine):
         """Begin to take actors; call it from the event loop that will use the handle."""
         super().start()
         self._unwatch = self._watch(self._take_actors)
-        self._first = asyncio.create_task(self._call_first())
+        self._first = start_apart(self._call_first())
 
     async def _call_first(self) -> None:
         """Make one call to any replica: Serve makes a router, which knows them, with the first."""

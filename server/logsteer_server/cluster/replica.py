@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from contextvars import Context
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -69,6 +70,15 @@ class ModelReplica:
                 yield part._replace(taken_at=part.taken_at - began)
         except APIError as error:
             yield JobFailure(error.code, error.detail)
+
+
+def start_apart(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+    """Start work in a task that is not part of the request in which it is started.
+
+    Serve gives all calls of one request the same id, and its router takes two of them that wait at
+    once for the same.
+    """
+    return asyncio.create_task(work, context=Context())
 
 
 class ReplicaCalls(Protocol):
@@ -167,7 +177,7 @@ class RemoteReplica(Replica):
         self.detail = detail
         if self._opening is not None:
             self._opening.cancel()
-        self._opening = asyncio.create_task(self._open())
+        self._opening = start_apart(self._open())
 
     async def _open(self) -> None:
         while True:
@@ -197,7 +207,7 @@ class RemoteReplica(Replica):
             case Add(groups):
                 for group in groups:
                     lane = self.in_engine[group.ids[0]].lane
-                    task = asyncio.create_task(self._run(group, lane))
+                    task = start_apart(self._run(group, lane))
                     self._running[task] = group
                     task.add_done_callback(self._note_end)
             case Cancel(job_ids):
