@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
@@ -58,7 +57,7 @@ class _Ingress:
         self._settings = settings
         self._handles = handles
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    def __serve_build_asgi_app__(self) -> Any:
         """Return the application, whose lifespan Serve begins and ends."""
         return create_app(self._settings, self._make_handle)
 
