@@ -78,9 +78,8 @@ class LocalCluster:
     def find_actors(self) -> list[psutil.Process]:
         """The processes of the model's replicas; a title goes on with what runs."""
         found = psutil.Process(self.process.pid).children(recursive=True)
-        return [
-            own for own in found if own.cmdline()[:1] == ["ray::ServeReplica:logsteer:model-fake"]
-        ]
+        # A title goes on with what the actor runs.
+        return [own for own in found if " ".join(own.cmdline()).startswith(ACTOR)]
 
     def read_replicas(self) -> list[dict[str, Any]]:
         """The replicas as one of the ingresses sees them."""
