@@ -7,12 +7,15 @@ WORKERS ?= 2
 PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 EXACT := $(addprefix tests/contract/test_,exactness.py logprob.py quantized.py tlens.py)
 
-.PHONY: serve demo setup test test-fast test-containers test-avx2 families check format bench \
+.PHONY: serve cluster demo setup test test-fast test-containers test-avx2 families check format bench \
 	gpu-check openapi client docs playground observability lock clean
 
 serve: ## install what is missing, then serve CONFIG on PORT
 	@requirements/install.sh server
 	@exec .venv/bin/logsteer-server --config $(CONFIG) --port $(PORT)
+
+cluster: setup ## serve CONFIG on PORT with Ray Serve, on two logical nodes of this machine
+	@exec $(PYTHON) -m logsteer_server.cluster --config $(CONFIG) --port $(PORT)
 
 demo: ## serve the demo model, make three calls, print the answers, stop
 	@requirements/install.sh server

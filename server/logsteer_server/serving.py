@@ -148,11 +148,15 @@ def _read_settings(arguments: argparse.Namespace) -> Settings:
         insecure=arguments.insecure,
         selftest=arguments.selftest,
     )
-    _check_arguments(settings)
+    check_vllm_arguments(settings)
+    for model in settings.models:
+        if model.max_replicas is not None:
+            detail = "max_replicas takes a Ray cluster: give replicas, or serve on Ray"
+            raise ConfigurationError(f"model {model.id}: {detail}")
     return settings
 
 
-def _check_arguments(settings: Settings) -> None:
+def check_vllm_arguments(settings: Settings) -> None:
     """Refuse arguments of vLLM's that break the service. Errors: ConfigurationError."""
     for model in settings.models:
         try:
@@ -341,11 +345,11 @@ async def report_start(
             say(f"  {', '.join(states)}, {elapsed:.0f} s")
     ready = [model for model in models.by_id.values() if model.is_ready]
     if ready and not to_log:
-        print(_suggest_calls(url, ready[0].id if len(models.by_id) > 1 else None, needs_key))
+        print(suggest_calls(url, ready[0].id if len(models.by_id) > 1 else None, needs_key))
 
 
-def _suggest_calls(url: str, model: str | None, needs_key: bool) -> str:
-    """Three calls to paste."""
+def suggest_calls(url: str, model: str | None, needs_key: bool) -> str:
+    """Return three calls to paste."""
     key = " -H 'Authorization: Bearer '$LOGSTEER_API_KEY" if needs_key else ""
     field = f'"model": "{model}", ' if model else ""
     bodies = {

@@ -39,6 +39,7 @@ ONLY_IN = {
         "engines.vllm",
         "stores.formats.pt_file",
     },
+    "ray": {"cluster"},
     "vllm": {"engines.vllm"},
     "transformer_lens": {"engines.tlens"},
     "transformers": {"text", "engines.tlens", "engines.weights", "imports"},

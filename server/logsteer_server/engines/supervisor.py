@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 SUSPECT_WAIT_S = 60.0
 """For so long a job that a replica may have died of waits for its trial; then its caller is told to
 come back. A replica that may be lost to it has to answer, and no other suspect be on trial."""
-STATES: Sequence[ModelState] = ("ready", "loading", "restarting", "failed")
+STATES: Sequence[ModelState] = ("ready", "loading", "restarting", "failed", "unloaded")
 """Of several replicas' states, the first one here is the engine's."""
 SAME = ("weights_digest", "engine_version", "dtype", "vocab_size", "context_length")
 """What replicas of one engine have in common, and numbers depend on."""
@@ -62,6 +62,7 @@ class LocalEngine:
         self,
         spec: EngineSpec,
         limits: SupervisionLimits | None = None,
+        make_replica: Callable[..., Replica] = Replica,
     ) -> None:
         self.spec = spec
         self.info: EngineInfo | None = None
@@ -69,7 +70,7 @@ class LocalEngine:
         self._limits = limits or SupervisionLimits()
         self._quarantine = Quarantine(self._limits.poison_s)
         self.replicas = [
-            Replica(number, own, self._limits, self._receive, self._open, self._lose)
+            make_replica(number, own, self._limits, self._receive, self._open, self._lose)
             for number, own in enumerate(spec.split())
         ]
         self._queue = FairQueue(

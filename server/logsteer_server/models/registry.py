@@ -25,7 +25,13 @@ MakeHandle = Callable[[ModelSettings], EngineHandle]
 
 def make_local_handles(settings: Settings) -> MakeHandle:
     """Return what makes handles of engines in processes of this machine."""
-    limits = SupervisionLimits(
+    limits = make_limits(settings)
+    return lambda model: LocalEngine(model.to_spec(settings.directory), limits)
+
+
+def make_limits(settings: Settings) -> SupervisionLimits:
+    """Return how these settings have engines fed, watched and restarted."""
+    return SupervisionLimits(
         max_unread_results=settings.max_unread_results,
         watch=WatchLimits(settings.heartbeat_timeout_s, settings.max_step_s, settings.max_load_s),
         max_restarts=settings.max_restarts,
@@ -34,7 +40,6 @@ def make_local_handles(settings: Settings) -> MakeHandle:
         prefix_worth=settings.prefix_worth,
         style=LogStyle(settings.log_format, settings.log_level),
     )
-    return lambda model: LocalEngine(model.to_spec(settings.directory), limits)
 
 
 class ModelRegistry:

@@ -43,6 +43,13 @@ class ModelSettings(BaseModel):
         description="Engine processes of this model. Each takes tensor_parallel x "
         "pipeline_parallel of the devices, in their order, and its share of the cores.",
     )
+    max_replicas: int | None = Field(
+        None,
+        ge=1,
+        le=256,
+        description="On Ray alone: as many replicas as this while load asks for them, and "
+        "`replicas` at least; null: `replicas`.",
+    )
     quantization: str | None = Field(
         None, description="A method of vLLM's; null: what the checkpoint says itself."
     )
@@ -111,6 +118,12 @@ class ModelSettings(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _bounds_of_replicas_fit(self) -> "ModelSettings":
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ValueError(f"max_replicas is below replicas, which is {self.replicas}")
+        return self
+
+    @model_validator(mode="after")
     def _dtype_fits_the_engine(self) -> "ModelSettings":
         if self.dtype == "float64" and self.engine == "vllm":
             raise ValueError("dtype float64 takes engine transformer_lens; vllm has float32")
@@ -119,7 +132,7 @@ class ModelSettings(BaseModel):
     def to_spec(self, directory: Path) -> EngineSpec:
         """Return what the engine gets; a relative path may be meant from `directory`."""
         local = directory / Path(self.path).expanduser()
-        fields = self.model_dump(exclude={"required", "devices", "path"})
+        fields = self.model_dump(exclude={"required", "devices", "path", "max_replicas"})
         devices = tuple(self.devices) if isinstance(self.devices, list) else self.devices
         path = str(local.resolve()) if local.exists() else self.path
         return EngineSpec(**fields, devices=devices, path=path)
