@@ -65,6 +65,8 @@ def main(argv: list[str] | None = None) -> int:
                 # One proxy listens for all nodes.
                 "RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING": "0",
             }
+            # It would kill actors for what other programs of this machine take.
+            os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
             os.environ.pop("RAY_ADDRESS", None)  # another Ray is somebody else's
             return _serve(arguments)
     except Interrupted:
