@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -51,9 +50,6 @@ END_S = 5
 OWN_DESCRIPTORS = 256
 """Left for what is no connection: engines, stores, uploads."""
 PROGRESS_EVERY_S = 5.0
-YOUNG_OBJECTS = 50_000
-"""New objects after which the collector looks for garbage: a call of 256 items makes thousands, and
-none of them waits for it."""
 IDLE_CONNECTION_S = 60
 """Longer than clients keep an idle connection, which is 5 s in httpx: who closes it while the other
 sends costs a request."""
@@ -127,7 +123,6 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    gc.set_threshold(YOUNG_OBJECTS)
     try:
         status, last_words = asyncio.run(_serve(settings, listener, metrics_listener, reread))
     except ConfigurationError as error:

@@ -85,16 +85,17 @@ def count_pending(server: Server) -> int:
 
 
 def test_engines_and_their_ranks_ignore_interrupts(server: Server) -> None:
-    body = {"prompt_ids": [[5, 6, 7]], "max_tokens": 100, "ignore_eos": True, "n": 32}
+    body = {"prompt_ids": [[5, 6, 7]], "ignore_eos": True, "n": 32}
+    lengths = {"two": 100, "tlens": 900}  # so that both take seconds
     with ThreadPoolExecutor(4) as pool:
         answers = [
             pool.submit(
                 httpx.post,
                 f"{server.url}/generate",
-                json=body | {"model": model, "stream": stream},
+                json=body | {"model": model, "max_tokens": length, "stream": stream},
                 timeout=120,
             )
-            for model in ("two", "tlens")
+            for model, length in lengths.items()
             for stream in (False, True)
         ]
         wait_for(lambda: count_pending(server) == 2)
@@ -104,7 +105,7 @@ def test_engines_and_their_ranks_ignore_interrupts(server: Server) -> None:
         for answer in answers:
             assert answer.result().status_code == 200, answer.result().text
             assert "event: error" not in answer.result().text
-    for model in ("two", "tlens"):
+    for model in lengths:
         assert read_card(server, model)["restarts"] == 0
 
 
