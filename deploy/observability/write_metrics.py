@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import yaml
 
 from logsteer_server.observation.catalog import LOG_FIELDS, METRICS, PROCESS_METRICS
 from logsteer_server.observation.tallies import SECONDS
+from logsteer_server.reference import tabulate
 
 ROOT = Path(__file__).parents[2]
 PLACE = ROOT / "docs" / "metrics.md"
@@ -56,17 +56,9 @@ WATCH = """
 """
 
 
-def write_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table."""
-    yield "| " + " | ".join(head) + " |"
-    yield "|" + "---|" * len(head)
-    for row in rows:
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
-
-
 def render() -> str:
     """Return the document."""
-    lines = [HEAD.format(buckets=", ".join(f"{bound:g}" for bound in SECONDS))]
+    parts = [HEAD.format(buckets=", ".join(f"{bound:g}" for bound in SECONDS)), "\n"]
     metrics = [
         (f"`{m.full_name}`", m.kind, ", ".join(m.labels), m.unit, m.text) for m in METRICS.values()
     ]
@@ -74,11 +66,11 @@ def render() -> str:
         (f"`{name}`", "counter" if name.endswith("_total") else "gauge", "", "", text)
         for name, text in PROCESS_METRICS.items()
     ]
-    lines += write_table(("name", "type", "labels", "unit", "meaning"), metrics + process)
-    lines.append(LOGS)
+    parts += tabulate(("name", "type", "labels", "unit", "meaning"), metrics + process)
+    parts += [LOGS, "\n"]
     fields = [(f"`{field.name}`", ", ".join(field.lines), field.text) for field in LOG_FIELDS]
-    lines += write_table(("field", "lines", "meaning"), fields)
-    lines += [TRACES, WATCH]
+    parts += tabulate(("field", "lines", "meaning"), fields)
+    parts += [TRACES, "\n", WATCH, "\n"]
     alerts = [
         (
             rule["alert"],
@@ -89,8 +81,8 @@ def render() -> str:
         )
         for rule in _list_alerts()
     ]
-    lines += write_table(("alert", "severity", "when", "meaning", "what to do"), alerts)
-    return "\n".join(lines) + "\n"
+    parts += tabulate(("alert", "severity", "when", "meaning", "what to do"), alerts)
+    return "".join(parts)
 
 
 def _list_alerts() -> list[dict[str, Any]]:

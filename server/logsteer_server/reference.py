@@ -56,7 +56,7 @@ def write_errors() -> str:
             "`detail` says what was wrong and what to do. What may be tried again carries "
             "`Retry-After`, which the client obeys. Errors of `/v1` have OpenAI's shape, and "
             "status 400 for what is 422 elsewhere.\n\n",
-            *_tabulate(("code", "status", "title", "try again", "in Python", "means"), rows),
+            *tabulate(("code", "status", "title", "try again", "in Python", "means"), rows),
         ]
     )
 
@@ -101,10 +101,11 @@ def _tabulate_fields(schema: Mapping[str, Any]) -> Iterator[str]:
         )
         for name, field in schema.get("properties", {}).items()
     ]
-    return _tabulate(("field", "type", "default", "meaning"), rows)
+    return tabulate(("field", "type", "default", "meaning"), rows)
 
 
-def _tabulate(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+def tabulate(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    """Yield the lines of a Markdown table, each with its end."""
     names = list(head)
     for cells in (names, ["---"] * len(names), *rows):
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
