@@ -96,10 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     reread = partial(_read_settings, arguments)
     try:
         settings = reread()
-        check_cache_file(settings)
-        check_store_directory(settings)
-        check_key_file(settings)
-        check_exposure(settings)
+        check_places(settings)
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -149,6 +146,17 @@ def _read_settings(arguments: argparse.Namespace) -> Settings:
             detail = "max_replicas takes a Ray cluster: give replicas, or serve on Ray"
             raise ConfigurationError(f"model {model.id}: {detail}")
     return settings
+
+
+def check_places(settings: Settings) -> None:
+    """Make sure that the files that are named can serve, and that strangers are kept out.
+
+    Errors: ConfigurationError.
+    """
+    check_cache_file(settings)
+    check_store_directory(settings)
+    check_key_file(settings)
+    check_exposure(settings)
 
 
 def check_vllm_arguments(settings: Settings) -> None:

@@ -14,13 +14,10 @@ from logsteer_server.cluster.actors import watch_actors
 from logsteer_server.cluster.engine import RemoteEngine
 from logsteer_server.cluster.replica import HandleCalls, ModelReplica
 from logsteer_server.engines.handle import EngineHandle
-from logsteer_server.keys.entries import check_key_file
-from logsteer_server.listening import check_exposure
 from logsteer_server.models.registry import make_limits
 from logsteer_server.observation.logs import LogStyle, configure_logs
-from logsteer_server.serving import check_vllm_arguments
+from logsteer_server.serving import check_places, check_vllm_arguments
 from logsteer_server.settings import ConfigurationError, ModelSettings, Settings, load_settings
-from logsteer_server.stores.store import check_store_directory
 
 MAX_CALLS = 100_000
 """Calls at once of a replica: how many it is given is settled by the queues of ingresses, not here.
@@ -108,9 +105,7 @@ def read_settings(arguments: ClusterArguments) -> Settings:
     if found := [name for name in OF_ONE_MACHINE if getattr(settings, name) is not None]:
         raise ConfigurationError(f"{', '.join(found)}: Ray Serve's proxies listen; leave it out")
     check_vllm_arguments(settings)
-    check_exposure(settings)
-    check_key_file(settings)
-    check_store_directory(settings)
+    check_places(settings)
     return settings
 
 
