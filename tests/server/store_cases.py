@@ -6,6 +6,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from logsteer.schemas import VectorAbout
+from logsteer_server.stores.directory_store import DirectoryStore
 from logsteer_server.stores.store import ADAPTERS, OVERRIDES, VECTORS, Store
 
 ABOUT = VectorAbout(source="upload", format="safetensors")
@@ -45,7 +46,7 @@ def put_content(store: Store[Any], name: str, data: bytes) -> Any:
     return card
 
 
-def list_files(store: Store[Any]) -> list[str]:
+def list_files(store: DirectoryStore[Any]) -> list[str]:
     """Return what lies in a store's directory, its lock aside."""
     found = [path for path in store.directory.rglob("*") if path.is_file() and path.name != "lock"]
     return sorted(str(path.relative_to(store.directory)) for path in found)

@@ -17,13 +17,14 @@ from logsteer_server.contract.jobs import ScoreJob
 from logsteer_server.contract.parameters import Direction, Override
 from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.interventions.parameters import resolve_override
+from logsteer_server.stores.directory_store import DirectoryStore
 from logsteer_server.stores.formats.tensor_file import (
     PIECE,
     TensorFileError,
     read_content,
     read_direction,
 )
-from logsteer_server.stores.store import OVERRIDES, Store
+from logsteer_server.stores.store import OVERRIDES
 from tests.server.steering_cases import INFO
 from tests.server.store_cases import make_content, put_content
 
@@ -98,7 +99,7 @@ def test_a_file_that_is_no_direction_is_refused(name: str, file: Path) -> None:
 
 
 def test_an_override_is_resolved_and_told(tmp_path: Path) -> None:
-    store = Store(OVERRIDES, tmp_path, MIB)
+    store = DirectoryStore(OVERRIDES, tmp_path, MIB)
     card = put_content(store, "step", make_content(1))
     lacking: EngineInfo = replace(INFO, lacks={"override": "use transformer_lens"})
     given = ParameterOverride(name="step", eta=-1e-3)

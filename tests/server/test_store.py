@@ -16,15 +16,10 @@ import pytest
 
 from logsteer.errors import APIError, NotFoundError, PayloadTooLargeError
 from logsteer_server.settings import ConfigurationError, ModelSettings, Settings
+from logsteer_server.stores import directory_store
 from logsteer_server.stores import store as store_module
-from logsteer_server.stores.store import (
-    KINDS,
-    OVERRIDES,
-    Kind,
-    Store,
-    StoreListing,
-    check_store_directory,
-)
+from logsteer_server.stores.directory_store import DirectoryStore, check_store_directory
+from logsteer_server.stores.store import KINDS, OVERRIDES, Kind, StoreListing
 from tests.server.store_cases import list_files, make_content, put_content
 
 MIB = 2**20
@@ -39,16 +34,16 @@ def kind(request: pytest.FixtureRequest) -> Kind[Any]:
 
 
 @pytest.fixture
-def store(kind: Kind[Any], tmp_path: Path) -> Store[Any]:
-    return Store(kind, tmp_path, MIB)
+def store(kind: Kind[Any], tmp_path: Path) -> DirectoryStore[Any]:
+    return DirectoryStore(kind, tmp_path, MIB)
 
 
-def open_again(store: Store[Any]) -> Store[Any]:
+def open_again(store: DirectoryStore[Any]) -> DirectoryStore[Any]:
     """Another server's store on the same directory."""
-    return Store(store.kind, store.directory.parent, store.max_bytes)
+    return DirectoryStore(store.kind, store.directory.parent, store.max_bytes)
 
 
-def test_what_is_put_comes_back_after_a_restart(store: Store[Any], tmp_path: Path) -> None:
+def test_what_is_put_comes_back_after_a_restart(store: DirectoryStore[Any], tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     assert store.list_all() == StoreListing([], [], 0)
     card = put_content(store, "step.1", make_content(1))
@@ -69,12 +64,12 @@ def test_a_relative_directory_gives_absolute_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    store = Store(OVERRIDES, Path("here"), MIB)
+    store = DirectoryStore(OVERRIDES, Path("here"), MIB)
     put_content(store, "a", make_content(1))
     assert store.find("a").path.is_relative_to(tmp_path / "here")
 
 
-def test_a_content_goes_with_its_last_name(store: Store[Any]) -> None:
+def test_a_content_goes_with_its_last_name(store: DirectoryStore[Any]) -> None:
     first, second = (put_content(store, name, make_content(1)) for name in "ab")
     assert first.sha256 == second.sha256
     assert len(list_files(store)) == 3
@@ -94,7 +89,7 @@ def test_a_content_goes_with_its_last_name(store: Store[Any]) -> None:
     assert list_files(store) == []
 
 
-def test_an_unknown_name_lists_those_that_are_there(store: Store[Any]) -> None:
+def test_an_unknown_name_lists_those_that_are_there(store: DirectoryStore[Any]) -> None:
     for call in (store.find, store.describe, store.delete):
         with pytest.raises(NotFoundError, match="none is there yet; PUT"):
             call("a")
@@ -110,7 +105,7 @@ def test_an_unknown_name_lists_those_that_are_there(store: Store[Any]) -> None:
         store.find("a")
 
 
-def test_cards_are_listed_by_name(store: Store[Any]) -> None:
+def test_cards_are_listed_by_name(store: DirectoryStore[Any]) -> None:
     names = ["a.b", "a", "a-b", "B", "0"]
     for name in names:
         put_content(store, name, make_content(1))
@@ -118,7 +113,7 @@ def test_cards_are_listed_by_name(store: Store[Any]) -> None:
 
 
 def test_a_full_store_takes_what_replaces_and_nothing_more(kind: Kind[Any], tmp_path: Path) -> None:
-    store = Store(kind, tmp_path, 2 * SIZE)
+    store = DirectoryStore(kind, tmp_path, 2 * SIZE)
     put_content(store, "b", make_content(2))
     put_content(store, "b", make_content(3))
     put_content(store, "c", make_content(3))
@@ -132,7 +127,7 @@ def test_a_full_store_takes_what_replaces_and_nothing_more(kind: Kind[Any], tmp_
     assert [card.name for card in store.list_all().cards] == ["a", "b", "c"]
 
 
-def test_names_are_bounded(store: Store[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_bounded(store: DirectoryStore[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "MAX_NAMES", 2)
     for name in ("a", "b", "b"):
         put_content(store, name, make_content(1))
@@ -144,7 +139,7 @@ def test_names_are_bounded(store: Store[Any], monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_damaged_card_concerns_nobody_else(
-    store: Store[Any], caplog: pytest.LogCaptureFixture
+    store: DirectoryStore[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     for number, name in enumerate("abc"):
         put_content(store, name, make_content(number))
@@ -171,7 +166,7 @@ def test_a_damaged_card_concerns_nobody_else(
     assert used.list_all().num_bytes == 2 * SIZE
 
 
-def test_a_content_that_is_gone_is_told(store: Store[Any]) -> None:
+def test_a_content_that_is_gone_is_told(store: DirectoryStore[Any]) -> None:
     put_content(store, "a", make_content(1))
     store.find("a").path.unlink()
     with pytest.raises(APIError, match=r"content of .* is damaged") as caught:
@@ -181,7 +176,7 @@ def test_a_content_that_is_gone_is_told(store: Store[Any]) -> None:
     assert store.find("a").path.exists()
 
 
-def test_contents_without_a_name_go_when_a_store_is_opened(store: Store[Any]) -> None:
+def test_contents_without_a_name_go_when_a_store_is_opened(store: DirectoryStore[Any]) -> None:
     card = put_content(store, "a", make_content(1))
     contents = store.directory / "contents"
     (contents / f"{'0' * 64}.safetensors").write_bytes(make_content(2))
@@ -191,7 +186,7 @@ def test_contents_without_a_name_go_when_a_store_is_opened(store: Store[Any]) ->
     assert sorted(path.stem for path in contents.iterdir()) == [card.sha256, "mine"]
 
 
-def test_uploads_of_killed_servers_go_and_those_at_work_stay(store: Store[Any]) -> None:
+def test_uploads_of_killed_servers_go_and_those_at_work_stay(store: DirectoryStore[Any]) -> None:
     upload = store.receive()
     upload.write(make_content(1))
     left_over = store.directory / "uploads" / "x.part"
@@ -203,7 +198,7 @@ def test_uploads_of_killed_servers_go_and_those_at_work_stay(store: Store[Any]) 
     assert list_files(store) == []
 
 
-def test_servers_see_what_others_changed(store: Store[Any]) -> None:
+def test_servers_see_what_others_changed(store: DirectoryStore[Any]) -> None:
     """What a store remembers of the directory must never cost a content that has a name."""
     other = open_again(store)
     put_content(store, "a", make_content(1))
@@ -216,7 +211,7 @@ def test_servers_see_what_others_changed(store: Store[Any]) -> None:
     assert other.list_all().num_bytes == SIZE
 
 
-def test_threads_of_two_servers_share_a_directory(store: Store[Any]) -> None:
+def test_threads_of_two_servers_share_a_directory(store: DirectoryStore[Any]) -> None:
     stores = [store, open_again(store)]
 
     def use(number: int) -> None:
@@ -235,7 +230,7 @@ def test_threads_of_two_servers_share_a_directory(store: Store[Any]) -> None:
 
 
 @pytest.mark.parametrize("limit", [SIZE - 10, 40], ids=["content", "card"])
-def test_a_full_disk_is_told_and_nothing_changes(store: Store[Any], limit: int) -> None:
+def test_a_full_disk_is_told_and_nothing_changes(store: DirectoryStore[Any], limit: int) -> None:
     content = make_content(2) if limit > 40 else b"short"
     put_content(store, "a", make_content(1))
     before = store.list_all(), list_files(store)
@@ -254,7 +249,7 @@ def test_a_full_disk_is_told_and_nothing_changes(store: Store[Any], limit: int) 
 
 
 def test_a_change_that_fails_is_mended_by_the_next(
-    store: Store[Any], monkeypatch: pytest.MonkeyPatch
+    store: DirectoryStore[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_content(store, "a", make_content(1))
 
@@ -262,7 +257,7 @@ def test_a_change_that_fails_is_mended_by_the_next(
         raise OSError("the disk is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store_module, "sync_directory", fail)  # the content is there, its card not
+        patch.setattr(directory_store, "sync_directory", fail)  # the content is there, its card not
         with pytest.raises(APIError, match="OSError"):
             put_content(store, "b", make_content(2))
     assert len(list_files(store)) == 3
@@ -273,14 +268,15 @@ def test_a_change_that_fails_is_mended_by_the_next(
 KILLED = """
 import json, os, sys
 from pathlib import Path
-from logsteer_server.stores.store import OVERRIDES, Store
+from logsteer_server.stores.directory_store import DirectoryStore
+from logsteer_server.stores.store import OVERRIDES
 from tests.server.store_cases import list_files, make_content, put_content
 
 root = Path(sys.argv[1])
 calls = os.fsync, os.replace, os.unlink
 before, after = ({"a": 1, "b": 2}, {"a": 3, "b": 2}) if sys.argv[2] == "put" else ({"a": 1}, {})
 for step in range(100):
-    store = Store(OVERRIDES, root / str(step), 2**20)
+    store = DirectoryStore(OVERRIDES, root / str(step), 2**20)
     for name, seed in before.items():
         put_content(store, name, make_content(seed))
     child = os.fork()
@@ -298,7 +294,7 @@ for step in range(100):
         put_content(store, "a", make_content(3)) if after else store.delete("a")
         os._exit(0)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    again = Store(OVERRIDES, root / str(step), 2**20)
+    again = DirectoryStore(OVERRIDES, root / str(step), 2**20)
     for used in store, again:  # of a server that has seen it before, and of one that starts
         listing = used.list_all()
         found = {card.name: used.find(card.name).path.read_bytes() for card in listing.cards}
@@ -332,9 +328,10 @@ def test_a_server_killed_at_any_step_leaves_old_or_new(tmp_path: Path, change: s
 WRITER = """
 import sys
 from pathlib import Path
-from logsteer_server.stores.store import OVERRIDES, Store
+from logsteer_server.stores.directory_store import DirectoryStore
+from logsteer_server.stores.store import OVERRIDES
 from tests.server.store_cases import make_content, put_content
-store = Store(OVERRIDES, Path(sys.argv[1]), 2**30)
+store = DirectoryStore(OVERRIDES, Path(sys.argv[1]), 2**30)
 for number in range(100_000):
     put_content(store, "a", make_content(number % 2, 20_000))
     if not number:
@@ -351,12 +348,12 @@ def test_a_killed_server_leaves_a_whole_content(tmp_path: Path, seed: int) -> No
     )  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
-    busy = Store(OVERRIDES, tmp_path, MIB)
+    busy = DirectoryStore(OVERRIDES, tmp_path, MIB)
     time.sleep(0.15 + 0.013 * seed)
     process.kill()
     process.wait()
     process.stdout.close()
-    store = Store(OVERRIDES, tmp_path, MIB)
+    store = DirectoryStore(OVERRIDES, tmp_path, MIB)
     found = store.find("a")
     assert hashlib.sha256(found.path.read_bytes()).hexdigest() == found.sha256
     assert len(list_files(store)) == 2
@@ -366,13 +363,13 @@ def test_a_killed_server_leaves_a_whole_content(tmp_path: Path, seed: int) -> No
 
 def test_a_directory_that_cannot_serve_is_a_fault_of_the_configuration(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    store = Store(OVERRIDES, tmp_path / "file" / "below", MIB)
+    store = DirectoryStore(OVERRIDES, tmp_path / "file" / "below", MIB)
     with pytest.raises(APIError, match="disk failed") as caught:
         store.receive()
     assert caught.value.code == "internal"
     (tmp_path / "overrides" / "uploads" / "x.part").mkdir(parents=True)
     with pytest.raises(ConfigurationError, match="store_directory"):
-        Store(OVERRIDES, tmp_path, MIB)
+        DirectoryStore(OVERRIDES, tmp_path, MIB)
 
 
 def settings_of(tmp_path: Path, **fields: Any) -> Settings:

@@ -14,8 +14,9 @@ import pytest
 
 from logsteer.errors import APIError, NotFoundError, PayloadTooLargeError
 from logsteer_server.stores import vectors as vectors_module
+from logsteer_server.stores.directory_store import DirectoryStore
 from logsteer_server.stores.layer_vectors import LayerVectors, Readout, parse_content
-from logsteer_server.stores.store import VECTORS, Store, StoredContent, StoreListing
+from logsteer_server.stores.store import VECTORS, StoredContent, StoreListing
 from logsteer_server.stores.vectors import VectorStore
 from tests.server.store_cases import ABOUT
 
@@ -28,7 +29,7 @@ def make(seed: int, width: int = 8, layers: tuple[int, ...] = (2, 10)) -> LayerV
 
 
 def open_store(root: Path, max_bytes: int = MIB) -> VectorStore:
-    return VectorStore(Store(VECTORS, root, max_bytes))
+    return VectorStore(DirectoryStore(VECTORS, root, max_bytes))
 
 
 @pytest.fixture
@@ -226,8 +227,8 @@ def test_a_server_killed_at_any_moment_has_all_that_it_reported(tmp_path: Path) 
             cwd=Path(__file__).parents[2],
         )
         assert writer.stdout is not None
-        reported = writer.stdout.readline()  # it is at work now
-        time.sleep(0.05 + 0.03 * attempt)
+        reported = "".join(writer.stdout.readline() for _ in range(1 + attempt))  # it is at work
+        time.sleep(0.02 + 0.007 * attempt)
         writer.kill()
         reported += writer.stdout.read()
         writer.wait()

@@ -15,7 +15,7 @@ import os
 import re
 import resource
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -24,9 +24,9 @@ from typing import IO, Any
 from pydantic import ValidationError
 
 from logsteer.schemas import AdapterCard, OverrideCard, VectorCard
-from logsteer_server.stores.layout import OWNER_ONLY_DIRECTORY, OWNER_ONLY_FILE, StoreDirectory
+from logsteer_server.stores.layout import OWNER_ONLY_FILE, StoreDirectory
 from logsteer_server.stores.store import Store
-from logsteer_server.stores.upkeep import PIECE, PLURALS, find_stores
+from logsteer_server.stores.upkeep import PIECE, PLURALS
 from logsteer_server.stores.upload import sync_directory
 
 NO_BOUND = 2**63
@@ -44,20 +44,21 @@ class BackupError(ValueError):
     """A backup that cannot be written or restored; the message says why and what to do."""
 
 
-def back_up(root: Path, target: Path) -> list[str]:
-    """Write all stores below a directory to a tar file; return a line for each store.
+def back_up(add_stores: Callable[[tarfile.TarFile], Iterable[str]], target: Path) -> list[str]:
+    """Write stores to a tar file, to which `add_stores` adds them; return its line for each store.
 
-    Errors: BackupError for a damaged content, and where not all files can be opened; OSError.
+    Errors: BackupError for a damaged content, and where not all files can be opened; APIError;
+    OSError.
     """
     part = target.with_name(f"{target.name}.part")
-    lines = []
+    lines: list[str] = []
     handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, OWNER_ONLY_FILE)
     try:
         with os.fdopen(handle, "wb") as file:
             with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
-                lines += [_add_store(tar, root, store) for store in find_stores(root)]
+                lines += add_stores(tar)
                 end = json.dumps({"version": VERSION, "files": len(tar.getmembers())}).encode()
-                _add_file(tar, END, len(end), io.BytesIO(end))
+                add_file(tar, END, len(end), io.BytesIO(end))
             file.flush()
             os.fsync(file.fileno())
         part.replace(target)
@@ -68,7 +69,8 @@ def back_up(root: Path, target: Path) -> list[str]:
     return lines
 
 
-def _add_store(tar: tarfile.TarFile, root: Path, store: StoreDirectory[Any]) -> str:
+def add_store(tar: tarfile.TarFile, root: Path, store: StoreDirectory[Any]) -> str:
+    """Add a store below a directory to a tar file, as of one moment; return a line that says so."""
     place = store.path.relative_to(root.absolute()).as_posix()
     if place == ".":
         place = store.path.name
@@ -96,7 +98,7 @@ def _add_store(tar: tarfile.TarFile, root: Path, store: StoreDirectory[Any]) -> 
         for sha256, file in files:
             _add_content(tar, f"{place}/contents/{sha256}.safetensors", sha256, file)
     for name, card in cards.items():
-        _add_file(tar, f"{place}/names/{name}.json", len(card), io.BytesIO(card))
+        add_file(tar, f"{place}/names/{name}.json", len(card), io.BytesIO(card))
     return f"{store.path}: {len(cards)} names, {len(files)} contents, {index.num_bytes} bytes"
 
 
@@ -108,12 +110,13 @@ def _allow_open_files() -> None:
 
 def _add_content(tar: tarfile.TarFile, place: str, sha256: str, file: IO[bytes]) -> None:
     reader = _DigestReader(file)
-    _add_file(tar, place, os.fstat(file.fileno()).st_size, reader)
+    add_file(tar, place, os.fstat(file.fileno()).st_size, reader)
     if reader.digest.hexdigest() != sha256:
         raise BackupError(f"{place} is damaged: PUT its names again or DELETE them; see verify")
 
 
-def _add_file(tar: tarfile.TarFile, place: str, size: int, file: Any) -> None:
+def add_file(tar: tarfile.TarFile, place: str, size: int, file: Any) -> None:
+    """Add so many bytes of a file to a tar file."""
     info = tarfile.TarInfo(place)
     info.size, info.mode = size, OWNER_ONLY_FILE
     tar.addfile(info, file)
@@ -143,18 +146,27 @@ class _Entry:
 
 
 def restore(
-    source: Path, root: Path, bounds: dict[str, int] | None = None, *, force: bool = False
+    source: Path,
+    open_store: Callable[[str, int], Store[Any]],
+    bounds: Mapping[str, int],
+    *,
+    force: bool = False,
 ) -> list[str]:
     """Give the names of a backup their contents; return a line for each that has changed.
 
     Everything is checked before anything is changed. Names that the backup lacks stay as they are.
-    `bounds` are the bytes that stores may hold, by kind. Errors: BackupError for a file that is no
+    `open_store` opens the store at a path for at most so many bytes; `bounds` are those of each
+    kind, no bound where it is not there. Errors: BackupError for a file that is no
     whole backup, and without `force` where a name has another content now; APIError; OSError.
     """
     with _open_tar(source) as tar:
         entries = _read_entries(tar)
-        targets = {entry.store: _open_store(root, entry.store, bounds) for entry in entries}
-        current = [_find_sha256(targets[entry.store], entry.card.name) for entry in entries]
+        places = {entry.store for entry in entries}
+        targets = {
+            place: open_store(str(place), bounds.get(place.name, NO_BOUND)) for place in places
+        }
+        known = {place: _find_names(store) for place, store in targets.items()}
+        current = [known[entry.store].get(entry.card.name) for entry in entries]
         changed = [
             (entry, own)
             for entry, own in zip(entries, current, strict=True)
@@ -233,20 +245,10 @@ def _read_member(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
     return file
 
 
-def _open_store(root: Path, place: PurePosixPath, bounds: dict[str, int] | None) -> Store[Any]:
-    kind: Any = PLURALS[place.name]
-    parent = root / place.parent
-    parent.mkdir(OWNER_ONLY_DIRECTORY, parents=True, exist_ok=True)
-    return Store(kind, parent, (bounds or {}).get(kind.plural, NO_BOUND))
-
-
-def _find_sha256(store: Store[Any], name: str) -> str | None:
-    """Return the content that a name has, "" for a damaged one, None for no such name."""
-    try:
-        card = store.files.read_card(name)
-    except FileNotFoundError:
-        return None
-    return card.sha256 if card is not None and store.is_whole(card) else ""
+def _find_names(store: Store[Any]) -> dict[str, str]:
+    """Return the SHA-256 of each name's content, "" for what is damaged."""
+    listing = store.list_all()
+    return {card.name: card.sha256 for card in listing.cards} | dict.fromkeys(listing.damaged, "")
 
 
 def _put(tar: tarfile.TarFile, entry: _Entry, store: Store[Any]) -> None:

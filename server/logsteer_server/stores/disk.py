@@ -1,6 +1,7 @@
 """What the stores hold on disk, and what is free there, read now and then for the metrics."""
 
 import asyncio
+import logging
 import os
 import shutil
 import time
@@ -8,12 +9,19 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from logsteer.errors import APIError
 from logsteer_server.observation.readings import DiskReading, StoreReading
 from logsteer_server.settings import Settings
+from logsteer_server.stores.bucket import Bucket
+from logsteer_server.stores.bucket_index import count_bucket
 from logsteer_server.stores.namespace import KEYS_DIRECTORY
 from logsteer_server.stores.store import KINDS
 
+log = logging.getLogger(__name__)
+
 READ_EVERY_S = 60.0
+LIST_EVERY_S = 600.0
+"""A store behind a URL is listed for that, which costs calls."""
 WAIT_S = 0.5
 """What whoever asks waits for the disk; what it says later is there for the next one."""
 
@@ -21,34 +29,37 @@ WAIT_S = 0.5
 class DiskUsage:
     """The latest reading of the disk. It is used from one event loop, and reads in a thread."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, bucket: Bucket | None = None) -> None:
         self.reading = DiskReading()
+        self._bucket = bucket
+        self._every_s = READ_EVERY_S if bucket is None else LIST_EVERY_S
         self._settings = settings
-        self._read_at = -READ_EVERY_S
+        self._read_at = -self._every_s
         self._work: asyncio.Task[None] | None = None
 
     async def refresh(self) -> None:
         """Read the disk where that was long ago, and wait for it a little."""
-        if self._work is None and time.monotonic() - self._read_at >= READ_EVERY_S:
+        if self._work is None and time.monotonic() - self._read_at >= self._every_s:
             self._work = asyncio.create_task(self._refresh())
         if self._work is not None:
             await asyncio.wait({self._work}, timeout=WAIT_S)
 
     async def _refresh(self) -> None:
         try:
-            self.reading = await asyncio.to_thread(read_disk, self._settings)
+            self.reading = await asyncio.to_thread(read_disk, self._settings, self._bucket)
+        except APIError:
+            log.warning("what the shared store holds is not known: it does not answer")
         finally:
             self._read_at, self._work = time.monotonic(), None
 
 
-def read_disk(settings: Settings) -> DiskReading:
-    """Return what the stores and the result cache's file hold, and what is free. Blocks."""
+def read_disk(settings: Settings, bucket: Bucket | None = None) -> DiskReading:
+    """Return what the stores and the result cache's file hold, and what is free. Blocks.
+
+    Errors: those of `Bucket`, where the stores are there.
+    """
     root = settings.store_path
-    own = {kind.plural: _count_bytes(root / kind.plural) for kind in KINDS}
-    keys = dict.fromkeys(own, 0)
-    for place in _list_directory(root / KEYS_DIRECTORY):
-        for plural in keys:
-            keys[plural] += _count_bytes(Path(place.path) / plural)
+    own, keys = _count_directory(root) if bucket is None else count_bucket(bucket)
     limits = {
         "vectors": settings.vector_store_bytes,
         "overrides": settings.override_store_bytes,
@@ -66,6 +77,16 @@ def read_disk(settings: Settings) -> DiskReading:
             file_bytes = path.stat().st_size
     stores = [StoreReading(kind, own[kind], keys[kind], limits[kind]) for kind in own]
     return DiskReading(stores, free, size, file_bytes)
+
+
+def _count_directory(root: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the bytes of everybody's contents by kind, and of those of keys."""
+    own = {kind.plural: _count_bytes(root / kind.plural) for kind in KINDS}
+    keys = dict.fromkeys(own, 0)
+    for place in _list_directory(root / KEYS_DIRECTORY):
+        for plural in keys:
+            keys[plural] += _count_bytes(Path(place.path) / plural)
+    return own, keys
 
 
 def _count_bytes(store: Path) -> int:

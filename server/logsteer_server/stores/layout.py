@@ -28,7 +28,7 @@ from pydantic import ValidationError
 
 from logsteer.errors import api_error
 from logsteer.schemas import AdapterCard, OverrideCard, VectorCard
-from logsteer_server.stores.upload import sync_directory
+from logsteer_server.stores.upload import remove_left_overs, sync_directory
 
 log = logging.getLogger(__name__)
 
@@ -198,11 +198,4 @@ class StoreDirectory(Generic[C]):
 
         Nobody holds a lock on them. Call it with the lock of the directory held.
         """
-        removed = []
-        for path in self.uploads.glob("*.part"):
-            # One that is at work is locked, or gone by now: done with.
-            with suppress(BlockingIOError, FileNotFoundError), path.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-                removed.append(path)
-        return removed
+        return remove_left_overs(self.uploads)

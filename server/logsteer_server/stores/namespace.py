@@ -1,6 +1,5 @@
 """The contents of a kind that one caller sees: its own, and everybody's under `shared/`."""
 
-from pathlib import Path
 from typing import Generic, cast
 
 from logsteer.errors import APIError, api_error
@@ -57,6 +56,10 @@ class Namespace(Generic[C]):
         store, bare = self._locate(name)
         return store.receive(bare, announced)
 
+    def publish(self, name: str, upload: Upload) -> str:
+        """Return where engines read an upload that was received for a name; see `Store`."""
+        return self._locate(name)[0].publish(upload)
+
     def put(self, upload: Upload, card: C) -> None:
         """Point the card's name to an upload that was received for it; see `Store.put`."""
         self.check_writing(card.name)
@@ -76,7 +79,7 @@ class Namespace(Generic[C]):
         """Return the content of a name."""
         store, bare = self._locate(name)
         found = store.find(bare)
-        return StoredContent(name, found.sha256, found.path)
+        return StoredContent(name, found.sha256, found.source)
 
     def find_content(self, sha256: str) -> StoredContent:
         """Return the content with a SHA-256, of the caller's own or of the shared ones."""
@@ -105,9 +108,16 @@ class Namespace(Generic[C]):
         store, bare = self._locate(name)
         return store.delete(bare)
 
-    def report_damage(self, name: str | None, path: Path) -> APIError:
-        """Return the error for a file that is not as it was written; see `Store`."""
-        return self._own.report_damage(name, path)
+    def read(self, found: StoredContent) -> bytes:
+        """Return the bytes of a content that was found here; see `Store.read`."""
+        if found.name is None:
+            return self._own.read(found)
+        store, bare = self._locate(found.name)
+        return store.read(StoredContent(bare, found.sha256, found.source))
+
+    def report_damage(self, found: StoredContent) -> APIError:
+        """Return the error for a content that is not as it was written; see `Store`."""
+        return self._own.report_damage(found)
 
 
 def _rename(card: C, name: str) -> C:

@@ -1,22 +1,15 @@
 """A store of uploaded contents: a name points to a content, which is addressed by its SHA-256.
 
-After `a` and `b` were given the same file there are two cards and one content. When `a` is given
+After `a` and `b` were given the same file there are two cards of one content. When `a` is given
 another file there are two contents, and when `b` is deleted the first of them goes.
 
-Content and card are on the disk before one rename gives the name its new card, so that a server
-killed at any moment leaves each name with its old content or its new one. A content that was left
-without a name is removed when a store next reads the directory. Threads and server processes may
-share a directory; `layout` says what lies where.
-
-A damaged card or content concerns its own name alone, which can be given another content or
-deleted. While a card is damaged, a content without a name may be its own: it is kept, and counts
-for nothing.
+`DirectoryStore` keeps cards and contents in a directory, `BucketStore` behind a URL; whoever uses a
+store does not know which.
 """
 
 import logging
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,22 +18,14 @@ from typing import Generic
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import AdapterCard, OverrideCard, VectorCard
 from logsteer.schemas.problem import ProblemCode
-from logsteer_server.settings import ConfigurationError, Settings
-from logsteer_server.stores.layout import C, StoreDirectory, StoreIndex
-from logsteer_server.stores.upload import (
-    StoreRoom,
-    Upload,
-    refuse_size,
-    report_faults,
-    sync_directory,
-)
+from logsteer_server.stores.layout import C
+from logsteer_server.stores.upload import StoreRoom, Upload, refuse_size
 
 log = logging.getLogger(__name__)
 
 MAX_NAMES = 10_000
 SHOWN_NAMES = 20
 """Names that an error lists."""
-LOCK_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +52,19 @@ KINDS = (VECTORS, OVERRIDES, ADAPTERS)
 
 @dataclass(frozen=True, slots=True)
 class StoredContent:
-    """A content's file, and the name that it was found under: None where found by SHA-256."""
+    """A content, and the name that it was found under: None where found by SHA-256.
+
+    `source` is its file's absolute path, or its place below `store_url`.
+    """
 
     name: str | None
     sha256: str
-    path: Path
+    source: str
+
+    @property
+    def path(self) -> Path:
+        """The file of a content of a directory."""
+        return Path(self.source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,243 +76,102 @@ class StoreListing(Generic[C]):
     num_bytes: int
 
 
-class Store(Generic[C]):
-    """Contents of a kind in a directory of their own below `root`, of at most `max_bytes`.
+class Store(ABC, Generic[C]):
+    """Contents of a kind, of at most `max_bytes`.
 
-    The directory is made when the first content comes. Methods block: call them in a thread. Errors
-    of all of them: APIError `unknown` of the kind, `internal` where the disk fails or a file is
-    damaged, and of those that change something `overloaded` where another process holds the lock
-    for longer than `lock_timeout_s`. Errors here: ConfigurationError where the directory cannot be
-    used.
+    Methods block: call them in a thread. Errors of all of them: APIError `unknown` of the kind,
+    `internal` where the disk fails or a file is damaged, and `overloaded` where a directory that is
+    to be changed is locked by others, or a URL does not answer.
     """
 
-    def __init__(
-        self, kind: Kind[C], root: Path, max_bytes: int, lock_timeout_s: float = LOCK_TIMEOUT_S
-    ) -> None:
+    def __init__(self, kind: Kind[C], max_bytes: int) -> None:
         self.kind = kind
-        self.files = StoreDirectory(root / kind.plural, kind.card, lock_timeout_s)
-        self.directory = self.files.path
         self.max_bytes = max_bytes
         self.room = StoreRoom(kind.noun, max_bytes)
-        self._index: StoreIndex | None = None
-        self._mark = 0
-        if self.directory.exists():
-            try:
-                self.files.make()
-                with self.files.exclude() as lock:
-                    self.files.remove_left_overs()
-                    self._read_index(lock)
-            except OSError as error:
-                raise ConfigurationError(
-                    f"store_directory: {self.directory} cannot be used ({error}); name another one"
-                ) from error
-            except APIError as error:
-                raise ConfigurationError(
-                    f"store_directory: {self.directory}: {error.detail}"
-                ) from error
 
-    def _read_index(self, lock: int) -> StoreIndex:
-        """Return what the directory holds, read anew where another process has changed it."""
-        mark = self.files.read_mark(lock)
-        if self._index is None or mark != self._mark:
-            index = self.files.read()
-            self._index, self._mark = index, mark
-            if index.damaged:
-                unclaimed = len(index.unclaimed)
-                if unclaimed:
-                    text = "%s: %d contents without a name are kept while the cards of %s are lost"
-                    log.warning(text, self.directory, unclaimed, ", ".join(index.damaged[:5]))
-            else:
-                for sha256 in index.unclaimed:
-                    self._drop(index, sha256)
-        self.room.stored = self._index.num_bytes
-        return self._index
-
-    @contextmanager
-    def _change(self, lock: int) -> Iterator[None]:
-        """Have other servers read the directory anew, and this one too where the change fails."""
-        index, self._index = self._index, None
-        self._mark = self.files.change_mark(lock)  # before the change: it may be cut short
-        yield
-        self._index = index
-
-    def _drop(self, index: StoreIndex, sha256: str) -> None:
-        """Remove a content. One that cannot be removed is left to `gc`, and said."""
-        path = self.files.locate(sha256)
-        try:
-            with suppress(FileNotFoundError):
-                os.unlink(path)  # noqa: PTH108
-        except OSError as error:
-            log.error("%s has no name and cannot be removed: %s", path, error)
-            return
-        index.sizes.pop(sha256, None)
-
+    @abstractmethod
     def receive(self, name: str | None = None, announced: int = 0) -> Upload:
         """Open a file for an upload of at least `announced` bytes, which reserves their room.
 
         `name` is what it is for, whose content it may take the place of. Errors: APIError
         `payload_too_large` and `overloaded` where there is no room.
         """
-        with report_faults(self.directory):
-            self.files.make()
-            with self.files.exclude() as lock:
-                index = self._read_index(lock)
-                freed = index.frees(name) if name is not None else None
-                room = self.room.enter(index.sizes.get(freed, 0) if freed else 0)
-                room.grow_to(announced)
-                try:
-                    return Upload(self.files.uploads, room)
-                except BaseException:
-                    room.release()
-                    raise
 
+    @abstractmethod
+    def publish(self, upload: Upload) -> str:
+        """Return where engines read a finished upload, which has no name yet."""
+
+    @abstractmethod
     def put(self, upload: Upload, card: C) -> None:
         """Point the card's name to a finished upload, whatever it pointed to before.
 
         Errors: APIError `payload_too_large` where the store is full.
         """
-        with report_faults(self.directory), self.files.exclude() as lock:
-            index = self._read_index(lock)
-            self._check_room(index, card)
-            draft = Upload(self.files.uploads)
-            try:
-                draft.write(card.model_dump_json().encode())
-                draft.finish()
-                freed = index.frees(card.name)
-                with self._change(lock):
-                    os.replace(upload.path, self.files.locate(card.sha256))  # noqa: PTH105
-                    sync_directory(self.files.contents)
-                    os.replace(draft.path, self.files.locate_card(card.name))  # noqa: PTH105
-                    sync_directory(self.files.names)
-                    index.names[card.name] = card.sha256
-                    index.sizes[card.sha256] = card.bytes
-                    self._clean_up(index, freed if freed != card.sha256 else None)
-            finally:
-                draft.discard()
-            if upload.room is not None:
-                upload.room.release()
 
-    def _clean_up(self, index: StoreIndex, freed: str | None) -> None:
-        """Remove the content that a change has left without a name, and count what is left."""
-        gone = set() if freed is None else {freed}
-        for sha256 in gone if index.damaged else gone | index.unclaimed:
-            self._drop(index, sha256)
-        self.room.stored = index.num_bytes
-
-    def _check_room(self, index: StoreIndex, card: C) -> None:
-        """Refuse a card with which the store would hold more than it may."""
-        after = StoreIndex(
-            index.names | {card.name: card.sha256}, index.sizes | {card.sha256: card.bytes}
-        )
-        if after.num_bytes > self.max_bytes:
-            raise refuse_size(self.kind.noun, after.num_bytes, self.max_bytes)
-        if len(after.names) > max(MAX_NAMES, len(index.names)):
-            nouns = self.kind.plural
-            detail = f"There are {len(index.names)} {nouns}, which is the limit: delete some."
-            raise api_error("payload_too_large", detail)
-
+    @abstractmethod
     def describe(self, name: str) -> C:
         """Return the card of a name."""
-        with report_faults(self.directory):
-            try:
-                card = self.files.read_card(name)
-            except FileNotFoundError as error:
-                raise self._refuse_name(name) from error
-        if card is None:
-            raise self.report_damage(name, self.files.locate_card(name))
-        return card
 
+    @abstractmethod
     def find(self, name: str) -> StoredContent:
         """Return the content of a name."""
-        card = self.describe(name)
-        while not self.is_whole(card):
-            missing, card = card, self.describe(name)
-            if card.sha256 == missing.sha256:  # it was not just given another content
-                raise self.report_damage(name, self.files.locate(card.sha256))
-        return StoredContent(name, card.sha256, self.files.locate(card.sha256))
 
-    def is_whole(self, card: C) -> bool:
-        """Return whether a card's content is there, and of the size that the card says."""
-        try:
-            return self.files.locate(card.sha256).stat().st_size == card.bytes
-        except OSError:
-            return False
-
+    @abstractmethod
     def find_content(self, sha256: str) -> StoredContent:
         """Return the content with a SHA-256."""
-        path = self.files.locate(sha256)
-        if not path.exists():
-            detail = f"No {self.kind.noun} has the content {sha256}; GET /{self.kind.plural} lists "
-            raise api_error(self.kind.unknown, detail + "what there is.")
-        return StoredContent(None, sha256, path)
 
-    def report_damage(self, name: str | None, path: Path) -> APIError:
-        """Return the error for a file that is not as this store has written it."""
-        noun, what = self.kind.noun, f"{self.kind.noun} {name!r}" if name else path.stem
-        log.error("%s is damaged: PUT or DELETE the %s, or restore the file", path, noun)
-        which = "card" if path.parent == self.files.names else "content"
-        detail = f"The {which} of {what} is damaged: PUT the {noun} again, or DELETE it."
-        return api_error("internal", detail)
+    @abstractmethod
+    def read(self, found: StoredContent) -> bytes:
+        """Return a content's bytes. Errors: FileNotFoundError where it is gone by now."""
 
-    def _refuse_name(self, name: str) -> APIError:
-        names = sorted(path.stem for path in self.files.names.glob("*.json"))
-        known = ", ".join(names[:SHOWN_NAMES]) + (", and more" if names[SHOWN_NAMES:] else "")
-        there = f"these are there: {known}." if names else f"none is there yet; {self.kind.how}."
-        detail = f"No {self.kind.noun} is named {name!r}; {there}"
-        return api_error(self.kind.unknown, detail)
-
+    @abstractmethod
     def list_all(self) -> StoreListing[C]:
         """Return every name's card, and which names are damaged."""
-        listing: StoreListing[C] = StoreListing([], [], 0)
-        if not self.directory.exists():
-            return listing
-        with report_faults(self.directory):
-            with self.files.exclude() as lock:
-                index = self._read_index(lock)
-                names, sizes, num_bytes = sorted(index.names), dict(index.sizes), index.num_bytes
-            for name in names:
-                with suppress(FileNotFoundError):  # deleted since
-                    card = self.files.read_card(name)
-                    if card is not None and (
-                        sizes.get(card.sha256) == card.bytes or self.is_whole(card)
-                    ):
-                        listing.cards.append(card)
-                    else:
-                        listing.damaged.append(name)
-        return StoreListing(listing.cards, listing.damaged, num_bytes)
 
+    @abstractmethod
     def delete(self, name: str) -> str | None:
         """Remove a name, and its content where it had no other name.
 
         Return its SHA-256, None where the card was damaged. No room on the disk is needed.
         """
-        card = self.files.locate_card(name)
-        if not card.exists():  # where nothing was ever stored, there is no lock to hold
-            raise self._refuse_name(name)
-        with report_faults(self.directory), self.files.exclude() as lock:
-            index = self._read_index(lock)
-            freed = index.frees(name)
-            try:
-                found = self.files.read_card(name)
-                with self._change(lock):
-                    os.unlink(card)  # noqa: PTH108
-                    sync_directory(self.files.names)
-                    index.names.pop(name, None)
-                    self._clean_up(index, freed)
-            except FileNotFoundError as error:
-                raise self._refuse_name(name) from error
-        return found.sha256 if found else None
 
+    def report_damage(self, found: StoredContent) -> APIError:
+        """Return the error for a content that is not as this store has written it."""
+        noun = self.kind.noun
+        what = f"{noun} {found.name!r}" if found.name else found.sha256
+        return self._report(f"content of {what}", found.source)
 
-def check_store_directory(settings: Settings) -> None:
-    """Make sure that the stores can be used, without making them. Errors: ConfigurationError."""
-    for kind in KINDS:
-        directory = settings.store_path / kind.plural
-        there = next(path for path in (directory, *directory.parents) if path.exists())
-        if not (there.is_dir() and os.access(there, os.R_OK | os.W_OK | os.X_OK)):
-            raise ConfigurationError(
-                f"store_directory: {there} is not a directory that can be written to; name another"
-            )
+    def report_card(self, name: str, place: str) -> APIError:
+        """Return the error for a card that is not as this store has written it."""
+        return self._report(f"card of {self.kind.noun} {name!r}", place)
+
+    def _report(self, what: str, place: str) -> APIError:
+        noun = self.kind.noun
+        log.error("%s is damaged: PUT or DELETE the %s, or restore the file", place, noun)
+        detail = f"The {what} is damaged: PUT the {noun} again, or DELETE it."
+        return api_error("internal", detail)
+
+    def check_room(self, names: Collection[str], num_bytes: int, card: C) -> None:
+        """Refuse a card with which the store would hold `num_bytes`, or too many names."""
+        if num_bytes > self.max_bytes:
+            raise refuse_size(self.kind.noun, num_bytes, self.max_bytes)
+        if card.name not in names and len(names) >= MAX_NAMES:
+            nouns = self.kind.plural
+            detail = f"There are {len(names)} {nouns}, which is the limit: delete some."
+            raise api_error("payload_too_large", detail)
+
+    def refuse_name(self, name: str, names: Collection[str]) -> APIError:
+        """Return the error for a name without a content; `names` are those with one."""
+        shown = sorted(names)
+        known = ", ".join(shown[:SHOWN_NAMES]) + (", and more" if shown[SHOWN_NAMES:] else "")
+        there = f"these are there: {known}." if shown else f"none is there yet; {self.kind.how}."
+        detail = f"No {self.kind.noun} is named {name!r}; {there}"
+        return api_error(self.kind.unknown, detail)
+
+    def refuse_content(self, sha256: str) -> APIError:
+        """Return the error for a SHA-256 that no content has."""
+        detail = f"No {self.kind.noun} has the content {sha256}; GET /{self.kind.plural} lists "
+        return api_error(self.kind.unknown, detail + "what there is.")
 
 
 def stamp() -> str:

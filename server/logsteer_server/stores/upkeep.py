@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from logsteer.schemas import VectorCard
+from logsteer.schemas import AdapterCard, OverrideCard, VectorCard
+from logsteer_server.stores.directory_store import LOCK_TIMEOUT_S
 from logsteer_server.stores.layer_vectors import parse_content
 from logsteer_server.stores.layout import C, StoreDirectory
-from logsteer_server.stores.store import KINDS, LOCK_TIMEOUT_S
+from logsteer_server.stores.store import KINDS
 
 PIECE = 2**22
 """Bytes of a content that are read at once."""
@@ -20,11 +21,13 @@ PLURALS = {kind.plural: kind for kind in KINDS}
 class StoreReport:
     """What was found in one store: how much there is, and every problem in a line."""
 
-    path: Path
+    place: str
     names: int = 0
     contents: int = 0
     num_bytes: int = 0
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What is no problem, and good to know."""
 
 
 def find_stores(root: Path) -> Iterator[StoreDirectory[Any]]:
@@ -36,7 +39,7 @@ def find_stores(root: Path) -> Iterator[StoreDirectory[Any]]:
 
 def verify(store: StoreDirectory[C]) -> StoreReport:
     """Read every content against its SHA-256 and its card. Errors: OSError, APIError."""
-    report = StoreReport(store.path)
+    report = StoreReport(str(store.path))
     with store.exclude():
         index = store.read()
     report.names, report.contents = len(index.names), len(index.sizes)
@@ -79,6 +82,16 @@ def _verify_content(store: StoreDirectory[C], card: C) -> str | None:
         size = path.stat().st_size
         if size != card.bytes:
             return f"its content has {size} bytes, its card says {card.bytes}"
+    except FileNotFoundError:
+        return "its content is gone"
+    except OSError as error:
+        return f"its content cannot be read: {error}"
+    return check_content(path, card)
+
+
+def check_content(path: Path, card: VectorCard | OverrideCard | AdapterCard) -> str | None:
+    """Return what is wrong with a content's file by its SHA-256 and card; None for nothing."""
+    try:
         if digest_file(path) != card.sha256:
             return "its content is not what its SHA-256 says"
         if isinstance(card, VectorCard):

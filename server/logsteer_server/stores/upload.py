@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -155,6 +156,24 @@ class Upload:
                 os.close(self._handle)
                 if self.room is not None:
                     self.room.release()
+
+
+def remove_left_overs(directory: Path, min_age_s: float = 0.0) -> list[Path]:
+    """Remove the uploads that nobody has locked, and return them. Errors: OSError.
+
+    Without a lock of the directory, `min_age_s` leaves alone those that are being opened.
+    """
+    removed = []
+    newest = time.time() - min_age_s
+    for path in directory.glob("*.part"):
+        # One that is at work is locked, or gone by now: done with.
+        with suppress(BlockingIOError, FileNotFoundError), path.open("rb") as file:
+            if path.stat().st_mtime > newest:
+                continue
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+            removed.append(path)
+    return removed
 
 
 @contextmanager

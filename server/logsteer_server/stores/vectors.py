@@ -11,7 +11,6 @@ from logsteer.schemas import VectorAbout, VectorCard, VectorReadout
 from logsteer_server.stores.layer_vectors import LayerVectors, parse_content
 from logsteer_server.stores.namespace import Namespace
 from logsteer_server.stores.store import StoredContent, stamp
-from logsteer_server.stores.upload import report_faults
 
 PARSED_BYTES = 64 * 2**20
 """Of contents that were read lately; they are checked once, not at each request."""
@@ -95,26 +94,26 @@ class VectorStore:
         """Return the vectors of a name."""
         while True:
             found = self.files.find(name)
-            with report_faults(found.path), suppress(FileNotFoundError):  # replaced just now
+            with suppress(FileNotFoundError):  # replaced just now
                 return StoredVectors(name, found.sha256, self._load(found))
 
     def find_content(self, sha256: str) -> StoredVectors:
         """Return the vectors with a SHA-256."""
         while True:
             found = self.files.find_content(sha256)
-            with report_faults(found.path), suppress(FileNotFoundError):  # deleted just now
+            with suppress(FileNotFoundError):  # deleted just now
                 return StoredVectors(None, sha256, self._load(found))
 
     def _load(self, found: StoredContent) -> LayerVectors:
         """Return a content's vectors. Errors: FileNotFoundError; APIError for a damaged one."""
         if (known := self._parsed.get(found.sha256)) is not None:
             return known
-        content = found.path.read_bytes()
+        content = self.files.read(found)
         if hashlib.sha256(content).hexdigest() != found.sha256:
-            raise self.files.report_damage(found.name, found.path)
+            raise self.files.report_damage(found)
         try:
             vectors = parse_content(content)
         except ValueError as error:
-            raise self.files.report_damage(found.name, found.path) from error
+            raise self.files.report_damage(found) from error
         self._parsed.keep(found.sha256, vectors)
         return vectors
