@@ -2,12 +2,9 @@
 
 import os
 import signal
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +13,18 @@ import pytest
 import yaml
 
 from tests.conftest import Server, fake_model
+from tests.faults.callers import change, check_closed, load
 from tests.faults.processes import (
     find_engines,
     read_card,
     running,
     score,
     wait_for,
+    wait_for_jobs,
     wait_for_state,
 )
 
 SLOW = fake_model("slow", delay_s=0.8)
-
-
-def change(server: Server, what: str, wait_s: float = 30.0) -> httpx.Response:
-    return httpx.post(f"{server.url}{what}", params={"wait_s": wait_s}, timeout=60)
 
 
 def reload(server: Server, config: dict[str, Any], wait_s: float = 30.0) -> dict[str, Any]:
@@ -47,66 +42,6 @@ def write(server: Server, config: dict[str, Any]) -> None:
 def probe(server: Server, name: str) -> tuple[int, dict[str, Any]]:
     answer = httpx.get(f"{server.url}/{name}", timeout=10)
     return answer.status_code, answer.json()
-
-
-def check_closed(answer: httpx.Response, state: str) -> None:
-    """Make sure that an answer says to come back, and why."""
-    document = answer.json()
-    assert (answer.status_code, document["code"]) == (503, "model_loading"), document
-    assert document["retryable"]
-    assert state in document["detail"]
-    assert int(answer.headers["retry-after"]) >= 1
-
-
-@dataclass
-class Load:
-    """What came of requests that many callers send, one after another each: statuses, codes of
-    errors, answers that are not those of a quiet server.
-    """
-
-    statuses: list[int] = field(default_factory=list)
-    codes: list[str] = field(default_factory=list)
-    wrong: list[Any] = field(default_factory=list)
-
-
-@contextmanager
-def load(server: Server, model: str, callers: int = 48, retries: bool = False) -> Iterator[Load]:
-    """Have callers score without a pause; each answer is compared with that of a quiet server."""
-    found, over = Load(), threading.Event()
-    quiet = score(server, model, 1).json()["results"]
-    body = {
-        "model": model,
-        "items": [{"context_ids": [5, 1], "target_ids": [[6]]}],
-        "cache": False,
-    }
-
-    def call(client: httpx.Client) -> None:
-        answer = client.post(f"{server.url}/logprob", json=body)
-        if retries and answer.status_code == 503 and answer.json()["retryable"]:
-            found.codes.append(answer.json()["code"])
-            time.sleep(0.2)
-            call(client)
-            return
-        found.statuses.append(answer.status_code)
-        if answer.status_code != 200:
-            found.codes.append(answer.json()["code"])
-        elif answer.json()["results"] != quiet:
-            found.wrong.append(answer.json())
-
-    def ask() -> None:
-        with httpx.Client(timeout=60) as client:
-            while not over.is_set():
-                call(client)
-
-    with ThreadPoolExecutor(callers) as pool:
-        callers_done = [pool.submit(ask) for _ in range(callers)]
-        try:
-            wait_for(lambda: len(found.statuses) > callers)
-            yield found
-        finally:
-            over.set()
-        for done in callers_done:
-            done.result()
 
 
 @contextmanager
@@ -139,7 +74,7 @@ class TestOneModel:
         with at_work(server, "slow", 8) as asked:
             card = change(server, "/models/slow/unload").json()
             assert [one.result().status_code for one in asked] == [200] * 8
-        assert card["state"] == "unloaded"
+        assert card["state"] == card["replicas"][0]["state"] == "unloaded"
         assert len(set(find_engines(server)) & engines) == 2
         check_closed(score(server, "slow"), "unloaded")
         assert score(server, "b").status_code == 200
@@ -279,12 +214,30 @@ class TestReload:
         assert told["needs_restart"] == ["max_items"]
         assert told["unchanged"] == ["a", "b", "slow"]
 
-    def test_a_second_reload_waits_for_the_first(self, server: Server) -> None:
-        slow = fake_model("c") | {"engine_args": {"vocab_size": 5, "memory_file": "/none"}}
-        told = reload(server, config_of(fake_model("b"), slow), wait_s=0)
-        assert told["pending"] == ["a", "c", "slow"]
-        answer = change(server, "/admin/reload")
-        assert (answer.status_code, answer.json()["retryable"]) == (429, True)
+    def test_a_second_reload_is_taken_while_the_first_one_loads(
+        self, server: Server, tmp_path: Path
+    ) -> None:
+        """What is wanted no more is given up, and no request of the others is lost."""
+        assert server.process is not None
+        file = tmp_path / "memory"
+        late, gone = (fake_model(name, memory_file=str(file)) for name in ("late", "gone"))
+        other = fake_model("a", memory_file=str(tmp_path / "never"))
+        with load(server, "a", callers=2) as of_a, load(server, "b", callers=2) as of_b:
+            told = reload(server, config_of(other, fake_model("b"), late, gone), wait_s=0)
+            assert (told["added"], told["removed"]) == (["late", "gone"], ["slow"])
+            assert set(told["pending"]) == {"a", "late", "gone", "slow"}
+            wait_for(lambda: "replacement loads" in read_card(server, "a")["detail"])
+            write(server, config_of(fake_model("a", delay_s=0.05), fake_model("b"), late))
+            server.process.send_signal(signal.SIGHUP)
+            wait_for(lambda: "SIGHUP: removed: gone" in server.output)
+            wait_for(lambda: score(server, "gone").status_code == 404)
+            wait_for(lambda: read_card(server, "a")["detail"] == "answers")
+            file.touch()
+            wait_for_state(server, "late", "ready")
+            wait_for(lambda: len(find_engines(server)) == 3)
+        assert (set(of_a.statuses), set(of_b.statuses)) == ({200}, {200})
+        assert not of_a.wrong
+        assert not of_b.wrong
 
     def test_an_unloaded_model_stays_so_and_is_loaded_with_its_new_settings(
         self, server: Server
@@ -315,12 +268,12 @@ class TestReload:
         assert score(server, "d").status_code == 200
 
     def test_requests_longer_than_their_time_are_told_to_come_back(self, tmp_path: Path) -> None:
-        config = config_of(fake_model("a", delay_s=3.0), model_drain_s=0.3)
+        config = config_of(fake_model("a", delay_s=30.0), model_drain_s=0.3)
         with running(config, tmp_path) as server:
             server.wait_until_ready()
             with ThreadPoolExecutor(1) as pool:
                 asked = pool.submit(score, server, "a", 1)
-                time.sleep(0.2)
+                wait_for_jobs(server, "a")
                 assert change(server, "/models/a/unload").json()["state"] == "unloaded"
                 assert asked.result().status_code == 503
 

@@ -19,10 +19,10 @@ SCHEMA_VERSION = 1
 SCHEMA = f"""
 PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
-CREATE TABLE results (
+CREATE TABLE IF NOT EXISTS results (
     id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, value BLOB NOT NULL, used INTEGER NOT NULL
 );
-CREATE INDEX results_by_use ON results (used);
+CREATE INDEX IF NOT EXISTS results_by_use ON results (used);
 """
 
 KEYS_AT_ONCE = 30_000

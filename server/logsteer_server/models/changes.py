@@ -14,15 +14,24 @@ Without that room the old one ends first. If the new one fails, the old one is k
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from typing import Protocol
 
-from logsteer.errors import api_error
+from logsteer.errors import APIError, api_error
 from logsteer.schemas import ModelState
 from logsteer_server.models.fit import fits_beside
 from logsteer_server.models.model import ResidentModel
-from logsteer_server.models.registry import ModelRegistry
+from logsteer_server.models.registry import ModelRegistry, Prove
+from logsteer_server.models.transitions import (
+    ChangeError,
+    ReloadReport,
+    SupersededError,
+    Transition,
+    Transitions,
+    find_fixed,
+    is_same_engine,
+    wait_for_ends,
+)
 from logsteer_server.settings import ConfigurationError, ModelSettings, Settings
 
 log = logging.getLogger(__name__)
@@ -32,21 +41,44 @@ QUIET_S = 1.0
 it may be on its way."""
 POLL_S = 0.02
 RELOAD_RETRY_S = 5.0
-OTHERS = {"models", "directory"}
-"""Settings that are no reason to start the server again."""
+COMES_UP: tuple[ModelState, ...] = ("loading", "testing", "restarting")
+WAITS: tuple[ModelState, str] = ("loading", "an earlier change of it has to end first")
+"""What is said of a model that has not been started yet."""
 
 
-@dataclass(slots=True)
-class ReloadReport:
-    """What a configuration that was read again changes: ids of models, names of settings."""
+class ChangesOfModels(Protocol):
+    """What changes which models are resident: on this machine, or on a cluster."""
 
-    added: list[str] = field(default_factory=list)
-    removed: list[str] = field(default_factory=list)
-    replaced: list[str] = field(default_factory=list)
-    unchanged: list[str] = field(default_factory=list)
-    pending: set[str] = field(default_factory=set)
-    failed: dict[str, str] = field(default_factory=dict)
-    needs_restart: list[str] = field(default_factory=list)
+    async def start(self, prove: Prove | None) -> None:
+        """Start the models; with `prove`, none answers before that."""
+        ...
+
+    def close(self) -> None:
+        """Give up all changes: the server ends."""
+        ...
+
+    async def drain(self, model: ResidentModel, wait_s: float) -> None:
+        """Refuse a model new requests, and wait until those at work are answered."""
+        ...
+
+    async def unload(self, model: ResidentModel, wait_s: float) -> None:
+        """Drain a model, and end its engine then."""
+        ...
+
+    async def load(self, model: ResidentModel, wait_s: float) -> None:
+        """Have a model answer again: with a new engine where it has none, or one that failed."""
+        ...
+
+    async def reload(self, wait_s: float = 0.0) -> ReloadReport:
+        """Read the configuration again and change what is other in it.
+
+        Changes that are at work go on where it wants the same, and else are given up. Errors:
+        APIError `invalid_request` where it cannot be used; nothing is changed then.
+        """
+        ...
+
+
+MakeChanges = Callable[[ModelRegistry, Settings], ChangesOfModels]
 
 
 class ModelChanges:
@@ -61,25 +93,26 @@ class ModelChanges:
         self._models = models
         self._settings = settings
         self._reread = reread
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._reload: asyncio.Task[None] | None = None
+        self._changes = Transitions()
+        self._reading = asyncio.Lock()
+        """Of two configurations, the one that was read last counts."""
+        self._spares: dict[str, ResidentModel] = {}
+        """Models that have ended for one that has not answered yet, and come back if it fails."""
 
-    def _begin(self, model_id: str, change: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(change)
-        self._tasks[model_id] = task
-        return task
+    async def start(self, prove: Prove | None) -> None:
+        """Start the models; with `prove`, none answers before that."""
+        self._models.start(prove)
 
     def close(self) -> None:
         """Give up all changes: the server ends."""
-        for task in (*self._tasks.values(), *([self._reload] if self._reload else ())):
-            task.cancel()
+        self._changes.close()
 
     async def drain(self, model: ResidentModel, wait_s: float) -> None:
         """Refuse a model new requests, and wait until those at work are answered."""
         self._check_free(model)
         if model.status[0] != "unloaded":
             model.closed = ("draining", "it was drained: load it to have it answer again")
-            await _wait_until(lambda: not model.num_running, wait_s)
+            await wait_until(lambda: not model.num_running, wait_s)
 
     async def unload(self, model: ResidentModel, wait_s: float) -> None:
         """Drain a model, and end its engine then."""
@@ -87,17 +120,18 @@ class ModelChanges:
         if model.status[0] == "unloaded":
             return
         model.closed = ("draining", "it is being unloaded")
-        await _wait_for(self._begin(model.id, self._unload(model)), wait_s)
+        unloading = self._changes.begin(model.id, model.settings, lambda _: self._unload(model))
+        await wait_for_ends([unloading], wait_s)
 
     async def _unload(self, model: ResidentModel) -> None:
-        await self._end_work(model)
+        await self.end_work(model)
         await self._models.end_one(model)
         model.closed = ("unloaded", "it was unloaded: load it to have it answer again")
         log.info("model %s was unloaded", model.id)
 
-    async def _end_work(self, model: ResidentModel) -> None:
+    async def end_work(self, model: ResidentModel) -> None:
         """Wait until a model's requests are answered, or their time is over."""
-        if not await _wait_until(lambda: not model.num_running, self._settings.model_drain_s):
+        if not await wait_until(lambda: not model.num_running, self._settings.model_drain_s):
             log.warning(
                 "model %s: %d requests did not end within model_drain_s",
                 *(model.id, model.num_running),
@@ -105,12 +139,11 @@ class ModelChanges:
 
     async def load(self, model: ResidentModel, wait_s: float) -> None:
         """Have a model answer again: with a new engine where it has none, or one that failed."""
-        task = self._tasks.get(model.id)
-        if task is not None and not task.done():
+        if (change := self._changes.find(model.id)) is not None:
             if model.status[0] != "draining":
                 self._check_free(model)
-            await _wait_for(task, wait_s)
-            if not task.done():
+            await wait_for_ends([change], wait_s)
+            if not change.task.done():
                 return
         state = model.status[0]
         if state == "draining":
@@ -118,93 +151,124 @@ class ModelChanges:
         elif state in ("unloaded", "failed"):
             await self._models.end_one(model)
             self._models.restart(model)
-        await _wait_until(lambda: model.status[0] in ("ready", "failed"), wait_s)
+        await wait_until(lambda: model.status[0] in ("ready", "failed"), wait_s)
 
     def _check_free(self, model: ResidentModel) -> None:
         """Refuse a second change of a model. Errors: APIError `overloaded`."""
-        task = self._tasks.get(model.id)
-        if task is not None and not task.done():
-            detail = f"Another change of model {model.id} is at work; wait for its end."
-            raise api_error("overloaded", detail, retry_after=RELOAD_RETRY_S)
+        if self._changes.is_busy(model.id):
+            raise refuse_second(model.id)
 
     async def reload(self, wait_s: float = 0.0) -> ReloadReport:
         """Read the configuration again and change what is other in it.
 
-        Errors: APIError `invalid_request` where it cannot be used, and `overloaded` while an
-        earlier change goes on: nothing is changed then.
+        Errors: APIError `invalid_request` where it cannot be used; nothing is changed then.
         """
-        if self._reload is not None and not self._reload.done():
-            detail = "A reload of the configuration is at work; wait for its end."
-            raise api_error("overloaded", detail, retry_after=RELOAD_RETRY_S)
-        try:
-            new = await asyncio.to_thread(self._reread)
-        except ConfigurationError as error:
-            detail = f"The configuration cannot be used, and nothing was changed: {error}"
-            raise api_error("invalid_request", detail) from error
-        for model in self._models.by_id.values():
-            self._check_free(model)
-        report, changes = self._plan(new)
-        report.pending = set(changes)
-        for model_id, change in changes.items():
-            self._begin(model_id, self._follow(model_id, change, report))
+        async with self._reading:
+            try:
+                new = await asyncio.to_thread(self._reread)
+            except ConfigurationError as error:
+                raise refuse_configuration(error) from error
+        by_id = self._models.by_id
+        there = {name: own.settings for name, own in by_id.items()}
+        report, changes = self._changes.take(there, new.models, self._reach)
+        report.needs_restart = find_fixed(self._settings, new)
+        for wanted in new.models:
+            if wanted.id not in by_id:
+                self._place(wanted)
+            elif is_same_engine(by_id[wanted.id].settings, wanted):
+                by_id[wanted.id].settings = wanted
         self._models.sort([model.id for model in new.models])
-        tasks = [self._tasks[model_id] for model_id in changes]
-        self._reload = asyncio.create_task(_join(tasks))
-        await _wait_for(self._reload, wait_s)
+        await wait_for_ends(changes, wait_s)
         return report
 
-    def _plan(self, new: Settings) -> tuple[ReloadReport, dict[str, Coroutine[Any, Any, None]]]:
-        """Return what a configuration changes, and what does it, by the model's id."""
-        report = ReloadReport(needs_restart=self._find_fixed(new))
-        changes: dict[str, Coroutine[Any, Any, None]] = {}
-        by_id = self._models.by_id
-        for wanted in new.models:
-            old = by_id.get(wanted.id)
-            if old is None:
-                report.added.append(wanted.id)
-                changes[wanted.id] = self._add(wanted)
-            elif old.settings == wanted:
-                report.unchanged.append(wanted.id)
-            elif old.settings.model_copy(update={"required": wanted.required}) == wanted:
-                old.settings = wanted
-                report.replaced.append(wanted.id)
-            else:
-                report.replaced.append(wanted.id)
-                changes[wanted.id] = self._replace(old, wanted)
-        kept = {model.id for model in new.models}
-        for model_id, model in list(by_id.items()):
-            if model_id not in kept:
-                report.removed.append(model_id)
-                del by_id[model_id]
-                changes[model_id] = self._retire(model)
-        return report, changes
+    def _place(self, settings: ModelSettings) -> ResidentModel:
+        """Have requests find a model, which is not started yet."""
+        model = self._models.by_id[settings.id] = self._models.make(settings)
+        model.closed = WAITS
+        return model
 
-    def _find_fixed(self, new: Settings) -> list[str]:
-        """Return the settings of a configuration that are others, and count from the start on."""
-        return [
-            name
-            for name in Settings.model_fields
-            if name not in OTHERS and getattr(new, name) != getattr(self._settings, name)
-        ]
+    async def _reach(self, change: Transition) -> None:
+        """Bring a model from whatever it is to the aim of a change. Errors: ChangeError."""
+        aim, model = change.aim, self._models.by_id[change.model_id]
+        if aim is None:
+            self._spares.pop(model.id, None)
+            await self.retire(self._models.by_id.pop(model.id))
+            return
+        if model.is_ready:
+            self._spares.pop(model.id, None)
+        if not is_same_engine(model.settings, aim):
+            state = model.status[0]
+            if state == "unloaded":
+                closed, model = model.closed, self._place(aim)
+                model.closed = closed
+                return
+            if state == "ready" and await change.wait(
+                asyncio.to_thread(fits_beside, model.settings, aim, self._settings)
+            ):
+                await self._replace_beside(model, change)
+                return
+            await self._end_first(model, change)
+            model = self._place(aim)
+            change.check()
+        model.note = ""
+        if model.closed == WAITS:
+            model.closed = None
+            self._models.start_one(model)
+        elif model.status[0] not in COMES_UP:
+            return
+        await self._see_answer(model, change)
 
-    async def _follow(
-        self, model_id: str, change: Coroutine[Any, Any, None], report: ReloadReport
-    ) -> None:
+    async def _replace_beside(self, old: ResidentModel, change: Transition) -> None:
+        """Put a model in the place of one that answers meanwhile. Errors: ChangeError."""
+        assert change.aim is not None
+        new = self._models.make(change.aim)
+        old.note = "its replacement loads"
+        self._models.start_one(new)
         try:
-            await change
+            await change.wait(wait_for_answer(new))
         except ChangeError as error:
-            report.failed[model_id] = str(error)
-            log.error("model %s: %s", model_id, error)
-        finally:
-            report.pending.discard(model_id)
+            await self._models.end_one(new)
+            is_wanted = not isinstance(error, SupersededError)
+            old.note = f"its replacement failed: {error}" if is_wanted else ""
+            raise
+        new.settings = change.aim
+        self._models.by_id[old.id] = new
+        await self.retire(old)
 
-    async def _add(self, settings: ModelSettings) -> None:
-        model = self._models.make(settings)
-        self._models.by_id[settings.id] = model
-        self._models.start_one(model)
-        await _wait_for_answer(model)
+    async def _end_first(self, old: ResidentModel, change: Transition) -> None:
+        """End a model to make room for another. Errors: SupersededError; it goes on then."""
+        closed, old.closed = old.closed, ("draining", "it is being replaced")
+        try:
+            await change.wait(self.end_work(old))
+        except SupersededError:
+            old.closed = closed
+            raise
+        await self._models.end_one(old)
+        old.closed = ("unloaded", "it was replaced")
+        if old.handle.info is not None:
+            self._spares[old.id] = old
 
-    async def _retire(self, model: ResidentModel) -> None:
+    async def _see_answer(self, model: ResidentModel, change: Transition) -> None:
+        """Wait until a model answers; what it has replaced comes back if it fails.
+
+        Errors: ChangeError.
+        """
+        spare = self._spares.get(model.id)
+        change.only_waits = spare is None
+        try:
+            await change.wait(wait_for_answer(model))
+        except SupersededError:
+            raise
+        except ChangeError as error:
+            if spare is not None:
+                self._models.by_id[model.id] = self._spares.pop(model.id)
+                await self._models.end_one(model)
+                self._models.restart(spare)
+                spare.note = f"its replacement failed: {error}"
+            raise
+        self._spares.pop(model.id, None)
+
+    async def retire(self, model: ResidentModel) -> None:
         """End a model that requests no longer find, once it has answered those that did."""
         since = time.monotonic()
         deadline = since + self._settings.model_drain_s
@@ -216,49 +280,22 @@ class ModelChanges:
         await self._models.end_one(model)
         log.info("model %s of earlier settings has ended", model.id)
 
-    async def _replace(self, old: ResidentModel, wanted: ModelSettings) -> None:
-        new = self._models.make(wanted)
-        state = old.status[0]
-        if state == "unloaded":
-            new.closed = old.closed
-            self._models.by_id[old.id] = new
-            return
-        if state == "ready" and fits_beside(old.settings, wanted, self._settings):
-            old.note = "its replacement loads"
-            self._models.start_one(new)
-            try:
-                await _wait_for_answer(new)
-            except ChangeError as error:
-                await self._models.end_one(new)
-                old.note = f"its replacement failed: {error}"
-                raise
-            self._models.by_id[old.id] = new
-            await self._retire(old)
-            return
-        old.closed = ("draining", "it is being replaced")
-        await self._end_work(old)
-        await self._models.end_one(old)
-        old.closed = ("unloaded", "it was replaced")
-        self._models.by_id[old.id] = new
-        self._models.start_one(new)
-        try:
-            await _wait_for_answer(new)
-        except ChangeError as error:
-            await self._models.end_one(new)
-            self._models.by_id[old.id] = old
-            self._models.restart(old)
-            old.note = f"its replacement failed: {error}"
-            raise
+
+def refuse_configuration(error: ConfigurationError) -> APIError:
+    """Return the error of a configuration that is not used."""
+    detail = f"The configuration cannot be used, and nothing was changed: {error}"
+    return api_error("invalid_request", detail)
 
 
-class ChangeError(Exception):
-    """A change that could not be made; the message says why."""
+def refuse_second(model_id: str) -> APIError:
+    """Return the error of a change of a model while another one is at work."""
+    detail = f"Another change of model {model_id} is at work; wait for its end."
+    return api_error("overloaded", detail, retry_after=RELOAD_RETRY_S)
 
 
-async def _wait_for_answer(model: ResidentModel) -> None:
+async def wait_for_answer(model: ResidentModel) -> None:
     """Wait until a model answers, with each replica that loads. Errors: ChangeError if it fails."""
-    settled: tuple[ModelState, ...] = ("ready", "failed", "unloaded")
-    while model.status[0] not in settled:
+    while model.status[0] in COMES_UP:
         await asyncio.sleep(POLL_S)
     while any(replica.state == "loading" for replica in model.handle.read()):
         await asyncio.sleep(POLL_S)
@@ -267,21 +304,9 @@ async def _wait_for_answer(model: ResidentModel) -> None:
         raise ChangeError(detail)
 
 
-async def _wait_until(is_so: Callable[[], bool], limit_s: float) -> bool:
+async def wait_until(is_so: Callable[[], bool], limit_s: float) -> bool:
     """Return whether something became so in time."""
     deadline = time.monotonic() + limit_s
     while not (found := is_so()) and time.monotonic() < deadline:
         await asyncio.sleep(POLL_S)
     return found
-
-
-async def _wait_for(task: asyncio.Task[None], limit_s: float) -> None:
-    """Wait for a task that goes on afterwards."""
-    if limit_s:
-        await asyncio.wait([task], timeout=limit_s)
-    else:
-        await asyncio.sleep(0)
-
-
-async def _join(tasks: list[asyncio.Task[None]]) -> None:
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -38,6 +38,9 @@ log = logging.getLogger(__name__)
 
 CLOSED_RETRY_S = 5.0
 """When to come back to a model that is drained, replaced or unloaded."""
+COME_UP_S = 5.0
+"""A process that lags behind another has heard of an engine, and read its tokenizer, in less."""
+POLL_S = 0.02
 STORED_AT_ONCE = 1024
 """Results that wait together for the cache, so that a long call does not hold all of its own."""
 
@@ -148,6 +151,19 @@ class ResidentModel:
     def is_ready(self) -> bool:
         """Whether requests can be answered."""
         return self.status[0] == "ready"
+
+    async def come_up(self, within_s: float = COME_UP_S) -> None:
+        """Wait a while, at most, for a model that answers another process to answer here, too.
+
+        Several may answer for one service, and what one of them has shown to be ready is ready.
+        """
+        deadline = time.monotonic() + within_s
+        while (
+            self.handle.answers_elsewhere
+            and self.status[0] in ("loading", "testing")
+            and time.monotonic() < deadline
+        ):
+            await asyncio.sleep(POLL_S)
 
     def require(self) -> tuple[TextCodec, EngineInfo]:
         """Return tokenizer and engine. Errors: APIError where the model does not answer now."""

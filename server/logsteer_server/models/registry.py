@@ -15,6 +15,7 @@ from logsteer_server.models.scratch import ScratchSpace
 from logsteer_server.observation.logs import LogStyle
 from logsteer_server.observation.metrics import Metrics
 from logsteer_server.settings import ModelSettings, Settings
+from logsteer_server.stores.job_contents import JobContents, MachineContents
 
 Prove = Callable[[ResidentModel], Awaitable[None]]
 """Finds out whether a model may answer, and lifts or labels its gate."""
@@ -26,7 +27,9 @@ MakeHandle = Callable[[ModelSettings], EngineHandle]
 def make_local_handles(settings: Settings) -> MakeHandle:
     """Return what makes handles of engines in processes of this machine."""
     limits = make_limits(settings)
-    return lambda model: LocalEngine(model.to_spec(settings.directory), limits)
+    shared = settings.shared_store
+    contents = None if shared is None else JobContents(MachineContents(shared))
+    return lambda model: LocalEngine(model.to_spec(settings.directory), limits, contents=contents)
 
 
 def make_limits(settings: Settings) -> SupervisionLimits:
@@ -37,6 +40,7 @@ def make_limits(settings: Settings) -> SupervisionLimits:
         max_restarts=settings.max_restarts,
         restart_window_s=settings.restart_window_s,
         poison_s=settings.poison_s,
+        suspect_wait_s=settings.suspect_wait_s,
         prefix_worth=settings.prefix_worth,
         style=LogStyle(settings.log_format, settings.log_level),
     )
