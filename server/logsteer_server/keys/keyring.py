@@ -21,7 +21,13 @@ from cachetools import LRUCache, TTLCache
 
 from logsteer.errors import APIError, api_error
 from logsteer_server.contract.lane import Lane
-from logsteer_server.keys.caller import Allowance, Requester, salt_caches
+from logsteer_server.keys.caller import (
+    Allowance,
+    MakeAllowance,
+    Requester,
+    make_own_allowance,
+    salt_caches,
+)
 from logsteer_server.keys.entries import (
     TOKEN,
     KeyEntry,
@@ -50,11 +56,17 @@ class KeyRing:
     It is used from one event loop. Errors of the first reading: ConfigurationError.
     """
 
-    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Callable[[], float] = time.monotonic,
+        make_allowance: MakeAllowance = make_own_allowance,
+    ) -> None:
         self._api_key = None if settings.api_key is None else settings.api_key.encode()
         self._shares_caches = settings.share_caches
         self._path = locate_keys(settings)
         self._clock = clock
+        self._make_allowance = make_allowance
         self._everybody = Allowance()
         self._keys: dict[str, KeyEntry] = {}
         self._allowances: dict[str, Allowance] = {}
@@ -174,7 +186,7 @@ class KeyRing:
         for key in keys:
             if (allowance := self._allowances.get(key.id)) is not None:
                 allowance.change(key.limits)
-            kept[key.id] = allowance or Allowance(key.limits, self._clock)
+            kept[key.id] = allowance or self._make_allowance(key.id, key.limits, self._clock)
         self._allowances = kept
         log.info("%d keys are in force", len(keys))
 
