@@ -169,6 +169,14 @@ def bad_adapters(directory: Path) -> dict[str, tuple[Path, str]]:
     tensors = load_file(dropped / "adapter_model.safetensors")
     tensors.pop("base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight")
     save_file(tensors, dropped / "adapter_model.safetensors")
+    narrow = {}
+    for factor, axis in (("lora_A", 1), ("lora_B", 0)):
+        path = narrow[factor] = change(factor)
+        file = path / "adapter_model.safetensors"
+        tensors = load_file(file)
+        name = f"base_model.model.model.layers.0.self_attn.q_proj.{factor}.weight"
+        tensors[name] = tensors[name].narrow(axis, 0, tensors[name].shape[axis] - 1).contiguous()
+        save_file(tensors, file)
     return {
         "dora": (change("dora", use_dora=True), "use_dora"),
         "other kind": (change("other", peft_type="IA3"), "none of a LoRA"),
@@ -180,6 +188,8 @@ def bad_adapters(directory: Path) -> dict[str, tuple[Path, str]]:
         "no such module": (
             change("module", lambda key: key.replace("q_proj", "query")), "does not fit",
         ),
+        "a column too few": (narrow["lora_A"], "make no update of a parameter"),
+        "a row too few": (narrow["lora_B"], "make no update of a parameter"),
     }  # fmt: skip
 
 

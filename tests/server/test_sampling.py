@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from logsteer_server.contract.jobs import Policy
 from logsteer_server.numerics import sampling
-from logsteer_server.numerics.sampling import shape_rows
+from logsteer_server.numerics.sampling import GROWTH, HEAD, shape_rows
 
 NUMBERS = st.floats(-8, 8, width=32) | st.sampled_from([-1.0, 0.0, 1.0])
 LOGITS = st.lists(NUMBERS, min_size=2, max_size=12)
@@ -69,10 +69,12 @@ def test_the_policy_is_its_definition_whatever_the_other_rows(
 
 def test_a_likely_head_is_cut_as_the_whole_is() -> None:
     generator = torch.Generator().manual_seed(0)
-    logits_RV = 4 * torch.randn(24, 5000, generator=generator)
+    logits_RV = 4 * torch.randn(30, 5000, generator=generator)
     logits_RV[:4] = logits_RV[:4].round()  # many are equally probable
     cuts = [{"top_p": 0.9}, {"top_p": 0.9999}, {"top_k": 40}, {"top_k": 900}, {"min_p": 0.05},
             {"min_p": 1e-7, "top_p": 0.99}, {"top_k": 60, "top_p": 0.8}, {}]  # fmt: skip
+    # At the end of the head, and of the next one.
+    cuts += [{"top_k": HEAD, "top_p": 0.7}, {"top_k": GROWTH * HEAD, "top_p": 0.98}]
     policies = [Policy(**cut) for cut in cuts] * 3
     found = shape_rows(logits_RV, policies)
     with mock.patch.object(sampling, "HEAD", 5000):

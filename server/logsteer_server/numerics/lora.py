@@ -7,7 +7,7 @@ alpha / r, or alpha / sqrt(r) where the configuration says `use_rslora`.
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,25 @@ class Factors:
     module: str
     down: str
     up: str
+
+
+def check_shapes(
+    factors: Factors,
+    down: Sequence[int],
+    up: Sequence[int],
+    weight: Sequence[int],
+    *,
+    transposed: bool,
+) -> None:
+    """Check that factors of these shapes make an update of a weight. Errors: AdapterLayoutError."""
+    found = [up[0], down[1]] if len(down) == len(up) == 2 and down[0] == up[1] else []
+    if transposed:
+        found.reverse()
+    if found != list(weight):
+        raise AdapterLayoutError(
+            f"the factors of {factors.module}.weight are {list(down)} and {list(up)}, which make "
+            f"no update of a parameter {list(weight)}"
+        )
 
 
 def pair_factors(names: Iterable[str]) -> list[Factors]:

@@ -212,11 +212,13 @@ class Cuts:
         The two most probable tokens can be drawn, and the mass is 0.78.
 
         `others_R` is the mass of all other tokens. It is part of the total where neither `min_p`
-        nor `top_k` cuts among the N; that they cut nothing beyond is for the caller to see.
+        nor `top_k` cuts among the N or right behind them; that they cut nothing further beyond is
+        for the caller to see.
         """
         support_RN = sorted_RN >= self.min_p_R1 * sorted_RN[:, :1]
         support_RN &= torch.arange(self.head, device=sorted_RN.device) < self.top_k_R1
-        total_R = (sorted_RN * support_RN).sum(-1) + torch.where(support_RN[:, -1], others_R, 0.0)
+        goes_on_R = support_RN[:, -1] & (self.top_k_R1[:, 0] > self.head)
+        total_R = (sorted_RN * support_RN).sum(-1) + torch.where(goes_on_R, others_R, 0.0)
         mass_RN = (sorted_RN * support_RN / total_R[:, None]).double()
         support_RN &= mass_RN.cumsum(-1) - mass_RN < self.top_p_R1
         return support_RN, (mass_RN * support_RN).sum(-1).clamp(max=1.0).to(sorted_RN)

@@ -5,7 +5,9 @@ one runs, so a file that is deleted or does not fit fails a job and not the engi
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,15 @@ from safetensors import SafetensorError, safe_open
 
 from logsteer_server.contract.parameters import CONFIG_KEY, Adapter
 from logsteer_server.engines.failures import lacks_memory
+from logsteer_server.engines.vllm.rank_files import RankFiles
 from logsteer_server.engines.vllm.slots import SlotPool
+from logsteer_server.engines.vllm.weight_shapes import read_weight_shapes
+from logsteer_server.numerics.lora import (
+    AdapterConfig,
+    AdapterLayoutError,
+    check_shapes,
+    pair_factors,
+)
 
 if TYPE_CHECKING:
     from logsteer_server.engines.vllm.core import VllmCore
@@ -39,14 +49,16 @@ class AdapterSlot:
 class AdapterSlots:
     """Load adapters into the slots of one engine, and count the jobs that use each."""
 
-    def __init__(self, vllm: "VllmCore", slots: int, max_rank: int, directory: Path) -> None:
+    def __init__(
+        self, vllm: "VllmCore", files: RankFiles, slots: int, max_rank: int, checkpoint: Path | str
+    ) -> None:
         self._vllm = vllm
+        self._files = files
+        self._checkpoint = checkpoint
         self._max_rank = max_rank
         self._num_slots = slots
         self._pool = SlotPool(slots)
         self._loaded: dict[int, AdapterSlot] = {}
-        # vLLM's cache of prefixes knows an adapter by name and path, so both follow the content.
-        self._directory = directory
 
     def count(self) -> tuple[int, int]:
         """Return how many slots there are, and how many of them have a job."""
@@ -74,36 +86,67 @@ class AdapterSlots:
         """Count one job fewer that uses a slot."""
         self._pool.release(slot.number)
 
-    def _load(self, adapter: Adapter, number: int) -> Any:
-        """Have vLLM read the adapter, from a directory as PEFT writes it.
+    @cached_property
+    def _shapes(self) -> dict[str, list[int]]:
+        return read_weight_shapes(self._checkpoint)
 
-        Errors: UnfitAdapterError.
-        """
-        directory = self._directory / adapter.sha256
-        weights = directory / "adapter_model.safetensors"
+    def _load(self, adapter: Adapter, number: int) -> Any:
+        """Have vLLM read the adapter, on every rank. Errors: UnfitAdapterError."""
         try:
-            with safe_open(adapter.path, "numpy") as file:
-                config = json.loads(file.metadata()[CONFIG_KEY])
-            if config["r"] > self._max_rank:
-                detail = f"the adapter's rank is {config['r']}, this model takes {self._max_rank}"
-                detail = f"{detail} at most: raise adapter_rank"
-                raise UnfitAdapterError("invalid_adapter", detail)
-            directory.mkdir(exist_ok=True)
-            (directory / "adapter_config.json").write_text(json.dumps(config))
-            weights.symlink_to(adapter.path)
+            rank = read_config(adapter.path)["r"]
+            check_fit(adapter.path, self._shapes)
         except FileNotFoundError:
             detail = "the adapter was deleted while the request waited; upload it again"
             raise UnfitAdapterError("unknown_adapter", detail) from None
         except (OSError, SafetensorError) as error:
             detail = f"{adapter.path} cannot be read: {error}"
             raise UnfitAdapterError("internal", detail) from error
+        except AdapterLayoutError as error:
+            detail = f"the adapter does not fit the model: {error}"
+            raise UnfitAdapterError("invalid_adapter", detail) from error
+        if rank > self._max_rank:
+            detail = f"the adapter's rank is {rank}, this model takes {self._max_rank} at most: "
+            raise UnfitAdapterError("invalid_adapter", f"{detail}raise adapter_rank")
+        if not self._files.has_everywhere(*adapter.paths):
+            detail = (
+                "the adapter's file is not on every node of this replica: set store_url, or "
+                "store_directory to a directory that all nodes mount"
+            )
+            raise UnfitAdapterError("unsupported_by_engine", detail)
         try:
-            return self._vllm.load_adapter(adapter.sha256, number, str(directory))
+            # vLLM's cache of prefixes knows an adapter by name and path: both follow the content.
+            return self._vllm.load_adapter(adapter.sha256, number, adapter.paths)
         except Exception as error:  # whatever vLLM's checks and a worker's process raise
             if lacks_memory(error):
                 detail = "memory ran out while the adapter was loaded; try again later"
                 raise UnfitAdapterError("out_of_memory", detail) from error
             detail = f"the adapter does not fit the model: {error}"
             raise UnfitAdapterError("invalid_adapter", detail) from error
-        finally:
-            weights.unlink()
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Return the configuration that an adapter's file holds. Errors: OSError, SafetensorError."""
+    with safe_open(path, "numpy") as file:
+        found: dict[str, Any] = json.loads(file.metadata()[CONFIG_KEY])
+    return found
+
+
+def check_fit(path: str, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Check an adapter's factors against the shapes of weights, as far as those are known.
+
+    vLLM fills a factor that is too narrow up with zeros. Errors: AdapterLayoutError, and those of
+    `read_config`.
+    """
+    with safe_open(path, "numpy") as file:
+        config = AdapterConfig.read(file.metadata() or {})
+        for factors in pair_factors(file.keys()):
+            weight = shapes.get(f"{factors.module}.weight", ())
+            down, up = (file.get_slice(key).get_shape() for key in (factors.down, factors.up))
+            if len(weight) == 2:
+                check_shapes(factors, down, up, weight, transposed=config.transposed)
+
+
+def lay_out(path: str, directory: Path) -> None:
+    """Put an adapter's file into an empty directory as PEFT has it. Errors: as `read_config`."""
+    (directory / "adapter_config.json").write_text(json.dumps(read_config(path)))
+    (directory / "adapter_model.safetensors").symlink_to(path)

@@ -10,13 +10,20 @@ from typing import Any
 from logsteer_server.contract.engine import EngineInfo, EngineRoom, EngineSpec
 from logsteer_server.contract.jobs import Feature
 from logsteer_server.engines.machine import (
+    VISIBLE,
     describe_machine,
     separate_compiled_code,
     show_devices,
 )
 from logsteer_server.engines.needs import parse_bytes
+from logsteer_server.engines.scratch import ScratchDirectory
 from logsteer_server.engines.vllm.arguments import check_arguments
-from logsteer_server.engines.weights import digest_weights, find_eos, limit_context
+from logsteer_server.engines.weights import (
+    digest_weights,
+    find_eos,
+    limit_context,
+    locate_model,
+)
 from logsteer_server.numerics.rows import PUBLIC_COLUMNS
 
 WORKER = "logsteer_server.engines.vllm.worker.LogsteerWorker"
@@ -25,6 +32,8 @@ CPU_BLOCK_SIZE = 32
 """Tokens per cache block on CPU; vLLM's own default of 128 shares no short context."""
 
 
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""What names the network interface that ranks listen on, unless it is set already."""
 SAMPLED = 1
 """Positions of vLLM's context beside those that are read: that of the sampled token."""
 
@@ -46,11 +55,30 @@ def set_environment(spec: EngineSpec) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     separate_compiled_code()
     warnings.filterwarnings("ignore", category=FutureWarning)  # of torch's, about vLLM's own code
-    ranks = spec.tensor_parallel * spec.pipeline_parallel
-    if ranks > 1:
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _bind_cores(ranks))
+    if spec.tensor_parallel * spec.pipeline_parallel > 1:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _bind_cores(spec.local_ranks))
+    if spec.node is not None:
+        _name_address(spec.node.address)
     if not isinstance(spec.devices, str):
         show_devices(spec.devices)
+    elif spec.node is not None and os.environ.get(VISIBLE, "0") not in ("", "-1"):
+        # vLLM takes ranks for neighbours by how many devices a node shows.
+        show_devices(range(spec.local_ranks))
+
+
+def _name_address(address: str) -> None:
+    """Have ranks listen where those on other nodes reach them: at this node's address.
+
+    Left alone, Gloo takes the address that the host's name has, often a loopback one, and NCCL the
+    first interface that it finds.
+    """
+    import psutil
+
+    os.environ["VLLM_HOST_IP"] = address
+    interfaces = psutil.net_if_addrs().items()
+    found = [name for name, own in interfaces if any(each.address == address for each in own)]
+    for variable in INTERFACES if found else ():
+        os.environ.setdefault(variable, found[0])
 
 
 def _list_plugins() -> list[str]:
@@ -71,6 +99,17 @@ def _list_plugins() -> list[str]:
 MAX_SOCKET_PATH = 107
 SOCKET_NAME = 37
 """Characters of a socket's name in vLLM, a UUID, and of the slash in front of it."""
+
+
+def prepare(spec: EngineSpec) -> tuple[ScratchDirectory, Path | str]:
+    """Make this process ready to import vLLM; return its scratch directory, and where the model is.
+
+    Errors: as `locate_model`.
+    """
+    set_environment(spec)
+    scratch = ScratchDirectory()
+    set_scratch(scratch.path)
+    return scratch, locate_model(spec.path)
 
 
 def set_scratch(directory: Path) -> None:
@@ -129,6 +168,9 @@ def engine_args(spec: EngineSpec, path: Path | str, on_cpu: bool, limit: int) ->
         args["max_lora_rank"] = spec.adapter_rank
     ranks = spec.tensor_parallel * spec.pipeline_parallel
     args["distributed_executor_backend"] = "uni" if ranks == 1 else "mp"
+    if (node := spec.node) is not None:
+        args["nnodes"], args["node_rank"] = node.count, node.number
+        args["master_addr"], args["master_port"] = node.meeting
     if on_cpu:
         args["block_size"] = CPU_BLOCK_SIZE
         args["kv_cache_memory_bytes"] = parse_bytes(str(spec.memory or "1GiB"))
@@ -235,7 +277,7 @@ def describe(
         room=find_room(
             config.scheduler_config.max_num_batched_tokens,
             config.scheduler_config.max_num_seqs,
-            config.cache_config.kv_cache_size_tokens,
+            config.cache_config.kv_cache_size_tokens or 0,  # on other nodes nobody knows
         ),
         step_tokens=(
             config.scheduler_config.max_num_batched_tokens

@@ -66,17 +66,8 @@ class VllmCore:
 
     def __init__(self, spec: EngineSpec, path: Path | str) -> None:
         on_cpu = current_platform.is_cpu()
-        if spec.devices == "cpu" and not on_cpu:
-            raise ValueError("devices: cpu needs vLLM's build for CPUs; this is the one for GPUs")
         self.context_length = context_length(path, spec.max_model_len)
-        args = engine_args(spec, path, on_cpu, self.context_length)
-        if spec.tensor_parallel * spec.pipeline_parallel == 1:
-            look_at_models_here()
-        self.config = EngineArgs(**args).create_engine_config(BATCH_DEFAULTS)
-        if on_cpu and self.config.model_config.is_hybrid:
-            # The operations of state space layers give no states for the cache on the CPU.
-            args["enable_prefix_caching"] = False
-            self.config = EngineArgs(**args).create_engine_config(BATCH_DEFAULTS)
+        self.config = configure(spec, path, self.context_length)
         clear_new_blocks()
         executor = Executor.get_class(self.config)
         self._front = LLMEngine(self.config, executor, log_stats=False)
@@ -85,6 +76,7 @@ class VllmCore:
         manager = self.engine_core.scheduler.kv_cache_manager
         PrefixHitLimit(manager)
         self.freed_prefixes = FreedPrefixes(manager)
+        self.preemptions = PreemptionCount(self.engine_core.scheduler)
         self.split_ids: set[str] = set()
         ranks = spec.tensor_parallel * spec.pipeline_parallel
         self._has_workers = ranks > 1
@@ -264,14 +256,14 @@ class VllmCore:
         """Abort a request of `generate`."""
         self._front.abort_request([request_id], internal=True)
 
-    def load_adapter(self, name: str, slot: int, path: str) -> LoRARequest:
-        """Put an adapter that lies in a directory into a slot, in place of what that held.
+    def load_adapter(self, name: str, slot: int, paths: Sequence[str]) -> LoRARequest:
+        """Put the adapter of a file into a slot, in place of what that held.
 
-        Return what requests with the adapter carry. Errors: whatever vLLM raises, in any process.
+        `paths` is the file's on each node, or the one that it has on all of them. Return what
+        requests with the adapter carry. Errors: whatever vLLM raises, in any process.
         """
-        request = LoRARequest(name, slot, path)
-        self.engine_core.add_lora(request)
-        return request
+        self.call_workers("load_adapter", name, slot, paths)
+        return LoRARequest(name, slot, paths[0])
 
     def unload_adapter(self, slot: int) -> None:
         """Empty the slot of an adapter."""
@@ -282,6 +274,30 @@ class VllmCore:
         self.engine_core.shutdown()
 
 
+def configure(spec: EngineSpec, path: Path | str, limit: int) -> Any:
+    """Return vLLM's configuration of a model that reads so many tokens, the same on every node.
+
+    Errors: ValueError where the specification cannot be served.
+    """
+    on_cpu = current_platform.is_cpu()
+    if spec.devices == "cpu" and not on_cpu:
+        raise ValueError("devices: cpu needs vLLM's build for CPUs; this is the one for GPUs")
+    args = engine_args(spec, path, on_cpu, limit)
+    if spec.tensor_parallel * spec.pipeline_parallel == 1:
+        look_at_models_here()
+    config = EngineArgs(**args).create_engine_config(BATCH_DEFAULTS)
+    if on_cpu and config.model_config.is_hybrid:
+        # The operations of state space layers give no states for the cache on the CPU.
+        args["enable_prefix_caching"] = False
+        config = EngineArgs(**args).create_engine_config(BATCH_DEFAULTS)
+    return config
+
+
+def start_ranks(config: Any) -> Any:
+    """Return vLLM's executor of a node that has ranks and no scheduler, with its model loaded."""
+    return Executor.get_class(config)(config)
+
+
 def look_at_models_here() -> None:
     """Have vLLM look at a model's class in this process, where its model will run.
 
@@ -289,6 +305,23 @@ def look_at_models_here() -> None:
     workers are forked off; a single rank has none.
     """
     registry._run_in_subprocess = lambda look: look()
+
+
+class PreemptionCount:
+    """Count how often a scheduler takes the blocks of a running request for another one.
+
+    It takes the place of a function of the scheduler, which counts for requests that it still has.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self.count = 0
+        self._preempt = scheduler._preempt_request
+        scheduler._preempt_request = self.preempt
+
+    def preempt(self, *args: Any, **named: Any) -> None:
+        """Preempt a request as vLLM does."""
+        self.count += 1
+        self._preempt(*args, **named)
 
 
 class PrefixHitLimit:

@@ -18,16 +18,15 @@ from logsteer_server.contract.engine import (
 from logsteer_server.contract.finite import find_failure, is_finite
 from logsteer_server.contract.jobs import GenerateJob, Job, JobFailure, JobResult, Output, ScoreJob
 from logsteer_server.engines.failures import describe_error
-from logsteer_server.engines.scratch import ScratchDirectory
 from logsteer_server.engines.vllm.adapters import AdapterSlot, AdapterSlots, UnfitAdapterError
 from logsteer_server.engines.vllm.config import (
     WORKER,
     describe,
-    set_environment,
-    set_scratch,
+    prepare,
     steering_size,
 )
 from logsteer_server.engines.vllm.generation import GenerationRequests
+from logsteer_server.engines.vllm.rank_files import RankFiles
 from logsteer_server.engines.vllm.requests import (
     CaptureRequests,
     Collected,
@@ -38,7 +37,6 @@ from logsteer_server.engines.vllm.requests import (
 from logsteer_server.engines.vllm.steering_slots import SteeringSlot, SteeringSlots
 from logsteer_server.engines.vllm.stream import UnknownStreamError
 from logsteer_server.engines.vllm.stream_form import ask_stream_form
-from logsteer_server.engines.weights import locate_model
 from logsteer_server.imports import hold_collector
 
 ADAPTER_ANSWERS: dict[type[Job], Output] = {CheckAdapterJob: CheckAdapterOutput()}
@@ -55,11 +53,7 @@ class VllmEngine:
     """Run jobs on a model in vLLM. Errors: ValueError where the spec cannot be served."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        set_environment(spec)
-        self._scratch = ScratchDirectory()
-        set_scratch(self._scratch.path)
-        path = locate_model(spec.path)
-
+        self._scratch, path = prepare(spec)
         with hold_collector():
             from logsteer_server.engines.vllm.core import VllmCore
 
@@ -73,8 +67,9 @@ class VllmEngine:
         self._slots = SteeringSlots(
             self._vllm.call_workers, steering_size(spec), self._info.capture_rows or 0
         )
+        self._files = RankFiles(self._vllm.call_workers, spec)
         self._adapters = AdapterSlots(
-            self._vllm, spec.adapter_slots, spec.adapter_rank, self._scratch.path
+            self._vllm, self._files, spec.adapter_slots, spec.adapter_rank, path
         )
         self._generation = GenerationRequests(self._vllm, self._slots, self._info.eos_ids)
         self._kinds: dict[type[Job], JobRequests] = {
@@ -120,6 +115,7 @@ class VllmEngine:
             failure = self._info.refuse(job)
             if failure is None and job.plan is not None:
                 failure = self._slots.refuse(job.plan)
+            failure = failure or self._files.refuse(job)
             if failure is not None:
                 self._known.append((job_id, failure))
             elif job.features:
@@ -314,6 +310,7 @@ class VllmEngine:
             waiting + len(self._waiting),
             blocks,
             used_blocks,
+            self._vllm.preemptions.count,
             plans,
             used_plans,
             adapters,

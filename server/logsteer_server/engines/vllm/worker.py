@@ -1,11 +1,14 @@
 """vLLM's worker for this machine, with a model runner that reads rows and steers."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.platforms import current_platform
 
@@ -13,6 +16,8 @@ from logsteer_server.contract.engine import DeviceMemory, Int8Products
 from logsteer_server.contract.plan import Readings, SteeringPlan
 from logsteer_server.engines.lifetime import follow_parent
 from logsteer_server.engines.machine import read_memory
+from logsteer_server.engines.scratch import ScratchDirectory
+from logsteer_server.engines.vllm.adapters import lay_out
 from logsteer_server.engines.vllm.blocks import clear_new_blocks
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.corrections import correct_model
@@ -67,6 +72,23 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
                 device=runner.device,
             )
 
+    def has_file(self, paths: Sequence[str]) -> bool:
+        """Return whether this rank's node has a file."""
+        return Path(self._pick(paths)).is_file()
+
+    def _pick(self, paths: Sequence[str]) -> str:
+        """Return this node's of a file's paths on each node; a single one is that on all."""
+        return paths[self.vllm_config.parallel_config.node_rank if len(paths) > 1 else 0]
+
+    def load_adapter(self, name: str, slot: int, paths: Sequence[str]) -> None:
+        """Load the adapter of a file as vLLM does, which takes a directory.
+
+        Each rank makes the directory for itself: its node may be another than the engine's.
+        """
+        with ScratchDirectory() as directory:
+            lay_out(self._pick(paths), directory)
+            self.add_lora(LoRARequest(name, slot, str(directory)))
+
     def begin_stream_probe(self, change: Change | None) -> None:
         """Run the next steps with a change of what this stage's decoder layers return."""
         runner = self.model_runner
@@ -99,8 +121,15 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
         return find_int8_products(self.model_runner.model) if current_platform.is_cpu() else None
 
     def read_memory(self) -> tuple[DeviceMemory, ...]:
-        """Return the memory of this rank's GPU; none on a CPU."""
-        return read_memory()
+        """Return the memory of this rank's GPU; none on a CPU.
+
+        On another node than the first its name begins with that node's number.
+        """
+        node = self.vllm_config.parallel_config.node_rank
+        found = read_memory()
+        return (
+            tuple(replace(own, device=f"{node}:{own.device}") for own in found) if node else found
+        )
 
     def load_plan(self, slot: int, plan: SteeringPlan) -> None:
         """Put a plan into a slot of the tables."""

@@ -6,6 +6,7 @@ CORE = "vllm.v1.engine.core.EngineCore"
 FRONT = "vllm.v1.engine.llm_engine.LLMEngine"
 MANAGER = "vllm.v1.core.kv_cache_manager.KVCacheManager"
 SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
+EXECUTOR = "vllm.v1.executor.multiproc_executor.MultiprocExecutor"
 HASHES = "vllm.v1.core.kv_cache_utils"
 
 START = (
@@ -15,7 +16,7 @@ START = (
             "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER", "VLLM_NO_USAGE_STATS",
             "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_LOGGING_LEVEL",
             "VLLM_CPU_OMP_THREADS_BIND", "VLLM_USE_FLASHINFER_SAMPLER", "VLLM_CPU_INT4_W4A8",
-            "VLLM_RPC_BASE_PATH", "VLLM_PLUGINS",
+            "VLLM_RPC_BASE_PATH", "VLLM_PLUGINS", "VLLM_HOST_IP",
         )
     ),
     row("name", "vllm.envs.VLLM_BATCH_INVARIANT", "", "what the engine says of itself", "config"),
@@ -25,7 +26,8 @@ START = (
          "max_model_len, enforce_eager, enable_prefix_caching, async_scheduling, "
          "disable_log_stats, use_tqdm_on_load, worker_cls, additional_config, hf_overrides, "
          "enable_lora, max_loras, max_cpu_loras, max_lora_rank, distributed_executor_backend, "
-         "max_logprobs, block_size, kv_cache_memory_bytes, gpu_memory_utilization",
+         "max_logprobs, block_size, kv_cache_memory_bytes, gpu_memory_utilization, nnodes, "
+         "node_rank, master_addr, master_port",
          "what a model of the configuration is set up with", "config", "core"),
     row("call", "vllm.engine.arg_utils.EngineArgs.create_engine_config", "self, usage_context",
          "vLLM's own checks and defaults", "core"),
@@ -85,6 +87,27 @@ START = (
     row("name", "vllm.platforms.current_platform", "", "which build it is", "core", "worker"),
 )  # fmt: skip
 
+NODES = (
+    row("source", "vllm.distributed.parallel_state.init_distributed_environment",
+         "if parallel_config.nnodes > 1: ip = parallel_config.master_addr "
+         "port = parallel_config.master_port", "where ranks on several nodes meet", "config"),
+    row("source", "vllm.utils.network_utils.get_ip",
+         "host_ip = envs.VLLM_HOST_IP", "the address that ranks on other nodes are told", "config"),
+    row("source", f"{EXECUTOR}._init_executor",
+         "global_start_rank = ( self.local_world_size * self.parallel_config.node_rank_within_dp )",
+         "each node has the same number of ranks, in order", "config"),
+    row("source", "vllm.distributed.device_communicators.shm_broadcast.MessageQueue."
+         "create_from_process_group_single_reader",
+         "local_size = current_platform.device_count() rank = dist.get_rank() "
+         "same_node = rank // local_size == reader_rank // local_size",
+         "which ranks are on one node: no device beyond theirs may be seen", "config"),
+    row("source", EXECUTOR, 'if self.parallel_config.node_rank_within_dp == 0:',
+         "the other nodes have ranks and no scheduler", "core"),
+    row("source", f"{EXECUTOR}.start_worker_monitor", "_self.is_failed = True",
+         "a rank of this node has ended", "follower"),
+    row("call", f"{EXECUTOR}.shutdown", "self", "the end", "follower"),
+)  # fmt: skip
+
 STEPS = (
     row("call", FRONT, "vllm_config, executor_class, *, log_stats", "one process for all", "core"),
     row("call", "vllm.v1.executor.Executor.get_class", "vllm_config", "one or more ranks", "core"),
@@ -134,7 +157,8 @@ STEPS = (
     row("call", f"{CORE}.post_step", "self, *, model_executed", "after each step", "core"),
     row("call", f"{CORE}.add_request", "self, request", "without vLLM's front end", "core"),
     row("call", f"{CORE}.abort_requests", "self, request_ids", "cancelled jobs", "core"),
-    row("call", f"{CORE}.add_lora", "self, lora_request", "adapters", "core"),
+    row("source", f"{CORE}.add_lora", "return self.model_executor.add_lora(lora_request)",
+         "all that vLLM does for an adapter is done by its workers", "core"),
     row("call", f"{CORE}.remove_lora", "self, lora_id", "adapters", "core"),
     row("call", f"{CORE}.shutdown", "self", "the end", "core"),
     row("call", "vllm.v1.executor.Executor.collective_rpc", "self, method, *, args",
@@ -167,6 +191,10 @@ STEPS = (
     row("attribute", SCHEDULER, "waiting", "requests that were preempted", "core"),
     row("source", f"{SCHEDULER}._preempt_request", "self.waiting.prepend_request(request)",
          "they wait in front of all others", "core"),
+    row("override", f"{SCHEDULER}._preempt_request", "self, request, timestamp, drop_stale_output",
+         "counts preemptions", "core"),
+    row("source", f"{SCHEDULER}.schedule", "self._preempt_request(",
+         "the scheduler asks its attribute, which is replaced", "core"),
     row("attribute", MANAGER, "block_pool", "how many blocks are held", "core"),
     row("attribute", "vllm.v1.core.block_pool.BlockPool", "num_gpu_blocks",
          "how many blocks there are", "core"),

@@ -156,6 +156,18 @@ WORKER = (
                          "the runner, the engine's settings", "worker"),
         )
     ),
+    row("call", "vllm.v1.worker.gpu_worker.Worker.add_lora", "self, lora_request",
+         "each rank makes an adapter's directory for itself", "worker"),
+    row("source", "vllm.v1.executor.Executor.add_lora",
+         'return all(self.collective_rpc("add_lora", args=(lora_request,)))',
+         "all that vLLM does for an adapter is done by its workers", "worker"),
+    row("source", "vllm.lora.worker_manager.LRUCacheWorkerLoRAManager.add_adapter",
+         "lora_request.lora_int_id not in self.list_adapters() or lora_request.load_inplace",
+         "what is loaded is never read again, from whatever path", "worker"),
+    row("call", "vllm.lora.request.LoRARequest", "lora_name, lora_int_id, lora_path",
+         "what an adapter is loaded by", "worker"),
+    row("attribute", "vllm.config.VllmConfig", "parallel_config", "this rank's node", "worker"),
+    row("attribute", "vllm.config.ParallelConfig", "node_rank", "this rank's node", "worker"),
     row("attribute", "vllm.config.VllmConfig", "additional_config", "our settings", "worker"),
     row("source", f"{RUNNER}._dummy_run",
          "self.intermediate_tensors = (self.model.make_empty_intermediate_tensors("
