@@ -207,6 +207,11 @@ def change_all(jobs: Sequence[Job], change: Callable[[Any], Any]) -> Sequence[An
     return [change(job) for job in jobs]
 
 
+def read_all(jobs: Sequence[Job]) -> Sequence[Any]:
+    """Return jobs that have all that `change_all` changes: one, where that is the same for all."""
+    return [jobs.like] if isinstance(jobs, ScoreJobs) else jobs
+
+
 def select_jobs(jobs: Sequence[Job], indices: Sequence[int]) -> Sequence[Job]:
     """Return the jobs at these indices."""
     if isinstance(jobs, ScoreJobs):

@@ -17,6 +17,20 @@ or in float32 over blocks so short that it is exact, because those saturate."""
 
 
 @dataclass(frozen=True, slots=True)
+class RankNode:
+    """One of the nodes that an engine's ranks are divided among, in equal parts and in order.
+
+    `number` counts from 0; the engine is on node 0, and its scheduler there. `address` is the
+    node's own, and `meeting` an address and a free port of node 0's, where the ranks first meet.
+    """
+
+    count: int
+    number: int
+    address: str
+    meeting: tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSpec:
     """One model of the configuration, as its engine needs it."""
 
@@ -45,6 +59,15 @@ class EngineSpec:
     adapter_slots: int = 0
     adapter_rank: int = 16
     engine_args: dict[str, Any] = field(default_factory=dict)
+    node: RankNode | None = None
+    """None: all ranks are on this machine."""
+
+    @property
+    def local_ranks(self) -> int:
+        """How many of the ranks are on this node."""
+        return (
+            self.tensor_parallel * self.pipeline_parallel // (self.node.count if self.node else 1)
+        )
 
     def split(self) -> "list[EngineSpec]":
         """Return what each replica gets: of listed devices those that it needs, in their order.
@@ -104,7 +127,8 @@ class EngineReading:
     """What an engine is at, for whoever watches it; None where it has nothing of the kind.
 
     Sequences are jobs that the engine has: `running` in its batch, `waiting` for a place in it.
-    Blocks are those of the key-value cache that running sequences hold; slots hold different
+    Blocks are those of the key-value cache that running sequences hold; a sequence that has to give
+    its own back, to be computed again, is preempted, and counts each time. Slots hold different
     steering plans and adapters, of which those in use have a job.
     """
 
@@ -112,6 +136,7 @@ class EngineReading:
     waiting: int = 0
     cache_blocks: int | None = None
     cache_blocks_used: int | None = None
+    preemptions: int | None = None
     steering_slots: int | None = None
     steering_slots_used: int | None = None
     adapter_slots: int | None = None

@@ -13,10 +13,12 @@ class Lane:
 
     Those of a `tenant` take turns with those of others; those of priority `batch` let `interactive`
     ones pass. Results and prefixes are shared among jobs of the same `salt` alone. `request_id` is
-    what the log calls the request by whose call it is.
+    what the log calls the request by whose call it is. `replica` runs them while it takes jobs;
+    otherwise, and with None, whichever the queue chooses.
     """
 
     tenant: str = ""
     priority: Priority = "interactive"
     salt: str = ""
     request_id: str = ""
+    replica: int | None = None

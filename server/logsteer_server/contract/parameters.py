@@ -42,6 +42,14 @@ class Adapter:
 
     path: str
     sha256: str
+    elsewhere: tuple[str, ...] = ()
+    """Its paths on the other nodes of an engine, in their order; empty: the same as on the first.
+    """
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Its path on each node, or the one that it has on all of them."""
+        return (self.path, *self.elsewhere)
 
 
 CONFIG_KEY = "adapter_config"
@@ -56,6 +64,12 @@ class ParameterDelta:
 
     def __bool__(self) -> bool:
         return self.override is not None or self.adapter is not None
+
+    @property
+    def files(self) -> tuple[Adapter | Direction, ...]:
+        """The stored files that it is made of."""
+        adapter = () if self.adapter is None else (self.adapter,)
+        return adapter if self.override is None else (*adapter, self.override.direction)
 
     @property
     def cast(self) -> Cast | None:

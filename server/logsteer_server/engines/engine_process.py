@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from logsteer_server.contract.engine import EngineSpec
-from logsteer_server.engines.lifetime import count_memory_kills, hold_interrupts, is_stopped
+from logsteer_server.engines.lifetime import MemoryKills, hold_interrupts, is_stopped
 from logsteer_server.engines.process import Beat, Close, FromEngine, ToEngine, run_engine
 from logsteer_server.engines.scratch import sweep
 from logsteer_server.observation.logs import LogStyle
@@ -19,6 +19,14 @@ from logsteer_server.observation.logs import LogStyle
 CLOSE_TIMEOUT_S = 20.0
 END_TIMEOUT_S = 5.0
 """How long a process may take to be gone once it has closed its connection, or was killed."""
+OUT_OF_MEMORY = (
+    "by the kernel, because the machine or its container ran out of memory; run fewer models or "
+    "replicas there, lower their `memory`, or give it more"
+)
+FROM_OUTSIDE = (
+    "not by this server, nor by the kernel for want of memory: somebody killed it, or a program "
+    "that watches the machine"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +63,7 @@ class EngineProcess:
         self._pid: int | None = None
         self._killing = threading.Lock()
         self._was_killed = False
-        self._memory_kills = count_memory_kills()
+        self._memory_kills = MemoryKills()
         self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
         self._connection, remote = context.Pipe()
         self._process = context.Process(
@@ -103,6 +111,7 @@ class EngineProcess:
                 break
             if isinstance(message, Beat):
                 self.beat, self.beat_at = message, time.monotonic()
+                self._memory_kills.look()
             else:
                 self._receive(self, message)
         self._receive(self, self._end())
@@ -128,14 +137,16 @@ class EngineProcess:
     def _describe_end(self, status: int | None) -> Ended:
         if status is None or status >= 0:
             return Ended(f"its process ended with status {status}")
-        kills = count_memory_kills()
-        from_outside = (
-            status == -signal.SIGKILL
-            and not self._was_killed
-            and kills is not None
-            and kills == self._memory_kills
-        )
-        return Ended(f"its process was ended by {signal.Signals(-status).name}", from_outside)
+        detail = f"its process was ended by {signal.Signals(-status).name}"
+        if status != -signal.SIGKILL or self._was_killed:
+            return Ended(detail)
+        match self._memory_kills.have_risen:
+            case None:
+                return Ended(detail)
+            case True:
+                return Ended(f"{detail}, {OUT_OF_MEMORY}")
+            case False:
+                return Ended(f"{detail}, {FROM_OUTSIDE}", from_outside=True)
 
     @property
     def pid(self) -> int | None:

@@ -1,8 +1,10 @@
 """A fake engine for tests of the HTTP surface: log-probabilities from a hash, no model."""
 
+import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,8 +12,15 @@ import numpy as np
 
 from logsteer.schemas import Column
 from logsteer_server.contract.captures import CaptureJob, CaptureOutput
+from logsteer_server.contract.check_jobs import (
+    CheckAdapterJob,
+    CheckAdapterOutput,
+    CheckOverrideJob,
+    CheckOverrideOutput,
+)
 from logsteer_server.contract.engine import EngineInfo, EngineReading, EngineRoom, EngineSpec
 from logsteer_server.contract.jobs import (
+    Feature,
     GenerateJob,
     GenerateOutput,
     Job,
@@ -25,6 +34,11 @@ from logsteer_server.contract.plan import Readings
 FAKE_COLUMNS = get_args(Column)
 HANG_S = 3600.0
 ELSEWHERE = "serve the model with engine transformer_lens"
+LACKS: dict[Feature, str] = {
+    "override": f"the engine fake has no parameter overrides; {ELSEWHERE}",
+    "gradient": f"the engine fake has no gradients; {ELSEWHERE}",
+    "adapter": f"the engine fake has no adapters; {ELSEWHERE}",
+}
 
 
 def fake_logprobs(job: ScoreJob) -> np.ndarray:
@@ -113,9 +127,26 @@ def fake_columns(names: Sequence[str], logprobs: np.ndarray) -> dict[str, np.nda
     return {name: values[name] for name in names}
 
 
-def fake_scores(job: ScoreJob) -> list[JobResult]:
-    """Return the columns of `fake_columns`, and alternatives."""
-    logprobs = fake_logprobs(job)
+def fake_change(job: Job) -> float:
+    """Return by how much a job's adapter and override move its log-probabilities: in (-0.2, 0].
+
+    Each is fixed by the SHA-256 of its file, which is read against it. Errors: OSError; ValueError.
+    """
+    change = 0.0
+    for stored in job.delta.files:
+        found = hashlib.sha256(Path(stored.path).read_bytes()).hexdigest()
+        if found != stored.sha256:
+            raise ValueError(f"{stored.path} is not {stored.sha256}")
+        change -= int(found[:2], 16) / 2560
+    return change
+
+
+def fake_scores(job: ScoreJob, shift: float = 0.0) -> list[JobResult]:
+    """Return the columns of `fake_columns`, and alternatives; log-probabilities are shifted."""
+    try:
+        logprobs = fake_logprobs(job) + np.float32(shift + fake_change(job))
+    except (OSError, ValueError) as error:
+        return [JobFailure("internal", str(error))]
     columns = fake_columns(job.columns, logprobs)
     readings = fake_readings(job, job.tokens)
     if not job.top:
@@ -127,11 +158,12 @@ def fake_scores(job: ScoreJob) -> list[JobResult]:
 
 class FakeEngine:
     """Answer jobs at once. `engine_args`: `vocab_size`, `context_length`, `num_layers`,
-    `hidden_size`, `ahead_tokens` of its room, `delay_s` a step.
+    `hidden_size`, `ahead_tokens` of its room, `delay_s` a step, `shift` of log-probabilities, and
+    whether it works `piecewise`: a piece of a stream is a step.
 
     A token id of `crash_id` breaks the engine, `exit_id` ends its process without a word, `hang_id`
     keeps its step from ending, `fail_id` fails its job alone. A start lacks memory until the file
-    `memory_file` exists.
+    `memory_file` exists. With `reads_files` it takes adapters and overrides, as `fake_change` does.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -141,7 +173,9 @@ class FakeEngine:
         self._fail_id = args.get("fail_id")
         self._exit_id = args.get("exit_id")
         self._hang_id = args.get("hang_id")
+        self._piecewise = bool(args.get("piecewise"))
         self._jobs: dict[int, Job] = {}
+        self._pieces: dict[int, list[JobResult]] = {}
         memory = args.get("memory_file")
         if memory is not None and not Path(memory).exists():
             raise MemoryError("the fake engine was told to lack memory")
@@ -167,16 +201,14 @@ class FakeEngine:
             hidden_size=int(args.get("hidden_size", 16)),
             hooks=("resid_post",),
             room=EngineRoom(int(args.get("ahead_tokens", 65_536))),
-            lacks={
-                "override": f"the engine fake has no parameter overrides; {ELSEWHERE}",
-                "gradient": f"the engine fake has no gradients; {ELSEWHERE}",
-                "adapter": f"the engine fake has no adapters; {ELSEWHERE}",
-            },
+            lacks=LACKS if not args.get("reads_files") else {"gradient": LACKS["gradient"]},
         )
         self._answers: dict[type[Job], Callable[[Any], list[JobResult]]] = {
-            ScoreJob: fake_scores,
+            ScoreJob: partial(fake_scores, shift=float(args.get("shift", 0.0))),
             GenerateJob: fake_generation,
             CaptureJob: self._capture,
+            CheckAdapterJob: lambda _: [CheckAdapterOutput()],
+            CheckOverrideJob: lambda _: [CheckOverrideOutput(moved=1, total=1)],
         }
 
     @property
@@ -197,12 +229,20 @@ class FakeEngine:
         """Drop jobs."""
         for job_id in job_ids:
             self._jobs.pop(job_id, None)
+            self._pieces.pop(job_id, None)
 
     def step(self) -> list[tuple[int, JobResult]]:
-        """Answer every job."""
+        """Answer every job, or a piece of each."""
         time.sleep(self._delay_s)
         jobs, self._jobs = self._jobs, {}
-        return [(job_id, result) for job_id, job in jobs.items() for result in self._answer(job)]
+        results = []
+        for job_id, job in jobs.items():
+            found = self._pieces.pop(job_id, None) or self._answer(job)
+            if self._piecewise and len(found) > 1:
+                self._jobs[job_id], self._pieces[job_id] = job, found[1:]
+                found = found[:1]
+            results += [(job_id, result) for result in found]
+        return results
 
     def _answer(self, job: Job) -> list[JobResult]:
         if failure := self._info.refuse(job):

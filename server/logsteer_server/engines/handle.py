@@ -5,6 +5,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,16 +19,24 @@ from logsteer_server.observation.readings import EngineStatus
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReading:
-    """What one replica of an engine is at right now.
+    """What one replica of an engine is at right now; a lane names it by its `number`.
 
-    `num_jobs` are those that it has, and `num_tokens` what counts of them as not begun.
+    `num_jobs` are those that it has.
     """
 
     state: ModelState
     detail: str
     restarts: int
     num_jobs: int = 0
-    num_tokens: int = 0
+    number: int = 0
+
+
+class ContentSource(Protocol):
+    """Brings what jobs name in stores to the machine that their engine runs on."""
+
+    def open(self, jobs: Sequence[Job]) -> AbstractAsyncContextManager[Sequence[Job]]:
+        """Give the jobs with files of this machine, which stay for so long. Errors: APIError."""
+        ...
 
 
 class EngineHandle(Protocol):
@@ -65,6 +74,11 @@ class EngineHandle(Protocol):
     @property
     def given_up(self) -> bool:
         """Whether it is not started any more."""
+        ...
+
+    @property
+    def answers_elsewhere(self) -> bool:
+        """Whether the engine answers another process, and so is about to answer here."""
         ...
 
     def start(self) -> None:

@@ -10,13 +10,17 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
+ROOT = Path("/")
+LATELY_S = 10.0
+"""Longer than it takes until an engine that was killed is missed."""
 
 
 def follow_parent() -> None:
@@ -58,11 +62,80 @@ def is_stopped(pid: int) -> bool:
     return state in "Tt"
 
 
-def count_memory_kills() -> int | None:
-    """Return how many processes this machine has killed for memory; None where it does not say."""
+class MemoryKills:
+    """Tells whether the kernel has lately killed processes near this one for want of memory.
+
+    Near are those of the same control group, or where there is none, of the same machine. Lately is
+    within the last one or two LATELY_S, as long as `look` is called now and then.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, root: Path | None = None
+    ) -> None:
+        self._clock = clock
+        self._file = find_kill_count(root or ROOT)
+        self._earlier = self._latest = self._count()
+        self._looked_at = clock()
+
+    def _count(self) -> int | None:
+        try:
+            lines = self._file.read_text().splitlines()
+        except OSError:
+            return None
+        counts = [int(line.split()[1]) for line in lines if line.startswith("oom_kill ")]
+        return counts[0] if counts else None
+
+    def look(self) -> None:
+        """Forget what happened earlier."""
+        if (now := self._clock()) - self._looked_at >= LATELY_S:
+            self._earlier, self._latest = self._latest, self._count()
+            self._looked_at = now
+
+    @property
+    def have_risen(self) -> bool | None:
+        """Whether there were any; None where the machine does not say."""
+        count = self._count()
+        if count is None or self._earlier is None:
+            return None
+        return count > self._earlier
+
+
+def find_kill_count(root: Path) -> Path:
+    """Return the file whose line `oom_kill` counts processes killed for memory near this one.
+
+    That is of the control group of this process, or the nearest one above it that accounts for
+    memory: `memory.events` in version 2 of the kernel's control groups, `memory.oom_control` in
+    version 1. A killed process counts in its group, whichever group or machine lacked the memory.
+    A container may see its own group as the topmost one. Without groups it is `/proc/vmstat`, which
+    counts for the whole machine.
+    """
+    top = root / "sys/fs/cgroup"
+    for controllers, group in _list_groups(root):
+        if "memory" in controllers:
+            place, name = top / "memory", "memory.oom_control"
+        elif controllers == [""]:
+            place, name = top, "memory.events"
+        else:
+            continue
+        parts = [part for part in group.split("/") if part]
+        if ".." in parts:  # it is outside of what this process sees, and so are its counts
+            continue
+        for count in range(len(parts), -1, -1):
+            file = place.joinpath(*parts[:count], name)
+            if "\noom_kill " in f"\n{_read(file)}":
+                return file
+    return root / "proc/vmstat"
+
+
+def _list_groups(root: Path) -> list[tuple[list[str], str]]:
+    """Return the controllers and the path of each control group that this process is in."""
+    lines = [line.split(":", 2) for line in _read(root / "proc/self/cgroup").splitlines()]
+    return [(line[1].split(","), line[2]) for line in lines if len(line) == 3]
+
+
+def _read(path: Path) -> str:
+    """Return what a file of the kernel's holds; nothing where it cannot be read."""
     try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
+        return path.read_text()
     except OSError:
-        return None
-    counts = [int(line.split()[1]) for line in lines if line.startswith("oom_kill ")]
-    return counts[0] if counts else None
+        return ""

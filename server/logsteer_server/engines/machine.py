@@ -100,14 +100,19 @@ def describe_machine(device_type: str) -> tuple[str, ...]:
 
 
 def read_memory() -> tuple[DeviceMemory, ...]:
-    """Return the memory of every GPU that this process has used; none where there is none."""
+    """Return the memory of every GPU that this process has used; none where there is none.
+
+    GPUs are called as CUDA_VISIBLE_DEVICES calls them, so that those of two engines differ.
+    """
     import torch
 
+    names = [name.strip() for name in os.environ.get(VISIBLE, "").split(",") if name.strip()]
     found = []
     for number in range(torch.cuda.device_count()):
         if held := torch.cuda.memory_reserved(number):  # 0, too, where nothing has begun to use it
             free, size = torch.cuda.mem_get_info(number)
-            found.append(DeviceMemory(str(number), held, free, size))
+            name = names[number] if number < len(names) else str(number)
+            found.append(DeviceMemory(name, held, free, size))
     return tuple(found)
 
 

@@ -23,11 +23,11 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 """Those that are converted to the dtype that a model runs in."""
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 PROCESS_BYTES: Mapping[str, int] = {
-    "vllm": 1200 * 2**20,
-    "transformer_lens": 900 * 2**20,
+    "vllm": 850 * 2**20,
+    "transformer_lens": 600 * 2**20,
     "fake": 60 * 2**20,
 }
-"""Memory of an engine's process beside weights and cache, measured with the demo model on a CPU."""
+"""Resident memory of an engine's process beside weights and cache, with the demo model on a CPU."""
 CPU_CACHE_BYTES = 2**30
 """vLLM's key-value cache on a CPU where `memory` says nothing."""
 MAX_HEADER_BYTES = 100 * 2**20

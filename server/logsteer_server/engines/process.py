@@ -44,6 +44,8 @@ ENGINES = {
     "fake": "logsteer_server.engines.fake:FakeEngine",
 }
 """Engine classes by name, imported only in the process that runs one."""
+FOLLOWERS = {"vllm": "logsteer_server.engines.vllm.follower:VllmFollower"}
+"""What runs on the other nodes of an engine whose ranks are on several."""
 READ_EVERY_S = 1.0
 SHOWN_REQUESTS = 8
 """Ids that one line of the log lists."""
@@ -132,7 +134,9 @@ FromEngine = Ready | Finished | EngineLoad | Cancelled | Beat | Failed
 
 def build_engine(spec: EngineSpec) -> Engine:
     """Build the engine that the specification names, with its model loaded."""
-    module, _, name = ENGINES[spec.engine].partition(":")
+    is_follower = spec.node is not None and spec.node.number > 0
+    named = FOLLOWERS.get(spec.engine) if is_follower else None
+    module, _, name = (named or ENGINES[spec.engine]).partition(":")
     with hold_collector():
         if spec.engine in ON_TRANSFORMERS:
             leave_out_unused()

@@ -1,11 +1,13 @@
 """A queue of calls in front of an engine: nobody's long call keeps those of others waiting."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 from logsteer_server.contract.engine import EngineLoad, EngineRoom
-from logsteer_server.engines.occupancy import Occupancy
+from logsteer_server.engines.occupancy import FULL, Loads, Occupancy, Tokens, is_full
 from logsteer_server.engines.routing import BLOCK, Router, hash_blocks
 from logsteer_server.engines.suspects import Quarantine
 from logsteer_server.engines.turns import EngineCall, TurnQueue
@@ -74,12 +76,15 @@ class FairQueue:
         replicas: int = 1,
         prefix_worth: float = PREFIX_WORTH,
     ) -> None:
-        self.places = [Occupancy(number, room) for number in range(replicas)]
+        self._loads = Loads(replicas)
+        self.places = [Occupancy(number, room, self._loads) for number in range(replicas)]
         self.gone: set[int] = set()
         """Numbers of replicas that are not started again."""
         self._router = Router(replicas, prefix_worth)
         self._quarantine = quarantine or Quarantine()
         self._waiting = TurnQueue()
+        self._sent: dict[int, int] = {}
+        """Job -> the replica that has it."""
 
     @property
     def num_waiting(self) -> int:
@@ -104,53 +109,69 @@ class FairQueue:
         passed: set[EngineCall] = set()
         reading = False
         while (call := self._waiting.peek(reading)) is not None and call not in passed:
-            due = [place for place in self.places if place.is_due(call)]
-            if not due:
+            work = self._find_work(call)
+            if is_full(work):
                 break
-            fit = [place for place in due if place.may_generate(call)]
-            if not fit:
-                reading = True
-                continue
+            if call.generates:
+                self._leave_out_crowded(call, work)
+                if is_full(work):
+                    reading = True
+                    continue
             if self._quarantine.is_quiet:
                 if len(self.places) == 1 and len(self._waiting) == 1 and call.only_reads:
                     self._take_run(call, taken)
                 else:
-                    self._take_one(call, fit, taken)
+                    self._take_one(call, work, taken)
                 continue
             deaths = self._quarantine.count_deaths(call.job(call.unsent[0]))
-            found = self._judge(deaths, fit, taken)
-            if found == "hold":
+            found = self._judge(deaths, work, taken)
+            if isinstance(found, np.ndarray):
+                passed.clear()
+                self._take_one(call, found, taken, is_suspect=deaths > 0)
+            elif found == "hold":
                 return taken
-            if found == "pass":
+            elif found == "pass":
                 self._waiting.pass_by(call)
                 passed.add(call)
-                continue
-            passed.clear()
-            if found == "refuse":
-                taken.refused.append(self._waiting.pop(call))
             else:
-                self._take_one(call, found, taken, is_suspect=deaths > 0)
+                passed.clear()
+                taken.refused.append(self._waiting.pop(call))
         return taken
 
-    def _judge(
-        self, deaths: int, fit: Sequence[Occupancy], taken: NextJobs
-    ) -> Verdict | list[Occupancy]:
-        """Return where a job whose turn it is may go while there are suspects, or what becomes of
-        it; so many engines have died with it.
+    def _find_work(self, call: EngineCall) -> Tokens:
+        """Return the work of each replica, FULL of those that may not be sent a call's next job;
+        of all but the one that the call names, which may always be sent it while it is open.
+        """
+        number = call.lane.replica
+        if number is None or not self.places[number].is_open:
+            return self._loads.find(call)
+        return keep_only([number], self._loads.work)
+
+    def _leave_out_crowded(self, call: EngineCall, work: Tokens) -> None:
+        """Set to FULL the work of replicas without room for what a call's next job generates."""
+        for number in np.flatnonzero(work < FULL).tolist():
+            if not self.places[number].may_generate(call):
+                work[number] = FULL
+
+    def _judge(self, deaths: int, work: Tokens, taken: NextJobs) -> Verdict | Tokens:
+        """Return where a job whose turn it is may go while there are suspects, as `work` says it,
+        or what becomes of it; so many engines have died with it.
         """
         quarantine = self._quarantine
         if deaths > 1:
             return "refuse"
+        fit = [self.places[number] for number in np.flatnonzero(work < FULL).tolist()]
         if not deaths:
-            free = [place for place in fit if not quarantine.keeps_out(place.number)]
+            free = [place.number for place in fit if not quarantine.keeps_out(place.number)]
             if not free:
                 taken.wait(min(quarantine.measure_wait(place.number) for place in fit))
-            return free or "hold"
+                return "hold"
+            return keep_only(free, work)
         if quarantine.is_trying or not self._may_try():
             return "pass"
         place = min(fit, key=lambda place: (not quarantine.keeps_out(place.number), len(place)))
         if not len(place) or quarantine.is_settled(place.number):
-            return [place]
+            return keep_only([place.number], work)
         taken.wait(quarantine.measure_wait(place.number))
         if len(self.places) == 1:
             return "hold"
@@ -165,19 +186,19 @@ class FairQueue:
     def _take_one(
         self,
         call: EngineCall,
-        fit: Sequence[Occupancy],
+        work: Tokens,
         taken: NextJobs,
         *,
         is_suspect: bool = False,
     ) -> None:
-        """Take a call's next job for one of the replicas that have room for it."""
-        generates, place = call.generates, fit[0]
+        """Take a call's next job for one of the replicas whose work is below FULL."""
+        generates, place = call.generates, self.places[0]
         blocks: Sequence[int] = ()
         job_id = call.unsent[0]
         if len(self.places) > 1:
             if call.size(job_id) >= BLOCK:
                 blocks = hash_blocks(call.job(job_id))
-            place = self._router.choose(blocks, fit)
+            place = self.places[self._router.choose(blocks, work)]
             self._router.note(blocks, place)
         size = place.measure(call)
         self._waiting.pop(call)
@@ -189,6 +210,7 @@ class FairQueue:
             job = call.job(job_id)
             place.expect(job_id, size, job.num_expected - len(job.tokens))
         place.add([job_id], [size])
+        self._sent[job_id] = place.number
         taken.add(place.number, call, [job_id])
 
     def _take_run(self, call: EngineCall, taken: NextJobs) -> None:
@@ -198,6 +220,7 @@ class FairQueue:
         ids = self._waiting.pop_run(call, place.count_due(sizes))
         self._quarantine.note_sent(place.number)
         place.add(ids, sizes[: len(ids)])
+        self._sent |= dict.fromkeys(ids, 0)
         taken.add(0, call, ids)
 
     def note_load(self, load: EngineLoad, replica: int = 0) -> None:
@@ -206,20 +229,30 @@ class FairQueue:
 
     def finish(self, job_ids: Collection[int], replica: int = 0) -> None:
         """Free the room of jobs that a replica no longer has."""
+        self._forget(job_ids, replica)
         self.places[replica].finish(job_ids)
         self._quarantine.note_ended(job_ids)
 
-    def drop(self, call: EngineCall) -> list[int]:
-        """Remove a call; return the ids of its jobs that replicas have.
+    def _forget(self, job_ids: Iterable[int], replica: int) -> None:
+        for job_id in job_ids:
+            if self._sent.get(job_id) == replica:  # else another one has been given it since
+                del self._sent[job_id]
+
+    def drop(self, call: EngineCall) -> dict[int, list[int]]:
+        """Remove a call; return the ids of its jobs that replicas have, by the replica's number.
 
         Those keep their room until they are finished: an engine may be at work on them.
         """
         self._waiting.drop(call)
-        ids = range(call.first_id, call.first_id + len(call.jobs))
-        return [job_id for job_id in ids if any(job_id in place for place in self.places)]
+        found: dict[int, list[int]] = {}
+        for job_id in range(call.first_id, call.first_id + len(call.jobs)):
+            if (replica := self._sent.get(job_id)) is not None:
+                found.setdefault(replica, []).append(job_id)
+        return found
 
     def lose(self, replica: int) -> None:
         """Remove what a replica has: its process is gone."""
+        self._forget(self.places[replica].ids, replica)
         self.places[replica].clear()
         self._router.forget(replica)
         self._quarantine.clear_engine(replica)
@@ -229,3 +262,10 @@ class FairQueue:
         self._waiting = TurnQueue()
         for place in self.places:
             self.lose(place.number)
+
+
+def keep_only(numbers: Sequence[int], work: Tokens) -> Tokens:
+    """Return the work of these replicas, and FULL for all others."""
+    kept = np.full_like(work, FULL)
+    kept[numbers] = work[numbers]
+    return kept

@@ -18,6 +18,8 @@ from logsteer_server.observation.readings import EngineStatus
 
 log = logging.getLogger(__name__)
 
+ENDED = "its engine was ended"
+
 
 @dataclass(frozen=True, slots=True)
 class SupervisionLimits:
@@ -29,6 +31,7 @@ class SupervisionLimits:
     restart_window_s: float = 600.0
     restart_delay_s: float = 1.0
     poison_s: float = 600.0
+    suspect_wait_s: float = 60.0
     prefix_worth: float = 4.0
     style: LogStyle = field(default_factory=LogStyle)
 
@@ -118,6 +121,7 @@ class Replica:
     def stop(self) -> None:
         """Take no message any more, and start nothing."""
         self._closing = True
+        self.state, self.detail = "unloaded", ENDED
         if self._watching is not None:
             self._watching.cancel()
 
@@ -141,7 +145,8 @@ class Replica:
 
     def read(self) -> ReplicaReading:
         """Return what the replica is at right now."""
-        return ReplicaReading(self.state, self.detail, self.restarts, len(self.in_engine))
+        num_jobs = len(self.in_engine)
+        return ReplicaReading(self.state, self.detail, self.restarts, num_jobs, number=self.number)
 
     async def _watch(self) -> None:
         """Kill and restart a process that hangs, until cancelled."""

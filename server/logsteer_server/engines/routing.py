@@ -11,12 +11,12 @@ both know it, and share what comes.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from logsteer_server.contract.jobs import Job
-from logsteer_server.engines.occupancy import Occupancy
+from logsteer_server.engines.occupancy import FULL, Occupancy, Tokens
 
 BLOCK = 32
 """Tokens that are looked up together: engines share prefixes in blocks of 16 or 32."""
@@ -49,42 +49,68 @@ class _Known:
     def __init__(self) -> None:
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._blocks)
+
     def count(self, blocks: Sequence[int]) -> int:
         """Return how many of a job's first blocks it knows."""
         return next((n for n, block in enumerate(blocks) if block not in self._blocks), len(blocks))
 
-    def note(self, blocks: Sequence[int], limit: int) -> None:
-        """Remember a job's blocks, the first one longest, as a cache does."""
+    def note(self, blocks: Sequence[int], limit: int) -> list[int]:
+        """Remember a job's blocks, the first one longest, as a cache does; return the forgotten."""
         for block in reversed(blocks):
             self._blocks[block] = None
             self._blocks.move_to_end(block)
-        while len(self._blocks) > limit:
-            self._blocks.popitem(last=False)
-
-    def clear(self) -> None:
-        self._blocks.clear()
+        too_many = len(self._blocks) - limit
+        return [self._blocks.popitem(last=False)[0] for _ in range(too_many)]
 
 
 class Router:
-    """Chooses among replicas, and remembers what each was given."""
+    """Chooses among replicas, and remembers what each was given.
+
+    Of those that know nothing of a job, the one with the least work is best; those that know
+    something know its first block, so they are found by that.
+    """
 
     def __init__(self, replicas: int, worth: float) -> None:
         self._known = [_Known() for _ in range(replicas)]
+        self._holders: dict[int, set[int]] = {}
+        """First block of jobs -> replicas that know it."""
         self._worth = worth
 
-    def choose(self, blocks: Sequence[int], places: Sequence[Occupancy]) -> Occupancy:
-        """Return where a job of these blocks goes, of one place or more; the first of equals."""
-
-        def cost(place: Occupancy) -> float:
-            return place.load - self._worth * BLOCK * self._known[place.number].count(blocks)
-
-        return min(places, key=cost)
+    def choose(self, blocks: Sequence[int], work: Tokens) -> int:
+        """Return the number of the replica that a job of these blocks goes to, of those whose work
+        is below FULL, of which there is one at least; the first of equals.
+        """
+        number = int(work.argmin())
+        cost = float(work[number])
+        holders = self._holders.get(blocks[0], ()) if blocks and self._worth else ()
+        worth = self._worth * BLOCK
+        most = worth * len(blocks)
+        for holder in holders:
+            own = float(work[holder])
+            if own < FULL and own - most <= cost:
+                own -= worth * self._known[holder].count(blocks)
+                cost, number = min((cost, number), (own, holder))
+        return number
 
     def note(self, blocks: Sequence[int], place: Occupancy) -> None:
         """Note that a replica was given a job of these blocks."""
+        if not blocks:
+            return
+        self._holders.setdefault(blocks[0], set()).add(place.number)
         limit = (place.room.cache_tokens or UNKNOWN_CACHE) // BLOCK
-        self._known[place.number].note(blocks, limit)
+        for block in self._known[place.number].note(blocks, limit):
+            self._forget_holder(block, place.number)
+
+    def _forget_holder(self, block: int, number: int) -> None:
+        if (holders := self._holders.get(block)) is not None:
+            holders.discard(number)
+            if not holders:
+                del self._holders[block]
 
     def forget(self, number: int) -> None:
         """Note that a replica's cache is gone."""
-        self._known[number].clear()
+        for block in self._known[number]:
+            self._forget_holder(block, number)
+        self._known[number] = _Known()

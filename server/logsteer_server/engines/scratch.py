@@ -26,8 +26,10 @@ class ScratchDirectory(AbstractContextManager[Path]):
 
     def __init__(self, parent: Path | None = None) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        self._lock = (self.path / LOCK).open("wb")
+        new = self.path / f"{LOCK}.new"
+        self._lock = new.open("wb")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        new.rename(self.path / LOCK)  # so nobody finds one that is not locked yet
 
     def close(self) -> None:
         """Remove the directory and all in it."""

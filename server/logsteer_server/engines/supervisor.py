@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from logsteer.errors import APIError, api_error
@@ -14,7 +15,7 @@ from logsteer_server.contract.engine import EngineInfo, EngineLoad, EngineSpec
 from logsteer_server.contract.jobs import Job
 from logsteer_server.contract.lane import Lane
 from logsteer_server.contract.results import ResultPart, find_first_failure, find_last
-from logsteer_server.engines.handle import ReplicaReading
+from logsteer_server.engines.handle import ContentSource, ReplicaReading
 from logsteer_server.engines.process import (
     Add,
     Cancel,
@@ -31,9 +32,6 @@ from logsteer_server.observation.readings import EngineStatus
 
 log = logging.getLogger(__name__)
 
-SUSPECT_WAIT_S = 60.0
-"""For so long a job that a replica may have died of waits for its trial; then its caller is told to
-come back. A replica that may be lost to it has to answer, and no other suspect be on trial."""
 STATES: Sequence[ModelState] = ("ready", "loading", "restarting", "failed", "unloaded")
 """Of several replicas' states, the first one here is the engine's."""
 SAME = ("weights_digest", "engine_version", "dtype", "vocab_size", "context_length")
@@ -63,7 +61,9 @@ class LocalEngine:
         spec: EngineSpec,
         limits: SupervisionLimits | None = None,
         make_replica: Callable[..., Replica] = Replica,
+        contents: ContentSource | None = None,
     ) -> None:
+        self._contents = contents
         self.spec = spec
         self.info: EngineInfo | None = None
         self.ready = asyncio.Event()
@@ -104,12 +104,19 @@ class LocalEngine:
     @property
     def detail(self) -> str:
         """What the engine does, or what is wrong with it."""
-        behind = [replica for replica in self.replicas if replica.state != "ready"]
-        if len(self.replicas) == 1 or not behind:
+        if len(self.replicas) == 1:
             return self.replicas[0].detail
+        shown = self._shown
+        behind = [replica for replica in shown if replica.state != "ready"]
+        if not behind:
+            return "answers"
         told = "; ".join(f"{n.number} is {n.state}: {n.detail}" for n in behind)
-        ready = len(self.replicas) - len(behind)
-        return f"{ready} of {len(self.replicas)} replicas answer; {told}"
+        return f"{len(shown) - len(behind)} of {len(shown)} replicas answer; {told}"
+
+    @property
+    def _shown(self) -> Sequence[Replica]:
+        """The replicas that there is something to say of."""
+        return self.replicas
 
     @property
     def restarts(self) -> int:
@@ -121,9 +128,14 @@ class LocalEngine:
         """Whether no replica is left, and one at least died too often."""
         return self.state == "failed" and any(replica.given_up for replica in self.replicas)
 
+    @property
+    def answers_elsewhere(self) -> bool:
+        """Never: its processes are asked through this handle alone."""
+        return False
+
     def read(self) -> Sequence[ReplicaReading]:
         """Return what each replica is at right now."""
-        return [replica.read() for replica in self.replicas]
+        return [replica.read() for replica in self._shown]
 
     def stop(self) -> None:
         """Take no more calls; those that still wait get an error."""
@@ -142,10 +154,9 @@ class LocalEngine:
 
     def observe(self) -> Sequence[EngineStatus]:
         """Return what each replica's process is at; what waits here is told with the first one."""
-        waiting = [self._queue.num_waiting, *[0] * (len(self.replicas) - 1)]
-        return [
-            replica.observe(queued) for replica, queued in zip(self.replicas, waiting, strict=True)
-        ]
+        shown = self._shown
+        waiting = [self._queue.num_waiting, *[0] * len(shown)]
+        return [replica.observe(queued) for replica, queued in zip(shown, waiting, strict=False)]
 
     def check_ready(self) -> EngineInfo:
         """Return what the engine is. Errors: APIError `model_loading` or `engine_restarting`."""
@@ -158,9 +169,12 @@ class LocalEngine:
             detail = f"Model {self.spec.id} is still loading ({self.detail}); try again shortly."
             raise api_error("model_loading", detail, retry_after=5)
         if state == "failed":
-            detail = f"Model {self.spec.id} failed: {self.detail} See the server's log."
-            raise api_error("internal", detail)
+            raise self._refuse_failed()
         raise self._refuse_restarting()
+
+    def _refuse_failed(self) -> APIError:
+        detail = f"Model {self.spec.id} failed: {self.detail} See the server's log."
+        return api_error("internal", detail)
 
     def _refuse_restarting(self) -> APIError:
         detail = f"The engine of model {self.spec.id} is being restarted; try again shortly."
@@ -174,22 +188,25 @@ class LocalEngine:
         Leaving early cancels the rest. Errors: APIError, where a job failed or the engine died.
         """
         self.check_ready()
-        waiter = self._enter(jobs, lane or Lane())
-        try:
-            missing = len(jobs)
-            while missing:
-                part = await waiter.results.get()
-                if isinstance(part, APIError):
-                    raise part
-                waiter.unread -= len(part.numbers)
-                missing -= len(find_last(part))
-                failure = find_first_failure(part.results)
-                if failure is not None:
-                    raise api_error(failure.code, failure.detail)
-                first = waiter.call.first_id
-                yield part._replace(numbers=[job_id - first for job_id in part.numbers])
-        finally:
-            self._leave(waiter)
+        opened = nullcontext(jobs) if self._contents is None else self._contents.open(jobs)
+        async with opened as own:
+            self.check_ready()
+            waiter = self._enter(own, lane or Lane())
+            try:
+                missing = len(own)
+                while missing:
+                    part = await waiter.results.get()
+                    if isinstance(part, APIError):
+                        raise part
+                    waiter.unread -= len(part.numbers)
+                    missing -= len(find_last(part))
+                    failure = find_first_failure(part.results)
+                    if failure is not None:
+                        raise api_error(failure.code, failure.detail)
+                    first = waiter.call.first_id
+                    yield part._replace(numbers=[job_id - first for job_id in part.numbers])
+            finally:
+                self._leave(waiter)
 
     def _enter(self, jobs: Sequence[Job], lane: Lane) -> _Waiter:
         first = next(self._ids)
@@ -208,8 +225,8 @@ class LocalEngine:
         """Forget a call, and have the engine drop what it has of it."""
         for job_id in range(waiter.call.first_id, waiter.call.first_id + len(waiter.call.jobs)):
             self._waiters.pop(job_id, None)
-        found = self._queue.drop(waiter.call)
-        for replica in self.replicas:
+        for number, found in self._queue.drop(waiter.call).items():
+            replica = self.replicas[number]
             if own := [job_id for job_id in found if job_id in replica.in_engine]:
                 replica.send(Cancel(own))
 
@@ -345,7 +362,8 @@ class LocalEngine:
             if waiter.begun.isdisjoint(ids):
                 self._queue.put_back(waiter.call, ids, last=suspected)
                 if suspected and self._loop is not None:
-                    self._loop.call_later(SUSPECT_WAIT_S, self._give_up_waiting, waiter, ids, error)
+                    wait_s = self._limits.suspect_wait_s
+                    self._loop.call_later(wait_s, self._give_up_waiting, waiter, ids, error)
             else:
                 self._drop(waiter)
                 waiter.results.put_nowait(error)

@@ -88,5 +88,12 @@ class RestartBudget:
         if len(self._taken) >= self.max_restarts:
             return None
         self._taken.append(now)
-        doublings = min(len(self._taken) - 1, 32)
-        return min(self._delay_s * 2.0**doublings, MAX_DELAY_S)
+        return lengthen(self._delay_s, len(self._taken), MAX_DELAY_S)
+
+
+def lengthen(first_s: float, count: int, most_s: float) -> float:
+    """Return how long to wait after so many failures: first_s, twice that, ... up to most_s.
+
+    lengthen(60, 1, 960) is 60, lengthen(60, 3, 960) 240, lengthen(60, 9, 960) 960.
+    """
+    return min(first_s * 2.0 ** min(count - 1, 32), most_s)

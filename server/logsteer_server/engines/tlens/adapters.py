@@ -5,7 +5,12 @@ from typing import Any
 
 from torch import Tensor
 
-from logsteer_server.numerics.lora import AdapterConfig, AdapterLayoutError, pair_factors
+from logsteer_server.numerics.lora import (
+    AdapterConfig,
+    AdapterLayoutError,
+    check_shapes,
+    pair_factors,
+)
 
 
 def read_updates(file: Any, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -24,14 +29,7 @@ def read_updates(file: Any, parameters: Mapping[str, Tensor]) -> dict[str, Tenso
             raise AdapterLayoutError(f"{name} is quantised in the model, and cannot be added to")
         # Before anything is multiplied: small factors may have a product of any size.
         down, up = (file.get_slice(key).get_shape() for key in (factors.down, factors.up))
-        found = [up[0], down[1]] if len(down) == len(up) == 2 and down[0] == up[1] else []
-        if config.transposed:  # as in GPT-2
-            found.reverse()
-        if found != list(parameter.shape):
-            raise AdapterLayoutError(
-                f"the factors of {name} are {list(down)} and {list(up)}, which make no update of "
-                f"a parameter {list(parameter.shape)}"
-            )
+        check_shapes(factors, down, up, parameter.shape, transposed=config.transposed)
         down_RI, up_OR = (file.get_tensor(key).double() for key in (factors.down, factors.up))
         update_OI: Tensor = config.scale * (up_OR @ down_RI)
         updates[name] = update_OI.T if config.transposed else update_OI
