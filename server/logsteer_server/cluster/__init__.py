@@ -1,7 +1,9 @@
-"""The service as a Ray Serve application: one deployment a model, one for HTTP in front of them.
+"""The service as applications of Ray Serve: one of its own, and one for each model.
 
-    deployment `ingress`            the application of `app.py`; a queue for each model
-    deployment `model-ID`           replicas, each an actor with a `LocalEngine` of its own
+    `logsteer`             deployment `ingress`       the application of `app.py`; queues of models
+                           deployment `coordinator`   says which models there are, deploys them
+                           deployment `ledger`        what ingresses share: limits, answers, loads
+    `logsteer-ID-DIGEST`   deployment `model-ID`      actors, each with a `LocalEngine` of its own
 
 Whoever imports this package needs the extra `ray`.
 """

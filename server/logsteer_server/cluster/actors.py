@@ -13,6 +13,13 @@ _RUNNING: dict[str, frozenset[str]] = {}
 _WATCHERS: dict[str, list[TakeActors]] = {}
 
 
+class GoneActorError(Exception):
+    """An actor was gone before it had taken a call."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"the actor {name} is gone")
+
+
 def watch_actors(model: str, take: TakeActors) -> Callable[[], None]:
     """Have a function told the names of a model's actors, now and whenever they change.
 

@@ -2,22 +2,29 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 
-from logsteer_server.cluster.replica import RemoteReplica, ReplicaCalls, start_apart
-from logsteer_server.contract.engine import EngineSpec
-from logsteer_server.engines.handle import ReplicaReading
+from logsteer.schemas import ModelState
+from logsteer_server.cluster.calls import ReplicaCalls, start_apart
+from logsteer_server.cluster.loads import ActorLoad
+from logsteer_server.cluster.remote_replica import RemoteReplica
+from logsteer_server.contract.engine import EngineInfo, EngineSpec
 from logsteer_server.engines.replica import SupervisionLimits
 from logsteer_server.engines.supervisor import LocalEngine
-from logsteer_server.observation.readings import EngineStatus
 
 log = logging.getLogger(__name__)
 
 Watch = Callable[[Callable[[frozenset[str]], None]], Callable[[], None]]
 """Begins to tell a function which actors run, and returns what ends that."""
+Explain = Callable[[], Awaitable[str | None]]
+"""Says why an actor that is due has not come; None where nobody knows."""
+IsUp = Callable[[], bool]
+"""Says whether an actor of the model answers, whoever it is that it answers."""
 FIRST_CALL_RETRY_S = 1.0
+EXPLAIN_EVERY_S = 5.0
 
 
 class RemoteEngine(LocalEngine):
@@ -34,28 +41,50 @@ class RemoteEngine(LocalEngine):
         limits: SupervisionLimits,
         calls: ReplicaCalls,
         watch: Watch,
+        explain: Explain | None = None,
+        is_up: IsUp = lambda: False,
         *,
         least: int,
         most: int,
     ) -> None:
         self._calls = calls
         self._watch = watch
+        self._explain = explain
+        self._is_up = is_up
+        self._explaining: asyncio.Task[None] | None = None
         self._least = least
         self._actors: frozenset[str] = frozenset()
         self._unwatch: Callable[[], None] | None = None
         self._first: asyncio.Task[None] | None = None
+        self._why_failed: str | None = None
         make = partial(RemoteReplica, calls=calls, take_free=self._settle)
         super().__init__(replace(spec, replicas=2 * most, devices="auto"), limits, make)
         self.places: list[RemoteReplica] = [
             place for place in self.replicas if isinstance(place, RemoteReplica)
         ]
-        self._settle()
 
     def start(self) -> None:
         """Begin to take actors; call it from the event loop that will use the handle."""
         super().start()
+        self._settle()
         self._unwatch = self._watch(self._take_actors)
         self._first = start_apart(self._call_first())
+        self._explaining = start_apart(self._explain_absence())
+
+    async def _explain_absence(self) -> None:
+        """Say of actors that are due why they have not come, until cancelled."""
+        while self._explain is not None:
+            await asyncio.sleep(EXPLAIN_EVERY_S)
+            if not any(place.is_due for place in self.places):
+                continue
+            try:
+                why = await self._explain()
+            except Exception as error:  # Serve's or the network's: it is asked again
+                log.warning("why model %s has no actor is not known: %r", self.spec.id, error)
+                continue
+            if why is not None:
+                for place in [place for place in self.places if place.is_due]:
+                    place.detail = why
 
     async def _call_first(self) -> None:
         """Make one call to any replica: Serve makes a router, which knows them, with the first."""
@@ -77,7 +106,9 @@ class RemoteEngine(LocalEngine):
             if place.actor in gone:
                 self._queue.places[place.number].is_open = False
                 place.retire()
-        for actor in sorted(new):
+        # Of actors with equally much to do the first place is taken, and ingresses hear late of one
+        # another's jobs: in one order, all would send theirs to the same actor.
+        for actor in random.sample(sorted(new), len(new)):
             free = [place for place in self.places if place.actor is None]
             if not free:
                 log.error(
@@ -87,13 +118,31 @@ class RemoteEngine(LocalEngine):
             min(free, key=lambda place: place.state != "restarting").take(actor)
         self._settle()
 
+    def take_load(self, load: ActorLoad, caller: str) -> None:
+        """Note what an actor has of other ingresses than the one of this name."""
+        for place in self.places:
+            if place.actor == load.actor:
+                place.status = load.status
+                others = [n for name, n in load.tokens.items() if name != caller and n > 0]
+                self._queue.places[place.number].note_others(sum(others), len(others))
+                self._send_jobs()
+
+    def forget_loads(self) -> None:
+        """Take it that no other ingress has sent anything."""
+        for place in self.places:
+            place.status = None
+            self._queue.places[place.number].note_others(0, 0)
+
     def _settle(self) -> None:
         """Say of places without an actor whether one is due, and of all whether to wait for it."""
+        if self._closing:
+            return
         taken = [place for place in self.places if place.actor is not None and not place.retires]
         due = self._least - len(taken)
         for place in self.places:
             if place.actor is None:
                 self._queue.places[place.number].is_open = False
+                self._queue.places[place.number].note_others(0, 0)
                 place.expect(is_due=due > 0)
                 due -= 1
         if not any(place.state == "ready" for place in self.places):
@@ -106,25 +155,38 @@ class RemoteEngine(LocalEngine):
 
     @property
     def _shown(self) -> list[RemoteReplica]:
-        return [place for place in self.places if place.state != "unloaded"]
+        """The places with an actor, or that one is due at; where there are none, as many places."""
+        shown = [place for place in self.places if place.state != "unloaded"]
+        return shown or self.places[: self._least]
+
+    def give_up(self, why: str) -> None:
+        """Be an engine that failed: its actors could not be started."""
+        self._why_failed = why
+        for place in self.places[: self._least]:
+            place.state, place.detail = "failed", why
+
+    def check_ready(self) -> EngineInfo:
+        """Return what the engine is. Errors: APIError, the one that a caller gets now."""
+        if self._why_failed is not None:
+            raise self._refuse_failed()
+        return super().check_ready()
+
+    @property
+    def state(self) -> ModelState:
+        """The state of the replica that is furthest, unless all were given up."""
+        return super().state if self._why_failed is None else "failed"
 
     @property
     def detail(self) -> str:
         """What the engine does, or what is wrong with it."""
-        behind = [place for place in self._shown if place.state != "ready"]
-        if not behind:
-            return "answers"
-        told = "; ".join(f"{place.number} is {place.state}: {place.detail}" for place in behind)
-        return f"{len(self._shown) - len(behind)} of {len(self._shown)} replicas answer; {told}"
+        if self._why_failed is not None:
+            return self._why_failed
+        return super().detail
 
-    def read(self) -> Sequence[ReplicaReading]:
-        """Return what each replica that is there or due is at right now."""
-        return [place.read() for place in self._shown]
-
-    def observe(self) -> Sequence[EngineStatus]:
-        """Return what is known of each replica; what waits here is told with the first one."""
-        waiting = [self._queue.num_waiting, *[0] * len(self._shown)]
-        return [place.observe(queued) for place, queued in zip(self._shown, waiting, strict=False)]
+    @property
+    def answers_elsewhere(self) -> bool:
+        """Whether an actor of the model has told of itself lately."""
+        return self._is_up()
 
     def stop(self) -> None:
         """Take no more calls; those that still wait get an error."""
@@ -132,5 +194,11 @@ class RemoteEngine(LocalEngine):
         if self._unwatch is not None:
             self._unwatch()
             self._unwatch = None
-        if self._first is not None:
-            self._first.cancel()
+        for task in (self._first, self._explaining):
+            if task is not None:
+                task.cancel()
+
+    async def close(self) -> None:
+        """Take no more calls, and forget the actors, which Serve ends."""
+        await super().close()
+        await self._calls.close()

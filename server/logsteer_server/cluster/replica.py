@@ -1,57 +1,132 @@
-"""One replica of a model on Ray: the actor with the engine, and its place in an ingress' queue."""
+"""The actor of one replica of a model, with the engine below it."""
 
 import asyncio
 import logging
+import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
-from contextvars import Context
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from ray.exceptions import ActorDiedError
+from ray import serve
 
 from logsteer.errors import APIError
+from logsteer_server.cluster.absence import GivenUpError
+from logsteer_server.cluster.beats import beat_along
+from logsteer_server.cluster.calls import (
+    BLAMELESS,
+    ENGINE_LOST,
+    start_apart,
+)
+from logsteer_server.cluster.ledger import LedgerCalls
+from logsteer_server.cluster.loads import EVERY_S, ActorLoad, post_loads
+from logsteer_server.cluster.metrics import AgentExporter
+from logsteer_server.cluster.ranks import Followers
+from logsteer_server.contract.batches import count_expected
 from logsteer_server.contract.engine import EngineInfo, EngineSpec
 from logsteer_server.contract.jobs import Job, JobFailure
 from logsteer_server.contract.lane import Lane
-from logsteer_server.contract.results import ResultPart
-from logsteer_server.engines.handle import ReplicaReading
-from logsteer_server.engines.process import Add, Cancel, Cancelled, Finished, JobGroup, ToEngine
-from logsteer_server.engines.replica import Loss, Replica, SupervisionLimits
+from logsteer_server.contract.results import ResultPart, find_last
+from logsteer_server.engines.exchanged_files import refuse_absent
+from logsteer_server.engines.replica import SupervisionLimits
 from logsteer_server.engines.supervisor import LocalEngine
 from logsteer_server.observation.logs import configure_logs
+from logsteer_server.observation.metrics import LiveCollector, Metrics
 from logsteer_server.observation.readings import EngineStatus
+from logsteer_server.settings import SharedStore
+from logsteer_server.stores.job_contents import JobContents, MachineContents
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05
-RETRY_S = 1.0
-ENGINE_LOST = {"engine_restarting", "model_loading"}
-"""Codes with which a replica says that its engine ended with what it had."""
+TOLD_S = 1.0
+"""For so long a replica whose engine is lost is there to tell those who wait for it."""
 
 
 class ModelReplica:
     """The class of a model's deployment: an actor that runs one engine, in a process below it.
 
-    It is there once the model is loaded. The first argument of each call is the name that the
-    router reads. Errors of making it: RuntimeError where the model cannot be loaded.
+    It is there once the model is loaded. With its ranks on several nodes it is on the first, and
+    ends as soon as one of them is lost. The first argument of each call is the name that the router
+    reads. Errors of making it: RuntimeError where the model cannot be loaded, GivenUpError where it
+    was tried too often.
     """
 
-    async def __init__(self, spec: EngineSpec, limits: SupervisionLimits) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self,
+        spec: EngineSpec,
+        limits: SupervisionLimits,
+        ledger: Any,
+        store: SharedStore | None = None,
+        nodes: int = 1,
+        load_every_s: float = EVERY_S,
+    ) -> None:
         configure_logs(limits.style)
-        self._engine = LocalEngine(spec, limits)
+        self.beat_s = limits.watch.interval_s
+        own = serve.get_replica_context()
+        self._application, self._actor = own.app_name, own.replica_id.unique_id
+        self._tokens: Counter[str] = Counter()
+        """Tokens expected of unfinished jobs, by who sent them."""
+        self._others: Followers | None = None
+        self._is_blameless = False
+        if nodes > 1:
+            limits = replace(limits, max_restarts=0)
+            self._others = Followers(limits, store)
+            spec = await self._others.start(spec)
+        contents = None
+        if store is not None:
+            others = self._others.contents if self._others else ()
+            contents = JobContents(MachineContents(store), *others)
+        self._engine = LocalEngine(spec, limits, contents=contents)
         self._engine.start()
         while self._engine.state not in ("ready", "failed"):
             await asyncio.sleep(POLL_S)
+            if self._others is not None and (loss := self._others.find_loss()):
+                raise GivenUpError(loss.detail) if loss.may_pass else RuntimeError(loss.detail)
         await self.check_health()
+        collector = LiveCollector(Metrics())
+        exporter = AgentExporter(
+            self._actor, lambda: collector.collect_engines(spec.id, [self._observe()])
+        )
+        self._beside = [
+            start_apart(post_loads(self._measure, LedgerCalls(ledger).post, load_every_s)),
+            start_apart(exporter.run()),
+        ]
+        if self._others is not None:
+            await self._others.check_same(self._engine.check_ready())
+            self._beside.append(start_apart(self._end_together(self._others)))
+
+    async def _end_together(self, others: Followers) -> None:
+        """End this process, and so all of the replica, once a part of it is lost.
+
+        Before that, whoever waits is told that the engine is lost.
+        """
+        while self._engine.state != "failed":
+            await asyncio.sleep(POLL_S)
+            if loss := others.find_loss():
+                self._is_blameless = not loss.accuses
+                self._engine.replicas[0].refuse(loss.detail)
+        log.error("replica is lost: %s", self._engine.detail)
+        await asyncio.sleep(TOLD_S)
+        os._exit(1)
+
+    def _observe(self) -> EngineStatus:
+        """Return what the engine's process is at, under this actor's name."""
+        (status,) = self._engine.observe()
+        return replace(status, replica=self._actor)
+
+    def _measure(self) -> ActorLoad:
+        return ActorLoad(self._application, self._actor, dict(self._tokens), self._observe())
 
     async def check_health(self) -> None:
         """Have Serve end and replace this actor if its engine is not started any more.
 
         One that hangs is killed and started anew by `LocalEngine`; an actor whose event loop hangs
-        does not answer this at all. Errors: RuntimeError.
+        does not answer this at all. Errors: RuntimeError, GivenUpError.
         """
+        if self._engine.given_up:
+            raise GivenUpError(self._engine.detail)
         if self._engine.state == "failed":
             raise RuntimeError(self._engine.detail)
 
@@ -60,241 +135,32 @@ class ModelReplica:
         await self._engine.ready.wait()
         return self._engine.check_ready()
 
+    @beat_along
     async def run(
-        self, _actor: str, jobs: Sequence[Job], lane: Lane
-    ) -> AsyncIterator[ResultPart | JobFailure]:
-        """Yield the results of jobs; a failure ends them. Their times are seconds from now."""
+        self, _actor: str, jobs: Sequence[Job], lane: Lane, caller: str
+    ) -> AsyncGenerator[ResultPart | JobFailure, None]:
+        """Yield the results of jobs; a failure ends them. Their times are seconds from now.
+
+        None comes in between where nothing else does, as a sign of life.
+        """
         began = time.monotonic()
+        if self._engine.state == "failed":  # Serve is about to replace this actor
+            yield JobFailure(BLAMELESS, self._engine.detail)
+            return
+        if refusal := await refuse_absent(jobs):
+            yield refusal
+            return
+        expected = dict(enumerate(count_expected(jobs)))
+        self._tokens[caller] += sum(expected.values())
         try:
             async for part in self._engine.run(jobs, lane):
+                for number in find_last(part):
+                    self._tokens[caller] -= expected.pop(number, 0)
                 yield part._replace(taken_at=part.taken_at - began)
         except APIError as error:
-            yield JobFailure(error.code, error.detail)
-
-
-def start_apart(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-    """Start work in a task that is not part of the request in which it is started.
-
-    Serve gives all calls of one request the same id, and its router takes two of them that wait at
-    once for the same.
-    """
-    return asyncio.create_task(work, context=Context())
-
-
-class ReplicaCalls(Protocol):
-    """What is asked of a model's actors, each by its name."""
-
-    async def describe(self, actor: str | None) -> EngineInfo:
-        """Return what an actor's engine is; None: whichever answers first."""
-        ...
-
-    def run(
-        self, actor: str, jobs: Sequence[Job], lane: Lane
-    ) -> AsyncGenerator[ResultPart | JobFailure, None]:
-        """Yield what comes of jobs in an actor."""
-        ...
-
-
-class HandleCalls:
-    """The `ReplicaCalls` of a deployment of `ModelReplica`."""
-
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-
-    async def describe(self, actor: str | None) -> EngineInfo:
-        """Return what an actor's engine is."""
-        info: EngineInfo = await self._handle.describe.remote(actor)
-        return info
-
-    async def run(
-        self, actor: str, jobs: Sequence[Job], lane: Lane
-    ) -> AsyncGenerator[ResultPart | JobFailure, None]:
-        """Yield what comes of jobs in an actor; leaving early cancels them there."""
-        response = self._handle.options(stream=True).run.remote(actor, jobs, lane)
-        ended = False
-        try:
-            async for part in response:
-                yield part
-            ended = True
+            is_lost = self._is_blameless and error.code in ENGINE_LOST
+            yield JobFailure(BLAMELESS if is_lost else error.code, error.detail)
         finally:
-            if not ended:
-                response.cancel()
-
-
-class RemoteReplica(Replica):
-    """A place of an ingress' queue, for one of the model's actors at a time.
-
-    `actor` is that one's name; None while there is none. An actor that Serve takes away gets no
-    more jobs, and keeps its place until it has answered those that it has.
-    """
-
-    def __init__(
-        self,
-        *arguments: Any,
-        calls: ReplicaCalls,
-        take_free: Callable[[], None],
-    ) -> None:
-        super().__init__(*arguments)
-        self.state, self.detail = "unloaded", "no actor"
-        self.actor: str | None = None
-        self.retires = False
-        self._calls = calls
-        self._take_free = take_free
-        self._opening: asyncio.Task[None] | None = None
-        self._running: dict[asyncio.Task[None], JobGroup] = {}
-
-    def start(self) -> None:
-        """Do nothing: Serve starts actors, and `take` is told of them."""
-
-    def take(self, actor: str) -> None:
-        """Have an actor in this place."""
-        self.actor, self.retires = actor, False
-        self._open_later("it starts")
-
-    def expect(self, *, is_due: bool) -> None:
-        """Note, without an actor, whether another is due or the model does with less."""
-        if not is_due:
-            self.state, self.detail = "unloaded", "no actor"
-        elif self.state != "restarting":
-            self.state, self.detail = "loading", "Serve starts its actor"
-
-    def retire(self) -> None:
-        """Let the actor end with what it has."""
-        self.retires = True
-        if not self._running:
-            self._free()
-
-    def _free(self) -> None:
-        self._stop_tasks()
-        self.actor, self.retires = None, False
-        if self.state != "restarting":
-            self.state, self.detail = "unloaded", "no actor"
-        self._take_free()
-
-    def _open_later(self, detail: str) -> None:
-        """Take jobs as soon as the actor's engine answers."""
-        self.state = "restarting" if self._has_loaded else "loading"
-        self.detail = detail
-        if self._opening is not None:
-            self._opening.cancel()
-        self._opening = start_apart(self._open())
-
-    async def _open(self) -> None:
-        while True:
-            try:
-                info = await self._calls.describe(self.actor)
-                break
-            except ActorDiedError:
-                self._opening = None
-                self.state, self.detail = "restarting", "its actor died"
-                self._free()
-                return
-            except Exception as error:  # the network's, or Ray's: whatever it is may pass
-                log.warning("engine %s: %s does not answer: %r", self._name, self.actor, error)
-                await asyncio.sleep(RETRY_S)
-        if self.retires:
-            return
-        self.state, self.detail, self._has_loaded = "ready", "answers", True
-        # The actor lets generation in by what its engine's cache holds, which is not known here.
-        room = info.room
-        ahead = room.ahead_tokens + (room.cache_tokens or 0)
-        room = replace(room, ahead_tokens=ahead, cache_tokens=None, sequences=None)
-        self._take_ready(self, replace(info, room=room))
-
-    def send(self, message: ToEngine) -> None:
-        """Have the actor run jobs, or drop them."""
-        match message:
-            case Add(groups):
-                for group in groups:
-                    lane = self.in_engine[group.ids[0]].lane
-                    task = start_apart(self._run(group, lane))
-                    self._running[task] = group
-                    task.add_done_callback(self._note_end)
-            case Cancel(job_ids):
-                dropped = set(job_ids)
-                for task, group in list(self._running.items()):
-                    if not dropped.isdisjoint(group.ids):
-                        task.cancel()
-                told = partial(self._take_message, self, Cancelled(job_ids))
-                asyncio.get_running_loop().call_soon(told)  # the sender is in the midst of its work
-
-    async def _run(self, group: JobGroup, lane: Lane) -> None:
-        """Pass on what comes of jobs of one call."""
-        began = time.monotonic()
-        assert self.actor is not None
-        parts = self._calls.run(self.actor, group.jobs, lane)
-        try:
-            async for part in parts:
-                if isinstance(part, JobFailure):
-                    self._fail_call(group, part)
-                    return
-                ids = [group.ids[number] for number in part.numbers]
-                named = ResultPart(ids, part.results, began + part.taken_at)
-                self._take_message(self, Finished([named]))
-        except ActorDiedError:
-            self._lose_jobs("its actor died", accuses=False)
-        except Exception as error:  # as above; whoever waits is not to wait for ever
-            log.warning("engine %s: a call of %s ended: %r", self._name, self.actor, error)
-            self._lose_jobs(f"a call ended with {type(error).__name__}", accuses=False)
-        finally:
-            await parts.aclose()
-
-    def _fail_call(self, group: JobGroup, failure: JobFailure) -> None:
-        """Answer a call that failed, or have its jobs seen to where the engine was lost."""
-        if failure.code in ENGINE_LOST:
-            self._lose_jobs(failure.detail, accuses=True)
-            return
-        left = [job_id for job_id in group.ids if job_id in self.in_engine]
-        if left:
-            part = ResultPart(left[:1], [failure], time.monotonic())
-            self._take_message(self, Finished([part]))
-
-    def _lose_jobs(self, detail: str, *, accuses: bool) -> None:
-        """Have all jobs of the actor seen to, and find out whether it will take others."""
-        log.warning("engine %s: %s", self._name, detail)
-        self._stop_tasks()
-        self.restarts += 1
-        if self.retires:
-            self.state, self.detail = "restarting", detail
-            self._take_loss(self, Loss(accuses=accuses))
-            self._free()
-            return
-        self._open_later(detail)
-        self.state = "restarting"
-        self._take_loss(self, Loss(accuses=accuses))
-
-    def _note_end(self, task: "asyncio.Task[None]") -> None:
-        self._running.pop(task, None)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("engine %s: a call broke", self._name, exc_info=error)
-            self._lose_jobs("a call broke", accuses=False)
-        elif self.retires and not self._running:
-            self._free()
-
-    def _stop_tasks(self) -> None:
-        own = asyncio.current_task()
-        found, self._running = [*self._running, self._opening], {}
-        for task in found:
-            if task is not None and task is not own:
-                task.cancel()
-
-    def refuse(self, why: str) -> None:
-        """Give the actor no jobs: its model is another than that of the others."""
-        log.error("engine %s: %s", self._name, why)
-        self.state, self.detail = "failed", why
-
-    def stop(self) -> None:
-        """Take no message any more."""
-        self._closing = True
-        self._stop_tasks()
-
-    def end(self) -> None:
-        """Do nothing: actors are ended by Serve, not by one of those who ask them."""
-
-    def read(self) -> ReplicaReading:
-        """Return what the replica is at right now."""
-        return ReplicaReading(self.state, self.detail, self.restarts, len(self.in_engine))
-
-    def observe(self, queued: int) -> EngineStatus:
-        """Return what is known here of the actor: how often it was lost, and what waits."""
-        return EngineStatus(str(self.number), restarts=self.restarts, queued=queued)
+            self._tokens[caller] -= sum(expected.values())
+            if not self._tokens[caller]:
+                del self._tokens[caller]

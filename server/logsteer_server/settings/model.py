@@ -8,6 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from logsteer.schemas import EngineKind
 from logsteer_server.contract.engine import EngineSpec
 
+NOT_OF_ENGINES = {"required", "devices", "path", "max_replicas", "nodes_per_replica"}
+"""What an engine is not told, or not as it is set."""
+
 
 class ModelSettings(BaseModel):
     """One resident model."""
@@ -49,6 +52,13 @@ class ModelSettings(BaseModel):
         le=256,
         description="On Ray alone: as many replicas as this while load asks for them, and "
         "`replicas` at least; null: `replicas`.",
+    )
+    nodes_per_replica: int = Field(
+        1,
+        ge=1,
+        le=256,
+        description="On Ray alone: nodes that each replica's tensor_parallel x pipeline_parallel "
+        "devices are divided among, as many on each. One machine takes all of them.",
     )
     quantization: str | None = Field(
         None, description="A method of vLLM's; null: what the checkpoint says itself."
@@ -124,6 +134,18 @@ class ModelSettings(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _nodes_share_the_ranks(self) -> "ModelSettings":
+        ranks = self.tensor_parallel * self.pipeline_parallel
+        if ranks % self.nodes_per_replica:
+            raise ValueError(
+                f"nodes_per_replica is {self.nodes_per_replica}: it must divide tensor_parallel x "
+                f"pipeline_parallel, which is {ranks}"
+            )
+        if self.nodes_per_replica > 1 and self.engine == "transformer_lens":
+            raise ValueError("nodes_per_replica above 1 takes engine vllm")
+        return self
+
+    @model_validator(mode="after")
     def _dtype_fits_the_engine(self) -> "ModelSettings":
         if self.dtype == "float64" and self.engine == "vllm":
             raise ValueError("dtype float64 takes engine transformer_lens; vllm has float32")
@@ -132,7 +154,7 @@ class ModelSettings(BaseModel):
     def to_spec(self, directory: Path) -> EngineSpec:
         """Return what the engine gets; a relative path may be meant from `directory`."""
         local = directory / Path(self.path).expanduser()
-        fields = self.model_dump(exclude={"required", "devices", "path", "max_replicas"})
+        fields = self.model_dump(exclude=NOT_OF_ENGINES)
         devices = tuple(self.devices) if isinstance(self.devices, list) else self.devices
         path = str(local.resolve()) if local.exists() else self.path
         return EngineSpec(**fields, devices=devices, path=path)

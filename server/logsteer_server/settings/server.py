@@ -1,6 +1,5 @@
 """The server's configuration: the one reader of files and environment variables."""
 
-import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,14 +7,16 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from logsteer_server.settings.cluster import ClusterSettings
 from logsteer_server.settings.model import ModelSettings
+from logsteer_server.settings.shared_store import SharedStore, find_store_path
 
 
 class ConfigurationError(ValueError):
     """A configuration that cannot be used; the message says where and what to change."""
 
 
-class Settings(BaseSettings):
+class Settings(ClusterSettings, BaseSettings):
     """All that can be set, by file, then `LOGSTEER_…` variable or `.env`, then argument."""
 
     model_config = SettingsConfigDict(
@@ -149,7 +150,11 @@ class Settings(BaseSettings):
     max_reference_bytes: int = Field(
         2**30, ge=2**20, description="Bytes on disk while models are compared, by all requests."
     )
-    scratch_directory: Path | None = Field(None, description="For those; null: the system's.")
+    scratch_directory: Path | None = Field(
+        None,
+        description="For those; null: the system's. Models on several machines take one that all "
+        "of them mount: store_url does not serve for it.",
+    )
     cache_bytes: int = Field(
         256 * 2**20, ge=0, description="Memory for results of earlier work; 0: none."
     )
@@ -168,6 +173,45 @@ class Settings(BaseSettings):
     store_threads: int = Field(8, ge=1, description="Threads that read and write the stores.")
     max_store_calls: int = Field(
         256, ge=1, description="Calls of the stores that may run and wait at once."
+    )
+    store_url: str | None = Field(
+        None,
+        pattern=r"^[a-z][a-z0-9+.-]*://",
+        description="Where several machines share vectors, overrides and adapters, such as "
+        "s3://bucket/logsteer, gs://… or file:///…; store_directory then keeps what was fetched.",
+    )
+    store_options: dict[str, Any] = Field(
+        default_factory=dict,
+        repr=False,
+        description="For fsspec's file system of that URL, such as endpoint_url of an S3 store.",
+    )
+    store_cache_bytes: int = Field(
+        2**35,
+        ge=2**10,
+        description="Bytes of contents of store_url in store_directory; the one unused for longest "
+        "goes.",
+    )
+    store_timeout_s: float = Field(
+        10.0, gt=0, description="For a call of store_url, and as long for every further 16 MiB."
+    )
+    store_retries: int = Field(2, ge=0, description="Further tries of such a call that failed.")
+    store_fresh_s: float = Field(
+        0.0,
+        ge=0,
+        description="A name is not looked up in store_url again for so long; what another ingress "
+        "changed meanwhile is seen later. 0: every use looks it up.",
+    )
+    store_stale_s: float = Field(
+        60.0,
+        ge=0,
+        description="While store_url does not answer, a name means what it did when it was last "
+        "looked up, for so long at most.",
+    )
+    store_grace_s: float = Field(
+        3600.0,
+        ge=1,
+        description="A content in store_url that no name points to goes after so long, which has "
+        "to be longer than an upload takes with its check, and than any write is on its way.",
     )
     vector_store_bytes: int = Field(2**30, ge=2**10, description="Bytes of all vectors stored.")
     max_vector_bytes: int = Field(64 * 2**20, ge=2**10, description="Bytes of one vector's file.")
@@ -244,6 +288,13 @@ class Settings(BaseSettings):
         description="For so long a request is remembered that an engine died with; after a second "
         "such death it is refused.",
     )
+    suspect_wait_s: float = Field(
+        60.0,
+        gt=0,
+        description="For so long a request that a replica may have died of waits until it may be "
+        "tried again: another replica answers, and no other suspect is on trial. Then its caller "
+        "is told to come back.",
+    )
     drain_s: float = Field(
         30.0, ge=0, description="Time for running requests after SIGTERM or Ctrl-C."
     )
@@ -277,12 +328,27 @@ class Settings(BaseSettings):
     @property
     def store_path(self) -> Path:
         """The directory below which vectors, overrides and adapters are stored."""
-        if self.store_directory is not None:
-            return self.directory / self.store_directory.expanduser()
-        data = os.environ.get("XDG_DATA_HOME", "")
-        # The XDG specification has relative paths ignored.
-        home = Path(data) if Path(data).is_absolute() else Path.home() / ".local" / "share"
-        return home / "logsteer"
+        return find_store_path(self.directory, self.store_directory)
+
+    @property
+    def shared_store(self) -> SharedStore | None:
+        """The store of several machines; None where this one has its own."""
+        if self.store_url is None:
+            return None
+        return SharedStore(
+            self.store_url,
+            dict(self.store_options),
+            self.directory,
+            self.store_directory,
+            self.store_cache_bytes,
+            self.store_timeout_s,
+            self.store_retries,
+            self.store_fresh_s,
+            self.store_stale_s,
+            self.store_grace_s,
+            self.store_threads,
+            self.max_store_calls,
+        )
 
     @model_validator(mode="after")
     def _has_models(self) -> "Settings":
