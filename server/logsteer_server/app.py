@@ -3,8 +3,9 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from logsteer.schemas import Problem
 from logsteer_server import __version__
 from logsteer_server.engines.scratch import sweep
+from logsteer_server.http.answer_ledger import SharedAnswers
 from logsteer_server.http.dependencies import BodyTurns
 from logsteer_server.http.drain import Drain, DrainGate
 from logsteer_server.http.hosts import AllowedHosts, HostCheck
@@ -22,10 +24,11 @@ from logsteer_server.http.idempotency import AnswerMemory
 from logsteer_server.http.memory import RequestMemory
 from logsteer_server.http.problems import add_handlers
 from logsteer_server.interventions.namespaces import NamespaceRegistry
+from logsteer_server.keys.caller import MakeAllowance, make_own_allowance
 from logsteer_server.keys.keyring import KeyRing
 from logsteer_server.models.admission import Admission
 from logsteer_server.models.cache import ResultCache
-from logsteer_server.models.changes import ModelChanges
+from logsteer_server.models.changes import MakeChanges, ModelChanges
 from logsteer_server.models.registry import MakeHandle, ModelRegistry
 from logsteer_server.observation.logs import ACCESS, AUDIT, CURRENT_REQUEST, LogStyle, open_log
 from logsteer_server.observation.metrics import Metrics
@@ -44,6 +47,7 @@ from logsteer_server.routes import (
     vectors,
 )
 from logsteer_server.settings import ConfigurationError, Settings
+from logsteer_server.stores.bucket_upkeep import BucketUpkeep
 from logsteer_server.stores.disk import DiskUsage
 from logsteer_server.stores.threads import StoreThreads
 from logsteer_server.tasks.planning import Capacity
@@ -55,43 +59,50 @@ MAX_REQUEST_ID = 128
 MAX_FILE_READERS = 2
 
 
+RunBeside = Callable[[Metrics, DiskUsage], AbstractAsyncContextManager[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """What an application shares with others that answer for the same service; alone, nothing.
+
+    `alongside` is entered before its models start, and left as it ends. `read_away` says of each
+    part of the service that all of them ask whether it does not answer.
+    """
+
+    make_allowance: MakeAllowance = make_own_allowance
+    answers: SharedAnswers | None = None
+    alongside: RunBeside = lambda _metrics, _disk: nullcontext()
+    read_away: Callable[[], Mapping[str, bool]] = dict
+
+
+ALONE = Neighbours()
+
+
 def create_app(
     settings: Settings,
     make_handle: MakeHandle | None = None,
-    reread: Callable[[], Settings] | None = None,
+    make_changes: MakeChanges | None = None,
+    neighbours: Neighbours = ALONE,
 ) -> FastAPI:
     """Create the application for these settings; engines start and end with its lifespan.
 
-    Where engines are not processes of this machine, `make_handle` makes their handles. `reread`
-    reads the configuration again; None: the same as now.
+    Where engines are not processes of this machine, `make_handle` makes their handles.
+    `make_changes` makes what changes models; None: those of this machine, and the configuration
+    read again is the same as now.
     """
+    changes_of = make_changes or partial(ModelChanges, reread=lambda: settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        for parent in {None, settings.scratch_directory}:
-            for path in await asyncio.to_thread(sweep, parent):
-                log.info("removed %s, which a server that was killed had left", path)
-        results = ResultCache.open(settings)
-        app.state.disk = DiskUsage(settings)
-        app.state.metrics.read_server = partial(_read_server, app, results)
-        app.state.file_readers = asyncio.Semaphore(MAX_FILE_READERS)
-        app.state.large_bodies = BodyTurns()
-        threads = StoreThreads(settings.store_threads, settings.max_store_calls)
-        app.state.store_threads = threads
-        app.state.namespaces = await threads.run(NamespaceRegistry, settings, threads)
-        models = ModelRegistry(settings, results, app.state.metrics, make_handle)
-        _start_models(app, models, reread or (lambda: settings))
-        try:
-            yield
-        finally:
-            app.state.changes.close()
-            await models.close()
-            await asyncio.to_thread(results.close)
-            app.state.capacity.close()
-            threads.close()
-            app.state.keys.close()
-            if app.state.tracer is not None:
-                await asyncio.to_thread(app.state.tracer.close)
+        async with AsyncExitStack() as stack:
+            models = await _open_state(app, stack, make_handle, neighbours)
+            app.state.changes = changes = changes_of(models, settings)
+            stack.callback(changes.close)
+            test = partial(prove, models=models, capacity=app.state.capacity)
+            async with neighbours.alongside(app.state.metrics, app.state.disk):
+                await changes.start(test if settings.selftest else None)
+                yield
 
     app = FastAPI(
         title="logsteer",
@@ -105,8 +116,10 @@ def create_app(
     app.state.tracer = open_tracer() if settings.tracing else None
     app.state.metrics = Metrics(settings.max_metric_keys)
     app.state.drain = Drain()
-    app.state.answers = AnswerMemory(settings.idempotency_bytes, settings.idempotency_s)
-    app.state.keys = keys = KeyRing(settings)
+    app.state.answers = AnswerMemory(
+        settings.idempotency_bytes, settings.idempotency_s, neighbours.answers
+    )
+    app.state.keys = keys = KeyRing(settings, make_allowance=neighbours.make_allowance)
     for module in (tasks, perplexity, vectors, overrides, adapters, tokens, openai):
         app.include_router(module.router)
     app.include_router(operations.router)
@@ -116,13 +129,36 @@ def create_app(
     return app
 
 
-def _start_models(app: FastAPI, models: ModelRegistry, reread: Callable[[], Settings]) -> None:
-    """Start the models, each of which is tested before it answers where the settings say so."""
-    settings: Settings = app.state.settings
-    app.state.models = models
-    app.state.changes = ModelChanges(models, settings, reread)
-    test = partial(prove, models=models, capacity=app.state.capacity)
-    models.start(test if settings.selftest else None)
+async def _open_state(
+    app: FastAPI, stack: AsyncExitStack, make_handle: MakeHandle | None, neighbours: Neighbours
+) -> ModelRegistry:
+    """Open what requests use, and have the stack close it; return the models, not yet started."""
+    state, settings = app.state, app.state.settings
+    if state.tracer is not None:
+        stack.push_async_callback(asyncio.to_thread, state.tracer.close)
+    stack.callback(state.keys.close)
+    for parent in {None, settings.scratch_directory}:
+        for path in await asyncio.to_thread(sweep, parent):
+            log.info("removed %s, which a server that was killed had left", path)
+    state.file_readers = asyncio.Semaphore(MAX_FILE_READERS)
+    state.large_bodies = BodyTurns()
+    state.store_threads = threads = StoreThreads(settings.store_threads, settings.max_store_calls)
+    stack.callback(threads.close)
+    state.namespaces = await threads.run(NamespaceRegistry, settings, threads)
+    bucket = state.store_upkeep = None
+    if (files := state.namespaces.files) is not None:
+        bucket = files.bucket
+        state.store_upkeep = BucketUpkeep(bucket, settings.store_grace_s, threads)
+        state.store_upkeep.start()
+        stack.callback(state.store_upkeep.close)
+    state.disk = DiskUsage(settings, bucket)
+    stack.callback(state.capacity.close)
+    results = ResultCache.open(settings)
+    stack.push_async_callback(asyncio.to_thread, results.close)
+    state.metrics.read_server = partial(_read_server, app, results, neighbours)
+    state.models = models = ModelRegistry(settings, results, state.metrics, make_handle)
+    stack.push_async_callback(models.close)
+    return models
 
 
 def _add_layers(app: FastAPI, *, needs_key: bool) -> None:
@@ -141,7 +177,7 @@ def _add_layers(app: FastAPI, *, needs_key: bool) -> None:
     )
 
 
-def _read_server(app: FastAPI, results: ResultCache) -> ServerReading:
+def _read_server(app: FastAPI, results: ResultCache, neighbours: Neighbours) -> ServerReading:
     memory: Admission = app.state.capacity.memory
     return ServerReading(
         memory.pending,
@@ -149,6 +185,7 @@ def _read_server(app: FastAPI, results: ResultCache) -> ServerReading:
         results.num_bytes,
         app.state.settings.cache_bytes,
         app.state.disk.reading,
+        neighbours.read_away(),
     )
 
 

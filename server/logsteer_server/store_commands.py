@@ -12,7 +12,7 @@ from pathlib import Path
 from logsteer.errors import APIError
 from logsteer_server.settings import ConfigurationError, Settings, load_settings
 from logsteer_server.stores.backup import BackupError, back_up, restore
-from logsteer_server.stores.upkeep import collect, find_stores, verify
+from logsteer_server.stores.places import BucketPlace, DirectoryPlace, StorePlace
 
 
 def main(argv: list[str]) -> int:
@@ -27,9 +27,11 @@ def main(argv: list[str]) -> int:
     if root is None:
         print("error: say where the stores are: --config or --directory", file=sys.stderr)
         return 2
-    run: Callable[[Path, Settings | None, argparse.Namespace], int] = arguments.run
+    shared = settings.shared_store if settings and arguments.directory is None else None
+    run: Callable[[StorePlace, Settings | None, argparse.Namespace], int] = arguments.run
     try:
-        return run(root, settings, arguments)
+        place = DirectoryPlace(root) if shared is None else BucketPlace(shared)
+        return run(place, settings, arguments)
     except (BackupError, ConfigurationError) as error:
         print(f"error: {error}", file=sys.stderr)
     except APIError as error:
@@ -72,36 +74,34 @@ def _parse_arguments(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _verify(root: Path, _settings: Settings | None, _arguments: argparse.Namespace) -> int:
+def _verify(place: StorePlace, _settings: Settings | None, _arguments: argparse.Namespace) -> int:
     num_problems = 0
-    for store in find_stores(root):
-        report = verify(store)
+    for report in place.verify():
         print(
-            f"{report.path}: {report.names} names, {report.contents} contents, "
+            f"{report.place}: {report.names} names, {report.contents} contents, "
             f"{report.num_bytes} bytes, {len(report.problems)} problems"
         )
-        for problem in report.problems:
-            print(f"  {problem}")
+        for line in report.problems + report.notes:
+            print(f"  {line}")
         num_problems += len(report.problems)
     return 1 if num_problems else 0
 
 
-def _collect(root: Path, _settings: Settings | None, arguments: argparse.Namespace) -> int:
-    for store in find_stores(root):
-        for line in collect(store, damaged=arguments.damaged):
-            print(line)
-    return 0
-
-
-def _back_up(root: Path, _settings: Settings | None, arguments: argparse.Namespace) -> int:
-    if arguments.file.exists() and not arguments.force:
-        raise BackupError(f"{arguments.file} is there already; --force overwrites it")
-    for line in back_up(root, arguments.file):
+def _collect(place: StorePlace, _settings: Settings | None, arguments: argparse.Namespace) -> int:
+    for line in place.collect(damaged=arguments.damaged):
         print(line)
     return 0
 
 
-def _restore(root: Path, settings: Settings | None, arguments: argparse.Namespace) -> int:
+def _back_up(place: StorePlace, _settings: Settings | None, arguments: argparse.Namespace) -> int:
+    if arguments.file.exists() and not arguments.force:
+        raise BackupError(f"{arguments.file} is there already; --force overwrites it")
+    for line in back_up(place.back_up, arguments.file):
+        print(line)
+    return 0
+
+
+def _restore(place: StorePlace, settings: Settings | None, arguments: argparse.Namespace) -> int:
     bounds = {}
     if settings is not None:
         bounds = {
@@ -109,6 +109,6 @@ def _restore(root: Path, settings: Settings | None, arguments: argparse.Namespac
             "overrides": settings.override_store_bytes,
             "adapters": settings.adapter_store_bytes,
         }
-    for line in restore(arguments.file, root, bounds, force=arguments.force):
+    for line in restore(arguments.file, place.open_store, bounds, force=arguments.force):
         print(line)
     return 0

@@ -1,6 +1,5 @@
 """Who may call an endpoint: the key is looked at before anything of the request is read."""
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, get_args
@@ -21,11 +20,6 @@ SCOPE_OF: Mapping[tuple[str, str], KeyScope | None] = {
     (endpoint.method, endpoint.path): endpoint.scope for endpoint in ENDPOINTS.values()
 }
 """Method and path of every endpoint -> what a key needs for it; None: nothing, not even a key."""
-
-
-GRACE_S = 0.05
-"""What a request beyond its key's limit waits: who has just read an answer's end may be back before
-the server has counted that request as done."""
 
 
 class StoredNameConvertor(Convertor[str]):
@@ -72,9 +66,7 @@ class KeyedRoute(APIRoute):
             caller.lower()
         caller.lane = replace(caller.lane, request_id=scope["state"].get("id", ""))
         scope.setdefault("state", {})["caller"] = caller
-        if caller.allowance.is_full:
-            await asyncio.sleep(GRACE_S)
-        with caller.allowance.enter():
+        async with caller.allowance.enter():
             await super().handle(scope, receive, send)
 
 

@@ -16,9 +16,10 @@ from logsteer_server.http.drain import Drain
 from logsteer_server.http.idempotency import AnswerMemory
 from logsteer_server.interventions.interventions import Stores
 from logsteer_server.interventions.namespaces import NamespaceRegistry
-from logsteer_server.models.changes import ModelChanges
+from logsteer_server.models.changes import ChangesOfModels
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
+from logsteer_server.stores.bucket_upkeep import BucketUpkeep
 from logsteer_server.stores.namespace import Namespace
 from logsteer_server.stores.threads import StoreThreads
 from logsteer_server.stores.vectors import VectorStore
@@ -180,9 +181,9 @@ async def get_models(request: Request) -> ModelRegistry:
     return models
 
 
-async def get_changes(request: Request) -> ModelChanges:
+async def get_changes(request: Request) -> ChangesOfModels:
     """Return what loads, unloads and replaces models."""
-    changes: ModelChanges = request.app.state.changes
+    changes: ChangesOfModels = request.app.state.changes
     return changes
 
 
@@ -190,6 +191,12 @@ async def get_drain(request: Request) -> Drain:
     """Return how far the server's end has come."""
     drain: Drain = request.app.state.drain
     return drain
+
+
+async def get_upkeep(request: Request) -> BucketUpkeep | None:
+    """Return what looks after the store of `store_url`; None without one."""
+    upkeep: BucketUpkeep | None = request.app.state.store_upkeep
+    return upkeep
 
 
 async def get_stores(request: Request) -> Stores:
@@ -239,8 +246,9 @@ async def get_file_readers(request: Request) -> asyncio.Semaphore:
 SettingsDep = Annotated[Settings, Depends(get_settings)]
 CapacityDep = Annotated[Capacity, Depends(get_capacity)]
 ModelsDep = Annotated[ModelRegistry, Depends(get_models)]
-ChangesDep = Annotated[ModelChanges, Depends(get_changes)]
+ChangesDep = Annotated[ChangesOfModels, Depends(get_changes)]
 DrainDep = Annotated[Drain, Depends(get_drain)]
+UpkeepDep = Annotated[BucketUpkeep | None, Depends(get_upkeep)]
 VectorsDep = Annotated[VectorStore, Depends(get_vectors)]
 OverridesDep = Annotated[Namespace[OverrideCard], Depends(get_overrides)]
 AdaptersDep = Annotated[Namespace[AdapterCard], Depends(get_adapters)]

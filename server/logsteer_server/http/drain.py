@@ -8,7 +8,7 @@ end     who still reads a body, or waits within a deadline, gets an error from `
 """
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,7 +25,9 @@ class Drain:
     def __init__(self) -> None:
         self.num_running = 0
         self.has_begun = False
-        self._ended: asyncio.Future[None] | None = None
+        self._has_ended = False
+        self._receiving: set[asyncio.Task[Any]] = set()
+        """Tasks that wait for their request's next message."""
 
     def begin(self) -> None:
         """Refuse new requests from now on."""
@@ -34,32 +36,31 @@ class Drain:
     @property
     def has_ended(self) -> bool:
         """Whether the time of running requests is over."""
-        return self._ended is not None and self._ended.done()
+        return self._has_ended
 
     def end(self) -> None:
         """Let whoever waits for a request's next message get an error."""
-        if not self.has_ended:
-            self._end.set_result(None)
-
-    @property
-    def _end(self) -> asyncio.Future[None]:
-        if self._ended is None:
-            self._ended = asyncio.get_running_loop().create_future()
-        return self._ended
+        self._has_ended = True
+        for task in self._receiving:
+            task.cancel()
 
     def limit(self, receive: Receive) -> Receive:
         """Return a `receive` that raises APIError `engine_restarting` once the drain has ended."""
 
         async def receive_until_end() -> Message:
-            waiting: asyncio.Future[Message] = asyncio.ensure_future(receive())
-            ends: set[asyncio.Future[Any]] = {waiting, self._end}
-            try:
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                if waiting.done():
-                    return waiting.result()
+            if self._has_ended:
                 raise refuse_closing()
+            task = cast("asyncio.Task[Any]", asyncio.current_task())
+            cancelled = task.cancelling()
+            self._receiving.add(task)
+            try:
+                return await receive()
+            except asyncio.CancelledError:
+                if self._has_ended and task.uncancel() <= cancelled:
+                    raise refuse_closing() from None
+                raise  # somebody else cancelled it
             finally:
-                waiting.cancel()
+                self._receiving.discard(task)
 
         return receive_until_end
 

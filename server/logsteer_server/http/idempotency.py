@@ -7,23 +7,23 @@ that failed are not, because these have changed nothing.
 
 import asyncio
 import hashlib
-import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
-from cachetools import TTLCache
 from fastapi import Request, Response
 from pydantic import BaseModel
 
 from logsteer.errors import APIError, api_error
+from logsteer_server.http.answer_ledger import (
+    AnotherRequestError,
+    AnswerStore,
+    KeptAnswer,
+    SharedAnswers,
+)
 
 HEADER = "Idempotency-Key"
 REPLAYED = "Idempotency-Replayed"
 MAX_KEY = 255
-ENTRY_BYTES = 1024
-"""What an entry takes beyond its answer's body, from above."""
-
 PARAMETER: dict[str, Any] = {
     "name": HEADER,
     "in": "header",
@@ -35,23 +35,15 @@ PARAMETER: dict[str, Any] = {
 """How OpenAPI describes the header."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeptAnswer:
-    """The answer to a request, by the digest of what was asked."""
-
-    asked: bytes
-    status: int
-    body: bytes
-    media_type: str | None
-
-
 class AnswerMemory:
-    """Answers by caller and key: at most `max_bytes`, each for `keep_s` seconds."""
+    """Answers by caller and key: at most `max_bytes`, each for `keep_s` seconds.
 
-    def __init__(self, max_bytes: int, keep_s: float) -> None:
-        self._kept: TTLCache[bytes, KeptAnswer] = TTLCache(
-            max_bytes, keep_s, timer=time.monotonic, getsizeof=_measure
-        )
+    Where other processes take writes as well, `shared` knows of theirs.
+    """
+
+    def __init__(self, max_bytes: int, keep_s: float, shared: SharedAnswers | None = None) -> None:
+        self._answers = AnswerStore(max_bytes, keep_s)
+        self._shared = shared
         self._at_work: dict[bytes, tuple[bytes, asyncio.Future[None]]] = {}
 
     async def once(
@@ -71,7 +63,7 @@ class AnswerMemory:
         key = _digest(request.headers.get("authorization", ""), given)
         asked = _digest(request.method, str(request.url.path), body.model_dump_json())
         while True:
-            if (kept := self._kept.get(key)) is not None:
+            if (kept := self._answers.find(key)) is not None:
                 return _replay(kept, asked)
             if (first := self._at_work.get(key)) is None:
                 return await self._run(key, asked, work)
@@ -85,20 +77,45 @@ class AnswerMemory:
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._at_work[key] = asked, ended
         try:
-            response = await work()
-            answer = KeptAnswer(
-                asked, response.status_code, bytes(response.body), response.media_type
-            )
-            if response.status_code < 300 and _measure(answer) <= self._kept.maxsize:
-                self._kept[key] = answer
-            return response
+            if self._shared is None:
+                return (await self._answer(key, asked, work))[0]
+            return await self._run_shared(self._shared, key, asked, work)
         finally:
             del self._at_work[key]
             ended.set_result(None)
 
+    async def _run_shared(
+        self,
+        shared: SharedAnswers,
+        key: bytes,
+        asked: bytes,
+        work: Callable[[], Awaitable[Response]],
+    ) -> Response:
+        """Return what another process has answered, or else what `work` does."""
+        try:
+            kept = await shared.begin(key, asked)
+        except AnotherRequestError:
+            raise _refuse_key() from None
+        if kept is not None:
+            self._answers.keep(key, kept)
+            return _replay(kept, asked)
+        answer = None
+        try:
+            response, answer = await self._answer(key, asked, work)
+            return response
+        finally:
+            shared.end(key, answer)
 
-def _measure(answer: KeptAnswer) -> int:
-    return len(answer.body) + ENTRY_BYTES
+    async def _answer(
+        self, key: bytes, asked: bytes, work: Callable[[], Awaitable[Response]]
+    ) -> tuple[Response, KeptAnswer | None]:
+        """Return what `work` answers, and what of it is kept."""
+        response = await work()
+        if response.status_code >= 300:
+            return response, None
+        kept = KeptAnswer(asked, response.status_code, bytes(response.body), response.media_type)
+        self._answers.keep(key, kept)
+        return response, kept
 
 
 def _digest(*parts: str) -> bytes:

@@ -6,6 +6,7 @@ import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
@@ -245,24 +246,33 @@ async def run_within(request: Request, timeout_s: float, work: Coroutine[Any, An
     except APIError:
         work.close()
         raise
-    task = asyncio.create_task(work)
-    gone = asyncio.create_task(_wait_for_disconnect(request))
+    watching = asyncio.create_task(_wait_for_disconnect(request))
     try:
-        await asyncio.wait({task, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        if gone.done():
-            gone.result()
-            raise ClientDisconnect
+        async with asyncio.timeout(timeout_s) as deadline:
+            watching.add_done_callback(end_now := partial(_end_now, deadline))
+            try:
+                return await work
+            finally:
+                watching.remove_done_callback(end_now)
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        if watching.done():
+            watching.result()
+            raise ClientDisconnect from None
         detail = (
             f"The work was not done within {timeout_s:g} s and was cancelled: send less at once, "
             "or raise request_timeout_s (or X-Request-Timeout)."
         )
-        raise api_error("deadline_exceeded", detail)
+        raise api_error("deadline_exceeded", detail) from None
     finally:
-        for pending in (task, gone):
-            pending.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+def _end_now(deadline: asyncio.Timeout, _watching: "asyncio.Task[None]") -> None:
+    """Have a deadline be over."""
+    deadline.reschedule(asyncio.get_running_loop().time())
 
 
 def _read_timeout(request: Request) -> float:

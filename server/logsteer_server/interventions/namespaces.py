@@ -13,6 +13,8 @@ from logsteer.schemas import AdapterCard, OverrideCard, VectorCard
 from logsteer_server.interventions.interventions import Stores
 from logsteer_server.keys.caller import Requester
 from logsteer_server.settings import ConfigurationError, Settings
+from logsteer_server.stores.bucket_store import BucketStore, SharedFiles
+from logsteer_server.stores.directory_store import DirectoryStore
 from logsteer_server.stores.layout import C
 from logsteer_server.stores.namespace import KEYS_DIRECTORY, Namespace
 from logsteer_server.stores.store import ADAPTERS, OVERRIDES, VECTORS, Kind, Store
@@ -26,14 +28,22 @@ OPEN_NAMESPACES = 256
 
 
 class RootStores:
-    """A store of each kind in one directory, of the settings' sizes or of at most `max_bytes`.
+    """A store of each kind at one place, of the settings' sizes or of at most `max_bytes`.
 
+    `files` are those of `store_url`; None: the place is in `store_directory`.
     Errors: ConfigurationError where the directory cannot be used. Blocks.
     """
 
-    def __init__(self, settings: Settings, name: str | None = None, max_bytes: int | None = None):
-        root = settings.store_path
-        self._root = root if name is None else root / KEYS_DIRECTORY / name
+    def __init__(
+        self,
+        settings: Settings,
+        files: SharedFiles | None,
+        name: str | None = None,
+        max_bytes: int | None = None,
+    ) -> None:
+        self._files = files
+        self._place = "" if name is None else f"{KEYS_DIRECTORY}/{name}/"
+        self._root = settings.store_path / self._place
         self._max_bytes = max_bytes
         self._lock_timeout_s = settings.store_lock_timeout_s
         self.vectors: Store[VectorCard] = self._open(VECTORS, settings.vector_store_bytes)
@@ -42,7 +52,9 @@ class RootStores:
 
     def _open(self, kind: Kind[C], max_bytes: int) -> Store[C]:
         own = max_bytes if self._max_bytes is None else min(max_bytes, self._max_bytes)
-        return Store(kind, self._root, own, self._lock_timeout_s)
+        if self._files is not None:
+            return BucketStore(kind, self._files, self._place + kind.plural, own)
+        return DirectoryStore(kind, self._root, own, self._lock_timeout_s)
 
 
 class NamespaceRegistry:
@@ -54,7 +66,9 @@ class NamespaceRegistry:
     def __init__(self, settings: Settings, threads: StoreThreads) -> None:
         self._settings = settings
         self._threads = threads
-        self._shared = RootStores(settings)
+        shared = settings.shared_store
+        self.files = None if shared is None else SharedFiles.open(shared)
+        self._shared = RootStores(settings, self.files)
         self._parsed = ParsedVectors()
         self._opened: LRUCache[tuple[object, ...], Stores] = LRUCache(OPEN_NAMESPACES)
 
@@ -72,7 +86,7 @@ class NamespaceRegistry:
         if caller.namespace is not None:
             try:
                 max_bytes = caller.allowance.limits.stored_bytes
-                own = RootStores(self._settings, caller.namespace, max_bytes)
+                own = RootStores(self._settings, self.files, caller.namespace, max_bytes)
             except ConfigurationError as error:
                 log.error("the stores of key %s cannot be used: %s", caller.namespace, error)
                 raise api_error("internal", "The stores of this key cannot be used.") from error

@@ -49,7 +49,7 @@ def resolve_direction(name: str | None, store: Namespace[OverrideCard]) -> Resol
 def _resolve(given: ParameterOverride, store: Namespace[OverrideCard]) -> ResolvedOverride:
     found = store.find(given.name)
     used = {"sha256": found.sha256, **given.model_dump()}
-    direction = Direction(str(found.path), found.sha256)
+    direction = Direction(found.source, found.sha256)
     return ResolvedOverride(Override(direction, given.eta, given.cast), used)
 
 
@@ -73,4 +73,4 @@ def resolve_adapter(
     check_feature("adapter", info, "adapter")
     found = store.find(name)
     used = {"name": name, "sha256": found.sha256}
-    return ResolvedAdapter(Adapter(str(found.path), found.sha256), used)
+    return ResolvedAdapter(Adapter(found.source, found.sha256), used)

@@ -86,6 +86,9 @@ _ROWS = (
          "Blocks of the key-value cache; vLLM alone has them."),
     _row("kv_cache_blocks_used", "gauge", "blocks", ENGINE,
          "Blocks that sequences hold; one that only the prefix cache has is free."),
+    _row("engine_preemptions", "counter", "sequences", ENGINE,
+         "Sequences that had to give their blocks back and are computed again, each time; vLLM "
+         "alone has them."),
     _row("steering_slots", "gauge", "slots", ENGINE,
          "Different steering plans that can run at once: steering_slots; vLLM alone has them."),
     _row("steering_slots_used", "gauge", "slots", ENGINE, "Steering plans that run."),
@@ -97,7 +100,8 @@ _ROWS = (
     _row("engine_process_resident_memory_bytes", "gauge", "B", ENGINE,
          "Resident memory of these processes; what they share counts for each."),
     _row("gpu_memory_held_bytes", "gauge", "B", "model replica device",
-         "Memory of a GPU that the engine holds; absent without a GPU."),
+         "Memory of a GPU that the engine holds; absent without a GPU. Its name is that of "
+         "CUDA_VISIBLE_DEVICES, or its index."),
     _row("gpu_memory_free_bytes", "gauge", "B", "model replica device",
          "Memory of the GPU that nobody holds."),
     _row("gpu_memory_bytes", "gauge", "B", "model replica device", "Memory of the GPU."),
@@ -110,13 +114,16 @@ _ROWS = (
     _row("result_cache_file_bytes", "gauge", "B", "",
          "Bytes of cache_file; absent where there is none."),
     _row("store_bytes", "gauge", "B", "kind owner",
-         "Bytes of stored vectors, overrides and adapters, read once a minute; owner: shared, or "
-         "keys for those of all keys together."),
+         "Bytes of stored vectors, overrides and adapters, read once a minute, or behind store_url "
+         "every ten minutes; owner: shared, or keys for those of all keys together."),
     _row("store_limit_bytes", "gauge", "B", "kind",
          "What a store of the kind may hold: vector_store_bytes and its kin."),
     _row("store_disk_free_bytes", "gauge", "B", "",
          "Free bytes of the disk that the stores lie on."),
     _row("store_disk_bytes", "gauge", "B", "", "Size of that disk."),
+    _row("cluster_part_away", "gauge", "", "part",
+         "1 while a part of a service on Ray, ledger or coordinator, does not answer this ingress, "
+         "else 0; absent on one machine."),
     # keys
     _row("key_requests", "counter", "requests", "key",
          "Requests of a key, by its name; beyond max_metric_keys names: key other."),

@@ -80,6 +80,10 @@ class Metrics:
         tally.scored_tokens += scored_tokens
         tally.generated_tokens += generated_tokens
 
+    def collect(self) -> Iterator[Metric]:
+        """Yield everything as it is now, family by family."""
+        return iter(self._registry.collect())
+
     def render(self) -> bytes:
         """Return everything in Prometheus' text format, of type METRICS_TYPE."""
         return generate_latest(self._registry)
@@ -96,12 +100,22 @@ class LiveCollector(Collector):
         """Return nothing, so that nothing is collected when this is registered."""
         return []
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield every family of the catalog, those without a sample too."""
+    def collect_engines(self, model: str, engines: Iterable[EngineStatus]) -> Iterator[Metric]:
+        """Yield what is known of a model's engines, and nothing else."""
+        self._begin()
+        for engine in engines:
+            self._add_engine(model, engine)
+        yield from self._families.values()
+
+    def _begin(self) -> None:
         self._families = {
             row.name: _FAMILIES[row.kind](PREFIX + row.name, row.text, labels=row.labels)
             for row in METRICS.values()
         }
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every family of the catalog, those without a sample too."""
+        self._begin()
         self._add("build_info", 1, __version__, platform.python_version())
         self._add_requests()
         for model, tally in self._metrics.models.items():
@@ -177,6 +191,7 @@ class LiveCollector(Collector):
         self._add("engine_sequences_waiting", reading.waiting, *labels)
         self._add("kv_cache_blocks", reading.cache_blocks, *labels)
         self._add("kv_cache_blocks_used", reading.cache_blocks_used, *labels)
+        self._add("engine_preemptions", reading.preemptions, *labels)
         self._add("steering_slots", reading.steering_slots, *labels)
         self._add("steering_slots_used", reading.steering_slots_used, *labels)
         self._add("adapter_slots", reading.adapter_slots, *labels)
@@ -198,3 +213,5 @@ class LiveCollector(Collector):
             self._add("store_limit_bytes", store.limit_bytes, store.kind)
         self._add("store_disk_free_bytes", server.disk.free_bytes)
         self._add("store_disk_bytes", server.disk.size_bytes)
+        for part, is_away in server.away.items():
+            self._add("cluster_part_away", float(is_away), part)

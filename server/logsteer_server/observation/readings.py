@@ -1,7 +1,7 @@
 """What is read at the moment when somebody asks: of models, engines, stores and budgets."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from logsteer_server.contract.engine import EngineReading, StepCounts
 
@@ -57,10 +57,14 @@ class DiskReading:
 
 @dataclass(frozen=True, slots=True)
 class ServerReading:
-    """What all models share right now: budgets of memory, the result cache, the disk."""
+    """What all models share right now: budgets of memory, the result cache, the disk.
+
+    `away` says of each part of a service on Ray that all ingresses ask whether it does not answer.
+    """
 
     pending_bytes: int = 0
     pending_bytes_limit: int = 0
     cache_bytes: int = 0
     cache_limit_bytes: int = 0
     disk: DiskReading = DiskReading()
+    away: Mapping[str, bool] = field(default_factory=dict)

@@ -7,6 +7,7 @@ OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER and their kin) say where spans go and whi
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -45,13 +46,54 @@ class MissingTracingError(Exception):
     """Traces were asked for, and what makes them is not installed."""
 
 
-class RequestTracer:
-    """Makes spans of requests. `provider` is a `TracerProvider` of OpenTelemetry's."""
+class SpanSender:
+    """Sends spans by an exporter of OpenTelemetry's; says once that they are lost, and once that no
+    more. The exporter would say so several times for each batch.
+    """
 
-    def __init__(self, provider: Any) -> None:
+    def __init__(self, exporter: Any) -> None:
+        self._exporter = exporter
+        self._is_losing = False
+        self._reason = ""
+        self._chatter = logging.getLogger(type(exporter).__module__)
+        self._chatter.addFilter(self._note_reason)
+
+    def export(self, spans: Sequence[Any]) -> Any:
+        """Send spans; return what OpenTelemetry calls the result."""
+        self._reason = ""
+        result = self._exporter.export(spans)
+        loses = result.name != "SUCCESS"
+        if loses and not self._is_losing:
+            log.warning("spans cannot be sent, and are lost until they can: %s", self._reason)
+        elif self._is_losing and not loses:
+            log.warning("spans can be sent again")
+        self._is_losing = loses
+        return result
+
+    def shutdown(self) -> None:
+        """Send nothing more, nor try again what failed."""
+        self._exporter.shutdown()
+
+    def release(self) -> None:
+        """Let the exporter speak for itself again."""
+        self._chatter.removeFilter(self._note_reason)
+
+    def _note_reason(self, record: logging.LogRecord) -> bool:
+        # The first of a batch names the collector and the error; the last only says that it ends.
+        self._reason = self._reason or record.getMessage()
+        return False
+
+
+class RequestTracer:
+    """Makes spans of requests. `provider` is a `TracerProvider` of OpenTelemetry's, and `sender`
+    what it sends them with, where that is somebody who may not be there.
+    """
+
+    def __init__(self, provider: Any, sender: SpanSender | None = None) -> None:
         from opentelemetry import propagate, trace
 
         self._provider = provider
+        self._sender = sender
         self._tracer = provider.get_tracer("logsteer_server")
         self._extract = propagate.extract
         self._trace = trace
@@ -64,28 +106,24 @@ class RequestTracer:
         try:
             from opentelemetry.sdk.resources import SERVICE_NAME, Resource
             from opentelemetry.sdk.trace import TracerProvider
-            from opentelemetry.sdk.trace.export import (
-                BatchSpanProcessor,
-                ConsoleSpanExporter,
-                SpanExporter,
-            )
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
 
             name = os.environ.get("OTEL_SERVICE_NAME", SERVICE)
             provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}))
-            exporter: SpanExporter | None = None
+            sender = None
             kind = os.environ.get("OTEL_TRACES_EXPORTER", "otlp").strip().lower()
             if kind == "console":
-                exporter = ConsoleSpanExporter()
+                provider.add_span_processor(BatchSpanProcessor(ConsoleSpanExporter()))
             elif kind != "none":
                 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-                exporter = OTLPSpanExporter()
+                sender = SpanSender(OTLPSpanExporter())
+                processor = BatchSpanProcessor(sender)  # type: ignore[arg-type]  # has its methods
+                provider.add_span_processor(processor)
         except ImportError as error:
             detail = f"tracing needs what is missing ({error.name}): install logsteer[otel]"
             raise MissingTracingError(detail) from error
-        if exporter is not None:
-            provider.add_span_processor(BatchSpanProcessor(exporter))
-        return cls(provider)
+        return cls(provider, sender)
 
     def begin(self, scope: Scope) -> Any:
         """Begin the span of a request, below the one that its `traceparent` names."""
@@ -117,6 +155,15 @@ class RequestTracer:
         span.end(now_ns)
 
     def close(self) -> None:
-        """Send what waits to be sent, for some seconds. Blocks."""
-        self._provider.force_flush(1000 * FLUSH_S)
-        self._provider.shutdown()
+        """Send what waits to be sent, for FLUSH_S at most. Blocks.
+
+        OpenTelemetry itself would try for 10 s with each batch, however many wait.
+        """
+        ending = threading.Thread(target=self._provider.shutdown, daemon=True)
+        ending.start()
+        ending.join(FLUSH_S)
+        if self._sender is not None:
+            if ending.is_alive():
+                self._sender.shutdown()
+                ending.join(1)
+            self._sender.release()

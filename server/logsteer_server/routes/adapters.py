@@ -33,7 +33,7 @@ from logsteer_server.routes.resources import (
     store_upload,
 )
 from logsteer_server.stores.formats.adapter_file import AdapterContent, join_files, read_adapter
-from logsteer_server.stores.store import stamp
+from logsteer_server.stores.store import StoredContent, stamp
 from logsteer_server.stores.upload import Upload, report_faults
 
 router = make_router(ADAPTER_RESOURCE)
@@ -79,11 +79,11 @@ async def upload_adapter(
     _, info = owner.require()
     check_feature("adapter", info, "model")
 
-    async def check(sha256: str, content: AdapterContent) -> AdapterCard:
-        await owner.check(CheckAdapterJob(adapter=Adapter(str(upload.path), sha256)))
+    async def check(found: StoredContent, content: AdapterContent) -> AdapterCard:
+        await owner.check(CheckAdapterJob(adapter=Adapter(found.source, found.sha256)))
         return AdapterCard(
             name=name,
-            sha256=sha256,
+            sha256=found.sha256,
             model=owner.id,
             weights_digest=owner.provenance().weights_digest,
             rank=content.rank,
@@ -102,7 +102,7 @@ async def upload_adapter(
     ):
         async with readers:
             await threads.run(join_files, await config.read(), weights.file, upload.write)
-        work = store_upload(upload, store, threads, readers, read_adapter, check)
+        work = store_upload(name, upload, store, threads, readers, read_adapter, check)
         card = await run_within(request, settings.request_timeout_s, work)
     return answer(request, card.model_dump())
 

@@ -23,6 +23,7 @@ from logsteer_server.http.dependencies import (
     DrainDep,
     LimitedRoute,
     ModelsDep,
+    UpkeepDep,
 )
 from logsteer_server.http.metrics import render_metrics
 from logsteer_server.http.problems import hide_paths
@@ -105,7 +106,8 @@ async def drain_model(
 async def reload(query: WaitDep, changes: ChangesDep) -> ReloadAnswer:
     """Read the configuration again; add, remove and replace models while others answer.
 
-    One that cannot be used changes nothing. SIGHUP does the same.
+    One that cannot be used changes nothing. SIGHUP does the same. A reload that comes while an
+    earlier one is at work is taken: what goes on to be wanted goes on, and the rest is given up.
     """
     report = await changes.reload(query.wait_s)
     failed = {model_id: hide_paths(why) for model_id, why in report.failed.items()}
@@ -133,14 +135,18 @@ async def healthz(models: ModelsDep, response: Response) -> Health:
 
 
 @router.get("/readyz")
-async def readyz(models: ModelsDep, drain: DrainDep, response: Response) -> Readiness:
+async def readyz(
+    models: ModelsDep, drain: DrainDep, upkeep: UpkeepDep, response: Response
+) -> Readiness:
     """Whether every required model answers now: a readiness probe. Status 503 where one does not,
     and at the end.
     """
+    trouble = None if upkeep is None else await upkeep.find_trouble()
+    store = None if upkeep is None else ("away" if trouble else "answers")
     reason = "the server is shutting down" if drain.has_begun else _name_waiting(models)
     response.status_code = 503 if reason else 200
     states = {model.id: model.status[0] for model in models.by_id.values()}
-    return Readiness(ready=reason is None, models=states, reason=reason)
+    return Readiness(ready=reason is None, models=states, reason=reason, store=store)
 
 
 @router.get("/startupz")

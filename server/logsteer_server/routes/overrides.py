@@ -30,7 +30,7 @@ from logsteer_server.stores.formats.tensor_file import (
     invalid_direction,
     read_direction,
 )
-from logsteer_server.stores.store import stamp
+from logsteer_server.stores.store import StoredContent, stamp
 
 router = make_router(OVERRIDE_RESOURCE)
 
@@ -58,12 +58,12 @@ async def upload_override(
     _, info = owner.require()
     check_feature("override", info, "model")
 
-    async def check(sha256: str, content: TensorContent) -> OverrideCard:
+    async def check(found: StoredContent, content: TensorContent) -> OverrideCard:
         fit = await owner.check(CheckOverrideJob(shapes=content.shapes))
         assert isinstance(fit, CheckOverrideOutput)
         return OverrideCard(
             name=name,
-            sha256=sha256,
+            sha256=found.sha256,
             model=owner.id,
             weights_digest=owner.provenance().weights_digest,
             tensors=len(content.shapes),
@@ -79,6 +79,6 @@ async def upload_override(
         await write_body(request, upload, limit, threads)
         if not upload.size:
             raise invalid_direction("the body is empty; send the file's bytes")
-        work = store_upload(upload, store, threads, readers, read_direction, check)
+        work = store_upload(name, upload, store, threads, readers, read_direction, check)
         card = await run_within(request, settings.request_timeout_s, work)
     return answer(request, card.model_dump())

@@ -35,7 +35,7 @@ from logsteer_server.http.dependencies import (
 from logsteer_server.http.respond import answer
 from logsteer_server.stores.layout import C
 from logsteer_server.stores.namespace import Namespace
-from logsteer_server.stores.store import ADAPTERS, OVERRIDES, VECTORS, Kind
+from logsteer_server.stores.store import ADAPTERS, OVERRIDES, VECTORS, Kind, StoredContent
 from logsteer_server.stores.threads import StoreThreads
 from logsteer_server.stores.upload import Upload
 
@@ -181,21 +181,23 @@ async def write_body(
 
 
 async def store_upload(
+    name: str,
     upload: Upload,
     store: Namespace[C],
     threads: StoreThreads,
     readers: asyncio.Semaphore,
     read: Callable[[Path], T],
-    check: Callable[[str, T], Awaitable[C]],
+    check: Callable[[StoredContent, T], Awaitable[C]],
 ) -> C:
-    """Store an upload that is written, and return its card.
+    """Store an upload for a name that is written, and return its card.
 
-    `read` says what the file holds; `check` gets its SHA-256 and that, has the model's engine look
-    at the file, and makes the card.
+    `read` says what the file holds; `check` gets where engines find it and that, has the model's
+    engine look at it, and makes the card.
     """
     async with readers:
         sha256 = await threads.run(upload.finish)
         content = await threads.run(read, upload.path)
-    card = await check(sha256, content)
+    source = await threads.run(store.publish, name, upload)
+    card = await check(StoredContent(None, sha256, source), content)
     await threads.run(store.put, upload, card)
     return card

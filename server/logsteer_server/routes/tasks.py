@@ -7,7 +7,12 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from logsteer._endpoints import ENDPOINTS, Endpoint
-from logsteer_server.http.dependencies import AnswersDep, LimitedRoute, ModelsDep, StoresDep
+from logsteer_server.http.dependencies import (
+    LimitedRoute,
+    get_answers,
+    get_models,
+    get_stores,
+)
 from logsteer_server.http.encoding import SAFETENSORS
 from logsteer_server.http.idempotency import PARAMETER
 from logsteer_server.http.respond import NAMED_EVENTS, OPENAI_CHUNKS, respond
@@ -77,13 +82,10 @@ def _make_handler(endpoint: Endpoint, make_task: MakeTask) -> Callable[..., Awai
     shape = OPENAI_CHUNKS if endpoint.tag == OPENAI else NAMED_EVENTS
     has_name = endpoint.request is not None and "name" in endpoint.request.model_fields
 
-    async def handle(
-        body: BaseModel,
-        request: Request,
-        models: ModelsDep,
-        stores: StoresDep,
-        answers: AnswersDep,
-    ) -> Response:
+    async def handle(body: BaseModel, request: Request) -> Response:
+        # Looked up here: to solve dependencies takes FastAPI longer, which short requests feel.
+        models, stores = await get_models(request), await get_stores(request)
+        answers = await get_answers(request)
         if has_name:
             find_record(request.scope).stored = body.name  # type: ignore[attr-defined]
 

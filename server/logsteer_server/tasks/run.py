@@ -14,7 +14,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
@@ -74,7 +74,8 @@ class Batch:
     `take` is given outputs of some of the jobs, or pieces of them, and gives events to show.
     `model` is where they run: None for the task's own. `cache` says whether results may come from
     earlier work, which those of score jobs alone can. A `silent` batch does not open the stream of
-    events. `room` tokens are reserved at least, where later batches need more than this.
+    events. `room` tokens are reserved at least, where later batches need more than this. `replica`
+    is the number of the one that is to run them.
     """
 
     jobs: Sequence[Job]
@@ -84,6 +85,7 @@ class Batch:
     purpose: Purpose = "work"
     silent: bool = False
     room: int = 0
+    replica: int | None = None
 
 
 class Collector:
@@ -237,6 +239,7 @@ class Run:
         record = self.record
         record.model = self.task.model.id
         self.task.check_limits(self.capacity.settings)
+        await self.task.model.come_up()
         self.task.require()
         self.caller.allowance.check_tokens()
         with self._room:
@@ -252,7 +255,7 @@ class Run:
                         yield batch
                         continue
                     model = batch.model or self.task.model
-                    lane = self.caller.lane
+                    lane = replace(self.caller.lane, replica=batch.replica)
                     prepared = await model.prepare(batch.jobs, batch.cache, lane)
                     self.expected_bytes = planner.expected_bytes
                     needed = max(prepared.num_tokens, batch.room)

@@ -7,34 +7,35 @@ They run in the order of CHECKS, because later ones compare with what earlier on
     ...         the same values in another way
 """
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from logsteer.schemas.selftest import PromiseName
 from logsteer_server.contract.jobs import GenerateOutput, Job, ScoreJob, ScoreOutput
 from logsteer_server.contract.plan import SteeringPlan
-from logsteer_server.models.model import ResidentModel
-from logsteer_server.stores.layer_vectors import RESID_POST
 from logsteer_server.tasks.run import Batch, Collector
+from logsteer_server.tasks.selftest_peers import against, against_steered, replicas
 from logsteer_server.tasks.selftest_trial import (
     CUT_POLICY,
     SEED,
     Discrepancy,
     DrawnTexts,
     Finding,
+    Logprobs,
     Noise,
+    Steps,
     Trial,
     TrialPlans,
     capture_norm,
+    compare,
     plan_samples,
+    read_logprobs,
+    score_all,
+    skip,
 )
-
-Steps: TypeAlias = Generator[Batch | Finding, None, None]
-Logprobs: TypeAlias = npt.NDArray[np.float32]
 
 PROMISES: Mapping[PromiseName, str] = {
     "repeated": "A text scores the same a second time.",
@@ -48,6 +49,7 @@ PROMISES: Mapping[PromiseName, str] = {
     "steered_neighbour": "Steered texts in its batch change nothing for a text that is not.",
     "prefix_cached": "A text scores from the prefix cache as it does without.",
     "chunked": "A text scores the same where it is read in several steps.",
+    "replicas": "Each replica gives the same tokens the same scores, steered and not.",
     "against": "The other model gives the same tokens the same scores.",
     "against_steered": "The other model gives the same tokens the same scores, steered alike.",
 }
@@ -95,7 +97,7 @@ def repeat(trial: Trial) -> Steps:
             collector = Collector([job])
             yield Batch([replace(job, columns=SCALE_COLUMNS)], collector.take)
             runs[-1].append(collector.outputs[0])
-    trial.plain, again = map(_logprobs, runs)
+    trial.plain, again = map(read_logprobs, runs)
     squares = [
         run.columns["logit_mean"].astype(np.float64) ** 2 + run.columns["logit_std"] ** 2
         for run in runs[0]
@@ -109,9 +111,9 @@ def repeat(trial: Trial) -> Steps:
 
 def batched(trial: Trial) -> Steps:
     """Score all texts in one batch."""
-    found = yield from _score(trial.jobs())
+    found = yield from score_all(trial.jobs())
     evidence = f"{len(found)} texts in one batch against each alone"
-    yield _compare(trial, "batched", _logprobs(found), trial.plain, evidence)
+    yield compare(trial, "batched", read_logprobs(found), trial.plain, evidence)
 
 
 def shuffled(trial: Trial) -> Steps:
@@ -121,11 +123,11 @@ def shuffled(trial: Trial) -> Steps:
     strangers = [_cut(job, int(draws.integers(1, len(job.tokens) + 1))) for job in jobs]
     order = draws.permutation(2 * len(jobs))
     both = [*jobs, *strangers]
-    found = yield from _score([both[n] for n in order])
-    by_place = dict(zip(order.tolist(), _logprobs(found), strict=True))
+    found = yield from score_all([both[n] for n in order])
+    by_place = dict(zip(order.tolist(), read_logprobs(found), strict=True))
     own = [by_place[n] for n in range(len(jobs))]
     evidence = f"{len(jobs)} texts among {len(strangers)} others, in another order"
-    yield _compare(trial, "shuffled", own, trial.plain, evidence)
+    yield compare(trial, "shuffled", own, trial.plain, evidence)
 
 
 def _cut(job: ScoreJob, length: int) -> ScoreJob:
@@ -135,39 +137,41 @@ def _cut(job: ScoreJob, length: int) -> ScoreJob:
 def target_rows(trial: Trial) -> Steps:
     """Score the last part of each text alone, behind a context that no cache can hold."""
     jobs = trial.jobs(first_row=TARGET_ROW)
-    found = yield from _score(jobs)
+    found = yield from score_all(jobs)
     wanted = [whole[TARGET_ROW:] for whole in trial.plain if len(whole) > TARGET_ROW]
     evidence = f"{len(jobs)} texts, scored behind their first {TARGET_ROW + 1} tokens"
-    yield _compare(trial, "target_rows", _logprobs(found), wanted, evidence)
+    yield compare(trial, "target_rows", read_logprobs(found), wanted, evidence)
 
 
 def sampled(trial: Trial) -> Steps:
     """Score the unsteered continuations."""
     samples = trial.samples["sampled"]
-    found = yield from _score(samples.reread())
+    found = yield from score_all(samples.reread())
     evidence = f"{len(found)} continuations, drawn beside steered ones and scored again"
     if trial.plans is None:
         evidence = f"{len(found)} continuations, scored again"
-    yield _compare(trial, "sampled", samples.logprobs, _logprobs(found), evidence, "continuation")
+    yield compare(
+        trial, "sampled", samples.logprobs, read_logprobs(found), evidence, "continuation"
+    )
 
 
 def steered_sampled(trial: Trial) -> Steps:
     """Score the steered continuations under their steering; and without, to see that it acts."""
     name: PromiseName = "steered_sampled"
     if trial.plans is None:
-        yield _skip(trial, name, trial.why_unsteered)
+        yield skip(trial, name, trial.why_unsteered)
         return
     samples = trial.samples[name]
-    found = yield from _score(samples.reread())
-    plain = yield from _score(samples.reread(steered=False))
+    found = yield from score_all(samples.reread())
+    plain = yield from score_all(samples.reread(steered=False))
     effect = Discrepancy()
-    effect.add_all(_logprobs(found), _logprobs(plain))
+    effect.add_all(read_logprobs(found), read_logprobs(plain))
     if effect.largest <= trial.noise.tolerance:
         reason = f"steering moves no log-probability by more than {effect.largest:.3g} nats"
         yield Finding(name, "failed", reason, trial.noise)
         return
     evidence = f"{len(found)} continuations; steering moves them by up to {effect.largest:.3g} nats"
-    yield _compare(trial, name, samples.logprobs, _logprobs(found), evidence, "continuation")
+    yield compare(trial, name, samples.logprobs, read_logprobs(found), evidence, "continuation")
 
 
 def drawn(trial: Trial) -> Steps:
@@ -176,11 +180,11 @@ def drawn(trial: Trial) -> Steps:
     A token that q leaves out is as many nats off as it lacks to the k-th most probable.
     """
     if "drawn" not in trial.samples:
-        yield _skip(trial, "drawn", "the engine does not read the column log_q")
+        yield skip(trial, "drawn", "the engine does not read the column log_q")
         return
     count = min(CUT_POLICY.top_k, trial.info.vocab_size)
     options: dict[str, Any] = {"columns": ("logprob", "log_q"), "policy": CUT_POLICY, "top": count}
-    found = yield from _score(trial.samples["drawn"].reread(**options))
+    found = yield from score_all(trial.samples["drawn"].reread(**options))
     lacking, outside = [], 0
     for output in found:
         assert output.top_logprobs is not None
@@ -190,22 +194,22 @@ def drawn(trial: Trial) -> Steps:
         outside += int(is_out.sum())
     evidence = f"{outside} tokens drawn with top_k {count} lie outside when they are scored again"
     wanted = [np.zeros_like(own) for own in lacking]
-    yield _compare(trial, "drawn", lacking, wanted, evidence, "continuation")
+    yield compare(trial, "drawn", lacking, wanted, evidence, "continuation")
 
 
 def zero_scale(trial: Trial) -> Steps:
     """Steer the texts, at every layer, by a vector of scale 0 and an operation that keeps all."""
     name: PromiseName = "zero_scale"
     if trial.plans is None:
-        yield _skip(trial, name, trial.why_unsteered)
+        yield skip(trial, name, trial.why_unsteered)
         return
     jobs = trial.jobs(trial.plans.nothing)
-    found = yield from _score(jobs)
+    found = yield from score_all(jobs)
     wanted = sum(len(job.tokens) for job in jobs)
     steered = sum(output.trace.tokens for output in found if output.trace is not None)
     evidence = f"{steered} of {wanted} tokens went through steering, at {trial.info.num_layers} "
     evidence += "layers"
-    finding = _compare(trial, name, _logprobs(found), trial.plain, evidence)
+    finding = compare(trial, name, read_logprobs(found), trial.plain, evidence)
     is_unreached = finding.verdict == "passed" and steered != wanted
     yield replace(finding, verdict="failed") if is_unreached else finding
 
@@ -214,23 +218,23 @@ def steered_neighbour(trial: Trial) -> Steps:
     """Score each text unsteered beside steered ones, in batches that one step reads."""
     name: PromiseName = "steered_neighbour"
     if trial.plans is None:
-        yield _skip(trial, name, trial.why_unsteered)
+        yield skip(trial, name, trial.why_unsteered)
         return
     plain: list[ScoreOutput] = []
     steered: list[ScoreOutput] = []
     pairs = list(zip(trial.jobs(trial.plans.whole), trial.jobs(), strict=True))
     for group in _group(pairs, trial.info.step_tokens):
-        found = yield from _score([job for pair in group for job in pair])
+        found = yield from score_all([job for pair in group for job in pair])
         steered += found[::2]
         plain += found[1::2]
-    trial.steered = _logprobs(steered)
+    trial.steered = read_logprobs(steered)
     effect = Discrepancy()
     effect.add_all(trial.steered, trial.plain)
     evidence = f"steering moves their neighbours by up to {effect.largest:.3g} nats"
     if effect.largest <= trial.noise.tolerance:
-        yield _skip(trial, name, f"it could not show: {evidence}")
+        yield skip(trial, name, f"it could not show: {evidence}")
         return
-    yield _compare(trial, name, _logprobs(plain), trial.plain, evidence)
+    yield compare(trial, name, read_logprobs(plain), trial.plain, evidence)
 
 
 def _group(
@@ -253,17 +257,17 @@ def prefix_cached(trial: Trial) -> Steps:
     """Score the ends of the texts, whose beginnings the checks so far have left in the cache."""
     plain = _tails(trial, None, trial.plain)
     steered = _tails(trial, trial.plans.whole, trial.steered) if trial.plans else []
-    found = yield from _score([job for job, _ in (*plain, *steered)])
+    found = yield from score_all([job for job, _ in (*plain, *steered)])
     cached = sum(output.cached_tokens for output in found)
     if not cached:
         reason = "no token came from a prefix cache: the engine has none, or its blocks are longer "
-        yield _skip(trial, "prefix_cached", f"{reason}than the texts")
+        yield skip(trial, "prefix_cached", f"{reason}than the texts")
         return
     hits = [n for n, output in enumerate(found) if output.cached_tokens]
     wanted = [values for _, values in (*plain, *steered)]
     evidence = f"{cached} tokens of {len(hits)} texts came from the prefix cache"
-    own = _logprobs(found)
-    yield _compare(
+    own = read_logprobs(found)
+    yield compare(
         trial, "prefix_cached", [own[n] for n in hits], [wanted[n] for n in hits], evidence
     )
 
@@ -283,7 +287,7 @@ def chunked(trial: Trial) -> Steps:
     """Score so many texts at once that a step has no room for all, and splits some."""
     limit = trial.info.step_tokens
     if limit is None:
-        yield _skip(trial, "chunked", "this engine reads every text in one step")
+        yield skip(trial, "chunked", "this engine reads every text in one step")
         return
     kinds = [list(zip(trial.jobs(), trial.plain, strict=True))]
     if trial.plans is not None:
@@ -291,21 +295,19 @@ def chunked(trial: Trial) -> Steps:
     needed = limit + max(len(job.tokens) for job, _ in kinds[0])
     if len(kinds) * needed > trial.max_tokens:
         reason = f"a step reads {limit} tokens and max_selftest_tokens is {trial.max_tokens}; "
-        yield _skip(trial, "chunked", f"{reason}raise that above {len(kinds) * needed}")
+        yield skip(trial, "chunked", f"{reason}raise that above {len(kinds) * needed}")
         return
     # Each kind fills more than a step, so that texts are split of both.
     taken = [pair for kind in kinds for pair in _fill(kind, needed)]
-    found = yield from _score([job for job, _ in taken])
+    found = yield from score_all([job for job, _ in taken])
     split = [n for n, output in enumerate(found) if output.was_split]
     if not split:
         reason = f"none of {len(taken)} texts was split, at {limit} tokens a step; send longer ones"
-        yield _skip(trial, "chunked", reason)
+        yield skip(trial, "chunked", reason)
         return
-    own = _logprobs(found)
+    own = read_logprobs(found)
     evidence = f"{len(split)} of {len(taken)} texts were read in several steps of {limit} tokens"
-    yield _compare(
-        trial, "chunked", [own[n] for n in split], [taken[n][1] for n in split], evidence
-    )
+    yield compare(trial, "chunked", [own[n] for n in split], [taken[n][1] for n in split], evidence)
 
 
 def _fill(
@@ -320,81 +322,7 @@ def _fill(
     return taken
 
 
-def against(trial: Trial) -> Steps:
-    """Score the texts on the other model."""
-    if trial.other is None:
-        yield _skip(trial, "against", "no second model is named; name one as against")
-        return
-    _, info = trial.other.require()
-    found = yield from _score(trial.jobs(), trial.other)
-    discrepancy = Discrepancy()
-    discrepancy.add_all(_logprobs(found), trial.plain)
-    noise = Noise.measure(trial.logit_scale, trial.info, info)
-    yield discrepancy.judge("against", noise, _describe_other(trial))
-
-
-def against_steered(trial: Trial) -> Steps:
-    """Score the texts on both models under plans of each kind."""
-    name: PromiseName = "against_steered"
-    if trial.other is None or trial.plans is None:
-        yield _skip(trial, name, trial.why_unsteered or "no second model is named as against")
-        return
-    _, info = trial.other.require()
-    sizes = [(one.num_layers, one.hidden_size) for one in (trial.info, info)]
-    if RESID_POST not in info.hooks or "steering" in info.lacks or sizes[0] != sizes[1]:
-        reason = f"{trial.other.id} has no such layers to be steered, or no hook for them"
-        yield _skip(trial, name, reason)
-        return
-    plans = (trial.plans.add, trial.plans.turn, trial.plans.ablate)
-    jobs = [job for plan in plans for job in trial.jobs(plan)]
-    own = yield from _score(jobs)
-    found = yield from _score(jobs, trial.other)
-    discrepancy = Discrepancy()
-    discrepancy.add_all(_logprobs(found), _logprobs(own))
-    noise = Noise.measure(trial.logit_scale, trial.info, info)
-    evidence = f"added, turned and ablated at layer {trial.info.num_layers // 2}; "
-    yield discrepancy.judge(name, noise, evidence + _describe_other(trial))
-
-
-def _score(
-    jobs: Sequence[ScoreJob], model: ResidentModel | None = None
-) -> Generator[Batch, None, list[ScoreOutput]]:
-    """Yield the batch of some jobs, and return their outputs."""
-    collector = Collector(jobs)
-    yield Batch(jobs, collector.take, model, purpose="reference" if model else "work")
-    return collector.outputs
-
-
-def _logprobs(outputs: Sequence[ScoreOutput]) -> list[Logprobs]:
-    return [output.columns["logprob"] for output in outputs]
-
-
-def _compare(
-    trial: Trial,
-    name: PromiseName,
-    found: Sequence[Logprobs],
-    wanted: Sequence[Logprobs],
-    evidence: str,
-    noun: str = "text",
-) -> Finding:
-    discrepancy = Discrepancy()
-    discrepancy.add_all(found, wanted, noun)
-    return discrepancy.judge(name, trial.noise, evidence)
-
-
-def _skip(trial: Trial, name: PromiseName, reason: str) -> Finding:
-    return Finding(name, "not_run", reason, trial.noise)
-
-
-def _describe_other(trial: Trial) -> str:
-    assert trial.other is not None
-    _, info = trial.other.require()
-    text = f"{trial.other.id} is {info.engine} in {info.dtype}"
-    same = trial.info.weights_digest == info.weights_digest
-    return text if same else f"{text}, of other weights"
-
-
 CHECKS: tuple[Callable[[Trial], Steps], ...] = (
     repeat, batched, shuffled, target_rows, sampled, steered_sampled, drawn, zero_scale,
-    steered_neighbour, prefix_cached, chunked, against, against_steered,
+    steered_neighbour, prefix_cached, chunked, replicas, against, against_steered,
 )  # fmt: skip

@@ -3,9 +3,9 @@
 Nothing is drawn at random twice: seeds are fixed, so that a self-test repeats itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +14,11 @@ from logsteer.errors import api_error
 from logsteer.schemas.selftest import PromiseName, SelftestRequest, Verdict
 from logsteer_server.contract.captures import CaptureJob
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import GenerateJob, Ids, Policy, ScoreJob
+from logsteer_server.contract.jobs import GenerateJob, Ids, Policy, ScoreJob, ScoreOutput
 from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan, Vector
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.stores.layer_vectors import RESID_POST
+from logsteer_server.tasks.run import Batch, Collector, Purpose
 from logsteer_server.text.tokenizer import TextCodec
 
 SEED = 20_011
@@ -53,6 +54,9 @@ RMS_SHARE = 0.25
 Rounding hits tokens at random, so that the largest of a thousand is three to four times the root
 mean square; a fault that moves all tokens alike shows in the latter first.
 """
+
+
+Logprobs: TypeAlias = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,3 +323,40 @@ def plan_samples(trial: Trial, context: int) -> dict[PromiseName, list[GenerateJ
     if "log_q" in trial.info.columns:
         found["drawn"] = [replace(job, policy=CUT_POLICY) for job in sampled]
     return found
+
+
+Steps: TypeAlias = Generator[Batch | Finding, None, None]
+
+
+def score_all(
+    jobs: Sequence[ScoreJob], model: ResidentModel | None = None, replica: int | None = None
+) -> Generator[Batch, None, list[ScoreOutput]]:
+    """Yield the batch of some jobs, and return their outputs."""
+    collector = Collector(jobs)
+    purpose: Purpose = "reference" if model else "work"
+    yield Batch(jobs, collector.take, model, purpose=purpose, replica=replica)
+    return collector.outputs
+
+
+def read_logprobs(outputs: Sequence[ScoreOutput]) -> list[Logprobs]:
+    """Return the log-probabilities of each output, a row a token."""
+    return [output.columns["logprob"] for output in outputs]
+
+
+def compare(
+    trial: Trial,
+    name: PromiseName,
+    found: Sequence[Logprobs],
+    wanted: Sequence[Logprobs],
+    evidence: str,
+    noun: str = "text",
+) -> Finding:
+    """Return what comes of a check that compares values with those that are wanted."""
+    discrepancy = Discrepancy()
+    discrepancy.add_all(found, wanted, noun)
+    return discrepancy.judge(name, trial.noise, evidence)
+
+
+def skip(trial: Trial, name: PromiseName, reason: str) -> Finding:
+    """Return that a check was not run, and why."""
+    return Finding(name, "not_run", reason, trial.noise)

@@ -12,6 +12,7 @@ import numpy as np
 
 from logsteer.errors import api_error
 from logsteer.schemas import LogprobItem, Steering, SweepRequest
+from logsteer.schemas.perplexity import exp_mean
 from logsteer_server.contract.batches import ScoreOutputs
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
@@ -31,7 +32,6 @@ from logsteer_server.tasks.run import Batch, Collector, Task, check_count
 from logsteer_server.tasks.target_scores import sum_targets
 from logsteer_server.tasks.targets import TargetOptions, TargetPlan, find_longest, plan_targets
 from logsteer_server.tasks.texts import TextWindow, cut_texts
-from logsteer_server.text.sums import exp_mean
 from logsteer_server.text.tokenizer import TextCodec
 from logsteer_server.text.windows import Windowing
 

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from logsteer.schemas.perplexity import exp_mean
 from logsteer_server.contract.batches import ScoreOutputs
 from logsteer_server.interventions.interventions import UNCHANGED, Interventions
 from logsteer_server.tasks.columns import Column, aggregate_columns, show_columns
 from logsteer_server.tasks.planning import Steps
 from logsteer_server.tasks.targets import PlannedItem, PlannedTarget, TargetPlan
-from logsteer_server.text.sums import exp_mean, log_sum_exp
+from logsteer_server.text.sums import log_sum_exp
 from logsteer_server.text.tokenizer import TextCodec
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -119,11 +119,12 @@ def plan_targets(
     pairs: list[Pair] = []
     items: list[PlannedItem] = []
     id_cuts: dict[int, Cut] = {}
+    distinct: dict[tuple[int, ...], list[int]] = {}
     work = 0
     for index, item in enumerate(given):
         first = len(texts)
         if item.context_ids is not None:
-            for cut in _cut_ids(codec, info, options.bos, index, item):
+            for cut in _cut_ids(codec, info, options.bos, index, item, distinct):
                 id_cuts[len(texts)] = cut
                 texts.append("")
                 work += len(cut.target_ids)
@@ -140,12 +141,16 @@ def plan_targets(
         if work >= PAUSE_AFTER:
             work = 0
             yield 0
-    yield from _decode_targets(codec, id_cuts, texts)
+    decoded = yield from _decode_targets(codec, list(distinct.values()))
     text_cuts = cut_pairs(codec, pairs, options.boundary, options.bos)
     builder = _JobBuilder(options.on_overflow, info)
     planned = []
     for place, text in enumerate(texts):
-        cut = id_cuts[place] if place in id_cuts else next(text_cuts)
+        if place in id_cuts:
+            cut = id_cuts[place]
+            text = decoded[id(cut.target_ids)]
+        else:
+            cut = next(text_cuts)
         planned.append(builder.place(text, cut))
         work += TARGET_WORK + len(cut.target_ids)
         if work >= PAUSE_AFTER:
@@ -154,25 +159,14 @@ def plan_targets(
     return TargetPlan(planned, items, builder.make_jobs(read))
 
 
-def _decode_targets(codec: TextCodec, cuts: dict[int, Cut], texts: list[str]) -> Steps[None]:
-    """Put the text of targets that are ids into its place; equal ones are the same list then."""
-    distinct: dict[tuple[int, ...], list[int]] = {}
-    keys = []
-    for place, cut in cuts.items():
-        keys.append(key := tuple(cut.target_ids))
-        if distinct.setdefault(key, cut.target_ids) is not cut.target_ids:
-            cuts[place] = Cut(cut.context_ids, distinct[key], None)
-        if not len(keys) % STEP_TEXTS:
-            yield 0
-    decoded: dict[tuple[int, ...], str] = {}
-    for key, text in zip(distinct, codec.decode_lazily(list(distinct.values())), strict=True):
-        decoded[key] = text
+def _decode_targets(codec: TextCodec, targets: list[list[int]]) -> Steps[dict[int, str]]:
+    """Return the text of each list of ids, by the list's address."""
+    decoded: dict[int, str] = {}
+    for target_ids, text in zip(targets, codec.decode_lazily(targets), strict=True):
+        decoded[id(target_ids)] = text
         if not len(decoded) % STEP_TEXTS:
             yield 0
-    for place, key in zip(cuts, keys, strict=True):
-        texts[place] = decoded[key]
-        if not place % STEP_TEXTS:
-            yield 0
+    return decoded
 
 
 def _lay_out(
@@ -197,21 +191,28 @@ def _lay_out(
 
 
 def _cut_ids(
-    codec: TextCodec, info: EngineInfo, bos: BosPolicy, index: int, item: LogprobItem
-) -> Iterator[Cut]:
-    """Yield an item of ids as cuts, which have its context as the same list."""
+    codec: TextCodec,
+    info: EngineInfo,
+    bos: BosPolicy,
+    index: int,
+    item: LogprobItem,
+    distinct: dict[tuple[int, ...], list[int]],
+) -> list[Cut]:
+    """Return an item of ids as cuts, which have its context as the same list.
+
+    Equal targets are the same list, too: the first of them, which `distinct` has.
+    """
     context_ids = item.context_ids or []
     _check_ids(context_ids, index, "context_ids", info)
+    cuts = []
     for target_ids in item.target_ids or []:
         _check_ids(target_ids, index, "target_ids", info)
-        if context_ids:
-            yield Cut(context_ids, target_ids, None)
-            continue
-        front = codec.bos_ids(bos, target_ids)
+        front = context_ids or codec.bos_ids(bos, target_ids)
         if not front:
             detail = f"items[{index}].context_ids is empty: nothing precedes the target; give one."
             raise api_error("boundary_empty", detail, param=f"items[{index}].context_ids")
-        yield Cut(front, target_ids, None)
+        cuts.append(Cut(front, distinct.setdefault(tuple(target_ids), target_ids), None))
+    return cuts
 
 
 def _check_ids(ids: list[int], index: int, field: str, info: EngineInfo) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from logsteer.errors import api_error
+from logsteer.schemas.perplexity import exp_mean
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
 from logsteer_server.contract.plan import Readings
@@ -15,7 +16,7 @@ from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.tasks.columns import ColumnOptions, show_columns
 from logsteer_server.tasks.planning import Steps
 from logsteer_server.text.incremental import EncodedPiece, IncrementalEncoder
-from logsteer_server.text.sums import Counts, Tally, count_text, exp_mean
+from logsteer_server.text.sums import Counts, Tally, count_text
 from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, split_sizes
 from logsteer_server.text.windows import Window, WindowCutter, Windowing, make_cutter
 

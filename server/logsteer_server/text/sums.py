@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from logsteer.schemas.perplexity import summarize_sums
 from logsteer_server.text.tokenizer import Offsets
 
 Counts = npt.NDArray[np.int64]
@@ -66,39 +67,7 @@ class Tally:
 
     def summarize(self) -> dict[str, Any]:
         """Return the fields of `TextScore`; what is not finite is None, with a flag."""
-        nll = -self.sum_logprob
-        values: dict[str, float | int | None] = {
-            name: getattr(self, name) for name in self.__slots__
-        }
-        values["perplexity"] = exp_mean(nll, self.num_scored)
-        values["word_perplexity"] = exp_mean(nll, self.num_words)
-        values["byte_perplexity"] = exp_mean(nll, self.num_bytes)
-        values["bits_per_byte"] = nll / self.num_bytes / math.log(2) if self.num_bytes else None
-        values["stderr"] = self._stderr(values["perplexity"])
-        flags = [] if self.num_scored else ["nothing_scored"]
-        if not math.isfinite(self.sum_logprob):
-            flags.append("non_finite")
-        finite = {k: v if v is None or math.isfinite(v) else None for k, v in values.items()}
-        return {**finite, "flags": flags}
-
-    def _stderr(self, perplexity: float | None) -> float | None:
-        """perplexity x s / sqrt(n), s the sample deviation of log p: the delta method."""
-        n = self.num_scored
-        if n < 2 or perplexity is None or not math.isfinite(self.sum_logprob):
-            return None
-        mean = self.sum_logprob / n
-        variance = max(0.0, self.sum_squared_logprob / n - mean * mean)
-        return perplexity * math.sqrt(variance / (n - 1))
-
-
-def exp_mean(total: float, count: int) -> float | None:
-    """Return exp(total / count); None for a count of 0 or where it is not finite."""
-    if not count or not math.isfinite(total):
-        return None
-    try:
-        return math.exp(total / count)
-    except OverflowError:
-        return None
+        return summarize_sums({name: getattr(self, name) for name in self.__slots__})
 
 
 def log_sum_exp(values: Sequence[float]) -> float:

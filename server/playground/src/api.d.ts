@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 8640cca0112532b6d27123a3f6c16196289833b0edf4bb5cc612cc78ea7a6852
+// Written by build/types.mjs from openapi.json, sha256 3b159a13dfd3679fdc1822e20118fcdd7fa9f72b83da5619abd176415779d7d2
 export interface paths {
     "/detokenize": {
         parameters: {
@@ -709,7 +709,7 @@ export interface components {
         SelftestCheck: {
             largest_difference: number | null;
             /** @enum {string} */
-            name: "repeated" | "batched" | "shuffled" | "target_rows" | "sampled" | "steered_sampled" | "drawn" | "zero_scale" | "steered_neighbour" | "prefix_cached" | "chunked" | "against" | "against_steered";
+            name: "repeated" | "batched" | "shuffled" | "target_rows" | "sampled" | "steered_sampled" | "drawn" | "zero_scale" | "steered_neighbour" | "prefix_cached" | "chunked" | "replicas" | "against" | "against_steered";
             noise_floor: number;
             num_compared: number;
             promise: string;
