@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from logsteer._pairs import LogProb
     from logsteer.async_client import AsyncClient
     from logsteer.client import Client
+    from logsteer.corpus import FileScores, score_file
     from logsteer.errors import (
         AnswerError,
         APIError,
@@ -42,6 +43,7 @@ _HOMES = {
     "AuthenticationError": "errors",
     "Client": "client",
     "DeadlineError": "errors",
+    "FileScores": "corpus",
     "GenerateEvent": "_endpoints",
     "InternalError": "errors",
     "InvalidRequestError": "errors",
@@ -58,6 +60,7 @@ _HOMES = {
     "TransportError": "errors",
     "UnavailableError": "errors",
     "plot_sweep": "extras.plots",
+    "score_file": "corpus",
 }
 
 __all__ = [
@@ -67,6 +70,7 @@ __all__ = [
     "AuthenticationError",
     "Client",
     "DeadlineError",
+    "FileScores",
     "GenerateEvent",
     "InternalError",
     "InvalidRequestError",
@@ -84,6 +88,7 @@ __all__ = [
     "UnavailableError",
     "__version__",
     "plot_sweep",
+    "score_file",
 ]
 
 

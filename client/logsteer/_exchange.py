@@ -272,6 +272,9 @@ def _refusal(response: httpx.Response, terms: Terms, request_id: str) -> APIErro
         text = " ".join(response.text.split())[:200] or "no body"
         hint = f"it redirects to {target}: set base_url to that server" if target else text
         document["detail"] = f"status {status} from {response.url}: {hint}"
+        if status == httpx.codes.INTERNAL_SERVER_ERROR:
+            # What Ray Serve's proxy says where the process died that had the request.
+            document["retryable"] = True
     return problem_error(
         # The status that was sent decides, whatever a proxy or the document makes of it.
         {**document, "status": status},

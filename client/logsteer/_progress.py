@@ -1,6 +1,7 @@
 """Progress on stderr: of scoring a file, first bytes sent, then windows; and of texts done."""
 
 import os
+import time
 from types import TracebackType
 from typing import BinaryIO, Self
 
@@ -10,8 +11,10 @@ from rich.progress import (
     Progress,
     ProgressColumn,
     SpinnerColumn,
+    TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
 )
 
 from logsteer.schemas import WindowEvent
@@ -105,6 +108,29 @@ class LineProgress(_Bars):
     def advance(self, count: int) -> None:
         """Count so many more as answered."""
         self._progress.advance(self._task, count)
+
+
+class CorpusProgress(_Bars):
+    """A bar of a file's rows, drawn only where it is wanted and stderr is a terminal.
+
+    `size` is how far the file reaches, in bytes or rows.
+    """
+
+    def __init__(self, size: int, wanted: bool) -> None:
+        note = TextColumn("{task.fields[note]}")
+        super().__init__(BarColumn(), TaskProgressColumn(), note, TimeRemainingColumn(),
+                         wanted=wanted)  # fmt: skip
+        self._task = self._progress.add_task("", total=size, note="")
+        self._began = time.monotonic()
+        self._first: int | None = None
+
+    def show(self, place: int, rows: int, failed: int, tokens: int) -> None:
+        """Show how far into the file is done, and its rows and tokens so far."""
+        if self._first is None:
+            self._first = tokens
+        rate = (tokens - self._first) / max(1e-3, time.monotonic() - self._began)
+        note = f"{rows:,} rows  {rate:,.0f} tokens/s" + (f"  {failed:,} failed" if failed else "")
+        self._progress.update(self._task, completed=place, note=note)
 
 
 class Waiting(_Bars):

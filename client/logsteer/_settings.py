@@ -1,9 +1,11 @@
 """How a client reaches its server."""
 
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypedDict
+from urllib.request import getproxies
 
 import httpx
 
@@ -16,6 +18,17 @@ DEFAULT_BASE_URL = "http://127.0.0.1:8000"
 UNIX = "unix://"
 DEFAULT_TIMEOUT = httpx.Timeout(600.0, connect=5.0)
 """Seconds. Long, as a corpus takes long; short for connecting, so that a wrong address shows."""
+
+
+_PROBES = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+"""After 15 s of silence the peer's machine is asked every 5 s whether it is there, three times."""
+
+
+class TransportArguments(TypedDict):
+    """What a transport of httpx is made with."""
+
+    uds: str | None
+    socket_options: list[tuple[int, int, int]]
 
 
 class HttpArguments(TypedDict):
@@ -45,6 +58,22 @@ class ClientSettings:
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
         return {"base_url": self.base_url, "headers": headers, "timeout": self.timeout}
+
+    def transport_arguments(self) -> TransportArguments | None:
+        """Return the arguments of httpx's transport; None where httpx is to make its own.
+
+        A server's machine that is gone without a word would be waited for as long as for an answer.
+        httpx heeds proxies of the environment only in a transport of its own.
+        """
+        if self.uds is not None:
+            return {"uds": self.uds, "socket_options": []}
+        if getproxies():
+            return None
+        options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+        for name, value in _PROBES.items():
+            if hasattr(socket, name):  # not on every system
+                options.append((socket.IPPROTO_TCP, getattr(socket, name), value))
+        return {"uds": None, "socket_options": options}
 
     def terms(
         self, build: Callable[..., httpx.Request], chunks: Callable[[UploadBody], Any]

@@ -49,8 +49,8 @@ class AsyncClient(AsyncClientMethods):
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         settings = read_settings(base_url, api_key, timeout, max_retries, model, encoding)
-        if transport is None and settings.uds is not None:
-            transport = httpx.AsyncHTTPTransport(uds=settings.uds)
+        if transport is None and (made := settings.transport_arguments()):
+            transport = httpx.AsyncHTTPTransport(**made)
         self._http = httpx.AsyncClient(transport=transport, **settings.http_arguments())
         self._terms = settings.terms(self._http.build_request, UploadBody.async_chunks)
         self._model = model

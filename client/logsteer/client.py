@@ -59,8 +59,8 @@ class Client(ClientMethods):
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         settings = read_settings(base_url, api_key, timeout, max_retries, model, encoding)
-        if transport is None and settings.uds is not None:
-            transport = httpx.HTTPTransport(uds=settings.uds)
+        if transport is None and (made := settings.transport_arguments()):
+            transport = httpx.HTTPTransport(**made)
         self._http = httpx.Client(transport=transport, **settings.http_arguments())
         self._terms = settings.terms(self._http.build_request, UploadBody.chunks)
         self._model = model

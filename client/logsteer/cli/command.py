@@ -19,6 +19,7 @@ from logsteer.cli.items import add_diagnostics, add_gradient
 from logsteer.cli.models import add_model_commands
 from logsteer.cli.output import add_output_options, check_output, show
 from logsteer.cli.overrides import add_override_commands
+from logsteer.cli.score_file import add_score_file
 from logsteer.cli.scoring import add_perplexity, add_score
 from logsteer.cli.selftest import add_selftest
 from logsteer.cli.steering import add_steer, add_sweep
@@ -120,6 +121,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add_perplexity(
         add("perplexity", help="log-likelihood of a text file or data set of any length")
     )
+    add_score_file(add("score-file", help="every row of a file, each exactly once; goes on"))
     tokenize = add("tokenize", help="cut a text into tokens")
     add_examples(tokenize, TOKENIZE_EXAMPLES)
     tokenize.add_argument("text", metavar="TEXT")

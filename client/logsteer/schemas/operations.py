@@ -59,9 +59,13 @@ class ReloadAnswer(Reply):
     removed: list[str]
     replaced: list[str]
     unchanged: list[str]
-    pending: list[str] = Field(description="Those whose change had not ended with this answer.")
+    pending: list[str] = Field(
+        description="Those whose change had not ended with this answer; unchanged ones, too, where "
+        "an earlier change goes on."
+    )
     failed: dict[str, str] = Field(
-        description="Those that could not be changed, and why. One to be replaced is as it was."
+        description="Those that could not be changed, and why. One to be replaced is as it was, "
+        "unless a later change took the place of this one."
     )
     needs_restart: list[str] = Field(
         description="Settings that are others in the file and count from the next start on."
@@ -90,6 +94,11 @@ class Readiness(Reply):
     ready: bool
     models: dict[str, ModelState]
     reason: str | None = Field(default=None, description="Why it is not ready.")
+    store: Literal["answers", "away"] | None = Field(
+        default=None,
+        description="Whether the store of `store_url` answers; null without one. One that is away "
+        "fails requests that name what is stored, and not readiness.",
+    )
 
 
 class Startup(Reply):

@@ -1,6 +1,8 @@
 """`POST /perplexity`: log-likelihood of long texts, window by window."""
 
-from typing import ClassVar, Literal
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, Json, model_validator
 
@@ -163,6 +165,48 @@ class TextScore(Reply):
         description="Standard error of `perplexity`: perplexity x the standard error of the mean."
     )
     flags: list[str] = Field(default_factory=list)
+
+
+SUMS = (
+    "sum_logprob", "sum_squared_logprob", "num_tokens", "num_scored", "num_bytes", "num_chars",
+    "num_words",
+)  # fmt: skip
+"""Fields of `TextScore` that add up."""
+
+
+def summarize_sums(sums: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `TextScore` that follow from its sums, those that SUMS names.
+
+    What is not finite is None, with a flag. `stderr` is perplexity x s / sqrt(n), s the sample
+    deviation of log p: the delta method.
+    """
+    total, n = float(sums["sum_logprob"]), int(sums["num_scored"])
+    values: dict[str, float | int | None] = {name: sums[name] for name in SUMS}
+    values["perplexity"] = perplexity = exp_mean(-total, n)
+    values["word_perplexity"] = exp_mean(-total, sums["num_words"])
+    values["byte_perplexity"] = exp_mean(-total, sums["num_bytes"])
+    num_bytes = sums["num_bytes"]
+    values["bits_per_byte"] = -total / num_bytes / math.log(2) if num_bytes else None
+    values["stderr"] = None
+    if n >= 2 and perplexity is not None and math.isfinite(total):
+        mean = total / n
+        variance = max(0.0, sums["sum_squared_logprob"] / n - mean * mean)
+        values["stderr"] = perplexity * math.sqrt(variance / (n - 1))
+    flags = [] if n else ["nothing_scored"]
+    if not math.isfinite(total):
+        flags.append("non_finite")
+    finite = {k: v if v is None or math.isfinite(v) else None for k, v in values.items()}
+    return {**finite, "flags": flags}
+
+
+def exp_mean(total: float, count: int) -> float | None:
+    """Return exp(total / count); None for a count of 0 or where it is not finite."""
+    if not count or not math.isfinite(total):
+        return None
+    try:
+        return math.exp(total / count)
+    except OverflowError:
+        return None
 
 
 class WindowScore(Reply):

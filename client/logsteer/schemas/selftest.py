@@ -10,7 +10,8 @@ from logsteer.schemas.views import Tabled
 Verdict = Literal["passed", "failed", "not_run"]
 PromiseName = Literal[
     "repeated", "batched", "shuffled", "target_rows", "sampled", "steered_sampled", "drawn",
-    "zero_scale", "steered_neighbour", "prefix_cached", "chunked", "against", "against_steered",
+    "zero_scale", "steered_neighbour", "prefix_cached", "chunked", "replicas", "against",
+    "against_steered",
 ]  # fmt: skip
 
 

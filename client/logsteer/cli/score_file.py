@@ -1,0 +1,203 @@
+"""`logsteer score-file`: every row of a file through an endpoint, each exactly once."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from typing import Any, cast
+
+from rich.table import Table
+
+from logsteer.cli import tables
+from logsteer.cli.options import add_options
+from logsteer.cli.output import add_output_options, show
+from logsteer.cli.steering_options import add_probe_option, add_steering_options, read_changes
+from logsteer.cli.terminal import add_examples, given
+from logsteer.client import Client
+from logsteer.corpus import FileScores, JobLimits, score_file
+from logsteer.corpus.form import KINDS
+from logsteer.errors import LogsteerError
+
+EXAMPLES = """
+  logsteer score-file corpus.jsonl scores.jsonl --endpoint perplexity --context-length 128
+  logsteer score-file items.jsonl scores.parquet --options '{"per_token": false}'
+  logsteer score-file corpus.jsonl moods.jsonl.gz --column text --target " glad" --target " sad"
+
+A row of IN is an object with the fields of one item: context and targets, context_ids and
+target_ids, or messages and targets; text (perplexity); prompt, prompt_ids or messages (generate,
+steer). --map FIELD=COLUMN names columns that are called otherwise. OUT has a row for each, in the
+same order: {"row": 0, "result": …}, or {"row": 0, "error": …} where it was refused, which the exit
+status 1 tells. Until OUT is whole, OUT.part and OUT.job stand beside it: the same command goes on
+where the last one ended, however that ended. OUT.job stays, and says what OUT was made of.
+--url may be given several times; --ray needs none: it runs the model of --config on Ray.
+"""
+RAY_JOBS = "logsteer.score_file"
+"""The group of entry points in which a package offers to run jobs beside its engines."""
+
+_OPTIONS: Mapping[str, Mapping[str, str | None]] = {
+    "logprob": {"boundary": None, "space": None, "top": "N", "columns": "NAME", "bos": None,
+                "on_overflow": None, "precision": None},
+    "perplexity": {"protocol": None, "context_length": "TOKENS", "stride": "TOKENS"},
+    "generate": {"max_tokens": "N", "n": "N", "temperature": "T", "top_p": "P", "top_k": "K",
+                 "min_p": "P", "seed": "N", "stop": "TEXT"},
+}  # fmt: skip
+_BOUNDS = {
+    "batch_size": "rows of a request", "batch_bytes": "bytes of them",
+    "concurrency": "requests under way at each server, at most; fewer where that is as fast",
+    "buffer_bytes": "bytes of rows and results held in memory",
+    "commit_s": "seconds of work that an interruption costs",
+    "patience_s": "seconds without any answer after which it ends",
+    "max_failures": "failed rows in a row after which it ends; 0: any number",
+}  # fmt: skip
+
+
+def add_score_file(parser: argparse.ArgumentParser) -> None:
+    """Make this the parser of `logsteer score-file`."""
+    add_examples(parser, EXAMPLES)
+    files = "JSON lines (.jsonl, .jsonl.gz, .jsonl.zst) or .parquet"
+    parser.add_argument("source", metavar="IN", help=files)
+    parser.add_argument("target", metavar="OUT", help="likewise")
+    parser.add_argument("--endpoint", choices=KINDS, default="logprob", help="default logprob")
+    rows = parser.add_argument_group("rows")
+    rows.add_argument(
+        "--map", dest="fields", action="append", type=_parse_pair, metavar="FIELD=COLUMN",
+        help="the column that holds a field of an item; repeatable",
+    )  # fmt: skip
+    rows.add_argument(
+        "--column", metavar="COLUMN", help="the one that holds the text, context or prompt"
+    )
+    rows.add_argument("--id", metavar="COLUMN", help="given again with the result, as id")
+    rows.add_argument(
+        "--target", dest="targets", action="append", metavar="TEXT", default=[],
+        help="of rows that have no targets; repeatable",
+    )  # fmt: skip
+    rows.add_argument("--strict", action="store_true", help="end with the first row that fails")
+    rows.add_argument("--restart", action="store_true", help="begin anew, whatever is there")
+    where = parser.add_argument_group("where")
+    where.add_argument(
+        "--url", dest="urls", action="append", metavar="URL",
+        help="a server of several with the same model; repeatable",
+    )  # fmt: skip
+    where.add_argument(
+        "--priority", choices=("batch", "interactive"), default="batch",
+        help="of the requests; default batch, which waits behind others",
+    )  # fmt: skip
+    where.add_argument(
+        "--ray", nargs="?", const="local", metavar="ADDRESS",
+        help="run beside the engines on a Ray cluster, without servers; default a Ray of its own",
+    )  # fmt: skip
+    where.add_argument("--config", metavar="FILE", help="with --ray: the configuration of --model")
+    where.add_argument("--actors", type=int, metavar="N", help="with --ray: engines; default 1")
+    for name, text in _BOUNDS.items():
+        default = getattr(JobLimits, name)
+        where.add_argument(
+            f"--{name.replace('_', '-')}", type=type(default), metavar="N",
+            help=f"{text}; default {default:g}" if default < 1e6 else f"{text}; default {default}",
+        )  # fmt: skip
+    parser.add_argument(
+        "--options", type=_parse_options, metavar="JSON", help="further fields of the requests"
+    )
+    for endpoint, metavars in _OPTIONS.items():
+        add_options(parser.add_argument_group(endpoint), endpoint, metavars)
+    add_steering_options(parser)
+    add_probe_option(parser)
+    add_output_options(parser, FileScores, grains=("job",))
+    parser.set_defaults(command=_score_file)
+
+
+def _score_file(_client: Client, arguments: argparse.Namespace) -> None:
+    names = [name for metavars in _OPTIONS.values() for name in metavars]
+    options: dict[str, Any] = {**given(arguments, *names, "probes"), **read_changes(arguments)}
+    options |= arguments.options or {}
+    common = given(arguments, *_COMMON)
+    fields = dict(arguments.fields or [])
+    if arguments.column is not None:
+        fields.setdefault(KINDS[arguments.endpoint].text, arguments.column)
+    job: dict[str, Any] = {
+        "source": arguments.source, "target": arguments.target, "endpoint": arguments.endpoint,
+        "options": options, "fields": fields, "id_column": arguments.id,
+        "targets": arguments.targets, "model": getattr(arguments, "model", None),
+        "limits": JobLimits(**given(arguments, *_BOUNDS)), **common,
+    }  # fmt: skip
+    if arguments.ray is not None:
+        if arguments.urls or not arguments.config:
+            arguments.refuse("--ray takes --config, and no --url")
+        actors = arguments.actors or 1
+        run = find_ray_job()
+        scores = run(address=arguments.ray, config=arguments.config, actors=actors, **job)
+    else:
+        if arguments.config or arguments.actors:
+            arguments.refuse("--config and --actors go with --ray")
+        try:
+            scores = score_file(**job, **_read_servers(arguments))
+        except KeyboardInterrupt:
+            print("interrupted; the same command goes on", file=sys.stderr)
+            raise
+    show(arguments, scores, *_draw(scores), rows=lambda: [scores.model_dump(mode="json")])
+    if scores.failed:
+        raise LogsteerError(
+            f"{scores.failed} of {scores.rows} rows failed; {arguments.target} has the error of "
+            "each in place of its result"
+        )
+
+
+_COMMON = ("strict", "restart")
+
+
+def _read_servers(arguments: argparse.Namespace) -> dict[str, Any]:
+    own = vars(arguments)
+    first = [own["base_url"]] if "base_url" in own else []
+    urls = [*first, *(arguments.urls or [])] or None
+    settings = {name: own.get(name) for name in ("api_key", "timeout")}
+    return {"base_url": urls, "priority": arguments.priority, **settings}
+
+
+def find_ray_job() -> Callable[..., FileScores]:
+    """Return what runs a job on Ray. Errors: LogsteerError where nothing installed does."""
+    for found in entry_points(group=RAY_JOBS, name="ray"):
+        try:
+            return cast(Callable[..., FileScores], found.load())
+        except ImportError as error:
+            raise LogsteerError(
+                f'--ray needs the server and Ray: pip install "logsteer[ray]" ({error})'
+            ) from error
+    raise LogsteerError('--ray needs the server and Ray: pip install "logsteer[ray]"')
+
+
+def _draw(scores: FileScores) -> list[Table]:
+    table = tables.start_table(">rows", ">failed", ">tokens", ">tokens/s", ">rows/s", ">seconds")
+    tokens = scores.prompt_tokens + scores.generated_tokens
+    table.add_row(
+        f"{scores.rows:,}", f"{scores.failed:,}", f"{tokens:,}", f"{scores.tokens_per_s:,.0f}",
+        f"{scores.rows_per_s:,.0f}", f"{scores.seconds:,.1f}",
+    )  # fmt: skip
+    if scores.total is None:
+        return [table]
+    total = tables.start_table(
+        ">perplexity", ">stderr", ">per word", ">bits/byte", ">scored tokens"
+    )
+    score = scores.total
+    total.add_row(
+        tables.show_number(score.perplexity), tables.show_number(score.stderr),
+        tables.show_number(score.word_perplexity), tables.show_number(score.bits_per_byte),
+        f"{score.num_scored:,}",
+    )  # fmt: skip
+    return [table, total]
+
+
+def _parse_pair(text: str) -> tuple[str, str]:
+    name, separator, column = text.partition("=")
+    if not separator or not name or not column:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form FIELD=COLUMN")
+    return name, column
+
+
+def _parse_options(text: str) -> dict[str, Any]:
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is no JSON: {error}") from error
+    if not isinstance(options, dict):
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is no JSON object")
+    return options

@@ -1,0 +1,309 @@
+"""Chunks of rows -> requests; their answers -> a line for each row.
+
+    {"row": 0, "result": {"targets": [...], "best": 0, ...}}
+    {"row": 1, "error": {"code": "context_too_long", "detail": "…", "param": "items[0]"}}
+
+Lines have nothing of when and how they came to be: no times, no request ids.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pydantic_core import from_json, to_json
+
+from logsteer._call import ApiCall, Download
+from logsteer._endpoints import ENDPOINTS
+from logsteer.corpus.form import ITEM_FIELDS, Row, RowForm
+from logsteer.corpus.source import Chunk
+from logsteer.errors import (
+    DIVISIBLE,
+    AnswerError,
+    APIError,
+    DeadlineError,
+    InternalError,
+    InvalidRequestError,
+    LogsteerError,
+    RequestTimeoutError,
+)
+from logsteer.schemas import TextResult
+from logsteer.schemas.perplexity import SUMS
+
+USAGE = ("prompt_tokens", "scored_tokens", "generated_tokens")
+"""Counts of an answer's `usage` that are summed up."""
+FINGERPRINT = (
+    "engine", "engine_version", "weights_digest", "tokenizer_digest", "dtype", "logits_dtype",
+    "quantization", "vocab_size",
+)  # fmt: skip
+"""What of an answer's provenance is the same for all rows of a file."""
+MAX_DETAIL = 2000
+"""Characters of an error's detail in a line."""
+TOO_LONG = (DeadlineError, RequestTimeoutError, InternalError)
+"""What fails with some of several rows, and has failed as often as it is tried."""
+_FRONT = b'{"results":['
+_BEGIN = re.compile(rb'\{"\w+":')
+
+
+class Ask(Protocol):
+    """Sends a call to some server, and returns what it answered; `first` is the first row of it.
+
+    A call of an earlier row goes first. What may pass is waited for.
+    """
+
+    async def __call__(self, first: int, rows: int, call: ApiCall[Download]) -> bytes:
+        """Send the call."""
+        ...
+
+
+@dataclass(slots=True)
+class RowCounts:
+    """Counts of rows that are finished; those of parts add up to those of the whole.
+
+    `failed_at_end` is how many of the last rows failed with none between them that did not.
+    """
+
+    rows: int = 0
+    failed: int = 0
+    usage: dict[str, int] = field(default_factory=lambda: dict.fromkeys(USAGE, 0))
+    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0))
+    failed_at_end: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the model has read and made."""
+        return self.usage["prompt_tokens"] + self.usage["generated_tokens"]
+
+    def add(self, other: "RowCounts") -> None:
+        """Count other rows in, which come behind these."""
+        whole = other.failed_at_end == other.rows
+        self.failed_at_end = other.failed_at_end + (self.failed_at_end if whole else 0)
+        self.rows += other.rows
+        self.failed += other.failed
+        for name, count in other.usage.items():
+            self.usage[name] += count
+
+    def add_text(self, sums: Sequence[float]) -> None:
+        """Add a text's SUMS. One by one, so that their digits do not depend on requests."""
+        for name, value in zip(SUMS, sums, strict=True):
+            self.sums[name] += value
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredChunk:
+    """The lines of a chunk's rows, in their order, and counts of them.
+
+    `first_error` is the first failed row and what was wrong with it; `texts` are the SUMS
+    of each text of `perplexity`, which the tally lacks.
+    """
+
+    chunk: Chunk
+    lines: bytes
+    tally: RowCounts
+    identity: Mapping[str, Any] | None
+    first_error: tuple[int, Mapping[str, Any]] | None
+    texts: Sequence[Sequence[float]]
+
+
+async def score_chunk(form: RowForm, chunk: Chunk, ask: Ask) -> ScoredChunk:
+    """Return the lines of a chunk: a result or an error for each row.
+
+    Errors: those of `ask` that are not for some rows; AnswerError.
+    """
+    return await _ChunkRun(form, chunk, ask).finish()
+
+
+class _ChunkRun:
+    """One chunk on its way: its items, and the line of each row as it comes."""
+
+    def __init__(self, form: RowForm, chunk: Chunk, ask: Ask) -> None:
+        self._form = form
+        self._chunk = chunk
+        self._ask = ask
+        self._items: list[Row | None] = []
+        self._ids: list[Any] = []
+        self._lines: list[bytes] = [b""] * len(chunk.rows)
+        self._failed: dict[int, Mapping[str, Any]] = {}
+        self._tally = RowCounts(rows=len(chunk.rows))
+        self._identity: Mapping[str, Any] | None = None
+        self._texts: list[list[float]] = []
+
+    async def finish(self) -> ScoredChunk:
+        """Return the lines of all rows."""
+        for place, raw in enumerate(self._chunk.rows):
+            own, item = self._form.read_row(raw)
+            self._ids.append(own)
+            self._items.append(None if isinstance(item, InvalidRequestError) else item)
+            if isinstance(item, InvalidRequestError):
+                self._fail(place, item)
+        for part in self._divide():
+            await self._answer(part)
+        tally = self._tally
+        tally.failed = len(self._failed)
+        while tally.failed_at_end < tally.rows and tally.rows - 1 - tally.failed_at_end in (
+            self._failed
+        ):
+            tally.failed_at_end += 1
+        first = min(self._failed, default=None)
+        error = None if first is None else (self._chunk.first + first, self._failed[first])
+        return ScoredChunk(
+            self._chunk, b"".join(self._lines), tally, self._identity, error, self._texts
+        )
+
+    def _divide(self) -> list[list[int]]:
+        """Return the places of rows that go into one request each, in their order.
+
+        All that are valid, but for what a request has one of: a conversation to continue, the
+        text of protocol exl3. Draws that follow from a row's number take neighbours of one form.
+        """
+        places = [place for place, item in enumerate(self._items) if item is not None]
+        if not self._form.kind.is_seeded:
+            single = self._form.options.get("protocol") == "exl3"
+            return [[place] for place in places] if single else [places] * bool(places)
+        parts: list[list[int]] = []
+        before = ""
+        for place in places:
+            (name,) = self._items[place] or ("",)
+            if parts and parts[-1][-1] == place - 1 and name == before != "messages":
+                parts[-1].append(place)
+            else:
+                parts.append([place])
+            before = name
+        return parts
+
+    async def _answer(self, places: Sequence[int]) -> None:
+        """Have these rows answered, in halves where they are refused or take too long together."""
+        first = self._chunk.first + places[0]
+        try:
+            answer = await self._ask(first, len(places), self._build(places))
+        except (*DIVISIBLE, *TOO_LONG) as error:
+            if len(places) == 1:
+                self._fail(places[0], error)
+                return
+            middle = len(places) // 2
+            await self._answer(places[:middle])
+            await self._answer(places[middle:])
+            return
+        document, results = read_answer(answer, len(places))
+        identity = identify(document)
+        if self._identity is not None and identity != self._identity:
+            raise AnswerError(describe_difference(self._identity, identity))
+        self._identity = identity
+        for place, result in zip(places, results, strict=True):
+            self._write(place, b"result", result)
+        for name in USAGE:
+            self._tally.usage[name] += document["usage"].get(name, 0)
+        if self._form.kind.result is TextResult:
+            for result in map(from_json, results):
+                sums = [result[name] for name in SUMS]
+                self._texts.append([math.nan if value is None else value for value in sums])
+
+    def _build(self, places: Sequence[int]) -> ApiCall[Download]:
+        form = self._form
+        body = dict(form.options)
+        items = [self._items[place] or {} for place in places]
+        if form.kind.fields is ITEM_FIELDS:
+            body["items"] = items
+        elif form.kind.text == "text":
+            body["texts"] = [item["text"] for item in items]
+        else:
+            (name,) = items[0]
+            body["seed"] += (self._chunk.first + places[0]) * body.get("n", 1)
+            values = [item[name] for item in items]
+            body |= {"prompt": {"prompts": values}, "prompt_ids": {"prompt_ids": values}}.get(
+                name, {"messages": values[0]}
+            )
+        endpoint = ENDPOINTS[form.endpoint]
+        return ApiCall(
+            endpoint.method, endpoint.path, Download, to_json(body), file_type="application/json"
+        )
+
+    def _fail(self, place: int, error: LogsteerError) -> None:
+        code = error.code if isinstance(error, APIError) else "deadline_exceeded"
+        param = error.param if isinstance(error, APIError) else None
+        document = {"code": code, "detail": error.detail[:MAX_DETAIL], "param": param}
+        self._failed[place] = document
+        self._write(place, b"error", to_json(document))
+
+    def _write(self, place: int, name: bytes, value: bytes) -> None:
+        own = b""
+        if self._form.id_column is not None:
+            own = b'"id":%b,' % to_json(self._ids[place])
+        line = b'{"row":%d,%b"%b":%b}\n' % (self._chunk.first + place, own, name, value)
+        self._lines[place] = line
+
+
+def read_answer(answer: bytes, count: int) -> tuple[Row, list[bytes]]:
+    """Return the document of an answer with so many results, and the JSON of each of them.
+
+    The document has one of the results at least. Errors: AnswerError.
+    """
+    try:
+        found = cut_answer(answer, count)
+        if found is None:
+            document = from_json(answer)
+            found = document, [to_json(result) for result in document["results"]]
+        document, results = found
+        _ = document["usage"]["prompt_tokens"]
+        if len(results) != count:
+            raise AnswerError(f"{count} rows, {len(results)} results: a fault of the server")
+    except (ValueError, KeyError, TypeError) as error:
+        raise AnswerError(
+            f"the answer has no results: {error!r}; is it a logsteer server of this version?"
+        ) from error
+    return document, results
+
+
+def cut_answer(answer: bytes, count: int) -> tuple[Row, list[bytes]] | None:
+    """Return the document with its last result, and all results as they stand; None: read it all.
+
+        {"results":[{"targets":[…],"best":0},{"targets":[…],"best":1}],"steering":null,…}
+                   └─ begin ──┘             └─ begin ──┘
+
+    Results of one kind have the same key in front. `begin` cannot stand in a text, where a
+    quotation mark follows a backslash, so results are cut apart without being read: to read them
+    all and to write them again would take most of what a row costs here. Where it stands within a
+    result, too, there are more parts than rows.
+
+    What stands between the first key of a result and the next one is trusted: a server that wrote
+    wrong JSON there would be found out by whoever reads the line. To read it all takes a third of
+    the CPU time of a row (4 of 12 us), and counting brackets proves little. An answer that is cut
+    off or damaged on its way does not come here: HTTP says how long it is, TCP and TLS sum it up.
+    """
+    colon = answer.find(b":", len(_FRONT))
+    begin = answer[len(_FRONT) : colon + 1]
+    if not (answer.startswith(_FRONT) and _BEGIN.fullmatch(begin)) or b"\n" in answer:
+        return None
+    *parts, rest = answer[colon + 1 :].split(b"}," + begin)
+    if len(parts) != count - 1:
+        return None
+    try:
+        document = from_json(b"".join((_FRONT, begin, rest)))
+        _, following, *_ = document
+        last = begin + rest[: rest.rfind(b'],"%b":' % following.encode())]
+        if [from_json(last)] != document["results"]:
+            return None
+    except ValueError:
+        return None
+    return document, [*(b"%b%b}" % (begin, part) for part in parts), last]
+
+
+def identify(document: Row) -> dict[str, Any]:
+    """Return what computed an answer: the model, its weights, and what was changed of them."""
+    provenance = document.get("provenance") or {}
+    found = {"model": document.get("model")}
+    found |= {name: provenance.get(name) for name in FINGERPRINT}
+    for name in ("override", "adapter"):
+        if document.get(name):
+            found[name] = document[name].get("sha256")
+    if document.get("steering"):
+        found["steering"] = [vector.get("sha256") for vector in document["steering"]["vectors"]]
+    return found
+
+
+def describe_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Say in what two models differ."""
+    names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    told = "; ".join(f"{name}: {one.get(name)!r}, now {other.get(name)!r}" for name in names)
+    return f"the rows so far were answered by another model ({told})"

@@ -1,0 +1,290 @@
+"""A job: rows of a file through an endpoint, in their order, each exactly once.
+
+Chunks of rows are asked for at once, many at a time, and written in their order: those that come
+early are held, within `buffer_bytes`. What is written is committed every `commit_s` seconds.
+"""
+
+import asyncio
+import hashlib
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from logsteer._progress import CorpusProgress
+from logsteer.corpus.answers import Ask, ScoredChunk, describe_difference, score_chunk
+from logsteer.corpus.form import RowForm
+from logsteer.corpus.output import check_target, place
+from logsteer.corpus.record import JobRecord, Record
+from logsteer.corpus.source import Chunk, RowSource, find_format
+from logsteer.corpus.summary import FileScores, sum_up
+from logsteer.errors import LogsteerError
+
+CHUNKS_AHEAD = 2
+"""Chunks that are begun for each request that may be under way."""
+CHUNK_MEMORY = 4
+"""Bytes that a chunk takes for each of its rows' own while it waits for its answer."""
+
+
+@dataclass(frozen=True)
+class JobLimits:
+    """Bounds of a job.
+
+    `batch_size` and `batch_bytes`: rows of one request, and their bytes. `concurrency`: requests
+    under way at each server, at most. `buffer_bytes`: rows and lines held in memory. `commit_s`:
+    seconds of work that an interruption costs. `patience_s`: seconds without any answer after which
+    the job ends. `max_failures`: failed rows in a row after which it does; 0: any number.
+    """
+
+    batch_size: int = 256
+    batch_bytes: int = 2**18
+    concurrency: int = 64
+    buffer_bytes: int = 64 * 2**20
+    commit_s: float = 1.0
+    patience_s: float = 600.0
+    max_failures: int = 1000
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "batch_bytes", "concurrency", "buffer_bytes"):
+            if getattr(self, name) < 1:
+                raise LogsteerError(f"{name} is {getattr(self, name)}; give 1 at least")
+
+
+class FileJob:
+    """A job between its beginning and its end, whoever scores the chunks.
+
+    `chunks` yields what is left; `take` is given each with its lines, in their order; `finish`
+    makes the file. Errors: LogsteerError for a file that cannot be read, that has changed, or that
+    another job writes.
+    """
+
+    def __init__(
+        self,
+        form: RowForm,
+        source: str | Path,
+        target: str | Path,
+        limits: JobLimits,
+        *,
+        strict: bool = False,
+        restart: bool = False,
+        progress: bool = True,
+    ) -> None:
+        self.form, self.limits = form, limits
+        self.target = Path(target)
+        check_target(self.target)
+        self.source = RowSource(Path(source), form.columns)
+        header = {
+            "input": {"bytes": self.source.file_bytes, "format": self.source.format},
+            "output": find_format(self.target),
+            "model": form.model,
+            **form.describe(),
+        }
+        self._strict = strict
+        self._began = self._committed_at = time.monotonic()
+        self._before = 0.0
+        self._crc = 0
+        self._digest = hashlib.sha256()
+        self._bytes = 0
+        self._thread = ThreadPoolExecutor(1, "logsteer-commit")
+        self._commit: Future[None] = Future()
+        self._commit.set_result(None)
+        try:
+            self.record = JobRecord(self.target, header, restart)
+        except BaseException:
+            self.source.close()
+            raise
+        self._bar = CorpusProgress(self.source.size, progress and not self.is_done)
+
+    def __enter__(self) -> Self:
+        """Begin where the last commit ended."""
+        try:
+            last = self.record.last
+            self._before, self._bytes = last.seconds, last.bytes
+            self.tally = deepcopy(last.tally)
+            self.tally.failed_at_end = 0
+            self.resumed = last.rows
+            self._committed = last.rows
+            if not self.is_done:
+                self._pass_finished()
+            self._bar.__enter__()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._bar.__exit__(*error)
+        try:
+            if not self.is_done and not self.record.is_whole:
+                self.commit()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close all files."""
+        self._thread.shutdown()
+        self.record.close()
+        self.source.close()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether an earlier run has finished all of it."""
+        return self.record.done is not None or self.record.is_placed
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Yield the rows that are left, in chunks."""
+        if self.record.is_whole or self.is_done:
+            return iter(())
+        return self.source.cut(self.tally.rows, self.limits.batch_size, self.limits.batch_bytes)
+
+    def take(self, scored: ScoredChunk) -> None:
+        """Write the lines of the next chunk.
+
+        Errors: OSError; LogsteerError for another model than before, and where it is to end.
+        """
+        if self._strict and scored.first_error is not None:
+            raise LogsteerError(_describe_failure(*scored.first_error))
+        if scored.identity is not None:
+            self.check_identity(scored.identity)
+        self.record.write(scored.lines)
+        self._bytes += len(scored.lines)
+        self._crc = zlib.crc32(scored.lines, self._crc)
+        self._digest.update(b"\n".join(scored.chunk.rows) + b"\n")
+        self.tally.add(scored.tally)
+        for text in scored.texts:
+            self.tally.add_text(text)
+        self._bar.show(scored.chunk.place, self.tally.rows, self.tally.failed, self.tally.tokens)
+        most = self.limits.max_failures
+        if most and self.tally.failed_at_end >= most and scored.first_error is not None:
+            raise LogsteerError(
+                f"{self.tally.failed_at_end} rows in a row have failed, and the job ends here "
+                f"(max_failures); the last: {_describe_failure(*scored.first_error)}"
+            )
+
+    def check_identity(self, identity: Mapping[str, Any]) -> None:
+        """Make sure that one model answers all rows. Errors: LogsteerError for another."""
+        known = self.record.identity
+        if known is None:
+            self.record.note_identity(identity)
+        elif known != identity:
+            raise LogsteerError(
+                f"{describe_difference(known, identity)}: go on with that one, or --restart"
+            )
+
+    def commit(self, *, wait: bool = True) -> None:
+        """Have what was written on the disk; without `wait` in a thread, once the last one ended.
+
+        Errors: OSError, of the last commit too: none may follow one that failed.
+        """
+        if not wait and not self._commit.done():
+            return
+        self._commit.result()
+        if self.tally.rows == self._committed:
+            return
+        record = Record(
+            self.tally.rows, self._bytes, self._crc, self._digest.hexdigest(), self.seconds,
+            deepcopy(self.tally),
+        )  # fmt: skip
+        self._commit = self._thread.submit(self.record.commit, record)
+        self._committed_at = time.monotonic()
+        self._committed = self.tally.rows
+        self._crc, self._digest = 0, hashlib.sha256()
+        if wait:
+            self._commit.result()
+
+    def is_due(self) -> bool:
+        """Return whether what was written is to be committed."""
+        return time.monotonic() - self._committed_at > self.limits.commit_s
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that this run and those before have taken."""
+        return self._before + time.monotonic() - self._began
+
+    def finish(self, **told: Any) -> FileScores:
+        """Make the file of the lines, and return what there is to say of it."""
+        if self.record.done is not None:
+            return FileScores.model_validate(self.record.done)
+        if not self.record.is_placed:
+            self.commit()
+            self.record.end()
+            place(self.record.part_path, self.target, self.form, self.source)
+        self.record.is_placed = True
+        scores = sum_up(self.form, self.tally, self.record.identity, self.seconds)
+        scores = scores.model_copy(update={"resumed_rows": self.resumed, **told})
+        self.record.finish(scores.model_dump(mode="json"))
+        return scores
+
+    def _pass_finished(self) -> None:
+        """Read the rows that are finished, and make sure that they are the same."""
+        rows = 0
+        for record in self.record.records:
+            if self.source.skip(record.rows - rows) != record.sha256:
+                raise LogsteerError(
+                    f"{self.source.path} has changed: rows {rows} to {record.rows - 1} are not "
+                    "those that were scored. --restart begins anew"
+                )
+            rows = record.rows
+
+
+def _describe_failure(row: int, error: Mapping[str, Any]) -> str:
+    return f"row {row}: {error['code']}: {error['detail']}"
+
+
+async def run_chunks(job: FileJob, ask: Ask, limit: Callable[[], int]) -> None:
+    """Score a job's chunks, as many at once as `limit` says, and write them in their order.
+
+    Errors: the first chunk's that failed, once those in front of it are written.
+    """
+    begun: deque[asyncio.Task[ScoredChunk]] = deque()
+    broken = asyncio.get_running_loop().create_future()
+    held = 0
+
+    def note_end(task: asyncio.Task[ScoredChunk]) -> None:
+        nonlocal held
+        if task.cancelled():
+            return
+        if task.exception() is None:
+            held += len(task.result().lines)
+        elif not broken.done():
+            broken.set_result(None)
+
+    chunks = job.chunks()
+    is_open = True
+    try:
+        while True:
+            while is_open and len(begun) < CHUNKS_AHEAD * limit():
+                if begun and held > job.limits.buffer_bytes:
+                    break
+                chunk = next(chunks, None)
+                if chunk is None:
+                    is_open = False
+                    break
+                task = asyncio.create_task(score_chunk(job.form, chunk, ask))
+                task.add_done_callback(note_end)
+                begun.append(task)
+                held += CHUNK_MEMORY * chunk.num_bytes
+            if not begun:
+                return
+            await asyncio.wait({begun[0], broken}, return_when=asyncio.FIRST_COMPLETED)
+            if not begun[0].done():
+                raise next(e for e in map(_find_error, begun) if e is not None)
+            scored = begun[0].result()
+            job.take(scored)
+            begun.popleft()
+            held -= CHUNK_MEMORY * scored.chunk.num_bytes + len(scored.lines)
+            if job.is_due():
+                job.commit(wait=False)
+    finally:
+        for task in begun:
+            task.cancel()
+        await asyncio.gather(*begun, return_exceptions=True)
+
+
+def _find_error(task: asyncio.Task[ScoredChunk]) -> BaseException | None:
+    return task.exception() if task.done() and not task.cancelled() else None

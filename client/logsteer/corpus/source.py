@@ -1,0 +1,175 @@
+"""Rows of a file, one by one, as bytes of JSON: from JSON lines, compressed or not, and Parquet."""
+
+import gzip
+import hashlib
+import io
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from pydantic_core import to_json
+
+from logsteer.errors import LogsteerError
+
+FileFormat = Literal["jsonl", "jsonl.gz", "jsonl.zst", "parquet"]
+MAX_ROW_BYTES = 16 * 2**20
+"""Bytes of one row: more is no JSON lines, and would have to be held in memory."""
+PARQUET_ROWS = 1024
+"""Rows of a Parquet file that are decoded at once."""
+_SUFFIXES: dict[str, FileFormat] = {
+    ".parquet": "parquet",
+    ".gz": "jsonl.gz",
+    ".zst": "jsonl.zst",
+    ".jsonl": "jsonl",
+    ".json": "jsonl",
+    ".ndjson": "jsonl",
+}
+
+
+def find_format(path: Path) -> FileFormat:
+    """Return what a file holds, by its name. Errors: LogsteerError for another name."""
+    found = _SUFFIXES.get(path.suffix.lower())
+    if found is None:
+        raise LogsteerError(
+            f"{path}: its name does not say what it holds: JSON lines end in .jsonl, .jsonl.gz or "
+            ".jsonl.zst, Parquet in .parquet"
+        )
+    return found
+
+
+def load_arrow(what: str) -> tuple[Any, Any]:
+    """Return pyarrow and its module of Parquet. Errors: LogsteerError that says what to install."""
+    try:
+        import pyarrow as arrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise LogsteerError(f'{what} needs pyarrow: pip install "logsteer[tables]"') from error
+    return arrow, parquet
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Neighbouring rows, the first of them number `first` of the file, from 0.
+
+    `place` is how far into the file they reach, in the unit of `RowSource.size`.
+    """
+
+    first: int
+    rows: Sequence[bytes]
+    place: int
+
+    @property
+    def end(self) -> int:
+        """The number of the first row behind them."""
+        return self.first + len(self.rows)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the rows."""
+        return sum(map(len, self.rows))
+
+
+class RowSource:
+    """The rows of a file, read once from its beginning.
+
+    A row of JSON lines is a line that is not blank, as it stands; one of Parquet is an object of
+    the columns that are `wanted`, those of them that the file has, written as JSON. `size` is the
+    file's in bytes, and rows for Parquet; `place` is how far of that was read.
+    """
+
+    def __init__(self, path: Path, wanted: Sequence[str]) -> None:
+        self.path = path
+        self.format = find_format(path)
+        self._wanted = wanted
+        self._raw: BinaryIO = path.open("rb")
+        self.file_bytes = path.stat().st_size
+        self.size = self.file_bytes
+        self.schema: Any = None
+        """The schema of a Parquet file; None for JSON lines."""
+        self._rows_read = 0
+        try:
+            is_parquet = self.format == "parquet"
+            self._rows = self._read_parquet() if is_parquet else self._read_lines(self._unpack())
+        except BaseException:
+            self._raw.close()
+            raise
+
+    @property
+    def place(self) -> int:
+        """How far was read."""
+        return self._rows_read if self.format == "parquet" else self._raw.tell()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._raw.close()
+
+    def skip(self, count: int) -> str:
+        """Pass over so many rows, and return their digest; of fewer where the file ends before."""
+        digest = hashlib.sha256()
+        while count and (rows := list(islice(self._rows, min(count, PARQUET_ROWS)))):
+            digest.update(b"\n".join(rows) + b"\n")
+            count -= len(rows)
+        return digest.hexdigest()
+
+    def cut(self, first: int, max_rows: int, max_bytes: int) -> Iterator[Chunk]:
+        """Yield what is left in chunks of at most so many rows, and bytes where it is several.
+
+        `first` is the number of the next row.
+        """
+        rows: list[bytes] = []
+        size = 0
+        for row in self._rows:
+            if rows and (len(rows) == max_rows or size + len(row) > max_bytes):
+                yield Chunk(first, rows, self.place)
+                first, rows, size = first + len(rows), [], 0
+            rows.append(row)
+            size += len(row)
+        if rows:
+            yield Chunk(first, rows, self.size)
+
+    def _unpack(self) -> Any:
+        if self.format == "jsonl.gz":
+            return gzip.GzipFile(fileobj=self._raw)
+        if self.format == "jsonl.zst":
+            arrow, _ = load_arrow("zstd")
+            return io.BufferedReader(arrow.CompressedInputStream(self._raw, "zstd"))
+        return self._raw
+
+    def _read_lines(self, file: Any) -> Iterator[bytes]:
+        number = 0
+        try:
+            while line := file.readline(MAX_ROW_BYTES + 1):
+                if len(line) > MAX_ROW_BYTES:
+                    raise LogsteerError(
+                        f"{self.path}: row {number} is longer than {MAX_ROW_BYTES} bytes; is it "
+                        "JSON lines, an object a line?"
+                    )
+                if row := line.strip():
+                    number += 1
+                    yield row
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise LogsteerError(f"{self.path} cannot be unpacked, row {number}: {error}") from error
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            raise LogsteerError(f"{self.path} cannot be unpacked, row {number}: {error}") from error
+
+    def _read_parquet(self) -> Iterator[bytes]:
+        arrow, parquet = load_arrow("Parquet")
+        try:
+            file = parquet.ParquetFile(self._raw, pre_buffer=False)
+        except arrow.ArrowInvalid as error:
+            raise LogsteerError(f"{self.path} is no Parquet file: {error}") from error
+        self.size = file.metadata.num_rows
+        self.schema = file.schema_arrow
+        columns = [name for name in self._wanted if name in self.schema.names]
+        return self._decode(file, columns)
+
+    def _decode(self, file: Any, columns: Sequence[str]) -> Iterator[bytes]:
+        for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
+            for row in batch.to_pylist() if columns else [{}] * batch.num_rows:
+                self._rows_read += 1
+                yield to_json(row)
