@@ -17,12 +17,15 @@
 #   --secret id=pip_conf,src=FILE            how pip reaches them
 #   --secret id=uv_toml,src=FILE             how uv reaches them; none of the last four is in a layer
 #   --target sbom-cpu --output FOLDER        what the image consists of, as sbom.cdx.json (CycloneDX)
+#   --target ray                             the cpu target with Ray, for deploy/ray; with
+#                                            --build-arg VARIANT=cuda the other one
 #
 # `make test-containers` builds and runs the cpu target. deploy/README.md says what has been run:
 # the cpu target on a base of Debian's packages; of the cuda target, only that its lock installs.
 
 ARG PYTHON_BASE=python:3.11.15-slim-bookworm
 ARG CUDA_BASE=nvidia/cuda:13.0.3-base-ubuntu24.04
+ARG VARIANT=cpu
 ARG VERSION=0.1.0
 ARG REVISION=unknown
 
@@ -172,7 +175,6 @@ LABEL org.opencontainers.image.title="logsteer" \
       org.opencontainers.image.revision="$REVISION" \
       logsteer.sbom="/srv/logsteer/sbom.cdx.json"
 
-# Last, so that it is what a build without --target gives.
 FROM os-cpu AS cpu
 COPY --from=build-cpu /opt/logsteer /opt/logsteer
 COPY --from=build-cpu /srv/logsteer/sbom.cdx.json /srv/logsteer/sbom.cdx.json
@@ -199,3 +201,37 @@ LABEL org.opencontainers.image.title="logsteer" \
       org.opencontainers.image.version="$VERSION" \
       org.opencontainers.image.revision="$REVISION" \
       logsteer.sbom="/srv/logsteer/sbom.cdx.json"
+
+# ---------------------------------------------------------------- Ray
+# Either target with the extra `ray`, in one more layer: a node of a cluster with the command
+# `ray start …`, and a whole cluster of this machine without a command.
+
+# hadolint ignore=DL3006
+FROM build-${VARIANT} AS build-ray
+ARG VARIANT
+ARG VERSION
+WORKDIR /srv/logsteer
+COPY requirements/cpu.lock requirements/cuda.lock requirements/dev.lock requirements/
+COPY deploy/image/ray.sh deploy/image/
+RUN --mount=type=cache,target=/root/.cache \
+    --mount=type=bind,from=wheels,target=/wheels \
+    --mount=type=secret,id=ca,target=/run/secrets/ca.pem \
+    --mount=type=secret,id=pip_conf,target=/etc/pip.conf \
+    --mount=type=secret,id=uv_toml,target=/etc/uv/uv.toml \
+    VENV=/opt/logsteer LOGSTEER_VARIANT=$VARIANT ADDED=/opt/added deploy/image/ray.sh \
+    && /opt/logsteer/bin/python deploy/image/sbom.py "$VERSION" > sbom.cdx.json \
+    && install --directory /opt/state
+
+# hadolint ignore=DL3006
+FROM ${VARIANT} AS ray
+COPY --from=build-ray /opt/added/ /opt/logsteer/
+# What the head of a cluster keeps, see deploy/ray/compose.yml: a volume takes this one's owner.
+COPY --from=build-ray --chown=10001:10001 /opt/state /var/lib/ray
+COPY --from=build-ray /srv/logsteer/sbom.cdx.json /srv/logsteer/sbom.cdx.json
+ENV RAY_USAGE_STATS_ENABLED=0
+ENTRYPOINT []
+CMD ["python", "-m", "logsteer_server.cluster", "--config", "/etc/logsteer/models.yaml", "--host", "0.0.0.0", "--port", "8000"]
+LABEL org.opencontainers.image.description="Exact log-probabilities and perplexities from language models, over HTTP; a node of a Ray cluster"
+
+# What a build without --target gives.
+FROM cpu

@@ -4,11 +4,11 @@ CONFIG ?= demo/models.yaml
 PYTHON := .venv/bin/python
 WORKERS ?= 2
 # A file stays in one worker, and the order of the files is that of tests/conftest.py.
-PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --no-loadscope-reorder
 EXACT := $(addprefix tests/contract/test_,exactness.py logprob.py quantized.py tlens.py)
 
-.PHONY: serve cluster demo setup test test-fast test-containers test-avx2 families check format bench \
-	gpu-check openapi client docs playground observability lock clean
+.PHONY: serve cluster demo setup test test-fast test-containers test-cluster test-avx2 families check format bench \
+	gpu-check openapi client docs playground dashboard lock clean
 
 serve: ## install what is missing, then serve CONFIG on PORT
 	@requirements/install.sh server
@@ -48,7 +48,10 @@ bench: setup ## run the benchmarks, write bench/results.json and bench/results.m
 	@$(PYTHON) bench/run.py
 
 test-containers: setup ## build the image, run it, hold it to what the manifests say; takes a Docker engine
-	@CONTAINERS=all $(PYTHON) -m pytest -n 0 -s tests/containers
+	@CONTAINERS=$${CONTAINERS:-all} $(PYTHON) -m pytest -n 0 -s tests/containers
+
+test-cluster: setup ## changes, faults and scaling on a real Ray of this machine: what takes minutes, too
+	@CLUSTER=all $(PYTHON) -m pytest -n 0 -s tests/cluster
 
 gpu-check: setup ## check and measure on the GPU, write bench/gpu-check.md; GPU_CHECK gives options
 	@$(PYTHON) -m bench.gpu_check $(GPU_CHECK)
@@ -65,11 +68,12 @@ client: setup ## write the client's methods anew from the table of endpoints and
 
 docs: setup ## write the pages that follow from the code, build the documentation into site/
 	@$(PYTHON) -m logsteer_server.reference docs
+	@$(PYTHON) -m bench.capacity --render
+	@$(PYTHON) deploy/observability/write_metrics.py
 	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet
 
-observability: setup ## write Grafana's dashboard and docs/metrics.md anew
+dashboard: setup ## write Grafana's dashboard anew
 	@$(PYTHON) deploy/observability/write_dashboard.py
-	@$(PYTHON) deploy/observability/write_metrics.py
 
 lock: setup ## write the lock files anew
 	@PATH=$(CURDIR)/.venv/bin:$$PATH requirements/compile.sh

@@ -2,15 +2,18 @@
 
     python deploy/observability/draw_dashboard.py http://127.0.0.1:9090 dashboard.png --minutes 5
 
-The queries are those of dashboards/logsteer.json; the picture shows what they return, not what
-Grafana would look like. Needs logsteer[plot].
+Queries, units, bounds and texts are those of dashboards/logsteer.json; the picture shows what
+Prometheus answers, not what Grafana would look like. Needs logsteer[plot].
 """
 
 import argparse
 import json
+import math
 import re
 import sys
+import textwrap
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,74 +21,140 @@ import httpx
 import matplotlib.pyplot as plt
 
 DASHBOARD = Path(__file__).parent / "dashboards" / "logsteer.json"
-COLUMNS = 6
-SCALES = {"bytes": (2**-20, "MiB"), "percentunit": (100.0, "%"), "s": (1e3, "ms")}
-"""Grafana's units -> a factor and a unit that read well here."""
-MAX_LEGEND = 5
+COLUMNS = 4
+WIDTH, HEIGHT, TITLE = 4.6, 3.2, 0.4
+"""Inches: of a panel, and the height of a row's title."""
+LEFT, WIDE, BELOW, HIGH = 0.13, 0.83, 0.36, 0.48
+"""Of a panel's width and height: what is left of the graph, the graph, below it, the graph."""
+SCALES = {
+    "bytes": [(2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "bytes")],
+    "percentunit": [(0.01, "%")],
+    "s": [(1.0, "s"), (1e-3, "ms")],
+    "reqps": [(1.0, "requests/s")],
+    "short": [(1.0, "")],
+}
+"""Grafana's units -> what they are read in, the largest first: a divisor and a name."""
+MAX_SERIES = 8
+"""Those with the largest values are drawn, and the others counted."""
+MUTED = "0.4"
 
 
-def query_range(url: str, expression: str, minutes: float, step: float) -> list[dict[str, Any]]:
-    """Return the series of a query, each with its labels and values."""
-    now = time.time()
-    filled = expression.replace("$__rate_interval", "30s").replace("$model", ".*")
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One series: its name, times in minutes before the end, and values in Grafana's unit."""
+
+    name: str
+    at: list[float]
+    values: list[float]
+
+    @property
+    def largest(self) -> float:
+        """The largest value, at least one of which is a number."""
+        return max(value for value in self.values if math.isfinite(value))
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What time is drawn: its end in seconds since 1970, its length, seconds between two points."""
+
+    end: float
+    minutes: float
+    step: float
+
+
+def query_lines(url: str, target: dict[str, Any], span: Span) -> list[Line]:
+    """Return the series of a query that have a value."""
+    filled = target["expr"].replace("$__rate_interval", "30s").replace("$model", ".*")
     answer = httpx.get(
         f"{url}/api/v1/query_range",
-        params={"query": filled, "start": now - 60 * minutes, "end": now, "step": step},
+        params={
+            "query": filled,
+            "start": span.end - 60 * span.minutes,
+            "end": span.end,
+            "step": span.step,
+        },
     )
     answer.raise_for_status()
-    found: list[dict[str, Any]] = answer.json()["data"]["result"]
-    return found
+    lines = [
+        Line(
+            name_series(target["legendFormat"], series["metric"]),
+            [(float(at) - span.end) / 60 for at, _ in series["values"]],
+            [float(value) for _, value in series["values"]],
+        )
+        for series in answer.json()["data"]["result"]
+    ]
+    return [line for line in lines if any(map(math.isfinite, line.values))]
 
 
 def name_series(legend: str, labels: dict[str, str]) -> str:
     """Return a series' name: the legend with its labels put in."""
-    return re.sub(r"{{(\w+)}}", lambda found: labels.get(found[1], ""), legend)
+    return re.sub(r"{{(\w+)}}", lambda found: labels.get(found[1], ""), legend).strip()
 
 
-def draw(url: str, minutes: float, step: float) -> Any:
-    """Return a figure with every panel of the dashboard, row by row."""
-    panels = json.loads(DASHBOARD.read_text())["panels"]
+def choose_scale(unit: str, largest: float) -> tuple[float, str]:
+    """Return what to divide values of a unit by, and what they are then."""
+    if unit.startswith("count:"):
+        return 1.0, unit.removeprefix("count:")
+    return next((each for each in SCALES[unit] if largest >= each[0]), SCALES[unit][-1])
+
+
+def draw(url: str, span: Span) -> Any:
+    """Return a figure with every panel of the dashboard, below the titles of its rows."""
     rows: list[tuple[str, list[Any]]] = []
-    for panel in panels:
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
         if panel["type"] == "row":
             rows.append((panel["title"], []))
         else:
             rows[-1][1].append(panel)
-    figure, grid = plt.subplots(
-        len(rows), COLUMNS, figsize=(4.2 * COLUMNS, 2.9 * len(rows)), layout="constrained"
-    )
-    for axes, (title, shown) in zip(grid, rows, strict=True):
-        for place, panel in zip(axes, [*shown, *[None] * COLUMNS], strict=False):
-            if panel is None:
-                place.axis("off")
-            else:
-                draw_panel(place, panel, url, minutes, step)
-        axes[0].set_ylabel(title, fontsize=13, fontweight="bold")
-    figure.supxlabel("minutes", fontsize=10)
+    # Inches from the top, so that panels of all rows are of one size.
+    height = sum(TITLE + HEIGHT * -(-len(panels) // COLUMNS) for _, panels in rows)
+    figure = plt.figure(figsize=(WIDTH * COLUMNS, height))
+    top = 0.0
+    for title, panels in rows:
+        figure.text(0.01, 1 - (top + TITLE) / height, title, fontsize=14, fontweight="bold")
+        top += TITLE
+        for number, panel in enumerate(panels):
+            line, column = divmod(number, COLUMNS)
+            left = (column + LEFT) / COLUMNS
+            bottom = 1 - (top + HEIGHT * (line + 1 - BELOW)) / height
+            place = figure.add_axes((left, bottom, WIDE / COLUMNS, HIGH * HEIGHT / height))
+            draw_panel(place, panel, url, span)
+        top += HEIGHT * -(-len(panels) // COLUMNS)
     return figure
 
 
-def draw_panel(place: Any, panel: dict[str, Any], url: str, minutes: float, step: float) -> None:
-    """Draw one panel."""
-    factor, unit = SCALES.get(panel["fieldConfig"]["defaults"]["unit"], (1.0, ""))
-    lines = 0
-    for target in panel["targets"]:
-        for series in query_range(url, target["expr"], minutes, step):
-            at = [(float(t) - time.time()) / 60 for t, _ in series["values"]]
-            values = [factor * float(value) for _, value in series["values"]]
-            label = name_series(target["legendFormat"], series["metric"])
-            place.plot(at, values, linewidth=1.3, label=label if lines < MAX_LEGEND else None)
-            lines += 1
-    place.set_title(panel["title"] + (f", {unit}" if unit else ""), fontsize=10)
-    place.tick_params(labelsize=7)
-    place.margins(y=0.45)  # room for the legend
-    place.set_ylim(bottom=0)
-    place.grid(alpha=0.25)
+def draw_panel(place: Any, panel: dict[str, Any], url: str, span: Span) -> None:
+    """Draw one panel: title, text and lines, and what they are called below them."""
+    shown = panel["fieldConfig"]["defaults"]
+    lines = [line for target in panel["targets"] for line in query_lines(url, target, span)]
+    place.set_title(panel["title"], fontsize=10.5, loc="left", pad=16)
+    text = textwrap.shorten(panel["description"], 75, placeholder=" …")
+    place.annotate(text, (0, 1), (0, 4), "axes fraction", "offset points", fontsize=7, color=MUTED)
     if not lines:
-        place.text(0.5, 0.5, "no data", ha="center", transform=place.transAxes, color="gray")
-    else:
-        more = f"and {lines - MAX_LEGEND} more" if lines > MAX_LEGEND else None
-        place.legend(fontsize=6, loc="upper left", title=more, title_fontsize=6)
+        place.set(xticks=[], yticks=[])
+        place.spines[:].set_color("0.85")
+        told = textwrap.fill(shown["noValue"], 38)
+        place.text(0.5, 0.5, told, ha="center", va="center", transform=place.transAxes, color=MUTED)
+        return
+    factor, unit = choose_scale(shown["unit"], max(line.largest for line in lines))
+    kept = set(sorted(range(len(lines)), key=lambda n: -lines[n].largest)[:MAX_SERIES])
+    for line in (lines[n] for n in sorted(kept)):
+        values = [value / factor for value in line.values]
+        place.plot(line.at, values, linewidth=1.3, label=textwrap.shorten(line.name, 40))
+    place.set_ylabel(unit, fontsize=8)
+    place.set_xlabel("minutes", fontsize=7, labelpad=1)
+    place.set_xlim(-span.minutes, 0)
+    place.set_ylim(bottom=0, top=shown["max"] / factor if "max" in shown else None)
+    if place.get_ylim()[1] < 0.1:  # nothing but zeros
+        place.set_ylim(top=1)
+    place.tick_params(labelsize=7.5)
+    place.grid(alpha=0.25)
+    left = len(lines) - len(kept)
+    place.legend(
+        fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.19), ncols=2, frameon=False,
+        title=f"and {left} smaller" if left else None, title_fontsize=7, handlelength=1.2,
+        columnspacing=1.2, labelspacing=0.25,
+    )  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -94,10 +163,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("url", help="where Prometheus answers")
     parser.add_argument("picture", type=Path, help="file to write")
     parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--end", type=float, help="seconds since 1970; now, unless given")
     parser.add_argument("--step", type=float, default=2.0, help="seconds between two points")
     arguments = parser.parse_args(argv)
     plt.switch_backend("agg")
-    draw(arguments.url, arguments.minutes, arguments.step).savefig(arguments.picture, dpi=75)
+    span = Span(arguments.end or time.time(), arguments.minutes, arguments.step)
+    draw(arguments.url, span).savefig(arguments.picture, dpi=80)
     return 0
 
 

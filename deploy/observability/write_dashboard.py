@@ -19,12 +19,16 @@ WIDTH, HEIGHT, COLUMNS = 8, 8, 3
 
 @dataclass(frozen=True)
 class Panel:
-    """A graph: its title, the unit of its numbers in Grafana's terms, and its queries by legend."""
+    """A graph: its title, the unit of its numbers in Grafana's terms, and its queries by legend.
+
+    `text` explains it, and `empty` is what it says where there is nothing to show.
+    """
 
     title: str
     unit: str
     queries: dict[str, str]
     text: str = ""
+    empty: str = "No requests of this kind."
 
 
 def rate(metric: str, labels: str, by: str) -> str:
@@ -38,6 +42,9 @@ def quantile(q: float, metric: str, labels: str, by: str) -> str:
 
 
 MODEL = 'model=~"$model"'
+TOKENS = "count:tok/s"
+NO_GPU = "No engine is on a GPU."
+NO_KEYS = "No key_file: the server knows no keys."
 ROWS: dict[str, list[Panel]] = {
     "Traffic": [
         Panel("Requests", "reqps", {
@@ -45,15 +52,20 @@ ROWS: dict[str, list[Panel]] = {
         Panel("Problems by code", "reqps", {
             "{{code}} {{path}}": rate("logsteer_errors_total", "", "code, path")},
             "overloaded and rate_limited may be tried again; internal is a fault."),
-        Panel("In flight", "short", {"requests": "logsteer_requests_in_flight"}),
+        Panel("In flight", "short", {"requests": "sum(logsteer_requests_in_flight)"}),
         Panel("Models that answer", "short", {
             "{{model}}": f"min by (model) (logsteer_model_ready{{{MODEL}}})"}),
         Panel("Admitted work, tokens", "percentunit", {
-            "{{model}}": f"logsteer_pending_tokens{{{MODEL}}} / "
-            f"logsteer_pending_tokens_limit{{{MODEL}}}"}, "Share of max_pending_tokens."),
+            "{{model}}": f"max by (model) (logsteer_pending_tokens{{{MODEL}}} / "
+            f"logsteer_pending_tokens_limit{{{MODEL}}})"},
+            "Share of max_pending_tokens; of several ingresses, the fullest one's."),
         Panel("Admitted work, memory", "percentunit", {
-            "all models": "logsteer_pending_bytes / logsteer_pending_bytes_limit"},
-            "Share of max_pending_bytes."),
+            "all models": "max(logsteer_pending_bytes / logsteer_pending_bytes_limit)"},
+            "Share of max_pending_bytes; of several ingresses, the fullest one's."),
+        Panel("Ledger and coordinator away", "short", {
+            "{{part}}": "sum by (part) (logsteer_cluster_part_away)"},
+            "Ingresses that ledger or coordinator do not answer.",
+            empty="A service on one machine has neither; they are parts of one on Ray."),
     ],
     "Latency": [
         Panel("Request, median and 99 %", "s", {
@@ -82,17 +94,13 @@ ROWS: dict[str, list[Panel]] = {
                 0.99, "logsteer_engine_step_seconds", MODEL, "model, replica")}),
     ],
     "Tokens": [
-        Panel("Read", "short", {"{{model}}": rate("logsteer_prompt_tokens_total", MODEL, "model")},
-              "Tokens a second."),
-        Panel("Scored", "short", {
-            "{{model}}": rate("logsteer_scored_tokens_total", MODEL, "model")},
-            "Tokens a second."),
-        Panel("Generated", "short", {
-            "{{model}}": rate("logsteer_generated_tokens_total", MODEL, "model")},
-            "Tokens a second."),
-        Panel("Steered", "short", {
-            "{{model}}": rate("logsteer_steered_tokens_total", MODEL, "model")},
-            "Tokens a second."),
+        Panel("Read", TOKENS, {"{{model}}": rate("logsteer_prompt_tokens_total", MODEL, "model")}),
+        Panel("Scored", TOKENS, {
+            "{{model}}": rate("logsteer_scored_tokens_total", MODEL, "model")}),
+        Panel("Generated", TOKENS, {
+            "{{model}}": rate("logsteer_generated_tokens_total", MODEL, "model")}),
+        Panel("Steered", TOKENS, {
+            "{{model}}": rate("logsteer_steered_tokens_total", MODEL, "model")}),
         Panel("Prefix cache", "percentunit", {
             "{{model}}": rate("logsteer_prefix_cached_tokens_total", MODEL, "model")
             + " / (" + rate("logsteer_prompt_tokens_total", MODEL, "model") + " > 0)"},
@@ -102,10 +110,15 @@ ROWS: dict[str, list[Panel]] = {
         Panel("Sequences", "short", {
             "{{model}}/{{replica}} running": f"logsteer_engine_sequences_running{{{MODEL}}}",
             "{{model}}/{{replica}} waiting": f"logsteer_engine_sequences_waiting{{{MODEL}}}",
-            "{{model}}/{{replica}} queued": f"logsteer_engine_sequences_queued{{{MODEL}}}"}),
+            "{{model}}/{{replica}} queued":
+                f"sum by (model, replica) (logsteer_engine_sequences_queued{{{MODEL}}})"}),
         Panel("Key-value blocks", "percentunit", {
             "{{model}}/{{replica}}": f"logsteer_kv_cache_blocks_used{{{MODEL}}} / "
             f"logsteer_kv_cache_blocks{{{MODEL}}}"}, "Share that sequences hold."),
+        Panel("Preemptions", "count:/s", {
+            "{{model}}/{{replica}}": rate(
+                "logsteer_engine_preemptions_total", MODEL, "model, replica")},
+            "Sequences that gave their blocks back and are computed again."),
         Panel("Slots in use", "short", {
             "{{model}}/{{replica}} plans": f"logsteer_steering_slots_used{{{MODEL}}}",
             "{{model}}/{{replica}} adapters": f"logsteer_adapter_slots_used{{{MODEL}}}"},
@@ -113,25 +126,30 @@ ROWS: dict[str, list[Panel]] = {
         Panel("Heartbeat's age", "s", {
             "{{model}}/{{replica}}": f"logsteer_engine_heartbeat_age_seconds{{{MODEL}}}"}),
         Panel("Restarts in an hour", "short", {
-            "{{model}}/{{replica}}": f"increase(logsteer_engine_restarts_total{{{MODEL}}}[1h])"}),
-        Panel("Processors", "short", {
+            "{{model}}/{{replica}}": "max by (model, replica) "
+            f"(increase(logsteer_engine_restarts_total{{{MODEL}}}[1h]))"}),
+        Panel("Processors", "count:cores", {
             "{{model}}/{{replica}}": rate(
                 "logsteer_engine_process_cpu_seconds_total", MODEL, "model, replica"),
-            "HTTP": 'rate(process_cpu_seconds_total{job="logsteer"}[$__rate_interval])'},
+            "HTTP {{instance}} {{process}}": rate(
+                "process_cpu_seconds_total", 'job="logsteer"', "instance, process")},
             "Cores that are busy."),
     ],
     "Memory": [
         Panel("Resident", "bytes", {
             "{{model}}/{{replica}}":
                 f"logsteer_engine_process_resident_memory_bytes{{{MODEL}}}",
-            "HTTP": 'process_resident_memory_bytes{job="logsteer"}'}),
+            "HTTP {{instance}} {{process}}": 'process_resident_memory_bytes{job="logsteer"}'}),
         Panel("GPU, held by the engine", "bytes", {
-            "{{model}}/{{replica}} GPU {{device}}": f"logsteer_gpu_memory_held_bytes{{{MODEL}}}"}),
+            "{{model}}/{{replica}} GPU {{device}}": f"logsteer_gpu_memory_held_bytes{{{MODEL}}}"},
+            empty=NO_GPU),
         Panel("GPU, free", "percentunit", {
             "{{model}}/{{replica}} GPU {{device}}": f"logsteer_gpu_memory_free_bytes{{{MODEL}}} / "
-            f"logsteer_gpu_memory_bytes{{{MODEL}}}"}),
+            f"logsteer_gpu_memory_bytes{{{MODEL}}}"}, empty=NO_GPU),
         Panel("Open files and connections", "percentunit", {
-            "HTTP": 'process_open_fds{job="logsteer"} / process_max_fds{job="logsteer"}'}),
+            "HTTP {{instance}} {{process}}":
+                'process_open_fds{job="logsteer"} / process_max_fds{job="logsteer"}'},
+            "Share of what the process may have open."),
     ],
     "Caches and stores": [
         Panel("Result cache, hits", "percentunit", {
@@ -140,21 +158,25 @@ ROWS: dict[str, list[Panel]] = {
             + " + " + rate("logsteer_result_cache_misses_total", MODEL, "model") + " > 0)"},
             "Share of sequences looked up."),
         Panel("Result cache, size", "bytes", {
-            "memory": "logsteer_result_cache_bytes",
-            "limit": "logsteer_result_cache_limit_bytes",
-            "file": "logsteer_result_cache_file_bytes"}),
-        Panel("Stores", "bytes", {"{{kind}} of {{owner}}": "logsteer_store_bytes"}),
+            "memory": "sum(logsteer_result_cache_bytes)",
+            "limit": "sum(logsteer_result_cache_limit_bytes)",
+            "file": "max(logsteer_result_cache_file_bytes)"},
+            "Of several ingresses, the sum of their memory and the largest file."),
+        Panel("Stores", "bytes", {
+            "{{kind}} of {{owner}}": "max by (kind, owner) (logsteer_store_bytes)"}),
         Panel("Stores, share of the limit", "percentunit", {
             "{{kind}}": 'sum by (kind) (logsteer_store_bytes{owner="shared"}) / '
             "sum by (kind) (logsteer_store_limit_bytes)"}),
         Panel("Disk of the stores, free", "percentunit", {
-            "free": "logsteer_store_disk_free_bytes / logsteer_store_disk_bytes"}),
+            "free": "min(logsteer_store_disk_free_bytes / logsteer_store_disk_bytes)"}),
     ],
     "Keys": [
-        Panel("Requests", "reqps", {"{{key}}": rate("logsteer_key_requests_total", "", "key")}),
-        Panel("Problems", "reqps", {"{{key}}": rate("logsteer_key_errors_total", "", "key")}),
-        Panel("Tokens", "short", {"{{key}} {{kind}}": rate(
-            "logsteer_key_tokens_total", "", "key, kind")}, "Tokens a second."),
+        Panel("Requests", "reqps", {"{{key}}": rate("logsteer_key_requests_total", "", "key")},
+            empty=NO_KEYS),
+        Panel("Problems", "reqps", {"{{key}}": rate("logsteer_key_errors_total", "", "key")},
+            empty=NO_KEYS),
+        Panel("Tokens", TOKENS, {"{{key}} {{kind}}": rate(
+            "logsteer_key_tokens_total", "", "key, kind")}, empty=NO_KEYS),
     ],
 }  # fmt: skip
 
@@ -237,7 +259,12 @@ def _make_graph(number: int, panel: Panel, place: dict[str, int]) -> dict[str, A
         "datasource": SOURCE,
         "gridPos": place,
         "fieldConfig": {
-            "defaults": {"unit": panel.unit, **bounds, "custom": {"fillOpacity": 10}},
+            "defaults": {
+                "unit": panel.unit,
+                **bounds,
+                "noValue": panel.empty,
+                "custom": {"fillOpacity": 10},
+            },
             "overrides": [],
         },
         "options": {

@@ -19,7 +19,7 @@ HEAD = """# Metrics, logs and traces
 
 `GET /metrics` answers in Prometheus' text format, on the service's port or on `metrics_port`, and
 asks for `metrics_key` where there is one. This page is written from the server's own tables:
-`make observability`.
+`make docs`.
 
 ## Metrics
 
@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if PLACE.read_text() == render():
         return 0
-    sys.stderr.write(f"{PLACE.name} is stale: run `make observability` and commit it\n")
+    sys.stderr.write(f"{PLACE.name} is stale: run `make docs` and commit it\n")
     return 1
 
 
