@@ -145,6 +145,13 @@ BARS = (
         "memory", "2,048 rows over a vocabulary of 128,256, MiB added",
         ("figures", "MiB added at most"), most=256,
     ),
+    *(
+        bar_ratio(
+            "score_file", f"`logsteer score-file` against a loop that reads no answer: {way}",
+            f"{way}, score-file / loop that reads no answer", least=0.95,
+        )
+        for way in ("fake, logprob", "fake, perplexity", "vllm, logprob", "vllm, perplexity")
+    ),
     Bar(
         "client_sampling", "the client, into a file, CPU microseconds a draw",
         ("ways", "Client, into a file", "us_per_draw"), most=40,

@@ -41,9 +41,9 @@ def compare_replicas(place: Workplace, runs: int) -> dict[str, Any]:
         Client(two, timeout=600) as client,
         Client(one, timeout=600) as other,
     ):
-        _wait_for_replicas(two, 2)
-        _wait_for_replicas(one, 2)
-        _leave_one(one)
+        wait_for_replicas(two, 2)
+        wait_for_replicas(one, 2)
+        leave_one(one)
         ways = {TWO: client, ONE: other}
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         shares, busiest = [], {name: list[float]() for name in ways}
@@ -108,7 +108,8 @@ def _states(url: str) -> list[str]:
     return [replica["state"] for replica in card["replicas"]]
 
 
-def _wait_for_replicas(url: str, count: int) -> None:
+def wait_for_replicas(url: str, count: int) -> None:
+    """Wait until so many replicas are ready. Errors: RuntimeError after WAIT_S seconds."""
     deadline = time.monotonic() + WAIT_S
     while _states(url).count("ready") < count:
         if time.monotonic() > deadline:
@@ -116,11 +117,11 @@ def _wait_for_replicas(url: str, count: int) -> None:
         time.sleep(0.2)
 
 
-def _leave_one(url: str) -> None:
+def leave_one(url: str) -> None:
     """Stop the second replica's process, and take it from the model."""
     max(find_engines(url), key=psutil.Process.create_time).kill()
     deadline = time.monotonic() + WAIT_S
-    while _states(url) != ["ready", "failed"]:
+    while sorted(_states(url)) != ["failed", "ready"]:
         if time.monotonic() > deadline:
             raise RuntimeError(f"the second replica is still there: {_states(url)}")
         time.sleep(0.2)

@@ -33,6 +33,7 @@ import harness
 import http_process
 import replicas
 import sampling
+import score_file
 import scoring
 import start
 import steering
@@ -104,6 +105,8 @@ BENCHMARKS = {
     "memory": Benchmark(measure_memory, runs=1),
     "http_cpu": in_directory(http_process.measure_cpu),
     "http_memory": in_directory(http_process.measure_memory),
+    "score_file": in_directory(score_file.compare_with_loop),
+    "score_file_forms": in_directory(score_file.compare_forms),
     "client_sampling": in_directory(client.measure_sampling),
     "bookkeeping": run_script("bookkeeping.py", "compare"),
     "arrivals": run_script("arrivals.py"),

@@ -1,0 +1,1 @@
+"""How large a fleet a workload takes: formulas, a simulation that checks them, and measurements."""

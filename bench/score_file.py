@@ -1,0 +1,207 @@
+"""`logsteer score-file` against a loop over the same requests that reads no answer, and its forms:
+Parquet in and out, and `--ray`, against JSON lines.
+
+    .venv/bin/python bench/run.py --only score_file score_file_forms
+
+The server is on one core, with its engine, and what asks it on another, each run a process of its
+own; with `--ray` both cores are the job's. The fake engine's answers take next to no work: rows
+come as fast as HTTP can take them.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import yaml
+
+import logsteer
+from logsteer.corpus import JobLimits
+from servers import run_logsteer
+from timing import compare, spread
+
+DEMO = Path(__file__).resolve().parents[1] / "demo" / "model"
+ROWS = {"fake": 49_152, "vllm": 4_096}
+"""Engine -> rows of a file."""
+FIELD = {"logprob": "items", "perplexity": "texts"}
+"""Endpoint -> field of its rows in a request."""
+AT_ONCE = 8
+"""Requests of the loop that are under way at once."""
+JOB, LOOP = "score-file", "loop that reads no answer"
+PARQUET, RAY = "score-file, Parquet in and out", "score-file --ray"
+FORM_ROWS = 24_576
+LIMITS = JobLimits(batch_size=256)
+
+
+def compare_with_loop(directory: Path, runs: int) -> dict[str, object]:
+    """Rows per second and CPU time a row of a job and of a loop, by engine and endpoint."""
+    from short_items import FAKE, as_text, make_pairs
+
+    if (os.cpu_count() or 1) < 2:
+        raise RuntimeError("this row takes two cores")
+    ways: dict[str, dict[str, list[float]]] = {}
+    ratios: dict[str, list[float]] = {}
+    for engine, count in ROWS.items():
+        pairs = make_pairs(count, seed=3)
+        rows = {"logprob": as_text(pairs), "perplexity": [a + b for a, b in pairs]}
+        own = {"engine_args": FAKE} if engine == "fake" else {}
+        with on_cores({0}), run_logsteer({"demo": DEMO}, directory, engine, **own) as url:
+            for endpoint in FIELD:
+                source = directory / f"{endpoint}.jsonl"
+                source.write_text("".join(json.dumps(row) + "\n" for row in rows[endpoint]))
+                found: dict[str, list[dict[str, float]]] = {JOB: [], LOOP: []}
+                for run in range(runs + 1):
+                    for way, figures in found.items():
+                        figure = _run(url, endpoint, source, way)
+                        figures.extend([figure] if run else [])
+                for way, figures in found.items():
+                    ways[f"{engine}, {endpoint}, {way}"] = {
+                        "rows_per_s": spread([count / one["seconds"] for one in figures]),
+                        "us_per_row": spread([1e6 * one["cpu_s"] / count for one in figures]),
+                    }
+                own_s, loop_s = ([one["seconds"] for one in found[way]] for way in (JOB, LOOP))
+                ratios[f"{engine}, {endpoint}, {JOB} / {LOOP}"] = compare(own_s, loop_s)
+    note = "items of 25 tokens, requests of 256; server and client on a core each"
+    return {"runs": runs, "ways": ways, "ratios": ratios, "notes": [note]}
+
+
+def compare_forms(directory: Path, runs: int) -> dict[str, object]:
+    """Rows per second and CPU time a row of `logprob` by the fake engine: from JSON lines and
+    Parquet over HTTP, and on a Ray of its own with one actor, whose start is told apart.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    from short_items import FAKE, as_text, make_pairs
+
+    if (os.cpu_count() or 1) < 2:
+        raise RuntimeError("this row takes two cores")
+    rows = as_text(make_pairs(FORM_ROWS, seed=3))
+    lines, columns = directory / "forms.jsonl", directory / "forms.parquet"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parquet.write_table(pyarrow.Table.from_pylist(rows), columns)
+    model = {"id": "demo", "path": str(DEMO), "engine": "fake", "engine_args": FAKE}
+    store = {"cache_bytes": 0, "store_directory": str(directory / "store")}
+    config = directory / "ray.yaml"
+    config.write_text(yaml.safe_dump({"models": [model | {"dtype": "float32"}]} | store))
+    found: dict[str, list[dict[str, float]]] = {JOB: [], PARQUET: [], RAY: []}
+    with on_cores({0}), run_logsteer({"demo": DEMO}, directory, "fake", engine_args=FAKE) as url:
+        for run in range(runs + 1):
+            for way, figures in found.items():
+                source = columns if way == PARQUET else lines
+                given = str(config) if way == RAY else url
+                figure = _run(given, "logprob", source, way)
+                figures.extend([figure] if run else [])
+    ways = {
+        way: {
+            "rows_per_s": spread([FORM_ROWS / one["seconds"] for one in figures]),
+            "us_per_row": spread([1e6 * one["cpu_s"] / FORM_ROWS for one in figures]),
+        }
+        for way, figures in found.items()
+    }
+    del ways[RAY]["us_per_row"]  # its work is in other processes
+    starts = [one["start_s"] for one in found[RAY]]
+    ways[RAY]["start_s"] = spread(starts)
+    seconds = {way: [one["seconds"] for one in figures] for way, figures in found.items()}
+    ratios = {f"{way} / {JOB}": compare(seconds[way], seconds[JOB]) for way in (PARQUET, RAY)}
+    note = f"logprob of {FORM_ROWS} items of 25 tokens, requests of 256; --ray without its start"
+    return {"runs": runs, "ways": ways, "ratios": ratios, "notes": [note]}
+
+
+@contextlib.contextmanager
+def on_cores(numbers: set[int]) -> Iterator[None]:
+    """Have this process, and those that it starts, on some cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, numbers)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _run(url: str, endpoint: str, source: Path, way: str) -> dict[str, float]:
+    command = [sys.executable, __file__, url, endpoint, str(source), way]
+    with on_cores({0, 1} if way == RAY else {1}):
+        output = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
+    found: dict[str, float] = json.loads(output.splitlines()[-1])
+    return found
+
+
+def run_job(url: str, endpoint: str, source: Path) -> None:
+    """Score the file."""
+    target = source.with_name(f"{endpoint}-scores{source.suffix}")
+    scores = logsteer.score_file(
+        source, target, endpoint, base_url=url, restart=True, progress=False, limits=LIMITS
+    )
+    if scores.failed:
+        raise RuntimeError(f"{scores.failed} rows failed: see {target}")
+
+
+def run_on_ray(config: Path, endpoint: str, source: Path) -> dict[str, float]:
+    """Score the file on a Ray of its own, after a file of one request; the seconds of that, which
+    are those of a start, and what the rest of the file took beside them.
+    """
+    from logsteer_server.cluster.score_file import score_file
+
+    lines = source.read_bytes().splitlines(keepends=True)
+    first = source.with_name("first.jsonl")
+    first.write_bytes(b"".join(lines[:256]))
+    seconds = []
+    for each in (first, source):
+        started = time.perf_counter()
+        target = each.with_name(f"ray-{each.name}")
+        scores = score_file(
+            each, target, endpoint, config=config, restart=True, progress=False, limits=LIMITS
+        )
+        if scores.failed:
+            raise RuntimeError(f"{scores.failed} rows failed: see {target}")
+        seconds.append(time.perf_counter() - started)
+    start, whole = seconds
+    return {"seconds": (whole - start) * len(lines) / (len(lines) - 256), "start_s": start}
+
+
+async def run_loop(url: str, endpoint: str, source: Path) -> None:
+    """Send requests with the file's rows, and look at nothing of their answers but the status."""
+    lines = source.read_bytes().splitlines()
+    parts = (lines[first : first + 256] for first in range(0, len(lines), 256))
+    headers = {"Content-Type": "application/json", "X-Priority": "batch"}
+    async with httpx.AsyncClient(base_url=url, timeout=600, headers=headers) as client:
+
+        async def send() -> None:
+            for part in parts:
+                body = b'{"%b":[%b]}' % (FIELD[endpoint].encode(), b",".join(part))
+                answer = await client.post(f"/{endpoint}", content=body)
+                answer.raise_for_status()
+
+        await asyncio.gather(*(send() for _ in range(AT_ONCE)))
+
+
+def main() -> None:
+    """Run one way once, and print its seconds and CPU seconds as JSON."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("url", help="of the server; on Ray, the configuration")
+    parser.add_argument("endpoint", choices=list(FIELD))
+    parser.add_argument("source", type=Path)
+    parser.add_argument("way", choices=[JOB, LOOP, PARQUET, RAY])
+    given = parser.parse_args()
+    cpu, started = time.process_time(), time.perf_counter()
+    own: dict[str, float] = {}
+    if given.way == RAY:
+        own = run_on_ray(Path(given.url), given.endpoint, given.source)
+    elif given.way == LOOP:
+        asyncio.run(run_loop(given.url, given.endpoint, given.source))
+    else:
+        run_job(given.url, given.endpoint, given.source)
+    figures = {"seconds": time.perf_counter() - started, "cpu_s": time.process_time() - cpu}
+    sys.stdout.write(json.dumps(figures | own))
+
+
+if __name__ == "__main__":
+    main()
