@@ -3,16 +3,19 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import certifi
 import hypothesis
 import pytest
 import yaml
+from xdist.scheduler import LoadFileScheduling
 
 # Before anything loads torch: threads that spin while they wait take the cores from all others.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -28,7 +31,10 @@ QUANTIZED = {"w8a8": "float32", "fp8": "float32", "w4a16": "float16", "awq": "fl
 """Schemes of `demo/quantize.py`, and what each is served in: vLLM has no float32 for 4 bits."""
 VOCAB_SIZE = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
 
-hypothesis.settings.register_profile("shared-machine", deadline=None)
+# The same examples in each run, unless EXAMPLES=new asks for others: a failure tells of a change.
+hypothesis.settings.register_profile(
+    "shared-machine", deadline=None, derandomize=os.environ.get("EXAMPLES") != "new"
+)
 hypothesis.settings.load_profile("shared-machine")
 
 needs_shared = pytest.mark.skipif(
@@ -39,9 +45,9 @@ needs_shared = pytest.mark.skipif(
 ServerFactory = Callable[..., Server]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerFactory]:
-    """Starts servers that end with the session: `start_server(config, **environment)`."""
+    """Starts servers that end with the file: `start_server(config, **environment)`."""
     servers: list[Server] = []
 
     def start(config: Configuration, **environment: str) -> Server:
@@ -155,19 +161,15 @@ def configure_longrope(directory: Path) -> Configuration:
 
 
 CONFIGURATIONS: dict[str, Callable[[Path], Configuration]] = {
-    "vllm": configure_vllm,
     # What the page is looked at with: the demo model, and one that is compared with it.
     "playground": lambda _: {"models": [vllm_model("demo"), fake_model("other")]},
-    # Room for all adapters of test_adapters.py.
-    "tlens": lambda _: uncached(tlens_model("demo"), max_adapter_bytes=2**20),
+    "vllm": configure_vllm,
     # vLLM with a compiled model, and with one that is never steered.
     "compiled": lambda _: uncached(
         vllm_model("compiled", compile=True), vllm_model("unsteered", steering_slots=0)
     ),
-}
-"""Servers by name, for all files that name their fixture, such as `vllm_server`."""
-
-CONFIGURATIONS_OF_ONE_FILE: dict[str, Callable[[Path], Configuration]] = {
+    # Room for all adapters of test_adapters.py.
+    "tlens": lambda _: uncached(tlens_model("demo"), max_adapter_bytes=2**20),
     "demo": configure_demo,
     "quantized": configure_quantized,
     "precision": configure_precision,
@@ -190,7 +192,10 @@ CONFIGURATIONS_OF_ONE_FILE: dict[str, Callable[[Path], Configuration]] = {
         "max_override_bytes": 2**22,
     },
 }
-"""Servers by name that end after the one file whose tests name their fixture."""
+"""Servers by name, for all files that name their fixture, such as `vllm_server`.
+
+In this order files that need the same ones run one after another, and their servers end with them.
+"""
 
 SERVERS = pytest.StashKey[SharedServers]()
 STARTER = pytest.StashKey[Starter]()
@@ -198,12 +203,22 @@ STARTER = pytest.StashKey[Starter]()
 
 def pytest_configure(config: pytest.Config) -> None:
     """Have a directory for the shared servers: an own one, or in a worker the controller's."""
+    # A shell's background job ignores interrupts, and what tests start and interrupt would, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if directory := getattr(config, "workerinput", {}).get("servers"):
         config.stash[SERVERS] = SharedServers(Path(directory))
         return
     own = Path(tempfile.mkdtemp(prefix="logsteer-tests-"))
+    shorten_certificates(own / "certificate.pem")
     config.stash[SERVERS] = SharedServers(own)
-    config.stash[STARTER] = Starter(own, CONFIGURATIONS | CONFIGURATIONS_OF_ONE_FILE)
+    config.stash[STARTER] = Starter(own, CONFIGURATIONS)
+
+
+def shorten_certificates(path: Path) -> None:
+    """Have HTTP clients know one authority: to read all of them takes 20 ms a client."""
+    end = "-----END CERTIFICATE-----\n"
+    path.write_text(certifi.contents().partition(end)[0] + end)
+    os.environ["SSL_CERT_FILE"] = str(path)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -219,16 +234,26 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(config.stash[SERVERS].directory)
 
 
+class ByFile(LoadFileScheduling):
+    """Gives a worker one file after another; tests/cluster counts as one: its files share a Ray."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        own = "tests/cluster"
+        return own if nodeid.startswith(f"{own}/") else str(super()._split_scope(nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    """Have the tests of a file run in one worker."""
+    return ByFile(config, log)
+
+
 def list_servers(item: pytest.Item) -> list[str]:
     """The shared servers of a test: by a fixture, or by a parameter that chooses one."""
     fixtures = getattr(item, "fixturenames", ())
     parameters = (getattr(item, "callspec", None) and item.callspec.params) or {}
     chosen = {parameters.get("client"), parameters.get("split")}
-    return [
-        name
-        for name in CONFIGURATIONS | CONFIGURATIONS_OF_ONE_FILE
-        if f"{name}_server" in fixtures or name in chosen
-    ]
+    return [name for name in CONFIGURATIONS if f"{name}_server" in fixtures or name in chosen]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -240,14 +265,26 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run files in the order in which what they need can be there: engines, shared servers, own."""
-    cost: dict[Path, int] = {}
+    """Run files in the order in which what they need can be there: engines, then shared servers.
+
+    Those that need the same servers follow one another.
+    """
+    needs = find_needs(items)
+    uses_engine = {item.path for item in items if item.get_closest_marker("engine")}
+    places = {name: place for place, name in enumerate(CONFIGURATIONS)}
+
+    def rank(item: pytest.Item) -> tuple[bool, list[int]]:
+        return item.path in uses_engine, sorted(places[name] for name in needs[item.path])
+
+    items.sort(key=rank)
+
+
+def find_needs(items: list[pytest.Item]) -> dict[Path, set[str]]:
+    """The shared servers that each file needs for these of its tests."""
+    needs: dict[Path, set[str]] = {}
     for item in items:
-        servers = list_servers(item)
-        own = 1 if item.get_closest_marker("engine") else 0
-        own = max([own, *(3 if name in CONFIGURATIONS_OF_ONE_FILE else 2 for name in servers)])
-        cost[item.path] = max(cost.get(item.path, 0), own)
-    items.sort(key=lambda item: cost[item.path])
+        needs.setdefault(item.path, set()).update(list_servers(item))
+    return needs
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -256,24 +293,41 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         session.config.getoption("numprocesses", None) and STARTER in session.config.stash
     )
     if not is_controller and not session.config.getoption("collectonly"):
-        names = [name for item in session.items for name in list_servers(item)]
-        session.config.stash[SERVERS].want(dict.fromkeys(names))
+        files: dict[str, list[str]] = {}
+        for path, names in find_needs(session.items).items():
+            for name in sorted(names):
+                files.setdefault(name, []).append(name_file(path))
+        session.config.stash[SERVERS].want(files)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    """Tell that a file has run, once the fixtures of its last test have ended."""
+    try:
+        return (yield)
+    finally:
+        if nextitem is None or nextitem.path != item.path:
+            item.config.stash[SERVERS].finish(name_file(item.path))
+
+
+def name_file(path: Path) -> str:
+    """How a file of tests is called among those of the shared servers."""
+    return path.relative_to(ROOT).as_posix()
 
 
 def share(name: str) -> Any:
     """Make the fixture of a shared server."""
 
-    @pytest.fixture(scope="module" if name in CONFIGURATIONS_OF_ONE_FILE else "session")
-    def server(pytestconfig: pytest.Config) -> Iterator[Server]:
-        servers = pytestconfig.stash[SERVERS]
-        yield servers.find(name)
-        if name in CONFIGURATIONS_OF_ONE_FILE:
-            servers.release(name)
+    @pytest.fixture(scope="module")
+    def server(pytestconfig: pytest.Config) -> Server:
+        return pytestconfig.stash[SERVERS].find(name)
 
     return server
 
 
-for _name in CONFIGURATIONS | CONFIGURATIONS_OF_ONE_FILE:
+for _name in CONFIGURATIONS:
     globals()[f"{_name}_server"] = share(_name)
 
 
@@ -281,9 +335,12 @@ for _name in CONFIGURATIONS | CONFIGURATIONS_OF_ONE_FILE:
 
 
 @pytest.fixture(scope="session")
-def fake_server(start_server: ServerFactory) -> Server:
+def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with one fake model."""
-    return start_server({"models": [fake_model()]})
+    server = Server.start({"models": [fake_model()]}, tmp_path_factory.mktemp("fake"))
+    server.wait_until_ready()
+    yield server
+    server.stop()
 
 
 @pytest.fixture(scope="session")
@@ -293,21 +350,21 @@ def fake_client(fake_server: Server) -> Iterator[Client]:
         yield client
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def vllm_client(vllm_server: Server) -> Iterator[Client]:
     """A client of the vLLM server; requests go to `demo` unless they name another model."""
     with Client(vllm_server.url, model="demo", max_retries=0, timeout=300) as client:
         yield client
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def compiled_client(compiled_server: Server) -> Iterator[Client]:
     """A client of the server with a compiled model, which requests go to."""
     with Client(compiled_server.url, model="compiled", timeout=300) as client:
         yield client
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def tlens_client(tlens_server: Server) -> Iterator[Client]:
     """A client of the TransformerLens server."""
     with Client(tlens_server.url, max_retries=0, timeout=300) as client:

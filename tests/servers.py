@@ -1,13 +1,15 @@
 """`logsteer-server` processes for tests: those of one test, and those that a whole session shares.
 
-Shared servers start in the background, in the order in which the selected tests need them, while
-tests that need none run. One process owns them, pytest's own or, under pytest-xdist, that of the
-controller; it and the workers speak through files in one directory:
+Shared servers start in the background, in the order in which the selected files of tests need them,
+while tests that need none run, and end after the last file that needs them. One process owns them,
+pytest's own or, under pytest-xdist, that of the controller; it and the workers speak through files
+in one directory:
 
-    wanted.json      names in order, written by a worker once it knows which tests are selected
+    wanted.json      for each server its files, written by a worker once it knows what is selected
     NAME/url         its server is ready and answers here
     NAME/failed      it is not, and why
-    NAME/released    no test needs it any more
+    NAME.asked       a test waits for its server
+    finished/FILE    this file of tests has run
 """
 
 import contextlib
@@ -30,8 +32,9 @@ from logsteer import Client
 START_TIMEOUT_S = 600
 LISTEN_TIMEOUT_S = 120
 STARTS_AT_ONCE = 2
-MODELS_AT_ONCE = 12
-"""Models of all servers that run: one takes up to 0.9 GiB, most of it the code of its engine."""
+SERVERS_AHEAD = 3
+"""No more of them run while no test waits for another: a model of one takes up to 0.9 GiB."""
+POLL_S = 0.05
 
 Configuration = dict[str, Any]
 
@@ -127,15 +130,16 @@ class SharedServers:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def want(self, names: Iterable[str]) -> None:
-        """Say which servers the tests of this session need, in order; the first call counts."""
+    def want(self, files: Mapping[str, Iterable[str]]) -> None:
+        """Say which files of tests need each server, in order; the first call of all counts."""
         with contextlib.suppress(FileExistsError):
             own = self.directory / f"wanted-{os.getpid()}"
-            own.write_text(json.dumps(list(names)))
+            own.write_text(json.dumps({name: list(needed) for name, needed in files.items()}))
             os.link(own, self.directory / "wanted.json")
 
     def find(self, name: str) -> Server:
         """Return this server once it is ready. Errors: RuntimeError where it did not start."""
+        (self.directory / f"{name}.asked").touch()
         place = self.directory / name
         deadline = time.monotonic() + START_TIMEOUT_S
         while not (place / "url").exists():
@@ -146,15 +150,25 @@ class SharedServers:
             time.sleep(0.05)
         return Server(place, (place / "url").read_text(), None)
 
-    def release(self, name: str) -> None:
-        """Let this server end: no test needs it any more."""
-        (self.directory / name / "released").touch()
+    def finish(self, file: str) -> None:
+        """Say that all selected tests of a file have run."""
+        mark = self._mark(file)
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+
+    def is_finished(self, file: str) -> bool:
+        """Return whether `finish` was told this file."""
+        return self._mark(file).exists()
+
+    def _mark(self, file: str) -> Path:
+        return self.directory / "finished" / file
 
 
 class Starter:
     """Starts what tests want of the configurations, two servers at once, and ends it.
 
-    A server whose models have no room beside those that run waits for others to be released.
+    A server that no test waits for yet starts as soon as its models have room beside those that
+    run; one that a test waits for starts at once.
     """
 
     def __init__(
@@ -162,50 +176,47 @@ class Starter:
     ) -> None:
         self._directory = directory
         self._configurations = configurations
-        self._closing = threading.Event()
+        self._shared = SharedServers(directory)
+        self._starting: dict[str, Future[None]] = {}
         self._running: dict[str, Server] = {}
-        self._models: dict[str, int] = {}
-        self._room = threading.Condition()
+        self._closing = threading.Event()
         self._pool = ThreadPoolExecutor(STARTS_AT_ONCE)
-        self._starts: list[Future[None]] = []
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
     def _watch(self) -> None:
         wanted = self._directory / "wanted.json"
-        while not self._closing.wait(0.05):
-            if not self._starts and wanted.exists():
-                names = json.loads(wanted.read_text())
-                self._starts = [self._pool.submit(self._start, name) for name in names]
-                wanted = self._directory / "nothing more"
-            for name in list(self._running):
-                if (self._directory / name / "released").exists():
+        while not wanted.exists():
+            if self._closing.wait(POLL_S):
+                return
+        files = json.loads(wanted.read_text())
+        waiting = list(files)
+        while not self._closing.wait(POLL_S):
+            self._starting = {n: own for n, own in self._starting.items() if not own.done()}
+            for name in self._running.keys() - self._starting.keys():
+                if all(map(self._shared.is_finished, files[name])):
                     self._running.pop(name).stop()
-                    with self._room:
-                        del self._models[name]
-                        self._room.notify_all()
+            if len(self._starting) < STARTS_AT_ONCE and (name := self._choose(waiting)):
+                waiting.remove(name)
+                self._starting[name] = self._pool.submit(self._start, name)
 
-    def _take_room(self, name: str, models: int) -> None:
-        with self._room:
-            self._room.wait_for(
-                lambda: (
-                    self._closing.is_set() or sum(self._models.values()) + models <= MODELS_AT_ONCE
-                )
-            )
-            self._models[name] = models
+    def _choose(self, waiting: list[str]) -> str | None:
+        """Return the server to be started next: one that a test waits for, or the first."""
+        asked = [name for name in waiting if (self._directory / f"{name}.asked").exists()]
+        if asked:
+            return asked[0]
+        if waiting and len(self._running.keys() | self._starting.keys()) < SERVERS_AHEAD:
+            return waiting[0]
+        return None
 
     def _start(self, name: str) -> None:
         place = self._directory / name
         place.mkdir()
         try:
-            config = self._configurations[name](place)
-            self._take_room(name, len(config["models"]))
-            server = Server.start(config, place)
+            server = Server.start(self._configurations[name](place), place)
             self._running[name] = server
             server.wait_until_ready()
         except Exception as error:  # whoever waits for this server raises it
-            if name not in self._running:
-                self._models.pop(name, None)
             write(place / "failed", f"{type(error).__name__}: {error}")
         else:
             write(place / "url", server.url)
@@ -213,10 +224,8 @@ class Starter:
     def close(self) -> None:
         """End all servers. Blocks for seconds."""
         self._closing.set()
-        with self._room:
-            self._room.notify_all()
-        self._pool.shutdown(cancel_futures=True)
         self._thread.join()
+        self._pool.shutdown(cancel_futures=True)
         stop_all(self._running.values())
 
 

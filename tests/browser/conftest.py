@@ -50,7 +50,7 @@ def chromium() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def api(playground_server: Server) -> Iterator[Client]:
     """A client of the server whose pages are visited; requests go to `demo`."""
     with Client(playground_server.url, model="demo", timeout=300) as client:

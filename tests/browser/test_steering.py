@@ -101,7 +101,7 @@ def test_the_slider_gives_up_the_stream_before(visit: OpenPage, api: Client) -> 
     for _ in range(12):
         seen.page.keyboard.press("ArrowLeft")
         seen.page.wait_for_timeout(30)
-    seen.see("steer")
+    seen.see_steered(slider)
     asked = [r for r in seen.requests if r.url.endswith("/steer")]
     assert any(request.failure for request in asked[1:-1]), "no earlier stream was given up"
     scale = asked[-1].post_data_json["steering"]["vectors"][0]["scale"]
@@ -122,8 +122,7 @@ def test_the_first_steered_token_comes_as_soon_as_from_the_api(
     ours, theirs = [], []
     for _ in range(4):
         slider.press("ArrowRight")
-        seen.page.wait_for_timeout(200)
-        seen.see("steer")
+        seen.see_steered(slider)
         ours.append(float(view.locator("[data-first-ms]").get_attribute("data-first-ms") or 0))
         body = seen.sent_to("/steer")
         body.pop("stream")

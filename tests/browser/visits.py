@@ -131,6 +131,16 @@ class Visit:
         self.page.get_by_role("status").filter(has_text="Copied").wait_for()
         return str(self.page.evaluate("navigator.clipboard.readText()"))
 
+    def see_steered(self, slider: Locator) -> Locator:
+        """Wait until `steer` shows the answer to a request with a slider's value."""
+        for _ in range(TIMEOUT_MS // 50):
+            if self.sent_to("/steer")["steering"]["vectors"][0]["scale"] == float(
+                slider.input_value()
+            ):
+                return self.see("steer")
+            self.page.wait_for_timeout(50)
+        raise AssertionError("no request has the slider's value")
+
     def answer_to(self, path: str) -> Any:
         """Return the last answer to a POST of this path, as the page got it."""
         asked = [r for r in self.requests if r.method == "POST" and urlsplit(r.url).path == path]

@@ -58,6 +58,12 @@ def test_the_document_forbids_a_retry(
     assert (caught.value.code, caught.value.request_id) == (code, "from-server")
 
 
+def test_a_bare_500_is_a_proxy_s_and_tried_again(call: Caller, pauses: list[float]) -> None:
+    server = Script(httpx.Response(500, text="Internal Server Error"), OK)
+    assert call(server, ask_health).status == "ok"
+    assert (len(server.requests), len(pauses)) == (2, 1)
+
+
 def test_retries_end(call: Caller, pauses: list[float]) -> None:
     server = Script(problem("engine_restarting", 503, retryable=True))
     with pytest.raises(UnavailableError, match="detail of engine_restarting"):

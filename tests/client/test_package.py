@@ -16,6 +16,7 @@ NAMES = {
     "AuthenticationError",
     "Client",
     "DeadlineError",
+    "FileScores",
     "GenerateEvent",
     "InternalError",
     "InvalidRequestError",
@@ -33,6 +34,7 @@ NAMES = {
     "UnavailableError",
     "__version__",
     "plot_sweep",
+    "score_file",
 }
 
 

@@ -119,7 +119,7 @@ def test_messagepack_answers_are_the_same_samples(call: Caller) -> None:
 
 
 def test_batches_are_under_way_at_once_and_results_in_order() -> None:
-    together = threading.Barrier(3, timeout=20)
+    together = threading.Barrier(3, timeout=60)
 
     def wait_for_others(request: httpx.Request) -> httpx.Response:
         together.wait()

@@ -2,11 +2,13 @@
 
 `make test-containers` runs these tests; other runs skip them and say so. They take root's access to
 a Docker engine, 12 GB of disk, and minutes. Where no registry is in reach, bases.sh makes a base.
-CONTAINERS=fresh builds without cached layers; CONTAINERS_PORT is the port that is published.
+CONTAINERS=fresh builds without cached layers; CONTAINERS_PORT is the port that is published, and
+CONTAINERS_PROJECT what names of images, containers and networks begin with.
 """
 
 import os
 import resource
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,16 +16,23 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 
 from tests.conftest import ROOT
 from tests.containers.docker import docker, find_lack, inspect
 
-IMAGE = "logsteer:cpu"
+PROJECT = os.environ.get("CONTAINERS_PROJECT", "logsteer-test")
+IMAGE = f"{PROJECT}:cpu"
 PYTHON_BASE = "logsteer-test/python:3.11-bookworm"
-PROJECT = "logsteer-test"
 PORT = os.environ.get("CONTAINERS_PORT", "8000")
 MARK = "# only for the build: 5b0e6f51a6c1"
 """Stands in each secret; a layer that holds it holds a secret."""
+FIND_SERVER = """
+import os, pathlib
+for p in pathlib.Path('/proc').glob('[0-9]*/stat'):
+    fields = p.read_text().rpartition(')')[2].split()
+    if fields[1] == '1' and p.parent.name != str(os.getpid()): print(p.parent.name)
+"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -49,9 +58,24 @@ def choose_base() -> str | None:
             return None if image == named else image
     if not docker("pull", named, check=False).returncode:
         return None
-    bases = str(ROOT / "tests/containers/bases.sh")
-    assert os.spawnlp(os.P_WAIT, bases, bases, PYTHON_BASE) == 0, "no base image can be had"
+    make_base("python", PYTHON_BASE)
     return PYTHON_BASE
+
+
+def make_base(kind: str, tag: str) -> None:
+    """Make an image of Debian's packages, in place of one that no registry gave."""
+    bases = str(ROOT / "tests/containers/bases.sh")
+    assert os.spawnlp(os.P_WAIT, bases, bases, kind, tag) == 0, f"no image for {tag} can be had"
+
+
+def provide_prometheus() -> str:
+    """See to it that compose's image of Prometheus is there; return what it says that it is."""
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    image: str = services["prometheus"]["image"]
+    has = not docker("image", "inspect", image, check=False).returncode
+    if not has and docker("pull", image, check=False).returncode:
+        make_base("prometheus", image)
+    return docker("run", "--rm", image, "--version").stdout.splitlines()[0]
 
 
 def write_secrets(directory: Path) -> dict[str, Path]:
@@ -107,7 +131,15 @@ class Service:
     """The compose service `cpu` under a project name of its own, on PORT."""
 
     url: str = f"http://127.0.0.1:{PORT}"
-    container: str = f"{PROJECT}-cpu-1"
+
+    @property
+    def container(self) -> str:
+        """The server's container."""
+        return self.name_container("cpu")
+
+    def name_container(self, service: str) -> str:
+        """What compose calls the container of a service."""
+        return f"{PROJECT}-{service}-1"
 
     def compose(self, *arguments: str) -> str:
         """Run docker compose on this checkout's file; return what it prints."""
@@ -115,15 +147,27 @@ class Service:
         _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
         _, locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         env = {
+            "LOGSTEER_IMAGE": IMAGE,
             "LOGSTEER_PORT": PORT,
             "LOGSTEER_NOFILE": str(min(files, 65536) if files > 0 else 65536),
             "LOGSTEER_MEMLOCK": str(locked),
         }
         return docker("compose", "--project-name", PROJECT, *arguments, env=env).stdout
 
-    def start(self, *options: str) -> None:
-        """Start the container and wait until it is healthy."""
-        self.compose("up", "--no-build", "--detach", "--wait", *options, "cpu")
+    def start(self, *more: str) -> None:
+        """Start the container and wait until it is healthy; options and other services go along."""
+        self.compose("up", "--no-build", "--detach", "--wait", "cpu", *more)
+
+    def kill_server(self) -> None:
+        """End the server in its container by SIGKILL, and wait until the engine starts it again."""
+        count = inspect(self.container)["RestartCount"]
+        # The server is the child of the container's first process, which reaps and passes signals.
+        (server,) = self.execute("python", "-c", FIND_SERVER).split()
+        self.execute("sh", "-c", f"kill -{signal.SIGKILL.value} {server}")
+        deadline = time.monotonic() + 30
+        while inspect(self.container)["RestartCount"] == count and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert inspect(self.container)["RestartCount"] == count + 1
 
     def execute(self, *command: str, check: bool = True) -> str:
         """What a command prints in the container."""

@@ -1,7 +1,6 @@
 """The image as it was built, and the service as docker-compose.yml runs it."""
 
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -157,13 +156,17 @@ def test_an_answer_in_flight_comes_back_after_sigterm(service: Service) -> None:
 
     ask(1)
     started = time.monotonic()
-    ask(1).raise_for_status()
-    # As many texts as take 8 s here: longer than it takes to stop, shorter than drain_s.
-    number = max(1, round(8 / (time.monotonic() - started)))
+    ask(8).raise_for_status()
+    # As many texts as take 5 s now: the machine may become several times slower until drain_s is
+    # over. Where it became faster, more.
+    number = max(1, round(5 * 8 / (time.monotonic() - started)))
     with ThreadPoolExecutor() as pool:
-        asking = pool.submit(ask, number)
-        time.sleep(2)
-        assert not asking.done(), "the request is to run when the container is stopped"
+        while True:
+            asking = pool.submit(ask, number)
+            time.sleep(1)
+            if not asking.done():
+                break
+            number *= 2
         started = time.monotonic()
         service.compose("stop", "cpu")
         stopped_s = time.monotonic() - started
@@ -202,20 +205,7 @@ def test_a_vector_survives_a_new_container(service: Service) -> None:
 
 
 def test_a_killed_server_is_restarted(service: Service) -> None:
-    assert inspect(service.container)["RestartCount"] == 0
-    # The server is the child of the container's first process, which reaps and passes signals on.
-    code = (
-        "import os, pathlib\n"
-        "for p in pathlib.Path('/proc').glob('[0-9]*/stat'):\n"
-        "    fields = p.read_text().rpartition(')')[2].split()\n"
-        "    if fields[1] == '1' and p.parent.name != str(os.getpid()): print(p.parent.name)\n"
-    )
-    (server,) = service.execute("python", "-c", code).split()
-    service.execute("sh", "-c", f"kill -{signal.SIGKILL.value} {server}")
-    deadline = time.monotonic() + 30
-    while inspect(service.container)["RestartCount"] == 0 and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert inspect(service.container)["RestartCount"] == 1
+    service.kill_server()
     service.wait_until_ready()
     assert httpx.get(f"{service.url}/vectors", timeout=60).is_success
 

@@ -222,8 +222,11 @@ def main() -> None:
     preempt = scheduler._preempt_request
     preempted: list[int] = []
     """By preemption, how many tokens its request had generated."""
+    seen = 0
 
     def count(request: Any, *rest: object, **more: object) -> object:
+        nonlocal seen
+        seen += 1
         preempted.append(request.num_output_tokens)
         return preempt(request, *rest, **more)
 
@@ -253,7 +256,7 @@ def main() -> None:
     in_flight = engine._vllm.has_step
     finish(
         {"alone": alone, "cancelled": cancelled, "in_flight": in_flight, "runs": runs,
-         "children_s": children_s},
+         "children_s": children_s, "seen": seen, "counted": engine.read().preemptions},
         engine,
     )  # fmt: skip
 

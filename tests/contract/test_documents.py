@@ -23,7 +23,9 @@ from tests.documents import (
 README = ROOT / "README.md"
 LANGUAGES = {"sh", "python", "json", "yaml", "text"}
 """What a block may be of; `text` is for drawings and is not run."""
-ELSEWHERE = {"export_gguf", "extra_body", "fwd_hooks", "lm_eval", "model_args", "token_ids"}
+ELSEWHERE = {
+    "export_gguf", "extra_body", "fwd_hooks", "lm_eval", "model_args", "oom_score_adj", "token_ids",
+}  # fmt: skip
 """Names in the documentation that are other tools'."""
 GUIDES = [page for page in PAGES if page != README and any(b.is_run for b in read_blocks(page))]
 
@@ -133,7 +135,8 @@ def test_fields_that_a_page_names_exist(page: Path) -> None:
         for part, kinds in parts.items()
         if row.kind in kinds
     }
-    sources = [*ROOT.glob("client/**/*.py"), *ROOT.glob("server/**/*.py"), *ROOT.glob("demo/*.py")]
+    folders = ("client", "server", "demo", "bench")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     words = set(re.findall(r"\w+", "\n".join(path.read_text() for path in sources)))
     prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     named = {

@@ -209,52 +209,57 @@ def test_two_ranks_say_what_one_says(
     vllm_client: Client, request: pytest.FixtureRequest, split: str
 ) -> None:
     server = request.getfixturevalue(f"{split}_server")
-    items = make_items(1400, seed=4)
     with Client(server.url, timeout=300) as client:
-        plain = compare(flatten(vllm_client, items, "demo"), flatten(client, items, "two"))
-        print(f"{split}: largest difference {plain:.2e} nats a token")
-        assert plain < PER_TOKEN
-        drawn = [
-            found.generate("Once upon a time", max_tokens=30, n=6, seed=4, top_p=0.95, top_k=200)
-            for found in (vllm_client, client)
-        ]
-        own, split_up = ([c.token_ids for c in answer.results[0].completions] for answer in drawn)
-        assert own == split_up
-        vectors = [{"data": {"1": WAVE, "4": WAVE}}, {"data": {"0": WAVE}, "op": "ablate"}]
-        answers = [
-            found.logprob(items, steering={"vectors": vectors}, cache=False)
-            for found in (vllm_client, client)
-        ]
-        one, two = ([t for result in a.results for t in result.targets] for a in answers)
-        steered = compare(one, two)
-        print(f"{split}: largest difference {steered:.2e} nats a token, steered")
-        assert steered < PER_TOKEN
-        one_receipt, two_receipt = (answer.steering for answer in answers)
-        assert one_receipt is not None
-        assert two_receipt is not None
-        assert one_receipt.tokens_steered == two_receipt.tokens_steered > 0
-        for answer, receipt in zip(answers, (one_receipt, two_receipt), strict=True):
-            assert receipt.layers.keys() == {"0", "1", "4"}
-            for site in receipt.layers.values():  # what the prefix cache had was changed before
-                assert site.tokens == receipt.tokens_steered - answer.usage.cached_tokens > 0
-                assert 0 < (site.relative_norm or 0) < 1
-        captures = [
-            found.activations(
-                [{"token_ids": item["context_ids"]} for item in items[:8]], [0, 2, 4],
-                steering={"vectors": vectors[:1]},
-            ).layers
-            for found in (vllm_client, client)
-        ]  # fmt: skip
-        for layer in (0, 2, 4):
-            assert captures[0][layer] == pytest.approx(captures[1][layer], abs=PER_TOKEN)
-            assert np.abs(captures[0][layer]).max(1).min() > 0.01, "a stage has not answered"
-        compare_readings(vllm_client, client, items, split)
-        pairs = [{"positive": "She was happy.", "negative": "She was sad."}] * 2
-        cards = [
-            found.vectors.train("mood", pairs, method="mean_difference").vector
-            for found in (vllm_client, client)
-        ]
-        assert cards[0].norms == pytest.approx(cards[1].norms, rel=1e-4)
+        compare_ranks(vllm_client, client, split)
+
+
+def compare_ranks(vllm_client: Client, client: Client, split: str, model: str = "two") -> None:
+    """Hold a model whose ranks are two to the same on one, in all that an engine does."""
+    items = make_items(1400, seed=4)
+    plain = compare(flatten(vllm_client, items, "demo"), flatten(client, items, model))
+    print(f"{model}, {split}: largest difference {plain:.2e} nats a token")
+    assert plain < PER_TOKEN
+    drawn = [
+        found.generate("Once upon a time", max_tokens=30, n=6, seed=4, top_p=0.95, top_k=200)
+        for found in (vllm_client, client)
+    ]
+    own, split_up = ([c.token_ids for c in answer.results[0].completions] for answer in drawn)
+    assert own == split_up
+    vectors = [{"data": {"1": WAVE, "4": WAVE}}, {"data": {"0": WAVE}, "op": "ablate"}]
+    answers = [
+        found.logprob(items, steering={"vectors": vectors}, cache=False)
+        for found in (vllm_client, client)
+    ]
+    one, two = ([t for result in a.results for t in result.targets] for a in answers)
+    steered = compare(one, two)
+    print(f"{model}, {split}: largest difference {steered:.2e} nats a token, steered")
+    assert steered < PER_TOKEN
+    one_receipt, two_receipt = (answer.steering for answer in answers)
+    assert one_receipt is not None
+    assert two_receipt is not None
+    assert one_receipt.tokens_steered == two_receipt.tokens_steered > 0
+    for answer, receipt in zip(answers, (one_receipt, two_receipt), strict=True):
+        assert receipt.layers.keys() == {"0", "1", "4"}
+        for site in receipt.layers.values():  # what the prefix cache had was changed before
+            assert site.tokens == receipt.tokens_steered - answer.usage.cached_tokens > 0
+            assert 0 < (site.relative_norm or 0) < 1
+    captures = [
+        found.activations(
+            [{"token_ids": item["context_ids"]} for item in items[:8]], [0, 2, 4],
+            steering={"vectors": vectors[:1]},
+        ).layers
+        for found in (vllm_client, client)
+    ]  # fmt: skip
+    for layer in (0, 2, 4):
+        assert captures[0][layer] == pytest.approx(captures[1][layer], abs=PER_TOKEN)
+        assert np.abs(captures[0][layer]).max(1).min() > 0.01, "a stage has not answered"
+    compare_readings(vllm_client, client, items, split)
+    pairs = [{"positive": "She was happy.", "negative": "She was sad."}] * 2
+    cards = [
+        found.vectors.train("mood", pairs, method="mean_difference").vector
+        for found in (vllm_client, client)
+    ]
+    assert cards[0].norms == pytest.approx(cards[1].norms, rel=1e-4)
 
 
 def compare(one: Sequence[ScoredTarget], two: Sequence[ScoredTarget]) -> float:
@@ -275,6 +280,7 @@ def test_chunked_prefill_preemption_and_abort_change_nothing(tmp_path: Path) -> 
     assert list(tmp_path.rglob("*LlamaForCausalLM.json")), "the caches were empty"
     assert probe["children_s"] < 2, "a first start imports vLLM once"
     assert probe["in_flight"]  # between two calls, in the second run
+    assert probe["counted"] == probe["seen"], "preemptions, as metrics have them"
     alone = probe["alone"]
     assert len(probe["runs"]) == 2
     for name, run in probe["runs"].items():

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from logsteer import Client
 from logsteer.schemas import ScoredTarget
+from logsteer_server.engines.vllm.weight_shapes import read_weight_shapes
 from tests.conftest import DEMO_MODEL, QUANTIZED, Server
 from tests.contract.quantized_cases import (
     FACTS,
@@ -120,6 +121,10 @@ def test_linear_layers_are_quantised_on_disk_and_nothing_else(
     sizes = [(path / "model.safetensors").stat().st_size for path in (DEMO_MODEL, checkpoint)]
     print(f"weights: {sizes[0]} bytes in float32, {sizes[1]} quantised")
     assert sizes[1] < 0.5 * sizes[0]
+
+
+def test_shapes_are_those_of_the_matrices_however_they_are_packed(checkpoint: Path) -> None:
+    assert read_weight_shapes(checkpoint).items() >= read_weight_shapes(DEMO_MODEL).items()
 
 
 def test_answers_say_what_the_model_is(client: Client, scheme: str) -> None:

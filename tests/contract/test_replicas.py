@@ -108,6 +108,15 @@ def test_a_vector_steers_on_both(server: Server, tmp_path: Path) -> None:
     assert max(abs((a or 0) - (b or 0)) for a, b in zip(*found, strict=True)) < 1e-4
 
 
+def test_the_selftest_looks_at_each(server: Server) -> None:
+    with Client(server.url) as client:
+        found = {check.name: check for check in client.selftest("two").checks}
+        assert found["replicas"].verdict == "passed"
+        assert found["replicas"].reason.endswith("texts on each of 2 replicas")
+        alone = {check.name: check for check in client.selftest("one").checks}
+        assert alone["replicas"].verdict == "not_run"
+
+
 def test_one_killed_in_the_middle_is_not_seen(server: Server) -> None:
     items = make_items(9)
     with Client(server.url, max_retries=0) as client:
@@ -130,4 +139,4 @@ def test_one_killed_in_the_middle_is_not_seen(server: Server) -> None:
 
 def find_newest_engine(server: Server) -> int:
     """The engine that was started last: the second replica of the second model."""
-    return max(find_engines(server))
+    return find_engines(server)[-1]

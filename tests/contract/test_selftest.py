@@ -14,10 +14,11 @@ from logsteer_server.serving import parse_arguments
 from tests.conftest import Server, fake_model
 from tests.contract.conftest import REAL
 
-MINUTE = 60.0
+SOON_S = 300.0
+"""It takes seconds; on a busy machine more."""
 NOT_RUN = {
-    "vllm": {"against", "against_steered"},
-    "transformer_lens": {"against", "against_steered", "prefix_cached", "chunked"},
+    "vllm": {"replicas", "against", "against_steered"},
+    "transformer_lens": {"replicas", "against", "against_steered", "prefix_cached", "chunked"},
 }
 """By engine, checks that cannot be run on it."""
 
@@ -30,7 +31,7 @@ def by_name(answer: SelftestAnswer) -> dict[str, SelftestCheck]:
 def test_everything_holds_on_the_demo_model(client: Client) -> None:
     began = time.monotonic()
     answer = client.selftest("demo")
-    assert time.monotonic() - began < MINUTE
+    assert time.monotonic() - began < SOON_S
     assert answer.verdict == "passed"
     for check in answer.checks:
         wanted = "not_run" if check.name in NOT_RUN[answer.provenance.engine] else "passed"
@@ -77,7 +78,7 @@ def tested_fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     models = [fake_model("required"), fake_model("other") | {"required": False}]
     config = {"models": models, "selftest": True}
     server = Server.start(config, tmp_path_factory.mktemp("server"))
-    deadline = time.monotonic() + MINUTE
+    deadline = time.monotonic() + SOON_S
     with Client(server.url, max_retries=0) as client:
         while {card.state for card in client.models().models} != {"failed"}:
             assert time.monotonic() < deadline, server.output

@@ -285,7 +285,8 @@ def test_a_vector_trained_by_the_service_moves_the_mood(client: Client) -> None:
         sum((item.targets[0].change or 0) - (item.targets[1].change or 0) for item in point.items)
         for point in swept.points
     ]
-    assert moods[3] == 0
+    assert moods[3] == pytest.approx(0, abs=1e-4)
     assert all(low + 0.05 < high for low, high in pairwise(moods)), moods
-    assert [point.items[0].kl for point in swept.points][3] == 0
-    assert all((point.items[0].kl or 0) > 0 for point in swept.points if point.scale)
+    divergences = [point.items[0].kl for point in swept.points]
+    assert divergences.pop(3) == pytest.approx(0, abs=1e-6)
+    assert all((kl or 0) > 1e-4 for kl in divergences), divergences

@@ -74,6 +74,13 @@ def blocks(used: int, waiting: int) -> Series:
     }
 
 
+def preempted(times: int) -> Series:
+    return {
+        f"logsteer_engine_preemptions_total{{{ENGINE}}}": f"0+{times}x40",
+        'logsteer_generated_tokens_total{model="m"}': "0+1000x40",
+    }
+
+
 def store(used: int) -> Series:
     return {
         'logsteer_store_bytes{instance="a",kind="vectors",owner="shared"}': f"{used}x40",
@@ -85,6 +92,7 @@ def store(used: int) -> Series:
 UP = 'up{job="logsteer",instance="a"}'
 READY = 'logsteer_model_ready{model="m"}'
 RESTARTS = f"logsteer_engine_restarts_total{{{ENGINE}}}"
+AWAY = 'logsteer_cluster_part_away{part="ledger"}'
 BEAT = f"logsteer_engine_heartbeat_age_seconds{{{ENGINE}}}"
 OF_ENGINE = {"model": "m", "replica": "0"}
 
@@ -95,6 +103,9 @@ CASES = {
     ),
     "LogsteerEngineRestarts": AlertCase(
         {RESTARTS: "0 1 2 3 4x20"}, {RESTARTS: "0 1 2x20"}, 10, OF_ENGINE
+    ),
+    "LogsteerClusterPartAway": AlertCase(
+        {AWAY: "1x9"}, {AWAY: "1 0 1x2 0x9"}, 5, {"part": "ledger"}
     ),
     "LogsteerHeartbeatLate": AlertCase({BEAT: "12x9"}, {BEAT: "9x9"}, 5, OF_ENGINE),
     "LogsteerEngineStuck": AlertCase(stuck("7x40"), stuck("0+1x40"), 20, OF_ENGINE),
@@ -112,6 +123,7 @@ CASES = {
         *share("logsteer_pending_bytes", "logsteer_pending_bytes_limit", 95, 85), 20, {}
     ),
     "LogsteerCacheBlocksShort": AlertCase(blocks(97, 1), blocks(97, 0), 20, OF_ENGINE),
+    "LogsteerPreempts": AlertCase(preempted(12), preempted(8), 30, {"model": "m"}),
     "LogsteerSteeringSlotsShort": slots("steering"),
     "LogsteerAdapterSlotsShort": slots("adapter"),
     "LogsteerStoreFull": AlertCase(store(95), store(85), 30, {"instance": "a", "kind": "vectors"}),

@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -17,19 +16,24 @@ import numpy as np
 import yaml
 from safetensors.numpy import save
 
+from logsteer_server.observation.catalog import METRICS
 from tests.conftest import ROOT
+from tests.ports import find_port
 
 PLACE = ROOT / "deploy" / "observability"
 DASHBOARD = PLACE / "dashboards" / "logsteer.json"
 ALERTS = PLACE / "alerts.yml"
+RAY_CONFIG = ROOT / "deploy" / "ray" / "prometheus.yml"
 SCRAPE_S = 1
 FAIL = 1301
 """A token over which the fake engine fails."""
+NO_GPU = {"GPU, held by the engine", "GPU, free"}
+"""Panels without data where there is none."""
 PROMTOOL, PROMETHEUS = shutil.which("promtool"), shutil.which("prometheus")
 
 WORDS = {
     "sum", "by", "rate", "increase", "histogram_quantile", "min", "max", "and", "or", "unless",
-    "label_values", "on", "ignoring", "without",
+    "label_values", "on", "ignoring", "without", "absent",
 }  # fmt: skip
 """Names in PromQL that are no metric."""
 
@@ -42,10 +46,32 @@ def list_queries() -> list[tuple[str, str]]:
     ]
 
 
+def find_empty(prometheus: "Prometheus") -> set[str]:
+    """The dashboard's panels of which a query has no data."""
+    return {panel for panel, query in list_queries() if not prometheus.query(fill(query))}
+
+
+def find_missing(prometheus: "Prometheus") -> set[str]:
+    """The service's metrics of which nothing was scraped."""
+    names = {row.full_name + "_count" * (row.kind == "histogram") for row in METRICS.values()}
+    return {name for name in names if not prometheus.query(name)}
+
+
 def list_alerts() -> list[dict[str, Any]]:
     """Every alert rule."""
     groups = yaml.safe_load(ALERTS.read_text())["groups"]
     return [rule for group in groups for rule in group["rules"]]
+
+
+def drop_threshold(rule: dict[str, Any], rate: str = "20s") -> str:
+    """An alert's expression without the thresholds it compares with, over a short time."""
+    bare = re.sub(r"(==|>=|<=|>|<)\s*[\d.]+", "", rule["expr"]).replace(">=", "+")
+    return re.sub(r"\[\d+m\]", f"[{rate}]", bare)
+
+
+def find_blind(prometheus: "Prometheus") -> set[str]:
+    """The alerts that have no data to look at."""
+    return {rule["alert"] for rule in list_alerts() if not prometheus.query(drop_threshold(rule))}
 
 
 def find_metrics(expression: str) -> set[str]:
@@ -55,16 +81,9 @@ def find_metrics(expression: str) -> set[str]:
     return set(re.findall(r"\b[a-z][a-z0-9_]*\b", bare)) - WORDS
 
 
-def fill(expression: str) -> str:
+def fill(expression: str, rate: str = "20s") -> str:
     """An expression of the dashboard as Grafana would send it."""
-    return expression.replace("$__rate_interval", "20s").replace("$model", ".*")
-
-
-def find_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return expression.replace("$__rate_interval", rate).replace("$model", ".*")
 
 
 class Prometheus:
@@ -86,16 +105,39 @@ def scrape(
     target: str, directory: Path, port: int | None = None, key: str = ""
 ) -> Iterator[Prometheus]:
     """A Prometheus that scrapes an address, started from deploy/observability/prometheus.yml."""
-    assert PROMETHEUS is not None
-    port = port or find_port()
     config = yaml.safe_load((PLACE / "prometheus.yml").read_text())
-    config["global"] = {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": f"{SCRAPE_S}s"}
-    config["rule_files"] = [str(ALERTS)]
     job = next(job for job in config["scrape_configs"] if job["job_name"] == "logsteer")
-    job["static_configs"] = [{"targets": [target]}]
+    job = {"job_name": job["job_name"], "static_configs": [{"targets": [target]}]}
     if key:
         job["authorization"] = {"credentials": key}
-    config["scrape_configs"] = [job]
+    with start_prometheus([job], directory, port) as found:
+        yield found
+
+
+@contextmanager
+def scrape_agents(targets: Path, directory: Path) -> Iterator[Prometheus]:
+    """A Prometheus that scrapes the agents of Ray's nodes that a file names, started from
+    deploy/ray/prometheus.yml.
+    """
+    config = yaml.safe_load(RAY_CONFIG.read_text())
+    (job,) = config["scrape_configs"]
+    job["file_sd_configs"] = [{"files": [str(targets)]}]
+    with start_prometheus([job], directory, None) as found:
+        yield found
+
+
+@contextmanager
+def start_prometheus(
+    jobs: Sequence[dict[str, Any]], directory: Path, port: int | None
+) -> Iterator[Prometheus]:
+    """A Prometheus with these jobs and the project's alerts."""
+    assert PROMETHEUS is not None
+    port = port or find_port()
+    config = {
+        "global": {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": f"{SCRAPE_S}s"},
+        "rule_files": [str(ALERTS)],
+        "scrape_configs": list(jobs),
+    }
     path = directory / "prometheus.yml"
     path.write_text(yaml.safe_dump(config))
     command = [

@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,18 +20,23 @@ from tests.deploy.observed import (
     ALERTS,
     DASHBOARD,
     FAIL,
+    NO_GPU,
     PLACE,
     PROMETHEUS,
     PROMTOOL,
+    RAY_CONFIG,
     Prometheus,
-    fill,
+    drop_threshold,
+    find_empty,
     find_metrics,
+    find_missing,
     list_alerts,
     list_queries,
     scrape,
     send_requests,
 )
 from tests.faults.keys import add_key, connect, serve
+from tests.faults.processes import wait_for
 
 needs_promtool = pytest.mark.skipif(
     PROMTOOL is None, reason="promtool is not installed: apt-get install prometheus; NOT CHECKED"
@@ -41,8 +45,22 @@ needs_prometheus = pytest.mark.skipif(
     PROMETHEUS is None, reason="prometheus is not installed: apt-get install it; NOT CHECKED"
 )
 
-NO_GPU = {"GPU, held by the engine", "GPU, free"}
-"""Panels without data on a machine without a GPU."""
+DATASOURCE_KEYS = {
+    "orgId", "orgName", "version", "name", "type", "access", "url", "user", "database",
+    "basicAuth", "basicAuthUser", "withCredentials", "isDefault", "correlations", "jsonData",
+    "secureJsonData", "editable", "uid",
+}  # fmt: skip
+PROVIDER_KEYS = {
+    "name", "type", "orgId", "folder", "folderUid", "editable", "options", "disableDeletion",
+    "updateIntervalSeconds", "allowUiUpdates",
+}  # fmt: skip
+"""What Grafana's source reads of its provisioned files; it passes over any other key in silence."""
+
+EMPTY = NO_GPU | {"Ledger and coordinator away"}
+"""Panels without data on one machine."""
+
+OF_RAY = {"Ledger and coordinator away", "LogsteerClusterPartAway", "logsteer_cluster_part_away"}
+"""Panel, alert and metric that a service on Ray alone has; tests/cluster sees them there."""
 
 
 def exported() -> set[str]:
@@ -147,6 +165,12 @@ def test_provisioned_files_are_where_compose_mounts_them() -> None:
     provider = yaml.safe_load((PLACE / "grafana/dashboards/logsteer.yml").read_text())
     (path,) = [each["options"]["path"] for each in provider["providers"]]
     assert path in [m["target"] for m in services["grafana"]["volumes"] if isinstance(m, dict)]
+    assert all(set(each) <= PROVIDER_KEYS for each in provider["providers"])
+    sources = yaml.safe_load((PLACE / "grafana/datasources/prometheus.yml").read_text())
+    (source,) = sources["datasources"]
+    assert set(source) <= DATASOURCE_KEYS
+    assert source["url"] == "http://prometheus:9090", "by its name in compose, its own port"
+    assert (provider["apiVersion"], sources["apiVersion"]) == (1, 1)
 
 
 # ------------------------------------------------------------------ with promtool
@@ -155,6 +179,7 @@ def test_provisioned_files_are_where_compose_mounts_them() -> None:
 @needs_promtool
 def test_promtool_takes_configuration_and_rules() -> None:
     promtool("check", "config", str(PLACE / "prometheus.yml"))
+    promtool("check", "config", str(RAY_CONFIG))
     promtool("check", "rules", "--lint-fatal", str(ALERTS))
 
 
@@ -232,25 +257,20 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
             width = http.get("/models/demo").json()["hidden_size"]
         with scrape(found[1], directory, key="to-scrape") as prometheus:
             asyncio.run(send_requests(server.url, tokens, ["demo", "fake"], "demo", width, 15.0))
-            time.sleep(2.5)
+            wait_for(lambda: find_empty(prometheus) <= EMPTY)
             yield prometheus
 
 
 @needs_prometheus
 @pytest.mark.engine
 def test_every_query_of_the_dashboard_has_data(watched: Prometheus) -> None:
-    empty = [panel for panel, query in list_queries() if not watched.query(fill(query))]
-    assert set(empty) == NO_GPU, "on a machine with a GPU none"
+    assert find_empty(watched) == EMPTY
 
 
 @needs_prometheus
 @pytest.mark.engine
 def test_every_metric_was_scraped(watched: Prometheus) -> None:
-    missing = {
-        name
-        for row in METRICS.values()
-        if not watched.query(name := row.full_name + "_count" * (row.kind == "histogram"))
-    }
+    missing = find_missing(watched) - OF_RAY
     assert all(name.startswith("logsteer_gpu_") for name in missing), missing
     missing = {name for name in PROCESS_METRICS if not watched.query(name)}
     assert not missing
@@ -261,7 +281,7 @@ def test_every_metric_was_scraped(watched: Prometheus) -> None:
 @pytest.mark.parametrize("rule", list_alerts(), ids=lambda rule: rule["alert"])
 def test_an_alert_looks_at_something(watched: Prometheus, rule: dict[str, Any]) -> None:
     """Without its thresholds it has data; with them it is quiet, but for what the load provokes."""
-    bare = re.sub(r"(==|>=|<=|>|<)\s*[\d.]+", "", rule["expr"]).replace(">=", "+")
-    assert watched.query(re.sub(r"\[\d+m\]", "[20s]", bare)), bare
+    bare = drop_threshold(rule)
+    assert rule["alert"] in OF_RAY or watched.query(bare), bare
     provoked = {"LogsteerRefusesWork", "LogsteerFaults"}
     assert rule["alert"] in provoked or not watched.query(rule["expr"])

@@ -33,10 +33,11 @@ def running(config: Configuration, directory: Path, **environment: str) -> Itera
 
 
 def find_engines(server: Server) -> list[int]:
-    """The pids of the server's engines."""
+    """The pids of the server's engines, in the order of their start."""
     assert server.process is not None
     with contextlib.suppress(psutil.NoSuchProcess):
         found = psutil.Process(server.process.pid).children()
+        found.sort(key=lambda own: float(own.create_time()))  # pids begin again at a limit
         return [p.pid for p in found if "spawn_main" in " ".join(p.cmdline())]
     return []
 
@@ -61,7 +62,7 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def wait_for(what: Callable[[], T], timeout_s: float = 30.0) -> T:
+def wait_for(what: Callable[[], T], timeout_s: float = 60.0) -> T:
     """What a function returns as soon as that is true."""
     deadline = time.monotonic() + timeout_s
     while not (found := what()) and time.monotonic() < deadline:
@@ -72,7 +73,7 @@ def wait_for(what: Callable[[], T], timeout_s: float = 30.0) -> T:
 
 def read_card(server: Server, model: str) -> dict[str, Any]:
     """The card of a model."""
-    card: dict[str, Any] = httpx.get(f"{server.url}/models/{model}", timeout=10).json()
+    card: dict[str, Any] = httpx.get(f"{server.url}/models/{model}", timeout=60).json()
     return card
 
 
@@ -81,6 +82,15 @@ def wait_for_state(server: Server, model: str, state: str, timeout_s: float = 60
     started = time.monotonic()
     wait_for(lambda: read_card(server, model)["state"] == state, timeout_s)
     return time.monotonic() - started
+
+
+def wait_for_jobs(server: Server, model: str, count: int = 1) -> None:
+    """Wait until the model's engine was sent so many jobs that it has not answered."""
+
+    def count_jobs() -> int:
+        return sum(own["num_jobs"] for own in read_card(server, model)["replicas"])
+
+    wait_for(lambda: count_jobs() >= count)
 
 
 def score(server: Server, model: str, *ids: int, timeout: float = 60.0) -> httpx.Response:

@@ -31,14 +31,13 @@ def server(start_server: ServerFactory) -> Iterator[Server]:
         {
             "models": [
                 fake_model("fake", context_length=4096),
-                fake_model("slow", delay_s=2 * TIMEOUT_S),
+                fake_model("slow", delay_s=5.0),
             ],
             "max_connections": MOST_CONNECTIONS,
             "max_header_bytes": 4096,
             "header_timeout_s": TIMEOUT_S,
             "read_timeout_s": TIMEOUT_S,
             "write_timeout_s": 3 * TIMEOUT_S,
-            "max_pending_tokens": 15_000,
         }
     )
 
@@ -49,7 +48,7 @@ def address_of(server: Server) -> tuple[str, int]:
 
 
 def connect(server: Server) -> socket.socket:
-    return socket.create_connection(address_of(server), timeout=20)
+    return socket.create_connection(address_of(server), timeout=60)
 
 
 def read_all(connection: socket.socket) -> bytes:
@@ -64,7 +63,7 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def check_health(server: Server) -> None:
-    assert httpx.get(f"{server.url}/healthz", timeout=10).status_code == 200
+    assert httpx.get(f"{server.url}/healthz", timeout=60).status_code == 200
 
 
 def test_headers_that_never_end_are_cut_by_their_size(server: Server) -> None:
@@ -78,7 +77,7 @@ def test_headers_that_come_slowly_are_cut_by_their_time(server: Server) -> None:
         connection.sendall(REQUEST)
         began = time.monotonic()
         assert read_all(connection).startswith(b"HTTP/1.1 408 ")
-        assert time.monotonic() - began < 3 * TIMEOUT_S
+        assert time.monotonic() - began < 8, "it is 10 s without the setting"
 
 
 def test_a_connection_without_a_byte_is_closed(server: Server) -> None:
@@ -92,7 +91,7 @@ def test_a_body_that_stops_is_cut(server: Server) -> None:
         connection.sendall(head + b"Content-Type: application/json\r\n\r\n{")
         began = time.monotonic()
         assert read_all(connection) == b""
-        assert time.monotonic() - began < 3 * TIMEOUT_S
+        assert time.monotonic() - began < 20, "it is 30 s without the setting"
 
 
 def test_trailers_that_never_end_are_cut(server: Server) -> None:
@@ -111,7 +110,7 @@ def test_the_longest_idle_make_room_at_the_limit(server: Server) -> None:
     with ThreadPoolExecutor(1) as pool:
         idle = [connect(server) for _ in range(3 * MOST_CONNECTIONS)]
         check_health(server)
-        assert pool.submit(check_health, server).result(10) is None
+        assert pool.submit(check_health, server).result(60) is None
         for connection in idle:
             connection.close()
 
@@ -133,7 +132,7 @@ def connect_slowly(server: Server, path: str, body: dict[str, Any]) -> socket.so
     content = httpx.Request("POST", server.url, json=body).content
     slow = socket.socket()
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    slow.settimeout(20)
+    slow.settimeout(60)
     slow.connect(address_of(server))
     head = b"POST %s HTTP/1.1\r\nHost: localhost\r\n" % path.encode()
     head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(content)
@@ -141,12 +140,19 @@ def connect_slowly(server: Server, path: str, body: dict[str, Any]) -> socket.so
     return slow
 
 
-def test_a_stream_that_is_not_read_holds_no_budget(server: Server) -> None:
+def test_a_stream_that_is_not_read_holds_no_budget(start_server: ServerFactory) -> None:
     """Its 100 x 100 tokens are two thirds of the budget, so another such call needs it back."""
-    with connect_slowly(server, "/generate", STREAM):
-        again, end = STREAM | {"stream": False}, time.monotonic() + 2.5 * TIMEOUT_S
+    patient = start_server(
+        {
+            "models": [fake_model("fake", context_length=4096)],
+            "max_pending_tokens": 15_000,
+            "write_timeout_s": 600.0,
+        }
+    )
+    with connect_slowly(patient, "/generate", STREAM):
+        again, end = STREAM | {"stream": False}, time.monotonic() + 60
         while True:
-            answer = httpx.post(f"{server.url}/generate", json=again, timeout=10)
+            answer = httpx.post(f"{patient.url}/generate", json=again, timeout=60)
             if answer.status_code == 200:
                 break
             assert time.monotonic() < end, answer.text
@@ -182,8 +188,8 @@ def test_a_caller_may_wait_for_less_than_the_server_does(server: Server) -> None
     began = time.monotonic()
     answer = ask_within(server, body, "0.2")
     assert (answer.status_code, answer.json()["code"]) == (504, "deadline_exceeded")
-    assert time.monotonic() - began < TIMEOUT_S
-    assert ask_within(server, body, "60").status_code == 200
+    assert time.monotonic() - began < 4.5, "before its only step has ended"
+    assert ask_within(server, body | {"model": "fake"}, "60").status_code == 200
 
 
 @pytest.mark.parametrize("given", ["soon", "0", "-1", "nan", ""])

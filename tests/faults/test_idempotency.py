@@ -13,7 +13,16 @@ from fastapi import Request, Response
 from logsteer import Client
 from logsteer.errors import APIError
 from logsteer.schemas import CombineRequest
-from logsteer_server.http.idempotency import ENTRY_BYTES, AnswerMemory
+from logsteer_server.http.answer_ledger import (
+    ENTRY_BYTES,
+    LEASE_S,
+    AnotherRequestError,
+    AnswerLedger,
+    Claim,
+    KeptAnswer,
+    SharedAnswers,
+)
+from logsteer_server.http.idempotency import AnswerMemory
 from logsteer_server.stores.layer_vectors import LayerVectors, parse_content
 from tests.conftest import Server
 
@@ -201,3 +210,102 @@ def test_who_waits_for_one_that_fails_takes_its_turn() -> None:
 def test_an_error_names_the_header() -> None:
     with pytest.raises(APIError, match="Idempotency-Key must be"):
         count_runs(AnswerMemory(2**20, 60), ["é"])
+
+
+# ------------------------------------------------------------------ several processes, one ledger
+
+
+class AnswerLine:
+    """What leads to a ledger of answers, which may be cut."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.ledger = AnswerLedger(2**20, 60, clock=lambda: self.now)
+        self.is_cut = False
+
+    async def claim(self, process: str, key: bytes, asked: bytes) -> Claim:
+        if self.is_cut:
+            raise ConnectionError
+        await asyncio.sleep(0.001)
+        return self.ledger.claim(process, key, asked)
+
+    async def end(self, process: str, key: bytes, answer: KeptAnswer | None) -> None:
+        self.ledger.end(process, key, answer)
+
+    def connect(self, process: str) -> AnswerMemory:
+        return AnswerMemory(2**20, 60, SharedAnswers(process, self.claim, self.end))
+
+
+def run_twice(line: AnswerLine, *, fails: bool = False) -> tuple[list[int], list[Response]]:
+    """The same request to two processes at once; who ran it, and what each answered."""
+    runs: list[int] = []
+    memories = [line.connect("one"), line.connect("two")]
+
+    async def work() -> Response:
+        runs.append(len(runs))
+        await asyncio.sleep(0.05)
+        if fails and len(runs) == 1:
+            raise RuntimeError("the first fails")
+        return Response(b"done %d" % len(runs))
+
+    async def run() -> list[Response]:
+        both = await asyncio.gather(
+            *(memory.once(ask("a"), BODY, work) for memory in memories), return_exceptions=True
+        )
+        again = await memories[1].once(ask("a"), BODY, work)
+        await asyncio.sleep(0.01)
+        return [found for found in (*both, again) if isinstance(found, Response)]
+
+    return runs, asyncio.run(run())
+
+
+def test_what_is_repeated_through_another_process_is_applied_once() -> None:
+    runs, answers = run_twice(AnswerLine())
+    assert len(runs) == 1
+    assert [answer.body for answer in answers] == [b"done 1"] * 3
+    assert [answer.headers.get("idempotency-replayed") for answer in answers] == [
+        None,
+        "true",
+        "true",
+    ]
+
+
+def test_what_failed_in_one_process_is_done_by_the_other() -> None:
+    runs, answers = run_twice(AnswerLine(), fails=True)
+    assert len(runs) == 2
+    assert [answer.body for answer in answers] == [b"done 2"] * 2
+
+
+def test_without_the_ledger_each_process_knows_its_own_answers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    line = AnswerLine()
+    line.is_cut = True
+    runs, answers = run_twice(line)
+    assert len(runs) == 2
+    assert len(answers) == 3
+    assert "ledger of answers does not answer" in caplog.text
+
+
+def test_a_key_of_another_process_refuses_another_request() -> None:
+    line = AnswerLine()
+    line.ledger.claim("one", b"key", b"this")
+
+    async def run() -> None:
+        shared = SharedAnswers("two", line.claim, line.end)
+        with pytest.raises(AnotherRequestError):
+            await shared.begin(b"key", b"that")
+
+    asyncio.run(run())
+
+
+def test_the_claim_of_a_process_that_died_is_free_after_its_lease() -> None:
+    line = AnswerLine()
+    assert line.ledger.claim("dead", b"key", b"this").state == "yours"
+    line.now += LEASE_S / 2
+    assert line.ledger.claim("other", b"key", b"this") == Claim("busy", b"this")
+    assert line.ledger.claim("dead", b"key", b"this").state == "yours"  # it renews
+    line.now += LEASE_S + 0.1
+    assert line.ledger.claim("other", b"key", b"this").state == "yours"
+    line.ledger.end("dead", b"key", None)
+    assert line.ledger.claim("third", b"key", b"this").state == "busy"

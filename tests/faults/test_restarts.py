@@ -64,8 +64,8 @@ def test_a_required_model_that_is_given_up_ends_the_server(tmp_path: Path) -> No
     with running(config, tmp_path) as server:
         server.wait_until_ready()
         assert server.process is not None
-        os.kill(min(find_engines(server)), signal.SIGKILL)
-        assert server.process.wait(30) == 3
+        os.kill(find_engines(server)[0], signal.SIGKILL)
+        assert server.process.wait(60) == 3
         assert "The required model needed was given up" in server.lines[-1]
         assert "after 0 restarts within 600 s" in server.lines[-1]
 
@@ -102,12 +102,13 @@ async def start_without_descriptors() -> None:
         handle.start()
         assert handle.state == "restarting"
         assert "Too many open files" in handle.detail
-        await asyncio.sleep(0.4)
-        assert handle.restarts >= 2
+        async with asyncio.timeout(60):
+            while handle.restarts < 2:
+                await asyncio.sleep(0.05)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     try:
-        await asyncio.wait_for(handle.ready.wait(), 30)
+        await asyncio.wait_for(handle.ready.wait(), 60)
         assert handle.state == "ready"
     finally:
         await handle.close()
@@ -120,12 +121,20 @@ def test_nothing_of_a_dead_engine_is_left() -> None:
 async def restart_and_count() -> None:
     handle = LocalEngine(SPEC, SupervisionLimits(restart_delay_s=0.01, max_restarts=10))
     handle.start()
-    counts = []
+    most_files, most_threads = 10_000, 10_000
+
+    def count() -> tuple[int, int]:
+        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+
     try:
-        for _ in range(4):
-            await asyncio.wait_for(handle.ready.wait(), 30)
-            await asyncio.sleep(0.1)
-            counts.append((len(list(Path("/proc/self/fd").iterdir())), threading.active_count()))
+        for start in range(4):
+            async with asyncio.timeout(60):
+                await handle.ready.wait()
+                while (now := count())[0] > most_files or now[1] > most_threads:
+                    await asyncio.sleep(0.05)
+            if not start:
+                await asyncio.sleep(0.1)
+                most_files, most_threads = count()
             (replica,) = handle.replicas
             assert replica.process is not None
             replica.process.kill()
@@ -134,4 +143,3 @@ async def restart_and_count() -> None:
                 await asyncio.sleep(0.01)
     finally:
         await handle.close()
-    assert len(set(counts)) == 1, counts

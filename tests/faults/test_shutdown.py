@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,9 +21,13 @@ from tests.faults.processes import (
     running,
     score,
     wait_for,
+    wait_for_jobs,
 )
 
 STEP_S = 2.0
+LONG: dict[str, Any] = {"models": [fake_model(delay_s=8.0)]}
+ENDLESS: dict[str, Any] = {"models": [fake_model(delay_s=600.0)]}
+"""A step of it ends with its process."""
 GENERATE = {"prompt_ids": [[5, 6]], "max_tokens": 3, "stream": True}
 
 
@@ -50,7 +53,7 @@ def signal_group(server: Server, number: int) -> None:
 
 def wait_for_end(server: Server) -> int:
     assert server.process is not None
-    return server.process.wait(20)
+    return server.process.wait(60)
 
 
 def is_withdrawn(server: Server) -> bool:
@@ -65,9 +68,9 @@ def test_a_signal_to_all_processes_lets_answers_in_flight_come_back(
     with ThreadPoolExecutor(2) as pool:
         plain = pool.submit(score, server, "fake", 7)
         events = pool.submit(httpx.post, f"{server.url}/generate", json=GENERATE, timeout=60)
-        time.sleep(0.5)
+        wait_for_jobs(server, "fake", 2)
         signal_group(server, number)
-        wait_for(lambda: is_withdrawn(server), 5)
+        wait_for(lambda: is_withdrawn(server))
         assert httpx.get(f"{server.url}/healthz").status_code == 200
         late = score(server, "fake", 8)
         check_retryable(late)
@@ -76,10 +79,10 @@ def test_a_signal_to_all_processes_lets_answers_in_flight_come_back(
         assert plain.result().status_code == 200
         assert "event: result" in events.result().text
     assert wait_for_end(server) == 0
-    wait_for(lambda: not any(map(is_alive, family)), 10)
+    wait_for(lambda: not any(map(is_alive, family)))
 
 
-@pytest.mark.parametrize("server", [{"drain_s": 0.5}], indirect=True)
+@pytest.mark.parametrize("server", [LONG | {"drain_s": 0.5}], indirect=True)
 def test_after_its_time_each_request_is_told(server: Server) -> None:
     """Two wait for the engine, one for its own body, one for its caller to send the rest."""
     with ThreadPoolExecutor(3) as pool:
@@ -95,7 +98,7 @@ def test_after_its_time_each_request_is_told(server: Server) -> None:
             upload(server, "/perplexity/stream", b"Some ") as text,
             upload(server, "/logprob", b'{"items": ') as body,
         ):
-            time.sleep(0.5)
+            wait_for_jobs(server, "fake", 3)
             signal_group(server, signal.SIGTERM)
             check_retryable(plain.result())
             assert "event: error" in events.result().text
@@ -111,7 +114,7 @@ def test_after_its_time_each_request_is_told(server: Server) -> None:
 def upload(server: Server, path: str, start: bytes) -> socket.socket:
     """A request whose body has begun."""
     url = httpx.URL(server.url)
-    connection = socket.create_connection((url.host, url.port), 20)
+    connection = socket.create_connection((url.host, url.port), 60)
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n"
     connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + start)
     return connection
@@ -124,30 +127,32 @@ def read_all(connection: socket.socket) -> bytes:
     return answer
 
 
+@pytest.mark.parametrize("server", [ENDLESS], indirect=True)
 def test_a_second_signal_ends_the_server_at_once(server: Server) -> None:
     family = find_family(server)
     with ThreadPoolExecutor(1) as pool:
         lost = pool.submit(score, server, "fake", 7)
-        time.sleep(0.5)
+        wait_for_jobs(server, "fake")
         signal_group(server, signal.SIGTERM)
-        wait_for(lambda: is_withdrawn(server), 5)
+        wait_for(lambda: is_withdrawn(server))
         signal_group(server, signal.SIGTERM)
         assert wait_for_end(server) == 128 + signal.SIGTERM
         with pytest.raises(httpx.TransportError):
             lost.result()
-    wait_for(lambda: not any(map(is_alive, family)), 2)
+    wait_for(lambda: not any(map(is_alive, family)), 20)
 
 
+@pytest.mark.parametrize("server", [ENDLESS], indirect=True)
 @pytest.mark.parametrize("state", ["idle", "busy", "stopped"])
 def test_no_engine_outlives_a_server_that_is_killed(server: Server, state: str) -> None:
     engine = psutil.Process(find_engine(server))
     with ThreadPoolExecutor(1) as pool:
         if state == "busy":
             pool.submit(score, server, "fake", 7)
-            time.sleep(0.3)
+            wait_for_jobs(server, "fake")
         if state == "stopped":
             engine.suspend()
         assert server.process is not None
         server.process.kill()
         server.process.wait()
-    wait_for(lambda: not is_alive(engine), 2)
+    wait_for(lambda: not is_alive(engine), 20)

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from logsteer_server.__main__ import main
+from logsteer_server.stores.directory_store import DirectoryStore
 from logsteer_server.stores.layer_vectors import LayerVectors
-from logsteer_server.stores.store import ADAPTERS, OVERRIDES, VECTORS, Store
+from logsteer_server.stores.store import ADAPTERS, OVERRIDES, VECTORS
 from logsteer_server.stores.vectors import VectorStore
 from tests.server.store_cases import ABOUT, list_files, make_content, put_content
 
@@ -27,12 +28,12 @@ Run = Callable[..., tuple[int, str]]
 def root(tmp_path: Path) -> Path:
     """A directory with two overrides of one content, an adapter, and a vector."""
     root = tmp_path / "root"
-    overrides = Store(OVERRIDES, root, MIB)
+    overrides = DirectoryStore(OVERRIDES, root, MIB)
     put_content(overrides, "a", make_content(1))
     put_content(overrides, "b", make_content(1))
-    put_content(Store(ADAPTERS, root, MIB), "c", make_content(2))
+    put_content(DirectoryStore(ADAPTERS, root, MIB), "c", make_content(2))
     vectors = LayerVectors({1: np.arange(1, 4)})
-    VectorStore(Store(VECTORS, root, MIB)).put("happy", vectors, ABOUT)
+    VectorStore(DirectoryStore(VECTORS, root, MIB)).put("happy", vectors, ABOUT)
     return root
 
 
@@ -135,7 +136,7 @@ def test_a_backup_is_restored(run: Run, root: Path, tmp_path: Path) -> None:
     status, printed = run("restore", tar, directory=empty)
     assert (status, printed) == (0, ""), "all is there already"
 
-    overrides = Store(OVERRIDES, root, MIB)
+    overrides = DirectoryStore(OVERRIDES, root, MIB)
     put_content(overrides, "a", make_content(5))
     overrides.delete("b")
     put_content(overrides, "later", make_content(6))
@@ -146,7 +147,7 @@ def test_a_backup_is_restored(run: Run, root: Path, tmp_path: Path) -> None:
     assert read_files(root) == changed
     status, printed = run("restore", tar, "--force")
     assert (status, printed.count("restored")) == (0, 2)
-    names = [card.name for card in Store(OVERRIDES, root, MIB).list_all().cards]
+    names = [card.name for card in DirectoryStore(OVERRIDES, root, MIB).list_all().cards]
     assert names == ["a", "b", "later"]
     assert {n: d for n, d in read_files(root).items() if n in before} == before
 
@@ -156,7 +157,7 @@ def test_a_backup_is_one_moment_of_a_store_at_work(run: Run, root: Path, tmp_pat
     stop = threading.Event()
 
     def write() -> None:
-        store, number = Store(OVERRIDES, root, 64 * MIB), 0
+        store, number = DirectoryStore(OVERRIDES, root, 64 * MIB), 0
         while not stop.is_set():
             number += 1
             for name in ("x", "y"):  # always the same content as the other's, or the one before
@@ -245,10 +246,82 @@ def test_the_configuration_says_where_and_how_much(
         f"override_store_bytes: {size}\n"
     )
     sha256 = hashlib.sha256(make_content(1)).hexdigest()
-    assert list_files(Store(OVERRIDES, root, MIB))[0] == f"contents/{sha256}.safetensors"
-    big = Store(OVERRIDES, root, MIB)
+    assert list_files(DirectoryStore(OVERRIDES, root, MIB))[0] == f"contents/{sha256}.safetensors"
+    big = DirectoryStore(OVERRIDES, root, MIB)
     put_content(big, "big", make_content(9, 1000))
     assert run("backup", tmp_path / "big.tar")[0] == 0
     assert main(["store", "restore", "--config", str(config), str(tmp_path / "big.tar")]) == 1
     assert f"at most {size} are kept" in capsys.readouterr().err
     assert main(["store", "verify"]) == 2
+
+
+# ------------------------------------------------------------------ stores behind a URL
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """The configuration of a server whose stores are behind a URL."""
+    config = tmp_path / "models.yaml"
+    url = f"file://{tmp_path}/shared"
+    document = {"models": [{"id": "a", "path": "p"}], "store_url": url, "store_directory": "own"}
+    config.write_text(json.dumps(document | {"store_grace_s": 1}))
+    return config
+
+
+def ask(config: Path, command: str, *arguments: Any) -> int:
+    return main(["store", command, "--config", str(config), *map(str, arguments)])
+
+
+def test_a_directory_moves_behind_a_url_and_back(
+    run: Run, root: Path, shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("backup", tmp_path / "one.tar")[0] == 0
+    assert ask(shared, "restore", tmp_path / "one.tar") == 0
+    assert ask(shared, "restore", tmp_path / "one.tar") == 0  # changes nothing
+    capsys.readouterr()
+    assert ask(shared, "verify") == 0
+    printed = capsys.readouterr().out
+    assert "/overrides: 2 names, 2 contents" in printed
+    assert printed.count("0 problems") == 3
+    assert ask(shared, "backup", tmp_path / "two.tar") == 0
+    again = tmp_path / "again"
+    assert run("restore", tmp_path / "two.tar", directory=again)[0] == 0
+    assert read_files(again) == read_files(root)
+
+
+def test_damage_and_waste_behind_a_url_are_found(
+    run: Run, shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("backup", tmp_path / "one.tar")
+    ask(shared, "restore", tmp_path / "one.tar")
+    (content,) = (tmp_path / "shared/vectors/contents").rglob("*.safetensors")
+    waste = content.with_name("0" * 28 + ".safetensors")
+    waste.write_bytes(b"of a server that was killed")
+    draft = content.with_name(".abc.1.part")
+    draft.write_bytes(b"half of it")
+    capsys.readouterr()
+    assert ask(shared, "verify") == 0
+    assert "1 contents have no name now" in capsys.readouterr().out
+    assert ask(shared, "gc") == 0
+    assert capsys.readouterr().out.count("removed") == 2
+    assert not waste.exists()
+    assert not draft.exists()
+    turn_a_bit(content)
+    assert ask(shared, "verify") == 1
+    assert "name happy: its content is not what its SHA-256 says" in capsys.readouterr().out
+    assert not (tmp_path / "own/fetched").exists()
+    assert ask(shared, "backup", tmp_path / "two.tar") == 1
+    assert "is damaged: PUT its name again" in capsys.readouterr().err
+    assert not (tmp_path / "two.tar").exists()
+    (card,) = (tmp_path / "shared/vectors/names/happy").iterdir()
+    card.write_text("{")
+    assert ask(shared, "verify") == 1
+    assert "name happy: its card is damaged" in capsys.readouterr().out
+
+
+def test_a_url_that_cannot_be_used_is_said(
+    shared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared.write_text(shared.read_text().replace("file://", "s3://bucket"))
+    assert ask(shared, "verify") == 1
+    assert "install s3fs" in capsys.readouterr().err.lower()

@@ -1,6 +1,7 @@
 """Stores over HTTP under faults: a lock that is held elsewhere, uploads that do not end."""
 
 import concurrent.futures
+import select
 import socket
 import time
 from collections.abc import Iterator
@@ -14,9 +15,11 @@ import pytest
 
 from logsteer_server.stores.layer_vectors import LayerVectors
 from tests.conftest import Server, ServerFactory, fake_model
+from tests.faults.processes import wait_for
 from tests.faults.test_stores import held_elsewhere
 
 VECTOR = LayerVectors({1: np.arange(1, 17)}).content
+INVALID = b"no vector" * 20
 ROOM = 4096
 
 
@@ -59,13 +62,13 @@ def test_a_lock_held_elsewhere_stops_nobody_who_needs_no_store(
     with concurrent.futures.ThreadPoolExecutor(48) as pool, held_elsewhere(lock):
         calls = [pool.submit(call, number) for number in range(48)]
         time.sleep(0.2)
-        assert max(time_tokenize(http) for _ in range(10)) < 1
+        assert max(time_tokenize(http) for _ in range(3)) < 2
         answers = [done.result() for done in calls]
     for answer, _ in answers:
         assert answer.status_code == 429, answer.text
         assert answer.headers["retry-after"]
         assert "locked by others" in answer.json()["detail"]
-    assert max(taken for _, taken in answers) < 20
+    assert max(taken for _, taken in answers) < 60
     assert http.get("/vectors").status_code == 200
     assert http.delete("/vectors/a").status_code == 200
 
@@ -81,9 +84,9 @@ def open_half(server: Server, name: str, *headers: str) -> socket.socket:
 
 def wait_for_status(http: httpx.Client, status: int) -> Any:
     """Send what has no room (429), or is refused when it was read (422), until it is so."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
-        answer = http.put("/vectors/b", content=b"no vector" * 20)
+        answer = http.put("/vectors/b", content=INVALID)
         if answer.status_code == status:
             return answer
         assert time.monotonic() < deadline, answer.text
@@ -100,7 +103,8 @@ def test_uploads_that_do_not_end_hold_no_more_than_the_store_may(
         for number in range(4):
             half = open_half(server, f"half{number}", f"Content-Length: {ROOM // 4}")
             opened.enter_context(half)
-        time.sleep(0.3)  # all of them have their room before anybody else asks for some
+        # All of them have their room before anybody else asks for some.
+        wait_for(lambda: len(list(Path(server.directory).rglob("vectors/uploads/*.part"))) == 4)
         answer = wait_for_status(http, 429)
         assert "uploads at work" in answer.json()["detail"]
         assert answer.headers["retry-after"]
@@ -109,7 +113,12 @@ def test_uploads_that_do_not_end_hold_no_more_than_the_store_may(
         half = opened.enter_context(open_half(server, "c", "Transfer-Encoding: chunked"))
         assert http.put("/vectors/b", content=VECTOR).status_code == 200
         data = bytes(ROOM - 160)
-        half.sendall(f"{len(data):x}\r\n".encode() + data + b"\r\n")  # it grows, and does not end
-        wait_for_status(http, 429)
+        chunk = f"{len(data):x}\r\n".encode() + data + b"\r\n"
+        half.sendall(chunk)  # it grows, and does not end
+        while http.put("/vectors/b", content=INVALID).status_code != 429:
+            time.sleep(0.3)
+            if select.select([half], [], [], 0)[0]:  # there was no room beside what was asked here
+                half = opened.enter_context(open_half(server, "c", "Transfer-Encoding: chunked"))
+                half.sendall(chunk)
     wait_for_status(http, 422)
     assert http.delete("/vectors/b").status_code == 200

@@ -1,8 +1,11 @@
 """Requests that end engines: found after a second death, without blame for their neighbours."""
 
+import json
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 
 import httpx
@@ -28,6 +31,7 @@ from tests.faults.processes import (
     running,
     score,
     wait_for,
+    wait_for_jobs,
     wait_for_state,
 )
 
@@ -201,7 +205,10 @@ class TestQuarantine:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     config = {
-        "models": [fake_model(exit_id=EXIT, crash_id=CRASH, delay_s=0.3)],
+        "models": [
+            fake_model(exit_id=EXIT, crash_id=CRASH, delay_s=0.3),
+            fake_model("slow", exit_id=EXIT, delay_s=2.0),
+        ],
         "cache_bytes": 0,
         "max_restarts": 50,
         "restart_window_s": 5.0,
@@ -245,19 +252,35 @@ def test_poison_is_refused_after_two_deaths_and_its_neighbours_are_answered(
     assert read_card(server, "fake")["restarts"] == before + 2, "no third engine was given it"
 
 
+@contextmanager
+def asked(server: Server, *ids: int) -> Iterator[None]:
+    """A request to the slow model, whose caller leaves with the block and half a second later."""
+    url = httpx.URL(server.url)
+    item = {"context_ids": [5, *ids], "target_ids": [[6]]}
+    content = json.dumps({"model": "slow", "items": [item]}).encode()
+    with socket.create_connection((url.host, url.port), 60) as connection:
+        head = f"POST /logprob HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n"
+        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + content)
+        yield
+        time.sleep(0.5)  # a quarter of the step that has begun
+
+
 def test_a_caller_that_leaves_does_not_leave_the_blame_to_others(server: Server) -> None:
-    """The engine dies in a step with a job whose caller is gone: the one who stays is not alone."""
-    wait_for_state(server, "fake", "ready")
+    """The engine dies in a step with a job whose caller is gone, and with one whose is not."""
     poison = (EXIT, 9)
-    for _ in range(2):
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(score, server, "fake", 300)
-            time.sleep(0.1)  # the engine has begun a step; the next one has the poison
-            with pytest.raises(httpx.ReadTimeout):
-                score(server, "fake", *poison, timeout=0.35)
-        restarts = read_card(server, "fake")["restarts"]
-        wait_for(lambda n=restarts: read_card(server, "fake")["restarts"] != n)  # type: ignore[misc]
-        wait_for_state(server, "fake", "ready")
-    told = score(server, "fake", *poison)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(score, server, "slow", 200)
+        wait_for_jobs(server, "slow")
+        with asked(server, *poison):
+            stays = pool.submit(score, server, "slow", 300)
+            wait_for_jobs(server, "slow", 3)
+            assert first.result().status_code == 200, "the next step has the other two"
+        check_retryable(stays.result())
+    wait_for_state(server, "slow", "ready")
+    with asked(server, *poison):
+        wait_for_jobs(server, "slow")
+    wait_for(lambda: read_card(server, "slow")["restarts"] == 2)
+    wait_for_state(server, "slow", "ready")
+    told = score(server, "slow", *poison)
     assert (told.status_code, told.json()["code"]) == (500, "internal")
-    assert score(server, "fake", 300).status_code == 200
+    assert score(server, "slow", 300).status_code == 200

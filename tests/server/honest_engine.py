@@ -23,6 +23,7 @@ from logsteer_server.contract.jobs import (
 from logsteer_server.contract.lane import Lane
 from logsteer_server.contract.plan import Site, SteeringPlan, SteeringTrace
 from logsteer_server.contract.results import ResultPart
+from logsteer_server.engines.handle import ReplicaReading
 from logsteer_server.engines.supervisor import now
 from tests.server import scripted_model
 from tests.server.scripted_model import ScriptedHandle
@@ -35,13 +36,14 @@ BLOCK = 16
 
 @dataclass(frozen=True)
 class Moment:
-    """How a job came to be scored: its call, its place there, and what the cache and step did."""
+    """How a job came to be scored: its call, its place, what cache and step did, and where."""
 
     job: Job
     call: Sequence[Job]
     serial: int
     cached: int
     was_split: bool
+    replica: int | None
 
 
 Fault = Callable[[Moment], float]
@@ -73,10 +75,15 @@ class HonestEngine(ScriptedHandle):
         width = info.hidden_size
         self._embedding_VD = draws.normal(size=(info.vocab_size, width))
         self._step_DD = draws.normal(size=(width, width)) / np.sqrt(width)
-        self._head_DV = draws.normal(size=(width, info.vocab_size))
+        self._head_DV = draws.normal(size=(width, info.vocab_size)).astype(np.float32)
         self._read: set[bytes] = set()
         self._known: dict[bytes, np.ndarray] = {}
+        self._known_log_p: dict[bytes, np.ndarray] = {}
         self._serial = 0
+
+    def read(self) -> Sequence[ReplicaReading]:
+        (first,) = super().read()
+        return [first, replace(first, number=1)]
 
     def _advance(self, job: Job, x_D: np.ndarray, position: int, token: int) -> np.ndarray:
         x_D = 0.7 * np.tanh(self._step_DD @ x_D + self._embedding_VD[token])
@@ -87,8 +94,7 @@ class HonestEngine(ScriptedHandle):
 
     def _states(self, job: Job) -> np.ndarray:
         """Return the state after each token [T, D]; equal work is done once."""
-        salt = b"" if job.plan is None else job.plan.digest(job.prompt_len)
-        key = salt + type(job).__name__.encode() + job.tokens.tobytes()
+        key = self._key(job)
         if key not in self._known:
             x_D, states = np.zeros(self.info.hidden_size), []
             for position, token in enumerate(job.tokens.tolist()):
@@ -96,6 +102,19 @@ class HonestEngine(ScriptedHandle):
                 states.append(x_D)
             self._known[key] = np.array(states)
         return self._known[key]
+
+    def _salt(self, job: Job) -> bytes:
+        return b"" if job.plan is None else job.plan.digest(job.prompt_len)
+
+    def _key(self, job: Job) -> bytes:
+        return self._salt(job) + type(job).__name__.encode() + job.tokens.tobytes()
+
+    def _log_p(self, job: ScoreJob) -> np.ndarray:
+        """Return log-probabilities after each token [T, V]; equal work is done once."""
+        key = self._key(job)
+        if key not in self._known_log_p:
+            self._known_log_p[key] = self._log_softmax(self._states(job).astype(np.float32))
+        return self._known_log_p[key]
 
     def _log_softmax(self, states_TD: np.ndarray) -> np.ndarray:
         logits_TV = states_TD @ self._head_DV
@@ -105,7 +124,7 @@ class HonestEngine(ScriptedHandle):
 
     def _find_cached(self, job: Job) -> int:
         """Tokens of whole blocks that were read before, in front of the first row."""
-        salt = b"" if job.plan is None else job.plan.digest(job.prompt_len)
+        salt = self._salt(job)
         ends = range(BLOCK, len(job.tokens) + 1, BLOCK)
         keys = {end: salt + job.tokens[:end].tobytes() for end in ends}
         first_row = job.first_row if isinstance(job, ScoreJob) else 0
@@ -116,12 +135,11 @@ class HonestEngine(ScriptedHandle):
         return found
 
     def _score(self, job: ScoreJob, moment: Moment) -> ScoreOutput:
-        states_TD = self._states(job)
-        log_p_RV = self._log_softmax(states_TD[job.first_row :])
+        log_p_RV = self._log_p(job)[job.first_row :]
         own_R = np.take_along_axis(log_p_RV, job.targets[:, None].astype(np.int64), -1)[:, 0]
         columns = {"logprob": own_R + self._fault(moment)}
         if "logit_std" in job.columns:
-            logits_RV = states_TD[job.first_row :] @ self._head_DV
+            logits_RV = self._states(job)[job.first_row :] @ self._head_DV
             columns |= {"logit_mean": logits_RV.mean(-1), "logit_std": logits_RV.std(-1)}
         if "log_q" in job.columns:
             rank_R = 1 + (log_p_RV > own_R[:, None]).sum(-1)
@@ -175,7 +193,9 @@ class HonestEngine(ScriptedHandle):
             match job:
                 case ScoreJob():
                     cached = self._find_cached(job)
-                    moment = Moment(job, jobs, self._serial, cached, len(steps) > 1)
+                    moment = Moment(
+                        job, jobs, self._serial, cached, len(steps) > 1, lane and lane.replica
+                    )
                     output = self._score(job, moment)
                 case GenerateJob():
                     output = self._generate(job)

@@ -96,7 +96,7 @@ class ScriptedHandle:
     def __init__(self, info: EngineInfo = INFO, answer: Answer = answer_as_fake) -> None:
         self.info = info
         self.state: ModelState = "ready"
-        self.given_up = False
+        self.given_up = self.answers_elsewhere = False
         self.detail = "answers"
         self.restarts = 0
         self.ready = asyncio.Event()

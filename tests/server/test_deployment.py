@@ -164,6 +164,7 @@ def test_every_copied_file_exists_and_reaches_the_build_context() -> None:
 def test_copies_between_stages_take_what_an_earlier_stage_made() -> None:
     made = {"python": {"/usr/local/"}, "build-cpu": {"/opt/logsteer", f"{HOME}/sbom.cdx.json"}}
     made["build-cuda"] = made["build-cpu"]
+    made["build-ray"] = {"/opt/added/", "/opt/state", f"{HOME}/sbom.cdx.json"}
     made["files"] = {
         "/".join(destination.split("/")[:3])
         for stage, _, destination in list_copies()
@@ -190,12 +191,15 @@ def list_copied_to(stage: str) -> list[str]:
     return [source for name, source, _ in list_copies() if name == stage]
 
 
-@pytest.mark.parametrize("variant", TARGETS)
-def test_what_reaches_package_indexes_is_mounted_for_one_step(variant: str) -> None:
-    steps = [run for stage in STAGES.values() for run in stage.every("RUN") if "--mount" in run]
-    install = STAGES[f"build-{variant}"].every("RUN")[0]
-    assert install in steps and len(steps) == len(TARGETS)
-    script = (ROOT / "deploy/image/install.sh").read_text()
+@pytest.mark.parametrize(
+    ("stage", "script"),
+    [("build-cpu", "install.sh"), ("build-cuda", "install.sh"), ("build-ray", "ray.sh")],
+)
+def test_what_reaches_package_indexes_is_mounted_for_one_step(stage: str, script: str) -> None:
+    steps = [run for one in STAGES.values() for run in one.every("RUN") if "--mount" in run]
+    install = STAGES[stage].every("RUN")[0]
+    assert install in steps and len(steps) == len(TARGETS) + 1
+    script = (ROOT / "deploy/image" / script).read_text()
     targets = dict(re.findall(r"--mount=type=secret,id=(\w+),target=(\S+)", install))
     assert targets.keys() == {"ca", "pip_conf", "uv_toml"}
     assert targets["ca"] in script
@@ -259,7 +263,9 @@ def test_the_targets_differ_only_in_base_and_packages() -> None:
 
 
 def test_base_images_are_pinned() -> None:
-    bases = {stage.base for stage in STAGES.values() if stage.base not in {*STAGES, "scratch"}}
+    stages = {*STAGES, "scratch", "${VARIANT}", "build-${VARIANT}"}
+    assert ARGUMENTS["VARIANT"] in TARGETS
+    bases = {stage.base for stage in STAGES.values() if stage.base not in stages}
     assert bases == {"${PYTHON_BASE}", "${CUDA_BASE}"}
     for base in (ARGUMENTS["PYTHON_BASE"], ARGUMENTS["CUDA_BASE"]):
         assert re.fullmatch(r"[a-z/]+:\d+\.\d+\.\d+-[a-z0-9.-]+", base), base

@@ -124,6 +124,9 @@ class TestPage:
         )
         told = judge(replicas=3)
         assert (told.verdict, told.text) == ("fail", "3 GPUs are needed, and 2 GPUs are here")
+        told = judge(tensor_parallel=4, nodes_per_replica=2, replicas=3)
+        assert told.verdict == "ok"
+        assert "on each of 2 GPUs of each of 2 nodes a replica" in told.text
         monkeypatch.setattr(doctor, "GPU_SHARE", 1e-9)
         assert judge(devices=[0]).verdict == "fail"
 
@@ -191,3 +194,18 @@ class TestBeside:
         one = {"id": "m", "path": str(checkpoint)}
         settings = settings_of(one, reload_beside=wish)
         assert fits_beside(ModelSettings(**one | old), ModelSettings(**one | new), settings) is fits
+
+
+def test_a_shared_store_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(url: str) -> MachineFinding:
+        settings = settings_of({"id": "a", "path": "p"}, directory=tmp_path, store_url=url)
+        found = look(settings, [], monkeypatch)
+        return next(finding for finding in found if finding.subject == "shared store")
+
+    assert ask(f"file://{tmp_path}/shared").verdict == "ok"
+    assert list((tmp_path / "shared").iterdir()) == []
+    (tmp_path / "text").write_text("this is text")
+    for url, why in ((f"file://{tmp_path}/text", "exists|[Nn]ot a dir"), ("s3://bucket", "s3fs")):
+        finding = ask(url)
+        assert finding.verdict == "fail"
+        assert re.search(why, finding.text)

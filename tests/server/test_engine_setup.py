@@ -25,6 +25,7 @@ from logsteer_server.engines.vllm.config import engine_args, fit_context_length,
 from logsteer_server.engines.weights import limit_context
 from logsteer_server.observation.logs import LogStyle
 from logsteer_server.serving import main
+from logsteer_server.settings import ModelSettings
 
 FACTORS = {"short_factor": [1.0, 1.1], "long_factor": [1.0, 4.0]}
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 64, **FACTORS}
@@ -213,7 +214,7 @@ class TestArguments:
         for name, key in INSTEAD.items():
             with pytest.raises(ValueError, match=f"{name}: set {key} of the model instead"):
                 check_arguments({name: None})
-            assert key in EngineSpec.__dataclass_fields__
+            assert key in ModelSettings.model_fields
 
     def test_anything_else_is_vllms_own(self) -> None:
         given = {"max_num_seqs": 7, "gpu_memory_utilization": 0.4, "kv_cache_dtype": "auto"}

@@ -123,6 +123,7 @@ def test_the_contract_imports_nothing_of_the_project() -> None:
 
 SHARED_BY_ENGINES = (
     "weights", "machine", "needs", "lifetime", "scratch", "failures", "readings", "drawn",
+    "exchanged_files",
 )  # fmt: skip
 
 

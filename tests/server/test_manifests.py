@@ -165,6 +165,70 @@ def test_kustomize_makes_what_kubernetes_takes(overlay: str, tmp_path: Path) -> 
     assert callers == {"logsteer-client": "true"}
 
 
+# ------------------------------------------------------------------ Ray's pods
+
+RAY = ROOT / "deploy/ray"
+PODS_OF_RAY = list(yaml.safe_load_all((RAY / "pods.yaml").read_text()))
+POLICY_OF_RAY, BUDGET_OF_RAY = (document["spec"] for document in PODS_OF_RAY)
+GROUPS = yaml.safe_load((RAY / "rayservice.yaml").read_text())["spec"]["rayClusterConfig"]
+HEAD, (WORKER,) = GROUPS["headGroupSpec"], GROUPS["workerGroupSpecs"]
+
+
+def test_rays_pods_reach_each_other_on_all_ports_and_nobody_else_does() -> None:
+    chosen = POLICY_OF_RAY["podSelector"]["matchLabels"]
+    for pod in (HEAD, WORKER):
+        assert chosen.items() <= pod["template"]["metadata"]["labels"].items()
+    own, *others = POLICY_OF_RAY["ingress"]
+    assert own == {"from": [{"podSelector": {"matchLabels": chosen}}]}
+    (out,) = [rule for rule in POLICY_OF_RAY["egress"] if "ports" not in rule]
+    assert out == {"to": [{"podSelector": {"matchLabels": chosen}}]}
+    open_ports = {port["port"] for rule in others for port in rule["ports"]}
+    known = {port["containerPort"] for port in HEAD["template"]["spec"]["containers"][0]["ports"]}
+    assert open_ports - known == {8080}, "KubeRay's port of metrics"
+    assert 6379 not in open_ports, "Ray runs whatever it is sent"
+
+
+def test_one_of_rays_workers_stays() -> None:
+    chosen = BUDGET_OF_RAY["selector"]["matchLabels"].items()
+    assert chosen <= WORKER["template"]["metadata"]["labels"].items()
+    assert not chosen <= HEAD["template"]["metadata"]["labels"].items()
+    assert BUDGET_OF_RAY["minAvailable"] < WORKER["minReplicas"]
+
+
+@pytest.mark.parametrize("document", PODS_OF_RAY, ids=lambda document: document["kind"])
+def test_kubernetes_takes_rays_policy_and_budget(document: dict[str, Any]) -> None:
+    schemas = pytest.importorskip(
+        "kubernetes_validate", reason="MANIFESTS ARE NOT VALIDATED: no kubernetes-validate"
+    )
+    for version in ("1.31", schemas.latest_version()):
+        schemas.validate(document, version, strict=True)
+
+
+# ------------------------------------------------------------------ Prometheus in Kubernetes
+
+
+def test_pods_are_scraped_where_they_listen_under_the_job_of_the_alerts() -> None:
+    spec = yaml.safe_load((KUBERNETES / "podmonitor.yaml").read_text())["spec"]
+    assert spec["selector"]["matchLabels"] == SELECTOR
+    assert SELECTOR[spec["jobLabel"]] == "logsteer"
+    (endpoint,) = spec["podMetricsEndpoints"]
+    assert endpoint["port"] in {port["name"] for port in SERVER["ports"]}
+
+
+def test_rays_pods_are_scraped_by_the_rules_of_prometheus() -> None:
+    spec = yaml.safe_load((RAY / "podmonitor.yaml").read_text())["spec"]
+    assert spec["selector"] == POLICY_OF_RAY["podSelector"]
+    (endpoint,) = spec["podMetricsEndpoints"]
+    (job,) = yaml.safe_load((RAY / "prometheus.yml").read_text())["scrape_configs"]
+    names = {"source_labels": "sourceLabels", "target_label": "targetLabel"}
+
+    def rename(rules: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{names.get(name, name): value for name, value in own.items()} for own in rules]
+
+    assert endpoint["relabelings"] == rename(job["relabel_configs"])
+    assert endpoint["metricRelabelings"] == rename(job["metric_relabel_configs"])
+
+
 # ------------------------------------------------------------------ systemd
 
 

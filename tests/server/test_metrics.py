@@ -126,7 +126,10 @@ def test_a_request_is_timed_to_the_end_of_its_answer(client: Client, server: Ser
     text = ["a text that is long enough for several windows, one after the other, " * 8]
     before = Readings(server)
     list(client.perplexity_events(text, model="slow"))
-    after = Readings(server)
+    deadline = time.monotonic() + 60
+    # A stream is counted once the server has cleared up behind its last byte.
+    while not (after := Readings(server))("request_seconds_count", path="/perplexity"):
+        assert time.monotonic() < deadline
     spent = after("request_seconds_sum", path="/perplexity") - before(
         "request_seconds_sum", path="/perplexity"
     )
@@ -140,8 +143,9 @@ def test_pending_work_is_shown_while_it_is_pending(client: Client, server: Serve
     assert Readings(server)("pending_tokens", model="slow") == 0
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(client.logprob, [item(20, 21, 22)], model="slow")
-        time.sleep(0.2)
-        assert Readings(server)("pending_tokens", model="slow") == 4
+        while not (pending := Readings(server)("pending_tokens", model="slow")):
+            assert not call.done()
+        assert pending == 4
         assert call.result().results
     assert Readings(server)("pending_tokens", model="slow") == 0
 

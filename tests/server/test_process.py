@@ -153,7 +153,7 @@ class SlowEngine(RefusingEngine):
 
     def step(self) -> list[tuple[int, JobResult]]:
         self.stepping.set()
-        assert self.go_on.wait(10)
+        assert self.go_on.wait(60)
         return super().step()
 
 
@@ -173,7 +173,7 @@ def test_heartbeats_say_how_far_the_loop_is_and_come_from_within_a_step(
     assert not any(beat.in_engine for beat in idle)
     assert idle[-1].turns > idle[0].turns, "the loop turns without work, too"
     here.send(add(1))
-    assert engine.stepping.wait(10)
+    assert engine.stepping.wait(60)
     while not (first := read_beat(here)).in_engine:
         pass
     later = [read_beat(here) for _ in range(5)]
@@ -181,10 +181,10 @@ def test_heartbeats_say_how_far_the_loop_is_and_come_from_within_a_step(
     assert [beat.serial - first.serial for beat in later] == [1, 2, 3, 4, 5]
     engine.go_on.set()
     here.send(Close())
-    threads[0].join(10)
+    threads[0].join(60)
     assert not threads[0].is_alive()
     here.close()
-    threads[1].join(10)
+    threads[1].join(60)
     assert not threads[1].is_alive(), "heartbeats end with the other end"
 
 

@@ -63,6 +63,16 @@ def test_a_turn_waits_for_room_and_is_not_jumped() -> None:
     assert ids(queue) == [10, 20]
 
 
+def test_a_call_goes_to_the_replica_that_it_names_while_that_is_open() -> None:
+    queue = FairQueue(EngineRoom(4), replicas=2)
+    named = Lane(replica=1)
+    queue.put(EngineCall(make_call(0, 4, 4, 4).jobs, 0, named))
+    assert queue.take().by_replica.keys() == {1}, "also more than it has room for"
+    queue.places[1].is_open = False
+    queue.put(EngineCall(make_call(10, 4).jobs, 10, named))
+    assert queue.take().by_replica.keys() == {0}
+
+
 def test_a_dropped_call_says_what_the_engine_has_of_it_and_keeps_that_room_till_the_end() -> None:
     queue = FairQueue(EngineRoom(10))
     long, short = make_call(0, 5, 5, 5, 5), make_call(10, 5)
@@ -71,13 +81,28 @@ def test_a_dropped_call_says_what_the_engine_has_of_it_and_keeps_that_room_till_
     queue.finish([0])
     queue.put(short)
     assert ids(queue) == [2]
-    assert queue.drop(long) == [1, 2]
+    assert queue.drop(long) == {0: [1, 2]}
     assert ids(queue) == [], "the engine may be at work on both"
     queue.finish([1])
     assert ids(queue) == [10]
     queue.finish([2])
-    assert queue.drop(long) == []
-    assert queue.drop(short) == [10]
+    assert queue.drop(long) == {}
+    assert queue.drop(short) == {0: [10]}
+
+
+def test_a_job_that_another_replica_was_given_is_dropped_there() -> None:
+    queue = FairQueue(EngineRoom(10), replicas=2)
+    call = make_call(0, 5)
+    queue.put(call)
+    assert list(queue.take().by_replica) == [0]
+    queue.places[0].is_open = False
+    queue.lose(0)
+    queue.put_back(call, [0], last=False)
+    assert list(queue.take().by_replica) == [1]
+    queue.finish([0], 0)
+    assert queue.drop(call) == {1: [0]}
+    queue.clear()
+    assert queue.drop(call) == {}
 
 
 def test_a_finished_job_that_is_finished_again_frees_nothing_more() -> None:

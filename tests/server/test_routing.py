@@ -13,7 +13,7 @@ from logsteer_server.contract.jobs import GenerateJob, Job, ScoreJob
 from logsteer_server.contract.lane import Lane
 from logsteer_server.contract.parameters import Adapter
 from logsteer_server.contract.plan import Site, SteeringPlan
-from logsteer_server.engines.occupancy import Occupancy
+from logsteer_server.engines.occupancy import FULL, Occupancy
 from logsteer_server.engines.queue import FairQueue, NextJobs
 from logsteer_server.engines.routing import BLOCK, Router, hash_blocks
 from logsteer_server.engines.suspects import SETTLE_S, TRIAL_S, Quarantine
@@ -40,6 +40,10 @@ def find_places(taken: NextJobs) -> dict[int, int]:
 
 def make_queue(**fields: object) -> FairQueue:
     return FairQueue(EngineRoom(100_000), replicas=2, **fields)  # type: ignore[arg-type]
+
+
+def find_work(places: Sequence[Occupancy]) -> np.ndarray:
+    return np.array([place.load for place in places])
 
 
 class TestBlocks:
@@ -78,17 +82,17 @@ class TestRule:
         blocks = hash_blocks(score(1, 5))
         router.note(blocks, places[0])
         places[0].add([1], [4 * 4 * BLOCK])
-        assert router.choose(blocks, places).number == 0, "as much as the prefix is worth"
+        assert router.choose(blocks, find_work(places)) == 0, "as much as the prefix is worth"
         places[0].add([2], [1])
-        assert router.choose(blocks, places).number == 1, "and one token more"
-        assert router.choose([], places).number == 1, "without a prefix load alone counts"
+        assert router.choose(blocks, find_work(places)) == 1, "and one token more"
+        assert router.choose([], find_work(places)) == 1, "without a prefix load alone counts"
 
     def test_the_longer_prefix_wins(self) -> None:
         router, places = Router(2, 4.0), [Occupancy(0), Occupancy(1)]
         blocks = hash_blocks(score(1, 5))
         router.note(blocks[:1], places[0])
         router.note(blocks[:3], places[1])
-        assert router.choose(blocks, places).number == 1
+        assert router.choose(blocks, find_work(places)) == 1
 
     def test_a_replica_remembers_what_its_cache_holds_and_forgets_with_its_process(self) -> None:
         router = Router(1, 4.0)
@@ -100,6 +104,56 @@ class TestRule:
         assert router._known[0].count(new) == 2
         router.forget(0)
         assert router._known[0].count(new) == 0
+
+
+class PlainRouter:
+    """The rule, asked of every replica about every job."""
+
+    def __init__(self, replicas: int, worth: float, blocks: int) -> None:
+        self.known: list[list[int]] = [[] for _ in range(replicas)]
+        self.worth, self.limit = worth, blocks
+
+    def choose(self, blocks: Sequence[int], work: Sequence[int]) -> int:
+        def cost(number: int) -> float:
+            known = self.known[number]
+            count = next((n for n, b in enumerate(blocks) if b not in known), len(blocks))
+            return work[number] - self.worth * BLOCK * count
+
+        return min((n for n, own in enumerate(work) if own < FULL), key=cost)
+
+    def note(self, blocks: Sequence[int], number: int) -> None:
+        old = [block for block in self.known[number] if block not in blocks]
+        self.known[number] = [*old, *reversed(blocks)][-self.limit :]
+
+
+@pytest.mark.parametrize("worth", [0.0, 0.5, 4.0])
+def test_the_router_chooses_as_if_it_asked_every_replica(worth: float) -> None:
+    rng = np.random.default_rng(0)
+    replicas, limit = 7, 12
+    plain, router = PlainRouter(replicas, worth, limit), Router(replicas, worth)
+    places = [Occupancy(n, EngineRoom(cache_tokens=limit * BLOCK)) for n in range(replicas)]
+    chosen = Counter()
+    for _ in range(1500):
+        first, length = int(rng.integers(5)), int(rng.integers(1, 6))
+        blocks = [
+            1000 * first,
+            *(1000 * first + 1 + 10 * n + int(rng.integers(2)) for n in range(length)),
+        ]
+        work = rng.integers(0, 40, replicas) * BLOCK
+        work[rng.random(replicas) < 0.2] = FULL
+        if work.min() == FULL:
+            continue
+        number = router.choose(blocks, work)
+        assert number == plain.choose(blocks, work.tolist())
+        chosen[number] += 1
+        router.note(blocks, places[number])
+        plain.note(blocks, number)
+        if rng.random() < 0.02:
+            router.forget(number)
+            plain.known[number] = []
+    assert len(chosen) == replicas
+    held = {(n, b) for b, numbers in router._holders.items() for n in numbers}
+    assert held == {(n, b) for n in range(replicas) for b in plain.known[n] if b % 1000 == 0}
 
 
 class TestSplit:

@@ -123,13 +123,14 @@ WRONG = {
     "steered_neighbour": HonestEngine(by_leak),
     "prefix_cached": HonestEngine(lambda moment: OFF * (moment.cached > 0)),
     "chunked": HonestEngine(lambda moment: OFF * moment.was_split),
+    "replicas": HonestEngine(lambda moment: OFF * (moment.replica == 1)),
 }
 """By the check that has to find it, an engine that is wrong."""
 
 TOO: dict[str, set[str]] = {
     "prefix_cached": {"sampled"},
-    "steered_neighbour": {"prefix_cached", "chunked"},
-    "chunked": {"prefix_cached"},
+    "steered_neighbour": {"prefix_cached", "chunked", "replicas"},
+    "chunked": {"prefix_cached", "replicas"},
 }
 """Other checks that find it, because they do the same beside their own."""
 COMMON = {"repeated", "batched"}

@@ -1,0 +1,124 @@
+"""`logsteer score-file` over servers of which one is killed or comes back: each row once."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import logsteer
+from logsteer.corpus import JobLimits
+from tests.conftest import Configuration, fake_model
+from tests.servers import Server
+
+pytestmark = pytest.mark.engine
+ROWS = 4000
+MODELS: Configuration = {"models": [fake_model(delay_s=0.02, ahead_tokens=2000)], "cache_bytes": 0}
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[list[Server]]:
+    """Two servers of the same model, which a test may kill."""
+    found = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        found.append(Server.start(MODELS, tmp_path / name))
+    try:
+        for server in found:
+            server.wait_until_ready()
+        yield found
+    finally:
+        for server in found:
+            kill(server)
+
+
+def kill(server: Server) -> None:
+    """End a server and its engines at once."""
+    assert server.process is not None
+    if server.process.poll() is None:
+        os.killpg(server.process.pid, signal.SIGKILL)
+        server.process.wait()
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "in.jsonl"
+    rows = ({"context": f"The {n} of", "targets": [" the", " a"]} for n in range(ROWS))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_server_dies_and_the_other_does_the_rest(
+    servers: list[Server], corpus: Path, tmp_path: Path
+) -> None:
+    one, other = servers
+    whole = tmp_path / "whole.jsonl"
+    alone = logsteer.score_file(corpus, whole, base_url=other.url)
+    assert (alone.rows, alone.failed) == (ROWS, 0)
+    part = tmp_path / "out.jsonl.part"
+
+    def kill_one() -> None:
+        deadline = time.monotonic() + 60
+        while not part.exists() or part.stat().st_size < whole.stat().st_size / 4:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.01)
+        kill(one)
+
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    limits = JobLimits(batch_size=50)
+    urls = [one.url, other.url]
+    scores = logsteer.score_file(corpus, tmp_path / "out.jsonl", base_url=urls, limits=limits)
+    killer.join()
+    assert one.process is not None and one.process.poll() is not None
+    assert scores.retries > 0
+    assert (scores.rows, scores.failed) == (ROWS, 0)
+    assert (tmp_path / "out.jsonl").read_bytes() == whole.read_bytes()
+
+
+def test_a_server_that_comes_back_is_waited_for(
+    servers: list[Server], corpus: Path, tmp_path: Path
+) -> None:
+    one, other = servers
+    whole, target = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    logsteer.score_file(corpus, whole, base_url=other.url)
+    command = subprocess.Popen(
+        [sys.executable, "-m", "logsteer.cli", "score-file", str(corpus), str(target), "--url",
+         one.url, "--batch-size", "50", "--json"],
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    part = tmp_path / "out.jsonl.part"
+    deadline = time.monotonic() + 60
+    while not part.exists() or part.stat().st_size < whole.stat().st_size / 4:
+        assert time.monotonic() < deadline and command.poll() is None
+        time.sleep(0.01)
+    kill(one)
+    port = one.url.rpartition(":")[2]
+    held = socket.socket()  # so that nobody else gets the port
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", int(port)))
+    time.sleep(1)
+    assert command.poll() is None
+    again = subprocess.Popen(
+        [sys.executable, "-m", "logsteer_server", "--port", port, "--config", str(one.config_path)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=one.directory,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, _ = command.communicate(timeout=300)
+    finally:
+        os.killpg(again.pid, signal.SIGKILL)
+        again.wait()
+        held.close()
+    found = json.loads(out)
+    assert (command.returncode, found["rows"], found["failed"]) == (0, ROWS, 0)
+    assert found["retries"] > 0
+    assert target.read_bytes() == whole.read_bytes()

@@ -1,0 +1,109 @@
+"""What engines read of themselves for /metrics: preemptions, and the memory of GPUs."""
+
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from logsteer_server.contract.engine import DeviceMemory
+from logsteer_server.engines.machine import read_memory
+from logsteer_server.engines.vllm import engine as engine_module
+from logsteer_server.engines.vllm.engine import VllmEngine
+from tests.conftest import ServerFactory, vllm_model
+
+PROMPTS = [[5 + n, 6, 7, 8 + n] for n in range(24)]
+TOKENS = 250
+HELD, FREE, SIZE = 6 * 2**30, 2 * 2**30, 8 * 2**30
+
+
+def read_counter(url: str, name: str) -> float:
+    """The sum over the samples of a counter."""
+    families = text_string_to_metric_families(httpx.get(f"{url}/metrics").text)
+    return sum(s.value for family in families for s in family.samples if s.name == name)
+
+
+@pytest.mark.engine
+def test_preemptions_of_a_small_cache_are_counted(start_server: ServerFactory) -> None:
+    """Two dozen sequences are let in by what they hold, and grow beyond what the cache has."""
+    model = vllm_model("small", memory="4MiB", max_model_len=320)
+    server = start_server({"models": [model], "cache_bytes": 0})
+    server.wait_until_ready()
+
+    def draw(prompts: Sequence[list[int]]) -> list[list[int]]:
+        body = {
+            "prompt_ids": prompts, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True,
+        }  # fmt: skip
+        answer = httpx.post(f"{server.url}/generate", json=body, timeout=300).raise_for_status()
+        return [each["completions"][0]["token_ids"] for each in answer.json()["results"]]
+
+    (alone,) = draw(PROMPTS[:1])
+    assert read_counter(server.url, "logsteer_engine_preemptions_total") == 0
+    together = draw(PROMPTS)
+    deadline = time.monotonic() + 60  # readings come with heartbeats
+    while not (count := read_counter(server.url, "logsteer_engine_preemptions_total")):
+        assert time.monotonic() < deadline, "nothing was preempted"
+        time.sleep(0.2)
+    print(f"\n{count:.0f} preemptions of {len(PROMPTS)} sequences of {TOKENS} tokens")
+    assert [len(ids) for ids in together] == [TOKENS] * len(PROMPTS)
+    assert together[0] == alone
+
+
+def test_gpus_are_called_as_their_variable_calls_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With PyTorch's functions in place of two GPUs, of which this process uses the second."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda number: HELD * number)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (FREE, SIZE))
+    for visible, name in (("4,5", "5"), ("GPU-aa, GPU-bb", "GPU-bb"), ("", "1"), (None, "1")):
+        if visible is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert read_memory() == (DeviceMemory(name, HELD, FREE, SIZE),)
+
+
+def test_a_machine_without_a_gpu_has_no_readings() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert read_memory() == ()
+
+
+class Workers:
+    """Stands in for vLLM's workers, of which each has a GPU: when they are asked, and for what."""
+
+    def __init__(self) -> None:
+        self.may_be_asked = False
+        self.asked: list[str] = []
+
+    def call_workers(self, method: str) -> list[Any]:
+        self.asked.append(method)
+        free = FREE - len(self.asked)
+        return [(DeviceMemory(str(rank), HELD, free, SIZE),) for rank in range(2)]
+
+
+def test_workers_are_asked_between_steps_and_not_each_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: now))
+    engine, workers = VllmEngine.__new__(VllmEngine), Workers()
+    monkeypatch.setattr(engine, "_vllm", workers, raising=False)
+    for name, value in {"_has_gpu": True, "_memory": (), "_memory_due": 0.0}.items():
+        monkeypatch.setattr(engine, name, value, raising=False)
+    assert engine._read_memory() == (), "a step runs"
+    workers.may_be_asked = True
+    first = engine._read_memory()
+    assert [each.device for each in first] == ["0", "1"]
+    now += engine_module.MEMORY_EVERY_S / 2
+    assert engine._read_memory() is first
+    now += engine_module.MEMORY_EVERY_S
+    assert [each.free_bytes for each in engine._read_memory()] == [FREE - 2] * 2
+    assert workers.asked == ["read_memory"] * 2
+    monkeypatch.setattr(engine, "_has_gpu", False)
+    now += 100
+    engine._read_memory()
+    assert len(workers.asked) == 2
