@@ -1,9 +1,11 @@
 """Fixtures of the client's tests."""
 
 import asyncio
-import time
+from types import SimpleNamespace
 
 import pytest
+
+from logsteer import _wire
 
 from .scripted import Caller
 
@@ -22,7 +24,8 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     async def pause(seconds: float) -> None:
         made.append(seconds)
 
-    monkeypatch.setattr(time, "sleep", made.append)
+    # Of the clients alone: what starts the shared servers pauses in threads of this process, too.
+    monkeypatch.setattr(_wire, "time", SimpleNamespace(sleep=made.append))
     monkeypatch.setattr(asyncio, "sleep", pause)
     return made
 

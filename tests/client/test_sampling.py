@@ -19,6 +19,7 @@ from logsteer.extras.datasets import draw_prompts, read_prompts, register_datase
 from logsteer.extras.draws import FileDraws
 from logsteer.extras.samples import Samples
 from tests.client.documents import ANSWER, PROVENANCE
+from tests.own_time import run_in_own_time
 
 from .scripted import Caller, problem
 
@@ -146,7 +147,7 @@ def test_tasks_are_under_way_at_once_and_no_more_than_asked_for() -> None:
         async with AsyncClient("http://test", transport=httpx.MockTransport(answer)) as client:
             return await client.sample(PROMPTS, batch_size=1, concurrency=3)
 
-    assert texts(asyncio.run(run())) == [f"p{n} {n}" for n in range(12)]
+    assert texts(run_in_own_time(run())) == [f"p{n} {n}" for n in range(12)]
     assert most == 3
 
 

@@ -18,6 +18,7 @@ from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.doctor import MachineFinding, draw, examine
 from logsteer_server.engines.machine_facts import Gpu, measure_memory, parse_gpus
 from logsteer_server.engines.needs import CPU_CACHE_BYTES, PROCESS_BYTES, estimate
+from logsteer_server.models import fit
 from logsteer_server.models.fit import fits_beside
 from logsteer_server.settings import ModelSettings, Settings
 from tests.conftest import DEMO_MODEL
@@ -189,8 +190,15 @@ class TestBeside:
         ],
     )
     def test_where_there_is_room(
-        self, checkpoint: Path, wish: str, old: dict[str, Any], new: dict[str, Any], fits: bool
+        self,
+        checkpoint: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        wish: str,
+        old: dict[str, Any],
+        new: dict[str, Any],
+        fits: bool,
     ) -> None:
+        monkeypatch.setattr(fit, "measure_memory", lambda: (16 * GIB, 8 * GIB))
         one = {"id": "m", "path": str(checkpoint)}
         settings = settings_of(one, reload_beside=wish)
         assert fits_beside(ModelSettings(**one | old), ModelSettings(**one | new), settings) is fits

@@ -36,6 +36,7 @@ from logsteer_server.http.encoding import (
 )
 from logsteer_server.http.problems import add_handlers
 from logsteer_server.http.respond import run_within
+from tests.own_time import run_in_own_time
 
 ODD = np.array([0.5, np.nan, np.inf, -np.inf], dtype=np.float32)
 
@@ -368,7 +369,7 @@ def within(timeout_s: float, work: Awaitable[str], hang_up_after: float = 60) ->
         request: Any = SimpleNamespace(receive=receive, headers={})
         return await run_within(request, timeout_s, work)  # type: ignore[arg-type]
 
-    return asyncio.run(run())
+    return run_in_own_time(run())
 
 
 class TestDeadline:

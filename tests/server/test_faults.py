@@ -13,6 +13,7 @@ from logsteer import Client
 from logsteer.errors import APIError, AuthenticationError, DeadlineError, OverloadedError
 from logsteer.schemas import ModelCard
 from tests.conftest import Server, ServerFactory, fake_model
+from tests.server.held import HOLD, held, may_hold
 from tests.server.test_metrics import Readings
 
 CRASH, FAIL = 77, 78
@@ -21,16 +22,21 @@ KEY = "k3y"
 
 
 @pytest.fixture(scope="module")
-def server(start_server: ServerFactory) -> Server:
+def hold(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that holds both fakes while it exists."""
+    return tmp_path_factory.mktemp("hold") / "hold"
+
+
+@pytest.fixture(scope="module")
+def server(start_server: ServerFactory, hold: Path) -> Server:
     """Two fakes behind a key: `quick`, and `slow`, which takes half a second a step."""
     return start_server(
         {
             "models": [
-                fake_model("quick", crash_id=CRASH, fail_id=FAIL),
-                fake_model("slow", delay_s=0.5, ahead_tokens=100),
+                fake_model("quick", crash_id=CRASH, fail_id=FAIL, **may_hold(hold)),
+                fake_model("slow", delay_s=0.5, ahead_tokens=100, **may_hold(hold)),
             ],
             "max_pending_tokens": 1000,
-            "request_timeout_s": 4.0,
             "max_items": 500,
             "cache_bytes": 0,
         },
@@ -45,10 +51,10 @@ def client(server: Server) -> Iterator[Client]:
         yield client
 
 
-def work(tokens: int, count: int = 1) -> list[dict[str, object]]:
+def work(tokens: int, count: int = 1, token: int = 5) -> list[dict[str, object]]:
     """Items of which each is another sequence, so that none shares the work of another."""
     return [
-        {"context_ids": [5] * (tokens - 2) + [100 + index], "target_ids": [[6, 7]]}
+        {"context_ids": [token] * (tokens - 2) + [100 + index], "target_ids": [[6, 7]]}
         for index in range(count)
     ]
 
@@ -74,13 +80,16 @@ def test_a_key_is_asked_for_where_one_is_set(server: Server) -> None:
     assert httpx.get(f"{server.url}/healthz").status_code == 200
 
 
-def test_a_dead_engine_is_restarted_and_the_http_process_lives_on(client: Client) -> None:
-    with pytest.raises(APIError) as caught:
-        client.logprob([{"context_ids": [CRASH], "target_ids": [[6]]}], model="quick")
-    assert (caught.value.code, caught.value.retryable) == ("engine_restarting", True)
-    assert caught.value.retry_after is not None
-    assert client.logprob([ITEM], model="slow").results  # the other model never noticed
-    assert not client.ready().ready
+def test_a_dead_engine_is_restarted_and_the_http_process_lives_on(
+    client: Client, hold: Path
+) -> None:
+    with held(hold):
+        with pytest.raises(APIError) as caught:
+            client.logprob([{"context_ids": [CRASH], "target_ids": [[6]]}], model="quick")
+        assert (caught.value.code, caught.value.retryable) == ("engine_restarting", True)
+        assert caught.value.retry_after is not None
+        assert client.logprob([ITEM], model="slow").results  # the other model never noticed
+        assert not client.ready().ready
     deadline = time.monotonic() + 60
     while not client.ready().ready and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -135,41 +144,57 @@ def wait_for_tokens(server: Server, tokens: int) -> None:
 
 
 def test_work_beyond_the_budget_is_refused_before_it_is_queued(
-    client: Client, server: Server
+    client: Client, server: Server, hold: Path
 ) -> None:
     with pytest.raises(APIError, match="max_pending_tokens") as too_large:
         client.logprob(work(100, 11), model="slow")
     assert too_large.value.code == "payload_too_large"
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(client.logprob, work(100, 5), model="slow")
-        wait_for_tokens(server, 500)
-        with pytest.raises(OverloadedError) as refused:
-            client.logprob(work(100, 8), model="slow")
-        assert not first.done()
+        with held(hold):
+            first = pool.submit(client.logprob, work(100, 5, HOLD), model="slow")
+            wait_for_tokens(server, 500)
+            with pytest.raises(OverloadedError) as refused:
+                client.logprob(work(100, 8), model="slow")
+            assert not first.done()
         assert refused.value.retry_after is not None
         assert refused.value.retry_after >= 1
         assert len(first.result().results) == 5
 
 
-def test_a_request_beyond_its_time_is_cancelled_and_its_room_is_free_again(client: Client) -> None:
-    with pytest.raises(DeadlineError, match="request_timeout_s"):
-        client.logprob(work(100, 10), model="slow")  # ten steps of half a second
-    assert client.logprob(work(100), model="slow").results
+def test_a_request_beyond_its_time_is_cancelled_and_its_room_is_free_again(
+    start_server: ServerFactory,
+) -> None:
+    model = fake_model("slow", delay_s=0.5, ahead_tokens=100)
+    limits = {"max_pending_tokens": 1000, "request_timeout_s": 4.0, "cache_bytes": 0}
+    server = start_server({"models": [model], **limits}, LOGSTEER_API_KEY=KEY)
+    with Client(server.url, api_key=KEY, max_retries=0) as client:
+        with pytest.raises(DeadlineError, match="request_timeout_s"):
+            client.logprob(work(100, 10))  # ten steps of half a second
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                assert client.logprob(work(100)).results
+                break
+            except DeadlineError:  # the machine stood still for so long
+                assert time.monotonic() < deadline
 
 
-def test_a_caller_that_leaves_frees_its_room(client: Client, server: Server) -> None:
+def test_a_caller_that_leaves_frees_its_room(client: Client, server: Server, hold: Path) -> None:
     before = count_ended(server)
-    request = httpx.Request("POST", server.url, json={"model": "slow", "items": work(100, 10)})
+    items = work(100, 10, HOLD)
+    request = httpx.Request("POST", server.url, json={"model": "slow", "items": items})
     head = f"POST /logprob HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(request.content)}\r\n\r\n"
-    with socket.create_connection((str(httpx.URL(server.url).host), port_of(server))) as leaving:
-        leaving.sendall(head.encode() + request.content)
-        wait_for_tokens(server, 1000)
-    deadline = time.monotonic() + 60
-    while (after := count_ended(server)) == before:
-        assert time.monotonic() < deadline
-    assert after == before | {"499": before["499"] + 1}, "its work ended because it left"
-    wait_for_tokens(server, 0)
+    address = str(httpx.URL(server.url).host), port_of(server)
+    with held(hold):
+        with socket.create_connection(address) as leaving:
+            leaving.sendall(head.encode() + request.content)
+            wait_for_tokens(server, 1000)
+        deadline = time.monotonic() + 60
+        while (after := count_ended(server)) == before:
+            assert time.monotonic() < deadline
+        assert after == before | {"499": before["499"] + 1}, "its work ended because it left"
+        wait_for_tokens(server, 0)
     assert client.logprob(work(100, 2), model="slow").results
 
 
@@ -186,12 +211,16 @@ def port_of(server: Server) -> int:
     return httpx.URL(server.url).port or 80
 
 
-def test_a_long_call_does_not_keep_a_short_one_waiting(client: Client, server: Server) -> None:
+def test_a_long_call_does_not_keep_a_short_one_waiting(
+    client: Client, server: Server, hold: Path
+) -> None:
     with ThreadPoolExecutor(1) as pool:
-        long = pool.submit(client.logprob, work(100, 5), model="slow")
-        wait_for_tokens(server, 500)
-        client.logprob(work(50), model="slow")
-        assert not long.done()
+        with held(hold):
+            items = [*work(100, 4), *work(100, 1, HOLD)]  # its last job, which takes a step alone
+            long = pool.submit(client.logprob, items, model="slow")
+            wait_for_tokens(server, 500)
+            client.logprob(work(50), model="slow")
+            assert not long.done()
         assert len(long.result().results) == 5
 
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -12,6 +13,8 @@ from logsteer import Client
 from logsteer.errors import APIError
 from logsteer_server.observation.metrics import Metrics
 from tests.conftest import Server, ServerFactory, fake_model
+from tests.faults.processes import wait_for
+from tests.server.held import HOLD, held, may_hold
 
 CRASH = 77
 KEY = "k3y"
@@ -40,9 +43,18 @@ class Readings:
 
 
 @pytest.fixture(scope="module")
-def server(start_server: ServerFactory) -> Iterator[Server]:
+def hold(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that holds both models while it exists."""
+    return tmp_path_factory.mktemp("hold") / "hold"
+
+
+@pytest.fixture(scope="module")
+def server(start_server: ServerFactory, hold: Path) -> Iterator[Server]:
     """A quick model and a slow one, behind a key."""
-    models = [fake_model("quick", crash_id=CRASH), fake_model("slow", delay_s=0.5)]
+    models = [
+        fake_model("quick", crash_id=CRASH, **may_hold(hold)),
+        fake_model("slow", delay_s=0.5, **may_hold(hold)),
+    ]
     patch = pytest.MonkeyPatch()
     patch.setenv("LOGSTEER_API_KEY", KEY)
     yield start_server({"models": models})
@@ -139,32 +151,31 @@ def test_a_request_is_timed_to_the_end_of_its_answer(client: Client, server: Ser
     assert after("request_seconds_bucket", path="/perplexity", le="+Inf") == 1
 
 
-def test_pending_work_is_shown_while_it_is_pending(client: Client, server: Server) -> None:
+def test_pending_work_is_shown_while_it_is_pending(
+    client: Client, server: Server, hold: Path
+) -> None:
     assert Readings(server)("pending_tokens", model="slow") == 0
     with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(client.logprob, [item(20, 21, 22)], model="slow")
-        while not (pending := Readings(server)("pending_tokens", model="slow")):
-            assert not call.done()
+        with held(hold):
+            call = pool.submit(client.logprob, [item(20, 21, HOLD)], model="slow")
+            while not (pending := Readings(server)("pending_tokens", model="slow")):
+                assert not call.done()
         assert pending == 4
         assert call.result().results
     assert Readings(server)("pending_tokens", model="slow") == 0
 
 
-def test_restarts_and_readiness_are_shown(client: Client, server: Server) -> None:
+def test_restarts_and_readiness_are_shown(client: Client, server: Server, hold: Path) -> None:
     before = Readings(server)
     assert before("model_ready", model="quick") == 1
     assert before("engine_restarts_total", model="quick", replica="0") == 0
-    with pytest.raises(APIError):
-        client.logprob([item(CRASH)], model="quick")
-    deadline = time.monotonic() + 60
-    states = set()
-    while time.monotonic() < deadline:
-        states.add(Readings(server)("model_ready", model="quick"))
-        if states == {0, 1} and client.ready().ready:
-            break
-        time.sleep(0.02)
+    with held(hold):
+        with pytest.raises(APIError):
+            client.logprob([item(CRASH)], model="quick")
+        wait_for(lambda: Readings(server)("model_ready", model="quick") == 0)
+    wait_for(lambda: client.ready().ready)
     after = Readings(server)
-    assert states == {0, 1}
+    assert after("model_ready", model="quick") == 1
     assert after("engine_restarts_total", model="quick", replica="0") == 1
     assert after("engine_restarts_total", model="slow", replica="0") == 0
     assert after("requests_total", path="/logprob", status="503") == 1

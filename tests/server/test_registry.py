@@ -1,7 +1,7 @@
 """Resident models: found by id, ready or not, and jobs that the result cache spares the engine."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +13,8 @@ import pytest
 from logsteer.errors import APIError
 from logsteer.schemas import ModelState
 from logsteer_server.contract.jobs import GenerateJob, Job, JobResult, ScoreJob
+from logsteer_server.contract.lane import Lane
+from logsteer_server.contract.results import ResultPart
 from logsteer_server.models import model as model_module
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.model import PreparedJobs, ResidentModel
@@ -21,6 +23,7 @@ from logsteer_server.models.timer import WorkTimer
 from logsteer_server.observation.metrics import Metrics
 from logsteer_server.settings import ModelSettings, Settings
 from logsteer_server.text.windows import Windowing
+from tests.own_time import run_in_own_time
 from tests.server.scripted_model import INFO, ScriptedHandle, answer_as_fake, load_codec, make_model
 
 
@@ -264,13 +267,20 @@ class TestJobs:
         assert timer.read() == {"queue_ms": 0.0, "engine_ms": 0.0}
 
     def test_finished_work_teaches_how_long_to_wait(self) -> None:
-        model = make_model(max_tokens=100)
-        on_loop(lambda: _ignore(compute(model, score(*range(40)))))
+        model = make_model(SlowHandle(), max_tokens=100)
+        run_in_own_time(compute(model, score(*range(40))))
         model.admission.enter().cover(100)
         with pytest.raises(APIError) as caught:
             model.admission.enter()
-        assert caught.value.retry_after == 1, "80 tokens took less than a second"
+        assert caught.value.retry_after == 5, "80 tokens took 4 s"
 
 
-async def _ignore(work: Coroutine[Any, Any, object]) -> None:
-    await work
+class SlowHandle(ScriptedHandle):
+    """Takes a tenth of a second for each job."""
+
+    async def run(
+        self, jobs: Sequence[Job], lane: Lane | None = None
+    ) -> AsyncGenerator[ResultPart, None]:
+        async for part in super().run(jobs, lane):
+            await asyncio.sleep(0.1)
+            yield part

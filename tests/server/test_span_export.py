@@ -158,7 +158,13 @@ def test_a_collector_gets_the_callers_trace_continued(tmp_path: Path) -> None:
 
 def test_what_waits_is_sent_when_the_server_ends(tmp_path: Path) -> None:
     with collect() as collector:
-        environment = {**ENVIRONMENT, "OTEL_BSP_SCHEDULE_DELAY": "600000"}
+        environment = {
+            **ENVIRONMENT,
+            "OTEL_BSP_SCHEDULE_DELAY": "600000",
+            # A start has as many spans as it is asked for how far it is.
+            "OTEL_BSP_MAX_QUEUE_SIZE": "100000",
+            "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "100000",
+        }
         config = {"models": [fake_model("fake")], "tracing": True}
         server = Server.start(
             config, tmp_path, OTEL_EXPORTER_OTLP_ENDPOINT=collector.url, **environment

@@ -169,7 +169,9 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_many_threads_and_two_servers_share_a_directory(tmp_path: Path) -> None:
-    stores = [open_store(tmp_path), open_store(tmp_path)]
+    # On a slow disk all of them together take longer than a server waits for one change.
+    patient = [DirectoryStore(VECTORS, tmp_path, MIB, lock_timeout_s=120) for _ in range(2)]
+    stores = [VectorStore(files) for files in patient]
 
     async def use() -> None:
         async def one(index: int) -> None:

@@ -1,0 +1,23 @@
+"""Fake engines that stay where they are until a test lets them go on: no pause is long enough."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+HOLD = 1300
+"""A token: a step with it does not end while the engine's `hold_file` exists, as no start does."""
+
+
+def may_hold(file: Path) -> dict[str, object]:
+    """Arguments of a fake model that this file holds."""
+    return {"hold_file": str(file), "hold_id": HOLD}
+
+
+@contextmanager
+def held(file: Path) -> Iterator[None]:
+    """Hold engines at their next start, or step with HOLD, until the block ends."""
+    file.touch()
+    try:
+        yield
+    finally:
+        file.unlink()
