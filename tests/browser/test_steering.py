@@ -119,7 +119,8 @@ def test_the_first_steered_token_comes_as_soon_as_from_the_api(
     seen = visit("steer?vector=mood&max_tokens=16")
     view = seen.see("steer")
     slider = seen.page.get_by_role("slider", name="Scale of mood")
-    ours, theirs = [], []
+    ours: list[float] = []
+    theirs: list[float] = []
     for n in range(20):
         if n >= 4 and min(ours) <= min(theirs) + SLACK_MS:
             break  # else the machine may have been busy
