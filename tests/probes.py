@@ -32,7 +32,7 @@ def _run(arguments: list[str], environment: dict[str, str]) -> Any:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=900,
         cwd=ROOT,
         env=os.environ | environment,
     )

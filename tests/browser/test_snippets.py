@@ -25,7 +25,7 @@ ADDRESSES = {
     "steer, clamped": "steer?vector=mood&op=clamp&positions=slices&max_tokens=8",
     "steer, conditional": "steer?vector=mood&when=mood&above=0&max_tokens=8",
     "sweep": "sweep?vector=mood&points=3&layers=2%3B3",
-    "vectors": "vectors?name=copied",
+    "vectors": "vectors?name=snippet",
     "models": "models",
 }
 VIEW = {name: name.split(",", maxsplit=1)[0] for name in ADDRESSES}
@@ -70,18 +70,18 @@ def test_snippets_run(visit: OpenPage, api: Client, tmp_path: Path, name: str) -
         answer = json.loads(printed["curl"])
     assert "code" not in answer, answer
     if view == "vectors":
-        assert api.vectors.get("copied").about.pairs == 8
-        api.vectors.delete("copied")
+        assert api.vectors.get("snippet").about.pairs == 8
+        api.vectors.delete("snippet")
 
 
 def test_combining_is_copied_without_a_command(
     visit: OpenPage, api: Client, tmp_path: Path
 ) -> None:
     """The command line has none for it."""
-    seen = visit("vectors?make=combine&combined=copied-sum&parts=%5B%22mood%3A0.5%22%5D")
+    seen = visit("vectors?make=combine&combined=snippet-sum&parts=%5B%22mood%3A0.5%22%5D")
     seen.page.locator("[data-vector=mood]").wait_for()
     assert seen.page.locator("#view-vectors [data-copy=cli]").count() == 0
     run_all(seen, tmp_path, ("curl", "python"))
-    (part,) = api.vectors.get("copied-sum").about.parts or []
+    (part,) = api.vectors.get("snippet-sum").about.parts or []
     assert (part.name, part.weight) == ("mood", 0.5)
-    api.vectors.delete("copied-sum")
+    api.vectors.delete("snippet-sum")

@@ -109,7 +109,7 @@ def test_long_text_sums_up_its_windows(visit: OpenPage, api: Client) -> None:
 def test_long_text_takes_a_file_and_can_be_cancelled(visit: OpenPage, api: Client) -> None:
     seen = visit("long?model=other")
     view = seen.see("long")
-    text = "The girl went home. " * 20
+    text = "The girl went home. " * 2500  # a shorter one is scored without the button, too
     view.get_by_label("File to score").set_input_files(
         {"name": "home.txt", "mimeType": "text/plain", "buffer": text.encode()}
     )

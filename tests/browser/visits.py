@@ -127,9 +127,18 @@ class Visit:
 
     def copy(self, form: str, within: str = "section.view:not([hidden])") -> str:
         """Press a button of `Copy as`; return what is in the clipboard then."""
+        # The page says `Copied` for a while: of what was copied before, too.
+        self.page.evaluate("navigator.clipboard.writeText('')")
         self.page.locator(within).locator(f"[data-copy={form}]").first.click()
         self.page.get_by_role("status").filter(has_text="Copied").wait_for()
-        return str(self.page.evaluate("navigator.clipboard.readText()"))
+        read = "() => navigator.clipboard.readText()"
+        return str(self.page.wait_for_function(read, polling=50).json_value())
+
+    def wait_frames(self, count: int = 10) -> None:
+        """Wait until the page has drawn what it knows so far, effects of that included."""
+        frame = "new Promise((done) => requestAnimationFrame(() => setTimeout(done)))"
+        for _ in range(count):
+            self.page.evaluate(frame)
 
     def see_steered(self, slider: Locator) -> Locator:
         """Wait until `steer` shows the answer to a request with a slider's value."""

@@ -90,7 +90,8 @@ def watcher(service: Service) -> Iterator[Watcher]:
 
 def test_server_and_prometheus_are_the_targets(watcher: Watcher) -> None:
     """Of the services that the file has, those that run."""
-    assert watcher.find_targets() == {"logsteer cpu": "up", "prometheus 127.0.0.1:9090": "up"}
+    wanted = {"logsteer cpu": "up", "prometheus 127.0.0.1:9090": "up"}
+    watcher.wait(lambda: watcher.find_targets() == wanted)
 
 
 def test_the_rules_are_loaded(watcher: Watcher) -> None:

@@ -216,8 +216,10 @@ def main() -> None:
                    max_model_len=320, memory="2MiB", capture_bytes=CAPTURE_BYTES,
                    engine_args=args)
     )  # fmt: skip
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    children_s = ended.ru_utime + ended.ru_stime
+    children_s, own_s = (
+        used.ru_utime + used.ru_stime
+        for used in map(resource.getrusage, (resource.RUSAGE_CHILDREN, resource.RUSAGE_SELF))
+    )
     scheduler = engine._vllm.engine_core.scheduler
     preempt = scheduler._preempt_request
     preempted: list[int] = []
@@ -256,7 +258,8 @@ def main() -> None:
     in_flight = engine._vllm.has_step
     finish(
         {"alone": alone, "cancelled": cancelled, "in_flight": in_flight, "runs": runs,
-         "children_s": children_s, "seen": seen, "counted": engine.read().preemptions},
+         "children_s": children_s, "own_s": own_s, "seen": seen,
+         "counted": engine.read().preemptions},
         engine,
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from logsteer import APIError, Client
 from logsteer.errors import NotFoundError
-from tests.conftest import DEMO_MODEL
+from tests.conftest import DEMO_MODEL, ServerFactory, tlens_model, uncached
 from tests.contract.agreement import check_agreement, check_sweep
 from tests.contract.directions import load_model, read_logprobs
 from tests.contract.lora import merge_adapter, write_adapter
@@ -228,23 +228,23 @@ def test_a_model_without_slots_says_what_to_set(
 
 
 def test_an_adapter_and_an_override_add_up(
-    tlens_client: Client, directories: list[Path], tmp_path: Path
+    start_server: ServerFactory, directories: list[Path], tmp_path: Path
 ) -> None:
+    """On a server of its own: of the shared one another file says which overrides it has."""
     model = load_model(DEMO_MODEL)
     parameters = dict(model.named_parameters())
     moved = ("model.norm.weight", "model.layers.0.self_attn.q_proj.weight")
     direction = {name: parameters[name].clone() for name in moved}
     save_file(direction, tmp_path / "v.safetensors")
-    tlens_client.overrides.put("v", tmp_path / "v.safetensors")
-    tlens_client.adapters.put("a0", directories[0])
     merge_adapter(model, directories[0])
     for name, v in direction.items():
         parameters[name] += 0.1 * v
     wanted = read_logprobs(model, IDS)[len(CONTEXT) - 1 :]
-    found = score(tlens_client, adapter="a0", override={"name": "v", "eta": 0.1})
+    with Client(start_server(uncached(tlens_model("demo"))).url, timeout=300) as client:
+        client.overrides.put("v", tmp_path / "v.safetensors")
+        client.adapters.put("a0", directories[0])
+        found = score(client, adapter="a0", override={"name": "v", "eta": 0.1})
     assert found == pytest.approx(wanted, abs=PER_TOKEN)
-    tlens_client.overrides.delete("v")
-    tlens_client.adapters.delete("a0")
 
 
 def test_the_configuration_is_kept_with_the_weights(

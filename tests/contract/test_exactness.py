@@ -256,7 +256,7 @@ def compare_ranks(vllm_client: Client, client: Client, split: str, model: str = 
     compare_readings(vllm_client, client, items, split)
     pairs = [{"positive": "She was happy.", "negative": "She was sad."}] * 2
     cards = [
-        found.vectors.train("mood", pairs, method="mean_difference").vector
+        found.vectors.train("of-ranks", pairs, method="mean_difference").vector
         for found in (vllm_client, client)
     ]
     assert cards[0].norms == pytest.approx(cards[1].norms, rel=1e-4)
@@ -278,7 +278,7 @@ def test_chunked_prefill_preemption_and_abort_change_nothing(tmp_path: Path) -> 
     caches = {"VLLM_CACHE_ROOT": str(tmp_path)}
     probe = run_probe("tests.contract.engine_probe", str(DEMO_MODEL), **caches)
     assert list(tmp_path.rglob("*LlamaForCausalLM.json")), "the caches were empty"
-    assert probe["children_s"] < 2, "a first start imports vLLM once"
+    assert probe["children_s"] < probe["own_s"] / 4, "a first start imports vLLM once"
     assert probe["in_flight"]  # between two calls, in the second run
     assert probe["counted"] == probe["seen"], "preemptions, as metrics have them"
     alone = probe["alone"]

@@ -48,13 +48,20 @@ def client(tlens_client: Client, tensors: Any) -> Iterator[Client]:
     """A client of a server that has the override `drawn`."""
     tlens_client.overrides.put("drawn", save(tensors))
     yield tlens_client
-    for card in tlens_client.overrides.list().overrides:
-        tlens_client.overrides.delete(card.name)
+    tlens_client.overrides.delete("drawn")
 
 
 def score(client: Client, **options: Any) -> np.ndarray:
     target = client.logprob([ITEM], **options).results[0].targets[0]
     return np.array(target.logprobs)
+
+
+def is_one_of(plains: list[np.ndarray], client: Client, **options: Any) -> bool:
+    """Whether the scores are some of those that were read before, to the bit.
+
+    In a batch with other files' requests their sums are rounded in another way, now and then.
+    """
+    return any((score(client, **options) == one).all() for _ in range(10) for one in plains)
 
 
 def test_an_override_goes_up_and_goes_again(
@@ -81,7 +88,7 @@ def test_an_override_goes_up_and_goes_again(
 def test_scores_under_an_override_are_those_of_the_changed_model(
     client: Client, tensors: Any
 ) -> None:
-    plain = score(client)
+    plains = [score(client) for _ in range(5)]
     answer = client.logprob([ITEM, ITEM], override=OVERRIDE, columns=["logprob", "entropy"])
     sha256 = client.overrides.get("drawn").sha256
     assert answer.override is not None
@@ -91,9 +98,9 @@ def test_scores_under_an_override_are_those_of_the_changed_model(
     for result in answer.results:
         assert result.targets[0].logprobs == pytest.approx(wanted, abs=PER_TOKEN)
         assert result.targets[1].logprob == pytest.approx(wanted[0], abs=PER_TOKEN)
-    assert np.abs(wanted - plain).max() > 0.1
-    assert (score(client) == plain).all()
-    assert (score(client, override={"name": "drawn", "eta": 0.0}) == plain).all()
+    assert np.abs(wanted - plains[0]).max() > 0.1
+    for options in ({}, {"override": {"name": "drawn", "eta": 0.0}}):
+        assert is_one_of(plains, client, **options)
     text = "Once upon a time there was a little girl."
     under = client.perplexity(text, override=OVERRIDE)
     assert under.override is not None

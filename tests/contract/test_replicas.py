@@ -18,6 +18,8 @@ from tests.faults.processes import find_engines, running, wait_for
 pytestmark = pytest.mark.engine
 
 CONTEXTS, TARGETS = 24, 4
+READY_S = 600.0
+"""An engine starts in some 20 s; on a busy machine later."""
 WORDS = ["the", "a", "little", "cat", "dog", "saw", "ran", "house", "big", "happy", "sad", "garden"]
 
 
@@ -28,7 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with running(config, tmp_path_factory.mktemp("replicas")) as server:
         server.wait_until_ready()
         with Client(server.url) as client:
-            wait_for(lambda: all(n.state == "ready" for n in client.model("two").replicas), 120)
+            wait_for(lambda: all(n.state == "ready" for n in client.model("two").replicas), READY_S)
         yield server
 
 
@@ -128,11 +130,11 @@ def test_one_killed_in_the_middle_is_not_seen(server: Server) -> None:
         asking.start()
         wait_for(lambda: any(own.num_jobs for own in client.model("two").replicas))
         os.kill(find_newest_engine(server), signal.SIGKILL)
-        asking.join(120)
+        asking.join(READY_S)
         assert len(found) == 4
         for values in found:
             assert max(abs(a - b) for a, b in zip(values, quiet, strict=True)) < 1e-5
-        wait_for(lambda: client.model("two").replicas[1].state == "ready", 120)
+        wait_for(lambda: client.model("two").replicas[1].state == "ready", READY_S)
         time.sleep(0.1)
         assert client.model("two").restarts == 1
 

@@ -188,9 +188,14 @@ def test_more_plans_at_once_than_there_are_slots(client: Client) -> None:
 def test_scale_0_is_unsteered(client: Client) -> None:
     context, target = draw_ids(20, 41), draw_ids(4, 42)
     nothing = {"vectors": [DATA | {"scale": 0.0}]}
-    np.testing.assert_array_equal(
-        score(client, context, target, nothing), score(client, context, target)
-    )
+    found, wanted = [], []
+    for _ in range(50):
+        found.append(score(client, context, target, nothing))
+        wanted.append(score(client, context, target))
+        if np.array_equal(found[-1], wanted[-1]):
+            break  # else another file's requests were in the batch of one, and rounded its sums
+    np.testing.assert_allclose(found, wanted, atol=PER_TOKEN)
+    np.testing.assert_array_equal(found[-1], wanted[-1])
 
 
 def test_steering_that_reaches_no_token_is_an_error(client: Client) -> None:
