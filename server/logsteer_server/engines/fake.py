@@ -33,6 +33,7 @@ from logsteer_server.contract.plan import Readings
 
 FAKE_COLUMNS = get_args(Column)
 HANG_S = 3600.0
+HOLD_LOOK_S = 0.01
 ELSEWHERE = "serve the model with engine transformer_lens"
 LACKS: dict[Feature, str] = {
     "override": f"the engine fake has no parameter overrides; {ELSEWHERE}",
@@ -163,7 +164,8 @@ class FakeEngine:
 
     A token id of `crash_id` breaks the engine, `exit_id` ends its process without a word, `hang_id`
     keeps its step from ending, `fail_id` fails its job alone. A start lacks memory until the file
-    `memory_file` exists. With `reads_files` it takes adapters and overrides, as `fake_change` does.
+    `memory_file` exists; no start and no step ends while `hold_file` does. With `reads_files` it
+    takes adapters and overrides, as `fake_change` does.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -176,6 +178,8 @@ class FakeEngine:
         self._piecewise = bool(args.get("piecewise"))
         self._jobs: dict[int, Job] = {}
         self._pieces: dict[int, list[JobResult]] = {}
+        self._hold = Path(args["hold_file"]) if "hold_file" in args else None
+        self._wait_while_held()
         memory = args.get("memory_file")
         if memory is not None and not Path(memory).exists():
             raise MemoryError("the fake engine was told to lack memory")
@@ -234,6 +238,7 @@ class FakeEngine:
     def step(self) -> list[tuple[int, JobResult]]:
         """Answer every job, or a piece of each."""
         time.sleep(self._delay_s)
+        self._wait_while_held()
         jobs, self._jobs = self._jobs, {}
         results = []
         for job_id, job in jobs.items():
@@ -243,6 +248,10 @@ class FakeEngine:
                 found = found[:1]
             results += [(job_id, result) for result in found]
         return results
+
+    def _wait_while_held(self) -> None:
+        while self._hold is not None and self._hold.exists():
+            time.sleep(HOLD_LOOK_S)
 
     def _answer(self, job: Job) -> list[JobResult]:
         if failure := self._info.refuse(job):
