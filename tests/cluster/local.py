@@ -13,7 +13,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +33,8 @@ from tests.ports import find_port
 
 START_S = 240.0
 ACTOR = "ray::ServeReplica:logsteer"
+BEGUN_S = 1.0
+"""For so long a job of several seconds has been at work in all actors when one is lost."""
 CARDS = 10
 """So many cards in a row come from both ingresses, but for one time in five hundred."""
 STEP_S = 0.05
@@ -135,12 +138,8 @@ class LocalCluster:
 
     def find(self, pattern: str) -> list[psutil.Process]:
         """The processes whose titles begin so; a title goes on with what the actor runs."""
-        found = []
-        for own in psutil.Process(self.process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if re.match(pattern, " ".join(own.cmdline())):
-                    found.append(own)
-        return found
+        own = psutil.Process(self.process.pid).children(recursive=True)
+        return [process for process in own if re.match(pattern, read_title(process))]
 
     # ------------------------------------------------------------------ what it is asked
 
@@ -215,8 +214,10 @@ class LocalCluster:
         """
         told = self.reload(*models, wait_s=0.0)
         for model in [own for own in models if own.get("required", True)]:
-            if self.read_card(model["id"])["state"] == "unloaded":  # a reload leaves it so
-                self.request("POST", f"/models/{model['id']}/load")
+            # An ingress that was not asked for the reload may hear of a model later.
+            state = wait_for(lambda name=model["id"]: self.read_card(name).get("state"))
+            if state == "unloaded":  # a reload leaves it so
+                assert self.request("POST", f"/models/{model['id']}/load").status_code == 200
             self.wait_for_replicas(model["id"], model.get("replicas", 1))
         if told["replaced"]:  # what was there before answers until its replacement does
             self.reload(*models)
@@ -286,6 +287,7 @@ class ImpatientCluster(LocalCluster):
 
 
 C = TypeVar("C", bound=LocalCluster)
+T = TypeVar("T")
 
 
 def ask(
@@ -318,7 +320,7 @@ def running(found: C) -> Iterator[C]:
         found.process.send_signal(signal.SIGINT)
         try:
             assert found.process.wait(60) == 0, found.output
-            _, left = psutil.wait_procs(family, 10)
+            _, left = psutil.wait_procs(family, 60)
             assert not left
         finally:
             for own in family:
@@ -331,8 +333,47 @@ def find_engines_below(actors: Iterable[psutil.Process]) -> list[psutil.Process]
     found = []
     for actor in actors:
         with contextlib.suppress(psutil.NoSuchProcess):
-            found += [own for own in actor.children() if "spawn_main" in " ".join(own.cmdline())]
+            found += [own for own in actor.children() if "spawn_main" in read_title(own)]
     return found
+
+
+def read_title(process: psutil.Process) -> str:
+    """The command line of a process, which an actor overwrites; empty of one that is gone."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def lose_amid(
+    cluster: LocalCluster,
+    model: str,
+    job: Callable[[], T],
+    lose: Callable[[], None],
+    settle: Callable[[], None],
+) -> T:
+    """The answer to a job of several seconds, in the midst of which `lose` is called.
+
+    `settle` waits until all is there again. A job that was over before, which may be on a busy
+    machine, says nothing, and is followed by another.
+    """
+
+    def is_at_work() -> bool:
+        replicas = cluster.read_replicas(model)
+        return bool(replicas) and all(own["num_jobs"] for own in replicas)
+
+    for _ in range(3):
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(job)
+            wait_for(lambda: answer.done() or is_at_work())  # noqa: B023
+            time.sleep(BEGUN_S)
+            lose()
+            was_amid = not answer.done()
+            found = answer.result(120)
+        settle()
+        if was_amid:
+            return found
+    raise AssertionError("each job was over before anything was lost")
 
 
 @contextmanager
