@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +39,11 @@ BEGUN_S = 1.0
 CARDS = 10
 """So many cards in a row come from both ingresses, but for one time in five hundred."""
 STEP_S = 0.05
-FAKE = fake_model(delay_s=STEP_S, ahead_tokens=60, reads_files=True, fail_id=FAIL) | {"replicas": 2}
+HOLD = Path(tempfile.gettempdir()) / f"logsteer-hold-{os.getpid()}"
+"""While this file exists, no step of FAKE ends."""
+FAKE = fake_model(
+    delay_s=STEP_S, ahead_tokens=60, reads_files=True, fail_id=FAIL, hold_file=str(HOLD)
+) | {"replicas": 2}
 """A fake model that takes 60 tokens a step, with an actor on either node."""
 SPREAD = FAKE | {"id": "spread", "tensor_parallel": 2, "nodes_per_replica": 2}
 """The same with the ranks of each replica on both nodes."""
@@ -346,29 +351,27 @@ def read_title(process: psutil.Process) -> str:
 
 
 def lose_amid(
-    cluster: LocalCluster,
-    model: str,
     job: Callable[[], T],
     lose: Callable[[], None],
     settle: Callable[[], None],
 ) -> T:
-    """The answer to a job of several seconds, in the midst of which `lose` is called.
+    """The answer of FAKE to a job of seconds, in the midst of which `lose` is called.
 
     `settle` waits until all is there again. A job that was over before, which may be on a busy
     machine, says nothing, and is followed by another.
     """
-
-    def is_at_work() -> bool:
-        replicas = cluster.read_replicas(model)
-        return bool(replicas) and all(own["num_jobs"] for own in replicas)
-
     for _ in range(3):
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(job)
-            wait_for(lambda: answer.done() or is_at_work())  # noqa: B023
+            # Which ingress has it nobody tells: others are asked while that one is at work.
             time.sleep(BEGUN_S)
-            lose()
-            was_amid = not answer.done()
+            HOLD.touch()
+            try:
+                time.sleep(BEGUN_S)  # in which steps that had ended are answered
+                was_amid = not answer.done()
+                lose()
+            finally:
+                HOLD.unlink()
             found = answer.result(120)
         settle()
         if was_amid:

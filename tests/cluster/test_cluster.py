@@ -103,7 +103,7 @@ def test_a_job_of_2000_items_outlives_the_actor_that_is_killed(
         wait_for(lambda: len(cluster.find_actors()) == 2, 60)
         cluster.wait_for_replicas("fake", 2)
 
-    found = lose_amid(cluster, "fake", lambda: cluster.ask("logprob", ALL_ITEMS), lose, settle)
+    found = lose_amid(lambda: cluster.ask("logprob", ALL_ITEMS), lose, settle)
     assert found == expected
     # Counted by the ingress whose calls were lost with the actor, not by the other.
     wait_for(lambda: any(own["restarts"] for own in cluster.read_replicas()))

@@ -104,7 +104,7 @@ def test_a_job_outlives_a_process_that_is_lost_or_hangs(
         wait_for(lambda: not is_alive(victims[-1]), 60)
         wait_until_whole(cluster)
 
-    assert lose_amid(cluster, "fake", ask_all, lose, settle) == expected
+    assert lose_amid(ask_all, lose, settle) == expected
     print(f"{number.name} of the {target}: {took_s:.1f} s for the job, {quiet_s:.1f} s without")
 
 

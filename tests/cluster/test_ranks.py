@@ -78,7 +78,7 @@ def check_job(
         wait_for(is_whole, 90)
         cluster.wait_for_replicas("spread", 2)
 
-    assert lose_amid(cluster, "spread", lambda: score(cluster, ITEMS), lose_one, settle) == expected
+    assert lose_amid(lambda: score(cluster, ITEMS), lose_one, settle) == expected
     assert score(cluster, ITEMS[:50]) == expected[:50]
 
 
