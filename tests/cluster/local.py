@@ -12,8 +12,10 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,14 +30,21 @@ from tests.conftest import ROOT, Configuration, fake_model, vllm_model
 from tests.deploy.observed import FAIL
 from tests.faults.keys import add_key
 from tests.faults.processes import wait_for
+from tests.held import held
 from tests.ports import find_port
 
 START_S = 240.0
 ACTOR = "ray::ServeReplica:logsteer"
+BEGUN_S = 1.0
+"""For so long a job of several seconds has been at work in all actors when one is lost."""
 CARDS = 10
 """So many cards in a row come from both ingresses, but for one time in five hundred."""
 STEP_S = 0.05
-FAKE = fake_model(delay_s=STEP_S, ahead_tokens=60, reads_files=True, fail_id=FAIL) | {"replicas": 2}
+HOLD = Path(tempfile.gettempdir()) / f"logsteer-hold-{os.getpid()}"
+"""While this file exists, no step of FAKE ends."""
+FAKE = fake_model(
+    delay_s=STEP_S, ahead_tokens=60, reads_files=True, fail_id=FAIL, hold_file=str(HOLD)
+) | {"replicas": 2}
 """A fake model that takes 60 tokens a step, with an actor on either node."""
 SPREAD = FAKE | {"id": "spread", "tensor_parallel": 2, "nodes_per_replica": 2}
 """The same with the ranks of each replica on both nodes."""
@@ -135,12 +144,8 @@ class LocalCluster:
 
     def find(self, pattern: str) -> list[psutil.Process]:
         """The processes whose titles begin so; a title goes on with what the actor runs."""
-        found = []
-        for own in psutil.Process(self.process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if re.match(pattern, " ".join(own.cmdline())):
-                    found.append(own)
-        return found
+        own = psutil.Process(self.process.pid).children(recursive=True)
+        return [process for process in own if re.match(pattern, read_title(process))]
 
     # ------------------------------------------------------------------ what it is asked
 
@@ -215,8 +220,10 @@ class LocalCluster:
         """
         told = self.reload(*models, wait_s=0.0)
         for model in [own for own in models if own.get("required", True)]:
-            if self.read_card(model["id"])["state"] == "unloaded":  # a reload leaves it so
-                self.request("POST", f"/models/{model['id']}/load")
+            # An ingress that was not asked for the reload may hear of a model later.
+            state = wait_for(lambda name=model["id"]: self.read_card(name).get("state"))
+            if state == "unloaded":  # a reload leaves it so
+                assert self.request("POST", f"/models/{model['id']}/load").status_code == 200
             self.wait_for_replicas(model["id"], model.get("replicas", 1))
         if told["replaced"]:  # what was there before answers until its replacement does
             self.reload(*models)
@@ -286,6 +293,7 @@ class ImpatientCluster(LocalCluster):
 
 
 C = TypeVar("C", bound=LocalCluster)
+T = TypeVar("T")
 
 
 def ask(
@@ -318,7 +326,7 @@ def running(found: C) -> Iterator[C]:
         found.process.send_signal(signal.SIGINT)
         try:
             assert found.process.wait(60) == 0, found.output
-            _, left = psutil.wait_procs(family, 10)
+            _, left = psutil.wait_procs(family, 60)
             assert not left
         finally:
             for own in family:
@@ -331,8 +339,42 @@ def find_engines_below(actors: Iterable[psutil.Process]) -> list[psutil.Process]
     found = []
     for actor in actors:
         with contextlib.suppress(psutil.NoSuchProcess):
-            found += [own for own in actor.children() if "spawn_main" in " ".join(own.cmdline())]
+            found += [own for own in actor.children() if "spawn_main" in read_title(own)]
     return found
+
+
+def read_title(process: psutil.Process) -> str:
+    """The command line of a process, which an actor overwrites; empty of one that is gone."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def lose_amid(
+    job: Callable[[], T],
+    lose: Callable[[], None],
+    settle: Callable[[], None],
+) -> T:
+    """The answer of FAKE to a job of seconds, in the midst of which `lose` is called.
+
+    `settle` waits until all is there again. A job that was over before, which may be on a busy
+    machine, says nothing, and is followed by another.
+    """
+    for _ in range(3):
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(job)
+            # Which ingress has it nobody tells: others are asked while that one is at work.
+            time.sleep(BEGUN_S)
+            with held(HOLD):
+                time.sleep(BEGUN_S)  # in which steps that had ended are answered
+                was_amid = not answer.done()
+                lose()
+            found = answer.result(120)
+        settle()
+        if was_amid:
+            return found
+    raise AssertionError("each job was over before anything was lost")
 
 
 @contextmanager

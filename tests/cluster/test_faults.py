@@ -18,19 +18,18 @@ from tests.cluster.local import (
     LocalCluster,
     ask,
     find_engines_below,
+    lose_amid,
     needs_all,
     needs_ray,
     stopped,
 )
 from tests.conftest import Server, ServerFactory
-from tests.faults.processes import find_engines, wait_for
+from tests.faults.processes import find_engines, is_alive, wait_for
 
 pytestmark = [pytest.mark.engine, needs_ray, needs_all]
 
 MODEL = FAKE | {"engine_args": FAKE["engine_args"] | {"piecewise": True}}
 ITEMS = [{"context_ids": [5, 100 + n % 50, n // 50], "target_ids": [[6]]} for n in range(2000)]
-BEGUN_S = 1.0
-"""After so long a job of several seconds is at work in both actors."""
 TOKENS = 100
 
 
@@ -56,8 +55,13 @@ def expected(machine: Server) -> dict[str, Any]:
 def whole(cluster: LocalCluster) -> Iterator[None]:
     """Each test begins with two replicas that answer."""
     yield
+    wait_until_whole(cluster)
+
+
+def wait_until_whole(cluster: LocalCluster) -> None:
+    """Wait until two replicas answer, whichever ingress is asked."""
     wait_for(lambda: len(find_engines_below(cluster.find_actors())) == 2, 90)
-    wait_for(lambda: [own["state"] for own in cluster.read_replicas()] == ["ready"] * 2, 90)
+    cluster.wait_for_replicas("fake", 2)
 
 
 def find_victims(cluster: LocalCluster, target: str) -> list[psutil.Process]:
@@ -81,17 +85,26 @@ def test_a_job_outlives_a_process_that_is_lost_or_hangs(
     began = time.monotonic()
     assert cluster.ask("logprob", {"items": ITEMS}) == expected
     quiet_s = time.monotonic() - began
-    with ThreadPoolExecutor(1) as pool:
+    victims: list[psutil.Process] = []
+    took_s = 0.0
+
+    def ask_all() -> dict[str, Any]:
+        nonlocal took_s
         began = time.monotonic()
-        answer = pool.submit(cluster.ask, "logprob", {"items": ITEMS})
-        time.sleep(BEGUN_S)
-        victims = find_victims(cluster, target)
-        os.kill(victims[0].pid, number)
-        assert not answer.done()
-        assert answer.result(120) == expected
+        found = cluster.ask("logprob", {"items": ITEMS})
         took_s = time.monotonic() - began
-    # It is replaced, not merely left alone.
-    wait_for(lambda: not victims[0].is_running() or victims[0].status() == "zombie", 60)
+        return found
+
+    def lose() -> None:
+        victims.append(find_victims(cluster, target)[0])
+        os.kill(victims[-1].pid, number)
+
+    def settle() -> None:
+        # It is replaced, not merely left alone.
+        wait_for(lambda: not is_alive(victims[-1]), 60)
+        wait_until_whole(cluster)
+
+    assert lose_amid(ask_all, lose, settle) == expected
     print(f"{number.name} of the {target}: {took_s:.1f} s for the job, {quiet_s:.1f} s without")
 
 

@@ -4,6 +4,7 @@ that all nodes have.
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -41,8 +42,12 @@ def test_a_job_of_2000_items_outlives_an_actor_of_a_node(
 
 
 def test_a_model_without_room_says_how_to_make_some(impatient: LocalCluster) -> None:
-    wait_for(lambda: "no 3 nodes with room" in impatient.read_card("wide")["detail"], 60)
-    card = impatient.read_card("wide")
+    def read_explained() -> dict[str, Any] | None:
+        card = impatient.read_card("wide")
+        return card if "no 3 nodes with room" in card["detail"] else None
+
+    card = wait_for(read_explained)
+    assert card is not None
     assert card["state"] == "loading"
     assert "lower cpus or nodes_per_replica" in card["detail"]
 

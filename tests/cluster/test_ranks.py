@@ -5,9 +5,7 @@ what becomes of actors that are killed or hang.
 """
 
 import hashlib
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from tests.cluster.local import (
     LocalCluster,
     ask,
     find_engines_below,
+    lose_amid,
     needs_ray,
 )
 from tests.conftest import Server
@@ -31,8 +30,6 @@ pytestmark = [pytest.mark.engine, needs_ray]
 OTHER = "ray::Follower"
 """How the title of an actor begins that runs ranks of a replica after its first node."""
 ITEMS = [{"context_ids": [5, 100 + n % 50, n // 50], "target_ids": [[6]]} for n in range(2000)]
-BEGUN_S = 1.0
-"""After so long a job of several seconds is at work in both replicas."""
 
 
 def find_nodes(cluster: LocalCluster) -> tuple[list[psutil.Process], list[psutil.Process]]:
@@ -64,22 +61,24 @@ def check_job(
     `lose` is given actors of a first node and of another one.
     """
     expected = ask(machine.url, "logprob", {"items": ITEMS})["results"]
-    firsts, others = find_nodes(cluster)
-    before = {own.pid for own in firsts + others}
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(score, cluster, ITEMS)
-        time.sleep(BEGUN_S)
+    before: set[int] = set()
+
+    def lose_one() -> None:
+        firsts, others = find_nodes(cluster)
+        before.clear()
+        before.update(own.pid for own in firsts + others)
         lose(firsts[0], others[0])
-        assert not answer.done()
-        assert answer.result(120) == expected
 
     def is_whole() -> bool:
         firsts, others = find_nodes(cluster)
         new = [sum(own.pid not in before for own in actors) for actors in (firsts, others)]
         return len(firsts) == len(others) == 2 and new == [1, 1]
 
-    wait_for(is_whole, 90)
-    cluster.wait_for_replicas("spread", 2)
+    def settle() -> None:
+        wait_for(is_whole, 90)
+        cluster.wait_for_replicas("spread", 2)
+
+    assert lose_amid(lambda: score(cluster, ITEMS), lose_one, settle) == expected
     assert score(cluster, ITEMS[:50]) == expected[:50]
 
 

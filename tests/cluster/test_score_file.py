@@ -1,5 +1,6 @@
 """`logsteer score-file --ray` on a real local Ray: the lines of a server, whoever is killed."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -16,7 +17,9 @@ import yaml
 
 import logsteer
 from logsteer.corpus import JobLimits
+from tests.cluster.local import read_title
 from tests.conftest import Configuration, Server, ServerFactory, fake_model
+from tests.faults.processes import is_alive, wait_for
 
 pytestmark = [
     pytest.mark.engine,
@@ -64,7 +67,8 @@ class RayJob:
         """Rows that are finished for good."""
         if not self._record.exists():
             return 0
-        lines = [json.loads(one) for one in self._record.read_text().splitlines()]
+        whole = self._record.read_text().rpartition("\n")[0]  # a line may be half-written
+        lines = [json.loads(one) for one in whole.splitlines()]
         return max((one.get("rows", 0) for one in lines), default=0)
 
     def wait_for(self, rows: int) -> None:
@@ -76,7 +80,7 @@ class RayJob:
 
     def find_actors(self) -> list[psutil.Process]:
         found = psutil.Process(self.process.pid).children(recursive=True)
-        return [own for own in found if " ".join(own.cmdline()).startswith(ACTOR)]
+        return [own for own in found if read_title(own).startswith(ACTOR)]
 
     def kill(self) -> None:
         """Kill the driver, whose actors and engines end with it; Ray's own agents may take long."""
@@ -89,21 +93,19 @@ class RayJob:
             assert time.monotonic() < deadline, left
             time.sleep(0.1)
         for own in filter(is_at_work, family):
-            own.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                own.kill()
 
 
 def is_of_engine(process: psutil.Process) -> bool:
     """Whether it is an actor, or an engine below one."""
-    words = " ".join(process.cmdline())
+    words = read_title(process)
     return words.startswith(ACTOR) or "spawn_main" in words
 
 
 def is_at_work(process: psutil.Process) -> bool:
     """Whether it runs; one that ended may stay, where nobody asks how it ended."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return process.is_running() and is_alive(process)
 
 
 @pytest.fixture
@@ -117,7 +119,18 @@ def corpus(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def job(corpus: Path, tmp_path: Path) -> Iterator[RayJob]:
+def whole(server: Server, corpus: Path, tmp_path: Path) -> tuple[Path, logsteer.FileScores]:
+    """The lines of all rows as a server makes them, and what there is to say of them."""
+    path, limits = tmp_path / "whole.jsonl", JobLimits(batch_size=100)
+    scores = logsteer.score_file(
+        corpus, path, "perplexity", id_column="n", base_url=server.url, limits=limits
+    )
+    return path, scores
+
+
+@pytest.fixture
+def job(whole: tuple[Path, logsteer.FileScores], corpus: Path, tmp_path: Path) -> Iterator[RayJob]:
+    """A job that begins when nothing else is to be done that its end could overtake."""
     found = RayJob(tmp_path, SLOW)
     try:
         yield found
@@ -127,18 +140,13 @@ def job(corpus: Path, tmp_path: Path) -> Iterator[RayJob]:
 
 
 def test_an_actor_and_the_driver_are_killed_and_each_row_is_there_once(
-    job: RayJob, server: Server, corpus: Path, tmp_path: Path
+    job: RayJob, server: Server, corpus: Path, whole: tuple[Path, logsteer.FileScores]
 ) -> None:
-    whole = tmp_path / "whole.jsonl"
-    limits = JobLimits(batch_size=100)
-    scores = logsteer.score_file(
-        corpus, whole, "perplexity", id_column="n", base_url=server.url, limits=limits
-    )
+    path, scores = whole
     assert (scores.rows, scores.failed) == (ROWS, 1)
     job.wait_for(200)
-    actors = job.find_actors()
-    assert len(actors) == 2
-    os.kill(actors[0].pid, signal.SIGKILL)
+    wait_for(lambda: len(job.find_actors()) == 2)  # the other one may still start
+    os.kill(job.find_actors()[0].pid, signal.SIGKILL)
     job.wait_for(job.committed + 200)
     assert job.committed < ROWS - 100
     job.kill()
@@ -148,7 +156,7 @@ def test_an_actor_and_the_driver_are_killed_and_each_row_is_there_once(
         corpus, job.target, "perplexity", id_column="n", base_url=server.url
     )
     assert 400 <= again.resumed_rows < ROWS
-    assert job.target.read_bytes() == whole.read_bytes()
+    assert job.target.read_bytes() == path.read_bytes()
     assert again.total == scores.total
 
 

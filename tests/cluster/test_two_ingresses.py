@@ -6,10 +6,13 @@ The last test kills both of them.
 import asyncio
 import json
 import os
+import re
 import select
 import signal
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -18,10 +21,11 @@ import numpy as np
 import pytest
 
 from logsteer_server.keys.ledger import LEASE_S
-from logsteer_server.keys.shared import RETRY_S, WAIT_S
+from logsteer_server.keys.shared import WAIT_S
 from logsteer_server.observation.catalog import PROCESS_METRICS
 from logsteer_server.stores.layer_vectors import LayerVectors
 from tests.cluster.local import (
+    CARDS,
     FAKE,
     LIMIT,
     METRICS_KEY,
@@ -48,6 +52,7 @@ DEMO = vllm_model("demo", adapter_slots=1, memory="64MiB")
 REPLACED_S = 60.0
 SETTLED_S = 2.5
 """In which a request is refused, if it is."""
+LAPSE = re.compile(r"the ledger of (?:keys' limits|answers) does not answer")
 LEDGER = "ray::ServeReplica:logsteer:ledger"
 
 
@@ -109,29 +114,85 @@ class HeldRequest:
         self._connection.close()
 
 
-def hold(cluster: KeyedCluster, key: str, number: int) -> list[HeldRequest]:
-    """So many requests at work; what is refused, because another ingress is full, comes again."""
+@contextmanager
+def holding(cluster: KeyedCluster, number: int = 0) -> Iterator[list[HeldRequest]]:
+    """So many requests of the key `few` at work; all that are there in the end are dropped."""
     held: list[HeldRequest] = []
+    try:
+        hold(cluster, held, number)
+        yield held
+    finally:
+        for own in held:
+            own.drop()
+
+
+def hold(cluster: KeyedCluster, held: list[HeldRequest], number: int) -> None:
+    """Have so many at work; what is refused, because another ingress is full, comes again."""
     deadline = time.monotonic() + 60
     while len(held) < number:
         assert time.monotonic() < deadline, f"only {len(held)} are let in"
-        held += [HeldRequest(cluster, key) for _ in range(number - len(held))]
+        held += [HeldRequest(cluster, "few") for _ in range(number - len(held))]
         time.sleep(SETTLED_S)
-        for own in [own for own in held if own.is_answered()]:
-            held.remove(own)
-            own.drop()
-    return held
+        drop_answered(held)
+
+
+def drop_answered(held: list[HeldRequest]) -> bool:
+    """Drop those that were refused; whether there were any."""
+    answered = [own for own in held if own.is_answered()]
+    for own in answered:
+        held.remove(own)
+        own.drop()
+    return bool(answered)
 
 
 def check_places(cluster: KeyedCluster) -> None:
     """With one request less than the limit at work another is let in, with all of them none."""
-    held = hold(cluster, "few", LIMIT - 1)
-    for _ in range(6):  # once the place is given back, and the ledger told
-        wait_for(lambda: score(cluster, "few", 1) == 200)
-    held += hold(cluster, "few", 1)
-    assert {score(cluster, "few", 1) for _ in range(6)} == {429}
-    assert [own.finish() for own in held] == [200] * LIMIT
+    with holding(cluster, LIMIT - 1) as held:
+        for _ in range(6):  # once the place is given back, and the ledger told
+            wait_for(lambda: score(cluster, "few", 1) == 200)
+        check_full(cluster, held)
     wait_for(lambda: score(cluster, "few", 1) == 200)
+
+
+def check_full(cluster: KeyedCluster, held: list[HeldRequest]) -> None:
+    """With as many requests at work as may be no other is let in; all of them are answered."""
+    for _ in range(5):
+        hold(cluster, held, LIMIT)
+        statuses = {score(cluster, "few", 1) for _ in range(6)}
+        if not drop_answered(held):  # else there was room: they were refused later than SETTLED_S
+            break
+    assert statuses == {429}
+    assert [own.finish() for own in held] == [200] * LIMIT
+
+
+def while_ledgers_answer(cluster: KeyedCluster, check: Callable[[], None]) -> None:
+    """Check something that holds for as long as the ledgers answer each ingress in time.
+
+    On a busy machine one may not, for a moment; the ingress says so, and goes on by itself. What
+    was found meanwhile says nothing, and the check begins anew.
+    """
+    for _ in range(3):
+        before = count_lapses(cluster)
+        try:
+            check()
+            return
+        except AssertionError:
+            if count_lapses(cluster) == before:
+                raise
+            wait_for(lambda: not any(read_away(cluster) for _ in range(CARDS)))
+    raise AssertionError("a ledger did not answer in time, each time")
+
+
+def count_lapses(cluster: KeyedCluster) -> int:
+    """How often ingresses have logged so far that a ledger did not answer them."""
+    home = Path(cluster.find_own("ingress")[0].environ()["XDG_DATA_HOME"])
+    logs = home.parent.glob("session_*/logs/worker-*.err")
+    return sum(len(LAPSE.findall(log.read_text(errors="replace"))) for log in logs)
+
+
+def read_away(cluster: KeyedCluster) -> float:
+    """Whether the ledger is away, as one of the ingresses has it."""
+    return cluster.read_page()['logsteer_cluster_part_away{part="ledger"}']
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +202,7 @@ def keyed(cluster: KeyedCluster) -> KeyedCluster:
 
 
 def test_a_keys_requests_at_once_are_those_of_all_ingresses(keyed: KeyedCluster) -> None:
-    check_places(keyed)
+    while_ledgers_answer(keyed, lambda: check_places(keyed))
 
 
 def test_a_keys_tokens_are_those_of_all_ingresses(keyed: KeyedCluster) -> None:
@@ -158,7 +219,7 @@ def test_a_keys_tokens_are_those_of_all_ingresses(keyed: KeyedCluster) -> None:
 
 def test_a_write_that_is_repeated_through_any_ingress_is_applied_once(keyed: KeyedCluster) -> None:
     content = LayerVectors({1: np.arange(1, 17)}).content
-    headers = {"Idempotency-Key": "combined once"}
+    headers: dict[str, str] = {}
     body = {"vectors": [{"name": "part", "weight": 2.0}]}
     with keyed.connect("ann") as http:
         http.put("/vectors/part", content=content).raise_for_status()
@@ -167,12 +228,16 @@ def test_a_write_that_is_repeated_through_any_ingress_is_applied_once(keyed: Key
         with keyed.connect("ann") as http:
             return http.post("/vectors/whole/combine", json=body, headers=headers)
 
-    with ThreadPoolExecutor(8) as pool:
-        answers = [*pool.map(combine, range(8)), *map(combine, range(12))]
-    assert {answer.status_code for answer in answers} == {200}
-    assert len({answer.content for answer in answers}) == 1
-    replayed = [answer.headers.get("idempotency-replayed") for answer in answers]
-    assert replayed.count(None) == 1
+    def check() -> None:
+        headers["Idempotency-Key"] = f"combined once, {time.monotonic_ns()}"
+        with ThreadPoolExecutor(8) as pool:
+            answers = [*pool.map(combine, range(8)), *map(combine, range(12))]
+        assert {answer.status_code for answer in answers} == {200}
+        assert len({answer.content for answer in answers}) == 1
+        replayed = [answer.headers.get("idempotency-replayed") for answer in answers]
+        assert replayed.count(None) == 1
+
+    while_ledgers_answer(keyed, check)
 
 
 def test_a_vector_uploaded_through_one_ingress_steers_on_the_other(keyed: KeyedCluster) -> None:
@@ -188,19 +253,24 @@ def test_a_vector_uploaded_through_one_ingress_steers_on_the_other(keyed: KeyedC
 def test_no_key_stands_in_what_ray_logs_or_keeps(keyed: KeyedCluster) -> None:
     assert METRICS_KEY not in keyed.output
     headers = {"Authorization": "Bearer another"}
-    assert httpx.get(f"{keyed.url}/metrics", headers=headers).status_code == 401
+    assert httpx.get(f"{keyed.url}/metrics", headers=headers, timeout=60).status_code == 401
     assert keyed.read_page(), "each ingress has read it by itself"
 
 
 def test_an_ingress_has_the_readings_of_all_engines(keyed: KeyedCluster) -> None:
-    page = keyed.read_page()
     name = "logsteer_engine_heartbeat_age_seconds"
-    for model, count in (("demo", 1), ("fake", 2)):
-        ages = [age for own, age in page.items() if own.startswith(f'{name}{{model="{model}"')]
-        assert len(ages) == count
-        assert max(ages) < 10
-    assert page['logsteer_kv_cache_blocks{model="demo",replica="0"}'] > 0
-    assert page['logsteer_steering_slots{model="demo",replica="0"}'] > 0
+
+    def has_all() -> bool:
+        page = keyed.read_page()
+        for model, count in (("demo", 1), ("fake", 2)):
+            ages = [age for own, age in page.items() if own.startswith(f'{name}{{model="{model}"')]
+            if len(ages) != count or max(ages) >= 10:
+                return False
+        sizes = ("logsteer_kv_cache_blocks", "logsteer_steering_slots")
+        return all(page.get(f'{own}{{model="demo",replica="0"}}', 0) > 0 for own in sizes)
+
+    for _ in range(CARDS):  # actors tell the ledger now and then, and each ingress reads it
+        wait_for(has_all)
 
 
 @pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed: NOT CHECKED")
@@ -221,11 +291,13 @@ def test_one_prometheus_on_rays_agents_answers_every_query(
         wait_for(lambda: count_processes(prometheus, "logsteer_requests_in_flight") == 2)
         wait_for(lambda: count_processes(prometheus, "logsteer_engine_step_seconds_count") == 3)
         name = 'logsteer_requests_total{path="/logprob",status="200"}'
-        counted = {keyed.read_page().get(name, 0.0) for _ in range(30)}  # of either ingress
         by_process = f"sum by (process) ({name})"
-        wait_for(
-            lambda: {float(own["value"][1]) for own in prometheus.query(by_process)} == counted
-        )
+
+        def are_equal() -> bool:
+            counted = {keyed.read_page().get(name, 0.0) for _ in range(30)}  # of either ingress
+            return {float(own["value"][1]) for own in prometheus.query(by_process)} == counted
+
+        wait_for(are_equal)
 
 
 def count_processes(prometheus: Prometheus, metric: str) -> int:
@@ -243,15 +315,14 @@ def test_without_the_ledger_no_request_is_lost_and_no_key_without_limit(
         began = time.monotonic()
         assert score(keyed, "few", 1) == 200
         assert time.monotonic() - began < WAIT_S + 20
-    wait_for(lambda: keyed.read_page()['logsteer_cluster_part_away{part="ledger"}'] == 1, 60)
-    held = hold(keyed, "few", LIMIT)
-    assert {score(keyed, "few", 1) for _ in range(6)} == {429}
-    assert [own.finish() for own in held] == [200] * LIMIT
+    wait_for(lambda: all(read_away(keyed) for _ in range(CARDS)))
+    with holding(keyed) as held:
+        check_full(keyed, held)
     # Serve's health check kills it, and has another in its place.
     wait_for(lambda: bool({own.pid for own in keyed.find(LEDGER)} - {ledger.pid}), REPLACED_S)
     wait_for(lambda: ledger.pid not in {own.pid for own in keyed.find(LEDGER)}, 60)
-    time.sleep(2 * RETRY_S)
-    check_places(keyed)
+    wait_for(lambda: not any(read_away(keyed) for _ in range(CARDS)))
+    while_ledgers_answer(keyed, lambda: check_places(keyed))
 
 
 def test_what_was_changed_and_not_what_was_held_outlives_the_ingresses(
@@ -261,15 +332,20 @@ def test_what_was_changed_and_not_what_was_held_outlives_the_ingresses(
     unloaded = keyed.request("POST", "/models/demo/unload", params={"wait_s": 30})
     assert unloaded.json()["state"] == "unloaded"
     actors = {own.pid for own in keyed.find_actors()}
-    held = hold(keyed, "few", LIMIT)
-    killed = keyed.find_own("ingress")
-    assert len(killed) == 2
-    for ingress in killed:
-        ingress.kill()
-    wait_for(lambda: all(own.is_answered() for own in held), 60)
-    for own in held:
-        own.drop()
-    wait_for(lambda: score(keyed, "few", 1) == 200, LEASE_S + 60)
+    with holding(keyed, LIMIT) as held:
+        killed = keyed.find_own("ingress")
+        assert len(killed) == 2
+        for ingress in killed:
+            ingress.kill()
+        wait_for(lambda: all(own.is_answered() for own in held), 60)
+
+    def is_let_in() -> bool:
+        try:
+            return score(keyed, "few", 1) == 200
+        except httpx.TransportError:
+            return False  # the one that it came to has ended, or is not there yet
+
+    wait_for(is_let_in, LEASE_S + 60)
     wait_for(lambda: len(keyed.find_own("ingress")) == 2, 60)
     expected = [("fake", "ready"), ("demo", "unloaded")]
 

@@ -12,6 +12,7 @@ import pytest
 from logsteer import Client
 from logsteer_server.stores.layer_vectors import LayerVectors
 from tests.cluster.local import (
+    BEGUN_S,
     IN_FULL,
     PIPELINE,
     TENSOR,
@@ -21,7 +22,7 @@ from tests.cluster.local import (
     find_engines_below,
     needs_ray,
 )
-from tests.cluster.test_ranks import BEGUN_S, OTHER
+from tests.cluster.test_ranks import OTHER
 from tests.conftest import Server, vllm_model
 from tests.contract.test_exactness import compare_ranks
 from tests.faults.processes import wait_for

@@ -94,7 +94,8 @@ class Prometheus:
 
     def query(self, expression: str) -> list[dict[str, Any]]:
         """What an expression comes to now."""
-        answer = httpx.get(f"{self.url}/api/v1/query", params={"query": expression})
+        call = f"{self.url}/api/v1/query"
+        answer = httpx.get(call, params={"query": expression}, timeout=60)
         assert answer.status_code == 200, f"{expression}: {answer.text}"
         found: list[dict[str, Any]] = answer.json()["data"]["result"]
         return found

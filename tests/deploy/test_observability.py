@@ -248,32 +248,32 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     with serve(config, directory / "server") as server:
         found = re.search(r"metrics are at http://(\S+)/metrics", server.output)
         assert found, server.output
-        assert httpx.get(f"http://{found[1]}/metrics").status_code == 401
+        assert httpx.get(f"http://{found[1]}/metrics", timeout=60).status_code == 401
         header = {"Authorization": "Bearer to-scrape"}
-        page = httpx.get(f"http://{found[1]}/metrics", headers=header)
+        page = httpx.get(f"http://{found[1]}/metrics", headers=header, timeout=60)
         promtool("check", "metrics", given=page.text)
-        assert httpx.get(f"{server.url}/metrics", headers=header).status_code == 404
+        assert httpx.get(f"{server.url}/metrics", headers=header, timeout=60).status_code == 404
         with connect(server, tokens[0]) as http:
             width = http.get("/models/demo").json()["hidden_size"]
         with scrape(found[1], directory, key="to-scrape") as prometheus:
             asyncio.run(send_requests(server.url, tokens, ["demo", "fake"], "demo", width, 15.0))
-            wait_for(lambda: find_empty(prometheus) <= EMPTY)
             yield prometheus
 
 
 @needs_prometheus
 @pytest.mark.engine
 def test_every_query_of_the_dashboard_has_data(watched: Prometheus) -> None:
-    assert find_empty(watched) == EMPTY
+    wait_for(lambda: find_empty(watched) == EMPTY)  # a scrape may be late, or be lost
 
 
 @needs_prometheus
 @pytest.mark.engine
 def test_every_metric_was_scraped(watched: Prometheus) -> None:
-    missing = find_missing(watched) - OF_RAY
-    assert all(name.startswith("logsteer_gpu_") for name in missing), missing
-    missing = {name for name in PROCESS_METRICS if not watched.query(name)}
-    assert not missing
+    def list_missing() -> set[str]:
+        own = {name for name in PROCESS_METRICS if not watched.query(name)}
+        return own | (find_missing(watched) - OF_RAY)
+
+    wait_for(lambda: all(name.startswith("logsteer_gpu_") for name in list_missing()))
 
 
 @needs_prometheus
@@ -282,6 +282,7 @@ def test_every_metric_was_scraped(watched: Prometheus) -> None:
 def test_an_alert_looks_at_something(watched: Prometheus, rule: dict[str, Any]) -> None:
     """Without its thresholds it has data; with them it is quiet, but for what the load provokes."""
     bare = drop_threshold(rule)
-    assert rule["alert"] in OF_RAY or watched.query(bare), bare
+    # A scrape of a busy machine may be late or lost, for which alone no alert fires either.
+    wait_for(lambda: rule["alert"] in OF_RAY or watched.query(bare))
     provoked = {"LogsteerRefusesWork", "LogsteerFaults"}
-    assert rule["alert"] in provoked or not watched.query(rule["expr"])
+    wait_for(lambda: rule["alert"] in provoked or not watched.query(rule["expr"]))

@@ -33,7 +33,7 @@ def serve(config: Configuration, directory: Path) -> Iterator[Server]:
     server = Server.start(config, directory)
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
-        while httpx.get(f"{server.url}/readyz").status_code != 200:
+        while httpx.get(f"{server.url}/readyz", timeout=60).status_code != 200:
             assert time.monotonic() < deadline and ": failed" not in server.output, server.output
             time.sleep(0.1)
         yield server

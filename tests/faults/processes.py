@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,11 +35,13 @@ def running(config: Configuration, directory: Path, **environment: str) -> Itera
 def find_engines(server: Server) -> list[int]:
     """The pids of the server's engines, in the order of their start."""
     assert server.process is not None
+    found = []
     with contextlib.suppress(psutil.NoSuchProcess):
-        found = psutil.Process(server.process.pid).children()
-        found.sort(key=lambda own: float(own.create_time()))  # pids begin again at a limit
-        return [p.pid for p in found if "spawn_main" in " ".join(p.cmdline())]
-    return []
+        for own in psutil.Process(server.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # one that ends hides no other
+                if "spawn_main" in " ".join(own.cmdline()):
+                    found.append((float(own.create_time()), own.pid))
+    return [pid for _, pid in sorted(found)]  # pids begin again at a limit
 
 
 def find_engine(server: Server) -> int:
@@ -52,6 +54,13 @@ def find_family(server: Server) -> list[psutil.Process]:
     """Everything that the server has started, and what that has."""
     assert server.process is not None
     return psutil.Process(server.process.pid).children(recursive=True)
+
+
+def signal_all(processes: Iterable[psutil.Process], number: int) -> None:
+    """Send a signal to all of these that are still there."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def is_alive(process: psutil.Process) -> bool:

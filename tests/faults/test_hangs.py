@@ -23,6 +23,7 @@ from tests.faults.processes import (
     wait_for_jobs,
     wait_for_state,
 )
+from tests.held import held
 
 HANG = 77
 SILENCE_S = 2.0
@@ -93,7 +94,10 @@ class TestBudget:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Fakes that count as hung after two seconds of silence; `slow` takes five for a step."""
     config = {
-        "models": [fake_model("quick", hang_id=HANG), fake_model("slow", delay_s=STEP_S)],
+        "models": [
+            fake_model("quick", hang_id=HANG, hold_file="quick"),
+            fake_model("slow", delay_s=STEP_S, hold_file="slow"),
+        ],
         "heartbeat_timeout_s": SILENCE_S,
         "max_step_s": 8.0,
         "cache_bytes": 0,
@@ -117,22 +121,22 @@ def test_a_stopped_engine_is_killed_and_restarted(server: Server) -> None:
     engine = find_engine_of(server, "slow")
     before = read_card(server, "slow")["restarts"]
     stream = {"model": "slow", "prompt_ids": [[5, 6]], "max_tokens": 3, "stream": True}
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, held(server.directory / "slow"):
         plain = pool.submit(score, server, "slow")
         events = pool.submit(httpx.post, f"{server.url}/generate", json=stream, timeout=60)
         wait_for_jobs(server, "slow", 2)
-        os.kill(engine, signal.SIGSTOP)
         started = time.monotonic()
+        os.kill(engine, signal.SIGSTOP)
         check_retryable(plain.result())
         found = time.monotonic() - started
         assert SILENCE_S - 1 < found < SILENCE_S + 30
         assert "event: error" in events.result().text
         assert '"code":"engine_restarting"' in events.result().text
-    card = read_card(server, "slow")
-    assert card["state"] == "restarting"
-    assert "silent for 2 s" in card["detail"]
-    assert httpx.get(f"{server.url}/readyz").status_code == 503
-    assert score(server, "quick").status_code == 200, "the other model does not notice"
+        card = read_card(server, "slow")
+        assert card["state"] == "restarting"
+        assert "silent for 2 s" in card["detail"]
+        assert httpx.get(f"{server.url}/readyz", timeout=60).status_code == 503
+        assert score(server, "quick").status_code == 200, "the other model does not notice"
     wait_for_state(server, "slow", "ready")
     assert read_card(server, "slow")["restarts"] == before + 1
     assert not Path(f"/proc/{engine}").exists()
@@ -148,7 +152,11 @@ def test_an_idle_engine_that_is_stopped_is_found_without_a_request(server: Serve
 
 
 def test_a_step_that_does_not_end_is_ended(server: Server) -> None:
-    check_retryable(score(server, "quick", HANG))
-    assert "one step took 8 s" in read_card(server, "quick")["detail"]
+    with ThreadPoolExecutor(1) as pool:
+        hanging = pool.submit(score, server, "quick", HANG)
+        wait_for_jobs(server, "quick")
+        with held(server.directory / "quick"):
+            check_retryable(hanging.result())
+            assert "one step took 8 s" in read_card(server, "quick")["detail"]
     wait_for_state(server, "quick", "ready")
     assert score(server, "quick").status_code == 200

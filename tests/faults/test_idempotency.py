@@ -25,6 +25,7 @@ from logsteer_server.http.answer_ledger import (
 from logsteer_server.http.idempotency import AnswerMemory
 from logsteer_server.stores.layer_vectors import LayerVectors, parse_content
 from tests.conftest import Server
+from tests.own_time import run_in_own_time
 
 ONE = LayerVectors({1: np.ones(16)})
 PAIRS = [{"positive": "the day was happy", "negative": "the night was sad"}]
@@ -88,7 +89,7 @@ def test_training_is_answered_as_the_first_time(client: Client, fake_server: Ser
     transport = LossyTransport(1)
     with Client(fake_server.url, max_retries=1, transport=transport) as lossy:
         answer = lossy.vectors.train("trained", PAIRS, layers=[1])
-    with httpx.Client(base_url=fake_server.url) as http:
+    with httpx.Client(base_url=fake_server.url, timeout=60) as http:
         sent = transport.sent[0]
         key = sent.headers["idempotency-key"]
         again = http.post(
@@ -100,7 +101,7 @@ def test_training_is_answered_as_the_first_time(client: Client, fake_server: Ser
 
 
 def test_a_key_belongs_to_one_request_of_one_caller(client: Client, fake_server: Server) -> None:
-    with httpx.Client(base_url=fake_server.url) as http:
+    with httpx.Client(base_url=fake_server.url, timeout=60) as http:
         first = combine(http, "k1")
         assert first.status_code == 200
         same = combine(http, "k1")
@@ -125,7 +126,7 @@ def test_a_key_belongs_to_one_request_of_one_caller(client: Client, fake_server:
 
 
 def test_what_failed_may_be_tried_again(client: Client, fake_server: Server) -> None:
-    with httpx.Client(base_url=fake_server.url) as http:
+    with httpx.Client(base_url=fake_server.url, timeout=60) as http:
         body = {"vectors": [{"name": "sum"}, {"name": "late"}]}
         assert combine(http, "k2", body).status_code == 404
         client.vectors.put("late", ONE.content)
@@ -134,7 +135,7 @@ def test_what_failed_may_be_tried_again(client: Client, fake_server: Server) -> 
 
 
 def test_many_at_once_are_applied_once(client: Client, fake_server: Server) -> None:
-    with httpx.Client(base_url=fake_server.url) as http:
+    with httpx.Client(base_url=fake_server.url, timeout=60) as http:
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda _: combine(http, "k3"), range(8)))
         assert {answer.status_code for answer in answers} == {200}
@@ -256,7 +257,7 @@ def run_twice(line: AnswerLine, *, fails: bool = False) -> tuple[list[int], list
         await asyncio.sleep(0.01)
         return [found for found in (*both, again) if isinstance(found, Response)]
 
-    return runs, asyncio.run(run())
+    return runs, run_in_own_time(run())
 
 
 def test_what_is_repeated_through_another_process_is_applied_once() -> None:

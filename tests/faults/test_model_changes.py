@@ -23,8 +23,11 @@ from tests.faults.processes import (
     wait_for_jobs,
     wait_for_state,
 )
+from tests.held import held
 
-SLOW = fake_model("slow", delay_s=0.8)
+HOLD = "hold"
+"""A file beside the configuration: while it exists, no step of the slow model ends."""
+SLOW = fake_model("slow", hold_file=HOLD)
 
 
 def reload(server: Server, config: dict[str, Any], wait_s: float = 30.0) -> dict[str, Any]:
@@ -40,17 +43,28 @@ def write(server: Server, config: dict[str, Any]) -> None:
 
 
 def probe(server: Server, name: str) -> tuple[int, dict[str, Any]]:
-    answer = httpx.get(f"{server.url}/{name}", timeout=10)
+    answer = httpx.get(f"{server.url}/{name}", timeout=60)
     return answer.status_code, answer.json()
 
 
 @contextmanager
-def at_work(server: Server, model: str, count: int) -> Iterator[list[Future[httpx.Response]]]:
-    """Have the engine of a slow model have so many requests."""
-    with ThreadPoolExecutor(count) as pool:
-        asked = [pool.submit(score, server, model, n) for n in range(count)]
-        wait_for(lambda: read_card(server, model)["replicas"][0]["num_jobs"] == count)
+def at_work(server: Server, count: int) -> Iterator[list[Future[httpx.Response]]]:
+    """Have the engine of the slow model have so many requests, for as long as it is held."""
+    with ThreadPoolExecutor(count) as pool, held(server.directory / HOLD):
+        asked = [pool.submit(score, server, "slow", n) for n in range(count)]
+        wait_for(lambda: read_card(server, "slow")["replicas"][0]["num_jobs"] == count)
         yield asked
+
+
+def change_at_work(server: Server, what: str) -> dict[str, Any]:
+    """Change the slow model, and let its engine go on once it is draining; its card then."""
+    with ThreadPoolExecutor(1) as pool:
+        changing = pool.submit(change, server, f"/models/slow/{what}")
+        wait_for_state(server, "slow", "draining")
+        assert not changing.done()
+        (server.directory / HOLD).unlink()
+        card: dict[str, Any] = changing.result().json()
+    return card
 
 
 @pytest.fixture
@@ -71,8 +85,8 @@ class TestOneModel:
         self, server: Server
     ) -> None:
         engines = set(find_engines(server))
-        with at_work(server, "slow", 8) as asked:
-            card = change(server, "/models/slow/unload").json()
+        with at_work(server, 8) as asked:
+            card = change_at_work(server, "unload")
             assert [one.result().status_code for one in asked] == [200] * 8
         assert card["state"] == card["replicas"][0]["state"] == "unloaded"
         assert len(set(find_engines(server)) & engines) == 2
@@ -88,8 +102,8 @@ class TestOneModel:
 
     def test_drain_refuses_new_requests_and_load_takes_them_again(self, server: Server) -> None:
         engines = find_engines(server)
-        with at_work(server, "slow", 4) as asked:
-            card = change(server, "/models/slow/drain").json()
+        with at_work(server, 4) as asked:
+            card = change_at_work(server, "drain")
             assert [one.result().status_code for one in asked] == [200] * 4
         assert card["state"] == "draining"
         check_closed(score(server, "slow"), "drained")
@@ -110,11 +124,12 @@ class TestOneModel:
             assert (answer.status_code, answer.json()["code"]) == (404, "unknown_model")
 
     def test_without_waiting_the_answer_says_how_far_it_is(self, server: Server) -> None:
-        with at_work(server, "slow", 1) as (asked,):
+        with at_work(server, 1) as (asked,):
             card = change(server, "/models/slow/unload", wait_s=0).json()
             assert card["state"] == "draining"
             second = change(server, "/models/slow/drain", wait_s=0)
             assert (second.status_code, second.json()["code"]) == (429, "overloaded")
+            (server.directory / HOLD).unlink()
             assert asked.result().status_code == 200
         wait_for_state(server, "slow", "unloaded")
 
@@ -140,7 +155,9 @@ class TestReload:
             assert (gone.status_code, gone.json()["code"]) == (404, "unknown_model")
             assert len(find_engines(server)) == 2
         assert set(found.statuses) == {200}
-        names = [card["id"] for card in httpx.get(f"{server.url}/models").json()["models"]]
+        names = [
+            card["id"] for card in httpx.get(f"{server.url}/models", timeout=60).json()["models"]
+        ]
         assert names == ["b", "c"]
 
     def test_a_model_is_replaced_beside_the_old_one_without_an_error(self, server: Server) -> None:

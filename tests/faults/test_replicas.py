@@ -5,7 +5,6 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from logsteer_server.engines.replica import SupervisionLimits
 from logsteer_server.engines.supervisor import LocalEngine
 from logsteer_server.engines.watchdog import WatchLimits
 from tests.conftest import DEMO_MODEL, VOCAB_SIZE, fake_model
+from tests.faults.callers import load
 from tests.faults.processes import (
     find_engines,
     read_card,
@@ -31,7 +31,6 @@ from tests.faults.processes import (
     score,
     wait_for,
     wait_for_jobs,
-    wait_for_state,
 )
 
 EXIT, HANG = 77, 79
@@ -275,6 +274,7 @@ def test_each_replica_runs_on_its_share_of_the_cores() -> None:
 def test_a_server_answers_while_a_replica_is_killed(tmp_path: Path) -> None:
     """2,000 items over two replicas, one of which is killed in the middle: nobody sees an error."""
     model = fake_model("many", delay_s=0.02, ahead_tokens=200) | {"replicas": 2}
+    items = [{"context_ids": [5, n % 200], "target_ids": [[6]]} for n in range(2000)]
     config = {"models": [model], "cache_bytes": 0}
     with running(config, tmp_path) as server:
         server.wait_until_ready()
@@ -283,23 +283,16 @@ def test_a_server_answers_while_a_replica_is_killed(tmp_path: Path) -> None:
             return [own["state"] for own in read_card(server, "many")["replicas"]] == ["ready"] * 2
 
         wait_for(both_answer)
-        items = [{"context_ids": [5, n % 200], "target_ids": [[6]]} for n in range(2000)]
-        body = {"model": "many", "items": items}
-
-        def ask() -> httpx.Response:
-            return httpx.post(f"{server.url}/logprob", json=body, timeout=60)
-
-        quiet = ask().json()["results"]
-        with ThreadPoolExecutor(2) as pool:
-            asked = [pool.submit(ask) for _ in range(2)]
+        with load(server, "many", callers=2, items=items) as found:
             wait_for_jobs(server, "many", 2)
             os.kill(find_engines(server)[0], signal.SIGKILL)
-            answers = [one.result() for one in asked]
-        assert [answer.status_code for answer in answers] == [200, 200]
-        assert all(answer.json()["results"] == quiet for answer in answers)
-        card = read_card(server, "many")
-        assert (card["state"], card["restarts"]) == ("ready", 1)
-        wait_for_state(server, "many", "ready")
+            wait_for(lambda: read_card(server, "many")["restarts"])
+            assert read_card(server, "many")["state"] == "ready", "the other one answers"
+            before = len(found.statuses)
+            wait_for(lambda: len(found.statuses) > before + 2)  # of which one began since
+        assert (set(found.statuses), found.wrong) == ({200}, [])
+        wait_for(both_answer)
+        assert read_card(server, "many")["restarts"] == 1
         assert score(server, "many").status_code == 200
-        ready = httpx.get(f"{server.url}/readyz").json()
+        ready = httpx.get(f"{server.url}/readyz", timeout=60).json()
         assert ready["ready"]

@@ -20,11 +20,14 @@ from tests.faults.processes import (
     is_alive,
     running,
     score,
+    signal_all,
     wait_for,
     wait_for_jobs,
 )
+from tests.held import held
 
-STEP_S = 2.0
+HOLD = "hold"
+"""A file beside the configuration: while it exists, no step of the engine ends."""
 LONG: dict[str, Any] = {"models": [fake_model(delay_s=8.0)]}
 ENDLESS: dict[str, Any] = {"models": [fake_model(delay_s=600.0)]}
 """A step of it ends with its process."""
@@ -33,10 +36,10 @@ GENERATE = {"prompt_ids": [[5, 6]], "max_tokens": 3, "stream": True}
 
 @pytest.fixture
 def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
-    """A fake that takes two seconds for a step; settings by parameter."""
+    """A fake whose steps can be held; settings by parameter."""
     settings: dict[str, Any] = getattr(request, "param", {})
     with running(
-        {"models": [fake_model(delay_s=STEP_S)], "cache_bytes": 0} | settings, tmp_path
+        {"models": [fake_model(hold_file=HOLD)], "cache_bytes": 0} | settings, tmp_path
     ) as s:
         s.wait_until_ready()
         yield s
@@ -47,8 +50,7 @@ def signal_group(server: Server, number: int) -> None:
     assert server.process is not None
     family = find_family(server)
     os.killpg(server.process.pid, number)
-    for process in family:  # as systemd does: the whole control group
-        process.send_signal(number)
+    signal_all(family, number)  # as systemd does: the whole control group
 
 
 def wait_for_end(server: Server) -> int:
@@ -57,7 +59,7 @@ def wait_for_end(server: Server) -> int:
 
 
 def is_withdrawn(server: Server) -> bool:
-    return httpx.get(f"{server.url}/readyz").status_code == 503
+    return httpx.get(f"{server.url}/readyz", timeout=60).status_code == 503
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -66,16 +68,17 @@ def test_a_signal_to_all_processes_lets_answers_in_flight_come_back(
 ) -> None:
     family = find_family(server)
     with ThreadPoolExecutor(2) as pool:
-        plain = pool.submit(score, server, "fake", 7)
-        events = pool.submit(httpx.post, f"{server.url}/generate", json=GENERATE, timeout=60)
-        wait_for_jobs(server, "fake", 2)
-        signal_group(server, number)
-        wait_for(lambda: is_withdrawn(server))
-        assert httpx.get(f"{server.url}/healthz").status_code == 200
-        late = score(server, "fake", 8)
-        check_retryable(late)
-        assert "shutting down" in late.json()["detail"]
-        assert late.headers["connection"] == "close"
+        with held(server.directory / HOLD):
+            plain = pool.submit(score, server, "fake", 7)
+            events = pool.submit(httpx.post, f"{server.url}/generate", json=GENERATE, timeout=60)
+            wait_for_jobs(server, "fake", 2)
+            signal_group(server, number)
+            wait_for(lambda: is_withdrawn(server))
+            assert httpx.get(f"{server.url}/healthz", timeout=60).status_code == 200
+            late = score(server, "fake", 8)
+            check_retryable(late)
+            assert "shutting down" in late.json()["detail"]
+            assert late.headers["connection"] == "close"
         assert plain.result().status_code == 200
         assert "event: result" in events.result().text
     assert wait_for_end(server) == 0

@@ -149,13 +149,17 @@ def test_a_store_that_hangs_stops_nobody_who_needs_none(pair: list[TestClient]) 
     first, _ = pair
     first.put("/vectors/north", content=vector(1))
     ObjectStore.faults.hanging_s = 60.0
-    calls = len(ObjectStore.faults.calls)
-    with concurrent.futures.ThreadPoolExecutor(20) as pool:
-        waiting = [pool.submit(first.get, "/vectors/other") for _ in range(16)]
-        wait_for(lambda: len(ObjectStore.faults.calls) > calls)
-        score(first)
-        assert not any(own.done() for own in waiting), "it was answered before those were"
-        assert {own.result().status_code for own in waiting} == {429}
+    for _ in range(3):
+        calls = len(ObjectStore.faults.calls)
+        with concurrent.futures.ThreadPoolExecutor(20) as pool:
+            waiting = [pool.submit(first.get, "/vectors/other") for _ in range(16)]
+            wait_for(lambda: len(ObjectStore.faults.calls) > calls)  # noqa: B023
+            score(first)
+            was_first = not any(own.done() for own in waiting)
+            assert {own.result().status_code for own in waiting} == {429}
+        if was_first:  # else the machine may have been busy for longer than they wait
+            break
+    assert was_first, "it was answered before those were"
 
 
 @pytest.mark.parametrize("pair", [{"store_grace_s": 1.0}], indirect=True)

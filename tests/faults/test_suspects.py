@@ -34,8 +34,11 @@ from tests.faults.processes import (
     wait_for_jobs,
     wait_for_state,
 )
+from tests.held import held
 
 EXIT, CRASH = 77, 78
+HOLD = "hold"
+"""A file beside the configuration: while it exists, no step of the slow model ends."""
 POISON_S = 100.0
 
 
@@ -207,7 +210,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     config = {
         "models": [
             fake_model(exit_id=EXIT, crash_id=CRASH, delay_s=0.3),
-            fake_model("slow", exit_id=EXIT, delay_s=2.0),
+            fake_model("slow", exit_id=EXIT, delay_s=2.0, hold_file=HOLD),
         ],
         "cache_bytes": 0,
         "max_restarts": 50,
@@ -245,7 +248,8 @@ def test_poison_is_refused_after_two_deaths_and_its_neighbours_are_answered(
     problem = response.json()
     assert (response.status_code, problem["code"], problem["retryable"]) == (500, "internal", False)
     assert "ended twice" in problem["detail"]
-    assert read_card(server, "fake")["restarts"] == before + 2
+    # Of one that broke, the answer comes before its process has ended.
+    wait_for(lambda: read_card(server, "fake")["restarts"] == before + 2)
     wait_for_state(server, "fake", "ready")
     again = score(server, "fake", poison)
     assert (again.status_code, again.json()["code"]) == (500, "internal")
@@ -267,13 +271,15 @@ def asked(server: Server, *ids: int) -> Iterator[None]:
 
 def test_a_caller_that_leaves_does_not_leave_the_blame_to_others(server: Server) -> None:
     """The engine dies in a step with a job whose caller is gone, and with one whose is not."""
-    poison = (EXIT, 9)
-    with ThreadPoolExecutor(2) as pool:
+    poison, hold = (EXIT, 9), server.directory / HOLD
+    with ThreadPoolExecutor(2) as pool, held(hold):
         first = pool.submit(score, server, "slow", 200)
         wait_for_jobs(server, "slow")
+        time.sleep(0.5)  # in which its step begins
         with asked(server, *poison):
             stays = pool.submit(score, server, "slow", 300)
             wait_for_jobs(server, "slow", 3)
+            hold.unlink()
             assert first.result().status_code == 200, "the next step has the other two"
         check_retryable(stays.result())
     wait_for_state(server, "slow", "ready")

@@ -96,7 +96,7 @@ def test_a_fault_says_no_path_and_the_log_does(caplog: pytest.LogCaptureFixture)
 
 
 def test_answers_say_no_path(fake_server: Server) -> None:
-    with httpx.Client(base_url=fake_server.url) as http:
+    with httpx.Client(base_url=fake_server.url, timeout=60) as http:
         body = {"items": [{"context": "once upon", "targets": [" a time"]}]}
         answer = http.post("/logprob", json=body)
         assert answer.json()["provenance"]["model_path"] == DEMO_MODEL.name

@@ -13,7 +13,7 @@ from logsteer import Client
 from logsteer.errors import APIError, AuthenticationError, DeadlineError, OverloadedError
 from logsteer.schemas import ModelCard
 from tests.conftest import Server, ServerFactory, fake_model
-from tests.server.held import HOLD, held, may_hold
+from tests.held import HOLD, held, may_hold
 from tests.server.test_metrics import Readings
 
 CRASH, FAIL = 77, 78

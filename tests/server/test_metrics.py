@@ -14,7 +14,7 @@ from logsteer.errors import APIError
 from logsteer_server.observation.metrics import Metrics
 from tests.conftest import Server, ServerFactory, fake_model
 from tests.faults.processes import wait_for
-from tests.server.held import HOLD, held, may_hold
+from tests.held import HOLD, held, may_hold
 
 CRASH = 77
 KEY = "k3y"

@@ -28,7 +28,7 @@ from logsteer_server.stores import disk
 from logsteer_server.stores.disk import DiskUsage, read_disk
 from tests.conftest import Server, ServerFactory, fake_model, tlens_model, vllm_model
 from tests.faults.processes import wait_for
-from tests.server.held import HOLD, held, may_hold
+from tests.held import HOLD, held, may_hold
 
 
 def sample(text: str, name: str, **labels: str) -> float | None:

@@ -34,7 +34,6 @@ from logsteer_server.contract.plan import Readings
 FAKE_COLUMNS = get_args(Column)
 HANG_S = 3600.0
 HELD_POLL_S = 0.005
-NO_ID = -1
 ELSEWHERE = "serve the model with engine transformer_lens"
 LACKS: dict[Feature, str] = {
     "override": f"the engine fake has no parameter overrides; {ELSEWHERE}",
@@ -165,8 +164,9 @@ class FakeEngine:
 
     A token id of `crash_id` breaks the engine, `exit_id` ends its process without a word, `hang_id`
     keeps its step from ending, `fail_id` fails its job alone. A start lacks memory until the file
-    `memory_file` exists. While the file `hold_file` exists, no start ends, and no step with a token
-    id of `hold_id`. With `reads_files` it takes adapters and overrides, as `fake_change` does.
+    `memory_file` exists. While the file `hold_file` exists, no start ends, and no step; given a
+    `hold_id`, no step with this token id. With `reads_files` it takes adapters and overrides, as
+    `fake_change` does.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -176,7 +176,7 @@ class FakeEngine:
         self._fail_id = args.get("fail_id")
         self._exit_id = args.get("exit_id")
         self._hang_id = args.get("hang_id")
-        self._hold_id = args.get("hold_id", NO_ID)
+        self._hold_id = args.get("hold_id")
         self._hold_file = Path(args["hold_file"]) if "hold_file" in args else None
         self._piecewise = bool(args.get("piecewise"))
         self._jobs: dict[int, Job] = {}
@@ -184,7 +184,7 @@ class FakeEngine:
         memory = args.get("memory_file")
         if memory is not None and not Path(memory).exists():
             raise MemoryError("the fake engine was told to lack memory")
-        self._stay()
+        self._wait_while_held()
         if not Path(spec.path).is_dir():
             raise ValueError(f"{spec.path}: no such directory")
         self._info = EngineInfo(
@@ -237,17 +237,11 @@ class FakeEngine:
             self._jobs.pop(job_id, None)
             self._pieces.pop(job_id, None)
 
-    def _stay(self) -> None:
-        """Return once it is not held."""
-        while self._hold_file is not None and self._hold_file.exists():
-            time.sleep(HELD_POLL_S)
-
     def step(self) -> list[tuple[int, JobResult]]:
         """Answer every job, or a piece of each."""
         time.sleep(self._delay_s)
-        held = () if self._hold_file is None else self._jobs.values()
-        if any(self._hold_id in job.tokens for job in held):
-            self._stay()
+        if self._hold_id is None or any(self._hold_id in job.tokens for job in self._jobs.values()):
+            self._wait_while_held()
         jobs, self._jobs = self._jobs, {}
         results = []
         for job_id, job in jobs.items():
@@ -257,6 +251,10 @@ class FakeEngine:
                 found = found[:1]
             results += [(job_id, result) for result in found]
         return results
+
+    def _wait_while_held(self) -> None:
+        while self._hold_file is not None and self._hold_file.exists():
+            time.sleep(HELD_POLL_S)
 
     def _answer(self, job: Job) -> list[JobResult]:
         if failure := self._info.refuse(job):

@@ -15,9 +15,12 @@ def may_hold(file: Path) -> dict[str, object]:
 
 @contextmanager
 def held(file: Path) -> Iterator[None]:
-    """Hold engines at their next start, or step with HOLD, until the block ends."""
+    """Hold a file's engines at their next start or step, until it is gone or the block ends.
+
+    Those of `may_hold` are held at steps with HOLD alone.
+    """
     file.touch()
     try:
         yield
     finally:
-        file.unlink()
+        file.unlink(missing_ok=True)
