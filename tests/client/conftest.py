@@ -1,12 +1,14 @@
 """Fixtures of the client's tests."""
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from logsteer import _wire
 
+from .score_file_cases import texts, write_rows
 from .scripted import Caller
 
 
@@ -34,3 +36,9 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def call(request: pytest.FixtureRequest) -> Caller:
     """Each test that takes this runs once with each client."""
     return Caller(request.param)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A file of 50 rows, each a text with an id, for `logsteer.score_file`."""
+    return write_rows(tmp_path / "in.jsonl", texts(50))

@@ -1,13 +1,11 @@
-"""`logsteer.score_file` and `logsteer score-file`: each row once, whatever happens in between."""
+"""`logsteer.score_file` and `logsteer score-file`: a line for each row, in the order of the rows.
 
-import gzip
+Rows and their errors, options that are refused, what is asked of which server and how fast, and
+what the command tells. `test_score_file_going_on.py` has what is interrupted, and
+`test_score_file_kinds.py` the kinds of files.
+"""
+
 import json
-import os
-import random
-import signal
-import subprocess
-import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,42 +13,16 @@ from typing import Any
 import httpx
 import pytest
 
-import logsteer
 from logsteer import InvalidRequestError, LogsteerError, NotFoundError, OverloadedError
 from logsteer.cli import main
-from logsteer.corpus import FileScores, JobLimits, output
+from logsteer.corpus import JobLimits
 from logsteer.corpus.fleet import FIRST_LIMIT, Pace
 
 from .corpus_server import BAD, CorpusServer, serve_corpus, value_of
+from .score_file_cases import read_rows, score, texts, write_rows
 from .scripted import problem
 
 Output = pytest.CaptureFixture[str]
-SMALL = JobLimits(batch_size=4, commit_s=0.0)
-
-
-def write_rows(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def read_rows(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def texts(count: int) -> list[dict[str, Any]]:
-    return [{"id": f"r{n}", "text": f"text {n}"} for n in range(count)]
-
-
-def score(
-    source: Path, target: Path, server: CorpusServer, endpoint: str = "perplexity", **options: Any
-) -> FileScores:
-    own: dict[str, Any] = {"limits": SMALL, "transport": server, **options}
-    return logsteer.score_file(source, target, endpoint, **own)
-
-
-@pytest.fixture
-def corpus(tmp_path: Path) -> Path:
-    return write_rows(tmp_path / "in.jsonl", texts(50))
 
 
 def test_there_is_a_line_for_each_row_in_its_order(corpus: Path, tmp_path: Path) -> None:
@@ -164,225 +136,6 @@ def test_options_that_do_not_fit_are_refused_before_anything_is_asked(
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-# ------------------------------------------------------------------ interrupted
-
-
-class PowerCutError(BaseException):
-    """The process is gone."""
-
-
-def interrupt(corpus: Path, target: Path, after: int) -> None:
-    """Leave the files of a job as they are when it ends behind so many chunks."""
-    from logsteer.corpus.job import FileJob
-
-    count = 0
-    take, commit = FileJob.take, FileJob.commit
-
-    def stop(self: FileJob, scored: Any) -> None:
-        nonlocal count
-        take(self, scored)
-        commit(self)
-        count += 1
-        if count == after:
-            raise PowerCutError
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(PowerCutError):
-        patch.setattr(FileJob, "take", stop)
-        score(corpus, target, CorpusServer(), id_column="id")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("suffix", [".part", ".job"])
-def test_files_cut_anywhere_are_gone_on_with(
-    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # no power is lost here
-    corpus = write_rows(tmp_path / "in.jsonl", texts(12))
-    whole = tmp_path / "whole.jsonl"
-    expected = score(corpus, whole, CorpusServer(), id_column="id")
-    target = tmp_path / "out.jsonl"
-    interrupt(corpus, target, after=2)
-    files = {path: path.read_bytes() for path in tmp_path.glob("out.jsonl.*")}
-    cut = target.with_name(target.name + suffix)
-    server = CorpusServer(seconds=0.0)
-    for size in range(0, len(files[cut]) + 1, 1 if suffix == ".job" else 4):
-        for path, content in files.items():
-            path.write_bytes(content[:size] if path == cut else content)
-        found = score(corpus, target, server, id_column="id", limits=JobLimits(batch_size=8))
-        assert target.read_bytes() == whole.read_bytes(), f"{suffix} cut at {size}"
-        same = {"seconds", "rows_per_s", "tokens_per_s", "resumed_rows"}
-        assert found.model_dump(exclude=same) == expected.model_dump(exclude=same)
-        target.unlink()
-
-
-def test_lines_that_were_changed_are_made_again(corpus: Path, tmp_path: Path) -> None:
-    target = tmp_path / "out.jsonl"
-    interrupt(corpus, target, after=6)
-    part = tmp_path / "out.jsonl.part"
-    content = bytearray(part.read_bytes())
-    content[len(content) // 2] ^= 1
-    part.write_bytes(content)
-    server = CorpusServer()
-    scores = score(corpus, target, server, id_column="id")
-    assert 0 < scores.resumed_rows < 24
-    score(corpus, tmp_path / "whole.jsonl", CorpusServer(), id_column="id")
-    assert target.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
-
-
-@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz", "out.jsonl.zst", "out.parquet"])
-def test_an_end_that_is_interrupted_is_made_again(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    from logsteer.corpus import job, record
-
-    whole = tmp_path / f"whole-{name}"
-    score(corpus, whole, CorpusServer())
-    target = tmp_path / name
-
-    def stop(*_: Any) -> None:
-        raise PowerCutError
-
-    for place in ((job, "place"), (record.JobRecord, "finish")):
-        with monkeypatch.context() as patch, pytest.raises(PowerCutError):
-            patch.setattr(*place, stop)
-            score(corpus, target, CorpusServer())
-        silent = CorpusServer(*[OSError()] * 9)
-        assert score(corpus, target, silent).rows == 50
-        assert target.read_bytes() == whole.read_bytes()
-        for path in tmp_path.glob(f"{name}*"):
-            path.unlink()
-
-
-def test_a_full_disk_costs_nothing_that_was_there(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = tmp_path / "out.jsonl"
-    write, room, one_at_a_time = os.write, 3000, threading.Lock()
-
-    def write_less(file: int, data: Any) -> int:
-        nonlocal room
-        with one_at_a_time:  # lines and notes of them are written by several threads
-            if not room:
-                raise OSError(28, "No space left on device")
-            count = write(file, bytes(data)[:room])
-            room -= count
-        return count
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", write_less)
-        with pytest.raises(OSError, match="No space left") as caught:
-            score(corpus, target, CorpusServer())
-    assert str(caught.value.filename).startswith(str(target))
-    assert score(corpus, target, CorpusServer()).rows == 50
-    score(corpus, tmp_path / "whole.jsonl", CorpusServer())
-    assert target.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
-
-
-def run_command(url: str, *argv: str, **options: Any) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "logsteer.cli", "score-file", *argv, "--url", url]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
-
-
-@pytest.mark.slow
-def test_a_command_that_is_killed_again_and_again_writes_what_one_run_writes(
-    tmp_path: Path,
-) -> None:
-    corpus = write_rows(tmp_path / "in.jsonl", texts(4000))
-    whole, target = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    score(corpus, whole, CorpusServer(), limits=JobLimits())
-    chance = random.Random(5)
-    with serve_corpus(delay_s=0.05) as url:  # no run of two calls at once ends in 12 s
-        argv = (str(corpus), str(target), "--endpoint", "perplexity", "--batch-size", "8")
-        for _ in range(4):
-            command = run_command(url, *argv, "--commit-s", "0.02", "--concurrency", "2")
-            wait_for_commit(tmp_path / "out.jsonl.job")
-            time.sleep(0.1 * chance.random())
-            command.kill()
-            command.communicate()
-            assert not target.exists()
-        command = run_command(url, *argv, "--json")
-        out, _ = command.communicate(timeout=300)
-    assert target.read_bytes() == whole.read_bytes()
-    assert (command.returncode, json.loads(out)["rows"]) == (0, 4000)
-    assert 0 < json.loads(out)["resumed_rows"] < 4000
-
-
-def wait_for_commit(record: Path) -> None:
-    """Wait until a job has noted more than it had."""
-    size = record.stat().st_size if record.exists() else 1000
-    deadline = time.monotonic() + 120
-    while not record.exists() or record.stat().st_size <= size:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-@pytest.mark.slow
-def test_ctrl_c_keeps_what_is_done_and_two_at_once_are_refused(tmp_path: Path) -> None:
-    corpus, target = write_rows(tmp_path / "in.jsonl", texts(3000)), tmp_path / "out.jsonl"
-    with serve_corpus(delay_s=0.5) as url:  # the first has work for three minutes
-        argv = (str(corpus), str(target), "--endpoint", "perplexity", "--batch-size", "4")
-        argv = (*argv, "--concurrency", "2", "--commit-s", "0.01")
-        command = run_command(url, *argv)
-        wait_for_commit(tmp_path / "out.jsonl.job")
-        second = run_command(url, *argv)
-        _, told = second.communicate(timeout=120)
-        assert second.returncode == 1
-        assert b"out.jsonl is being written by another process" in told
-        command.send_signal(signal.SIGINT)
-        _, told = command.communicate(timeout=120)
-        assert command.returncode == 130
-        assert b"the same command goes on" in told
-    scores = score(corpus, target, CorpusServer(), limits=JobLimits())
-    assert 0 < scores.resumed_rows < 3000
-    assert [row["row"] for row in read_rows(target)] == list(range(3000))
-
-
-# ------------------------------------------------------------------ another job
-
-
-def test_what_has_changed_is_refused_by_name_and_restart_begins_anew(
-    corpus: Path, tmp_path: Path
-) -> None:
-    target = tmp_path / "out.jsonl"
-    interrupt(corpus, target, after=3)
-    with pytest.raises(LogsteerError, match=r"of another job: options was .* --restart"):
-        score(corpus, target, CorpusServer(), id_column="id", options={"stride": 4})
-    with pytest.raises(LogsteerError, match="id_column was"):
-        score(corpus, target, CorpusServer())
-    with pytest.raises(LogsteerError, match="weights_digest: 'w', now 'v'"):
-        score(corpus, target, CorpusServer(weights="v"), id_column="id")
-    rows = texts(50)
-    write_rows(corpus, [*rows[1::-1], *rows[2:]])
-    with pytest.raises(LogsteerError, match="has changed: rows 0 to 3 are not those"):
-        score(corpus, target, CorpusServer(), id_column="id")
-    write_rows(corpus, rows[:-1])
-    with pytest.raises(LogsteerError, match=r"input was .* and is"):
-        score(corpus, target, CorpusServer(), id_column="id")
-    scores = score(corpus, target, CorpusServer(weights="v"), id_column="id", restart=True)
-    assert (scores.rows, scores.resumed_rows) == (49, 0)
-    target.write_text("other")
-    with pytest.raises(LogsteerError, match="has 5 bytes, not"):
-        score(corpus, target, CorpusServer(), id_column="id")
-
-
-def test_files_of_others_are_not_written_over(corpus: Path, tmp_path: Path) -> None:
-    for name in ("out.jsonl", "other.jsonl.part"):
-        (tmp_path / name).write_text("mine")
-        target = tmp_path / name.removesuffix(".part")
-        for _ in range(2):
-            with pytest.raises(LogsteerError, match="no job is known that wrote it"):
-                score(corpus, target, CorpusServer())
-        assert (tmp_path / name).read_text() == "mine"
-        assert score(corpus, target, CorpusServer(), restart=True).rows == 50
-
-
-def test_servers_with_different_models_do_not_share_a_job(corpus: Path, tmp_path: Path) -> None:
-    servers = {"http://a": CorpusServer(weights="w"), "http://b": CorpusServer(weights="v")}
-    with pytest.raises(LogsteerError, match="answered by another model"):
-        score(corpus, tmp_path / "out.jsonl", CorpusServer(), base_url=list(servers),
-              transport=lambda url: servers[url]())  # fmt: skip
-
-
 # ------------------------------------------------------------------ servers
 
 
@@ -453,6 +206,13 @@ def test_a_server_that_dies_loses_nothing_to_the_other(corpus: Path, tmp_path: P
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
 
 
+def test_servers_with_different_models_do_not_share_a_job(corpus: Path, tmp_path: Path) -> None:
+    servers = {"http://a": CorpusServer(weights="w"), "http://b": CorpusServer(weights="v")}
+    with pytest.raises(LogsteerError, match="answered by another model"):
+        score(corpus, tmp_path / "out.jsonl", CorpusServer(), base_url=list(servers),
+              transport=lambda url: servers[url]())  # fmt: skip
+
+
 def test_a_pace_grows_while_that_is_faster_and_halves_when_refused() -> None:
     def answer_for(pace: Pace, at_once: int, answers: int, now: float) -> float:
         """A server that answers a row a second for each of `at_once` requests, and no faster."""
@@ -471,142 +231,6 @@ def test_a_pace_grows_while_that_is_faster_and_halves_when_refused() -> None:
     assert low < 16 <= pace.limit <= 32
     pace.start_anew()
     assert pace.limit == 1
-
-
-# ------------------------------------------------------------------ files
-
-
-@pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "parquet"])
-def test_files_of_other_kinds_say_the_same(corpus: Path, tmp_path: Path, kind: str) -> None:
-    import pyarrow
-    from pyarrow import parquet
-
-    plain, packed = tmp_path / "plain.jsonl", tmp_path / f"in.{kind}"
-    expected = score(corpus, plain, CorpusServer(), id_column="id")
-    if kind == "parquet":
-        table = pyarrow.Table.from_pylist([{**row, "more": 1} for row in texts(50)])
-        parquet.write_table(table, packed, row_group_size=7)
-    elif kind == "jsonl.gz":
-        packed.write_bytes(gzip.compress(corpus.read_bytes()))
-    else:
-        with pyarrow.CompressedOutputStream(str(packed), "zstd") as file:
-            file.write(corpus.read_bytes())
-    target = tmp_path / f"out.{kind}"
-    interrupt(packed, target, after=5)
-    scores = score(packed, target, CorpusServer(), id_column="id")
-    assert (scores.rows, scores.resumed_rows, scores.total) == (50, 20, expected.total)
-    if kind == "parquet":
-        rows = parquet.read_table(target).to_pylist()
-        assert all(row.pop("error") is None for row in rows)
-        for row in rows:
-            row["result"] = {n: v for n, v in row["result"].items() if v is not None}
-        assert rows == read_rows(plain)
-        return
-    opened = pyarrow.input_stream(str(target), compression="detect")
-    assert opened.read() == plain.read_bytes()
-
-
-def test_parquet_has_errors_and_ids_in_columns_of_their_own(tmp_path: Path) -> None:
-    import pyarrow
-    from pyarrow import parquet
-
-    rows = [{"context": "a", "targets": [" b"], "n": 7}, {"context": "a", "targets": [], "n": 8}]
-    table = pyarrow.Table.from_pylist(rows)
-    parquet.write_table(table, tmp_path / "in.parquet")
-    target = tmp_path / "out.parquet"
-    score(tmp_path / "in.parquet", target, CorpusServer(), "logprob", id_column="n")
-    one, other = parquet.read_table(target).to_pylist()
-    assert (one["row"], one["id"], one["error"]) == (0, 7, None)
-    assert one["result"]["targets"][0]["logprob"] == value_of('"a" b')
-    assert (other["id"], other["result"], other["error"]["code"]) == (8, None, "invalid_request")
-    assert parquet.read_schema(target).field("id").type == table.schema.field("n").type
-
-
-@pytest.mark.parametrize(
-    ("ids", "by_arrow"),
-    [
-        (["7", None, "a\u00e9\n"], True),
-        ([7, None, 9], True),
-        ([7, "8", None], False),
-        ([{"a": 1}, [2], "x"], False),
-        ([0.5, 2, None], False),
-    ],
-    ids=["text", "numbers", "mixed", "structures", "decimals"],
-)
-@pytest.mark.parametrize("endpoint", ["logprob", "perplexity"])
-def test_parquet_is_the_same_however_lines_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str, ids: list[Any], by_arrow: bool
-) -> None:
-    source = tmp_path / "in.jsonl"
-    rows = [
-        {"context": "a\u2028\ud83d\ude00", "targets": [" b\\"], "text": '"q"', "n": n} for n in ids
-    ]
-    rows.append({"context": "a", "targets": [], "n": None})
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    read, reads = output._read_group, []
-
-    def watch(*given: Any) -> Any:
-        reads.append(read(*given))
-        return reads[-1]
-
-    monkeypatch.setattr(output, "_read_group", watch)
-    score(source, tmp_path / "one.parquet", CorpusServer(), endpoint, id_column="n")
-    monkeypatch.setattr(output, "_read_group", lambda *_: None)
-    score(source, tmp_path / "other.parquet", CorpusServer(), endpoint, id_column="n")
-    assert (tmp_path / "one.parquet").read_bytes() == (tmp_path / "other.parquet").read_bytes()
-    assert [own is not None for own in reads] == [by_arrow]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "told"),
-    [
-        ("in.txt", b"{}", "does not say what it holds"),
-        ("in.jsonl.gz", b"no gzip", "cannot be unpacked"),
-        ("in.jsonl.gz", gzip.compress(b'"a"\n' * 999)[:-20], "cannot be unpacked"),
-        ("in.parquet", b"no parquet", "no Parquet"),
-    ],
-    ids=["no name", "no gzip", "cut", "no parquet"],
-)
-def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, told: str) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(LogsteerError, match=told):
-        score(tmp_path / name, tmp_path / "out.jsonl", CorpusServer())
-
-
-def test_what_is_missing_for_parquet_is_named(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(LogsteerError, match=r"pip install \"logsteer\[tables\]\""):
-        score(corpus, tmp_path / "out.parquet", CorpusServer())
-
-
-MEASURE = """
-import re, sys
-from pathlib import Path
-from logsteer.cli import main
-assert main(sys.argv[1:]) == 0
-print(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
-"""
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
-    peaks = []
-    with serve_corpus() as url:
-        for count in (25_000, 100_000):
-            corpus = write_rows(tmp_path / f"in-{count}.jsonl", texts(count))
-            target = tmp_path / f"out-{count}.jsonl"
-            argv = ["score-file", str(corpus), str(target), "--endpoint", "perplexity",
-                    "--url", url, "--json", "--concurrency", "16"]  # fmt: skip
-            done = subprocess.run(
-                [sys.executable, "-c", MEASURE, *argv],
-                capture_output=True, text=True, check=True,
-            )  # fmt: skip
-            peaks.append(int(done.stdout.splitlines()[-1]) / 1024)
-            with target.open() as lines:
-                assert sum(1 for _ in lines) == count
-    assert peaks[1] - peaks[0] < 10, f"MiB of 25,000 and 100,000 rows: {peaks}"
 
 
 # ------------------------------------------------------------------ the command
