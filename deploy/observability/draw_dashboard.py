@@ -2,8 +2,8 @@
 
     python deploy/observability/draw_dashboard.py http://127.0.0.1:9090 dashboard.png --minutes 5
 
-Queries, units, bounds and texts are those of dashboards/logsteer.json; the picture shows what
-Prometheus answers, not what Grafana would look like. Needs logsteer[plot].
+Queries, units, bounds, texts and places are those of dashboards/logsteer.json; the picture shows
+what Prometheus answers, not what Grafana would look like. Needs logsteer[plot].
 """
 
 import argparse
@@ -21,11 +21,12 @@ import httpx
 import matplotlib.pyplot as plt
 
 DASHBOARD = Path(__file__).parent / "dashboards" / "logsteer.json"
-COLUMNS = 4
-WIDTH, HEIGHT, TITLE = 4.6, 3.2, 0.4
-"""Inches: of a panel, and the height of a row's title."""
-LEFT, WIDE, BELOW, HIGH = 0.13, 0.83, 0.36, 0.48
-"""Of a panel's width and height: what is left of the graph, the graph, below it, the graph."""
+GRID = 24
+"""The width of Grafana's grid."""
+WIDTH, HEIGHT = 18.4 / GRID, 0.4
+"""Inches of a step of the grid."""
+LEFT, RIGHT, BELOW, ABOVE = 0.6, 0.2, 1.15, 0.5
+"""Inches of a panel around its graph."""
 SCALES = {
     "bytes": [(2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "bytes")],
     "percentunit": [(0.01, "%")],
@@ -99,27 +100,24 @@ def choose_scale(unit: str, largest: float) -> tuple[float, str]:
 
 
 def draw(url: str, span: Span) -> Any:
-    """Return a figure with every panel of the dashboard, below the titles of its rows."""
-    rows: list[tuple[str, list[Any]]] = []
-    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+    """Return a figure with every panel of the dashboard, and the titles of its rows."""
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    places = [panel["gridPos"] for panel in panels]
+    width = WIDTH * GRID
+    height = HEIGHT * max(place["y"] + place["h"] for place in places)
+    figure = plt.figure(figsize=(width, height))
+    for panel, place in zip(panels, places, strict=True):
+        left, bottom = WIDTH * place["x"], height - HEIGHT * (place["y"] + place["h"])
         if panel["type"] == "row":
-            rows.append((panel["title"], []))
-        else:
-            rows[-1][1].append(panel)
-    # Inches from the top, so that panels of all rows are of one size.
-    height = sum(TITLE + HEIGHT * -(-len(panels) // COLUMNS) for _, panels in rows)
-    figure = plt.figure(figsize=(WIDTH * COLUMNS, height))
-    top = 0.0
-    for title, panels in rows:
-        figure.text(0.01, 1 - (top + TITLE) / height, title, fontsize=14, fontweight="bold")
-        top += TITLE
-        for number, panel in enumerate(panels):
-            line, column = divmod(number, COLUMNS)
-            left = (column + LEFT) / COLUMNS
-            bottom = 1 - (top + HEIGHT * (line + 1 - BELOW)) / height
-            place = figure.add_axes((left, bottom, WIDE / COLUMNS, HIGH * HEIGHT / height))
-            draw_panel(place, panel, url, span)
-        top += HEIGHT * -(-len(panels) // COLUMNS)
+            figure.text(0.01, bottom / height, panel["title"], fontsize=14, fontweight="bold")
+            continue
+        graph = figure.add_axes((
+            (left + LEFT) / width,
+            (bottom + BELOW) / height,
+            (WIDTH * place["w"] - LEFT - RIGHT) / width,
+            (HEIGHT * place["h"] - BELOW - ABOVE) / height,
+        ))  # fmt: skip
+        draw_panel(graph, panel, url, span)
     return figure
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 PLACE = Path(__file__).parent / "dashboards" / "logsteer.json"
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-WIDTH, HEIGHT, COLUMNS = 8, 8, 3
+WIDTH, HEIGHT, COLUMNS = 24, 8, 4
+"""Of Grafana's grid: its width, the height of a panel, the most panels side by side."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ def _make_panels() -> Iterator[dict[str, Any]]:
     number = top = 0
     for row, panels in ROWS.items():
         number += 1
-        place = {"h": 1, "w": WIDTH * COLUMNS, "x": 0, "y": top}
+        place = {"h": 1, "w": WIDTH, "x": 0, "y": top}
         yield {
             "id": number,
             "type": "row",
@@ -242,11 +243,22 @@ def _make_panels() -> Iterator[dict[str, Any]]:
             "panels": [],
         }
         top += 1
-        for index, panel in enumerate(panels):
-            number += 1
-            x, y = WIDTH * (index % COLUMNS), top + HEIGHT * (index // COLUMNS)
-            yield _make_graph(number, panel, {"h": HEIGHT, "w": WIDTH, "x": x, "y": y})
-        top += HEIGHT * -(-len(panels) // COLUMNS)
+        for line in _break_lines(panels):
+            width = WIDTH // len(line)
+            for index, panel in enumerate(line):
+                number += 1
+                place = {"h": HEIGHT, "w": width, "x": width * index, "y": top}
+                yield _make_graph(number, panel, place)
+            top += HEIGHT
+
+
+def _break_lines(panels: list[Panel]) -> Iterator[list[Panel]]:
+    """Yield lines of panels of which none leaves a gap: seven become four and three."""
+    lines = -(-len(panels) // COLUMNS)
+    for line in range(lines):
+        size = -(-len(panels) // (lines - line))
+        yield panels[:size]
+        panels = panels[size:]
 
 
 def _make_graph(number: int, panel: Panel, place: dict[str, int]) -> dict[str, Any]:

@@ -120,6 +120,15 @@ def test_a_document_is_as_its_script_writes_it(script: str) -> None:
     assert done.returncode == 0, done.stderr.decode()
 
 
+def test_panels_fill_the_width_and_do_not_overlap() -> None:
+    covered: dict[int, list[int]] = {}
+    for place in (panel["gridPos"] for panel in json.loads(DASHBOARD.read_text())["panels"]):
+        for line in range(place["y"], place["y"] + place["h"]):
+            covered.setdefault(line, []).extend(range(place["x"], place["x"] + place["w"]))
+    assert sorted(covered) == list(range(len(covered)))
+    assert all(sorted(columns) == list(range(24)) for columns in covered.values())
+
+
 def test_the_dashboard_fits_grafanas_schema() -> None:
     reason = "grafana-foundation-sdk is not installed; the dashboard's schema is NOT CHECKED"
     models = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason=reason)
