@@ -52,10 +52,10 @@ class LoadBoard:
         """Take an actor's load in place of its earlier one."""
         now = self._clock()
         self._number += 1
+        self._posted.pop(load.actor, None)  # so that who posted longest ago stands first
         self._posted[load.actor] = self._number, now, load
-        for actor, (_, at, _) in list(self._posted.items()):
-            if now - at > GONE_S:
-                del self._posted[actor]
+        while now - self._posted[oldest := next(iter(self._posted))][1] > GONE_S:
+            del self._posted[oldest]
         self._news.set()
         self._news = asyncio.Event()
 
