@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+HOLD_FILE = "hold"
+"""The file by which the engines of a server are held, in the directory of its configuration."""
 HOLD = 1300
 """A token: a step with it does not end while the engine's `hold_file` exists, as no start does."""
 

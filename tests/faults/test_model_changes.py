@@ -23,11 +23,9 @@ from tests.faults.processes import (
     wait_for_jobs,
     wait_for_state,
 )
-from tests.held import held
+from tests.held import HOLD_FILE, held
 
-HOLD = "hold"
-"""A file beside the configuration: while it exists, no step of the slow model ends."""
-SLOW = fake_model("slow", hold_file=HOLD)
+SLOW = fake_model("slow", hold_file=HOLD_FILE)
 
 
 def reload(server: Server, config: dict[str, Any], wait_s: float = 30.0) -> dict[str, Any]:
@@ -50,7 +48,7 @@ def probe(server: Server, name: str) -> tuple[int, dict[str, Any]]:
 @contextmanager
 def at_work(server: Server, count: int) -> Iterator[list[Future[httpx.Response]]]:
     """Have the engine of the slow model have so many requests, for as long as it is held."""
-    with ThreadPoolExecutor(count) as pool, held(server.directory / HOLD):
+    with ThreadPoolExecutor(count) as pool, held(server.directory / HOLD_FILE):
         asked = [pool.submit(score, server, "slow", n) for n in range(count)]
         wait_for(lambda: read_card(server, "slow")["replicas"][0]["num_jobs"] == count)
         yield asked
@@ -62,7 +60,7 @@ def change_at_work(server: Server, what: str) -> dict[str, Any]:
         changing = pool.submit(change, server, f"/models/slow/{what}")
         wait_for_state(server, "slow", "draining")
         assert not changing.done()
-        (server.directory / HOLD).unlink()
+        (server.directory / HOLD_FILE).unlink()
         card: dict[str, Any] = changing.result().json()
     return card
 
@@ -129,7 +127,7 @@ class TestOneModel:
             assert card["state"] == "draining"
             second = change(server, "/models/slow/drain", wait_s=0)
             assert (second.status_code, second.json()["code"]) == (429, "overloaded")
-            (server.directory / HOLD).unlink()
+            (server.directory / HOLD_FILE).unlink()
             assert asked.result().status_code == 200
         wait_for_state(server, "slow", "unloaded")
 

@@ -24,10 +24,8 @@ from tests.faults.processes import (
     wait_for,
     wait_for_jobs,
 )
-from tests.held import held
+from tests.held import HOLD_FILE, held
 
-HOLD = "hold"
-"""A file beside the configuration: while it exists, no step of the engine ends."""
 LONG: dict[str, Any] = {"models": [fake_model(delay_s=8.0)]}
 ENDLESS: dict[str, Any] = {"models": [fake_model(delay_s=600.0)]}
 """A step of it ends with its process."""
@@ -39,7 +37,7 @@ def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
     """A fake whose steps can be held; settings by parameter."""
     settings: dict[str, Any] = getattr(request, "param", {})
     with running(
-        {"models": [fake_model(hold_file=HOLD)], "cache_bytes": 0} | settings, tmp_path
+        {"models": [fake_model(hold_file=HOLD_FILE)], "cache_bytes": 0} | settings, tmp_path
     ) as s:
         s.wait_until_ready()
         yield s
@@ -68,7 +66,7 @@ def test_a_signal_to_all_processes_lets_answers_in_flight_come_back(
 ) -> None:
     family = find_family(server)
     with ThreadPoolExecutor(2) as pool:
-        with held(server.directory / HOLD):
+        with held(server.directory / HOLD_FILE):
             plain = pool.submit(score, server, "fake", 7)
             events = pool.submit(httpx.post, f"{server.url}/generate", json=GENERATE, timeout=60)
             wait_for_jobs(server, "fake", 2)

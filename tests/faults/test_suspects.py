@@ -34,11 +34,9 @@ from tests.faults.processes import (
     wait_for_jobs,
     wait_for_state,
 )
-from tests.held import held
+from tests.held import HOLD_FILE, held
 
 EXIT, CRASH = 77, 78
-HOLD = "hold"
-"""A file beside the configuration: while it exists, no step of the slow model ends."""
 POISON_S = 100.0
 
 
@@ -210,7 +208,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     config = {
         "models": [
             fake_model(exit_id=EXIT, crash_id=CRASH, delay_s=0.3),
-            fake_model("slow", exit_id=EXIT, delay_s=2.0, hold_file=HOLD),
+            fake_model("slow", exit_id=EXIT, delay_s=2.0, hold_file=HOLD_FILE),
         ],
         "cache_bytes": 0,
         "max_restarts": 50,
@@ -271,7 +269,7 @@ def asked(server: Server, *ids: int) -> Iterator[None]:
 
 def test_a_caller_that_leaves_does_not_leave_the_blame_to_others(server: Server) -> None:
     """The engine dies in a step with a job whose caller is gone, and with one whose is not."""
-    poison, hold = (EXIT, 9), server.directory / HOLD
+    poison, hold = (EXIT, 9), server.directory / HOLD_FILE
     with ThreadPoolExecutor(2) as pool, held(hold):
         first = pool.submit(score, server, "slow", 200)
         wait_for_jobs(server, "slow")

@@ -22,12 +22,6 @@ KEY = "k3y"
 
 
 @pytest.fixture(scope="module")
-def hold(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that holds both fakes while it exists."""
-    return tmp_path_factory.mktemp("hold") / "hold"
-
-
-@pytest.fixture(scope="module")
 def server(start_server: ServerFactory, hold: Path) -> Server:
     """Two fakes behind a key: `quick`, and `slow`, which takes half a second a step."""
     return start_server(

@@ -43,12 +43,6 @@ class Readings:
 
 
 @pytest.fixture(scope="module")
-def hold(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that holds both models while it exists."""
-    return tmp_path_factory.mktemp("hold") / "hold"
-
-
-@pytest.fixture(scope="module")
 def server(start_server: ServerFactory, hold: Path) -> Iterator[Server]:
     """A quick model and a slow one, behind a key."""
     models = [

@@ -231,12 +231,6 @@ class TestDisk:
 
 
 @pytest.fixture(scope="module")
-def hold(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that holds the model while it exists."""
-    return tmp_path_factory.mktemp("hold") / "hold"
-
-
-@pytest.fixture(scope="module")
 def server(start_server: ServerFactory, hold: Path) -> Server:
     """A slow model, and metrics behind a key."""
     model = fake_model("slow", delay_s=0.2, ahead_tokens=8, **may_hold(hold))
