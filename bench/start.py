@@ -129,8 +129,8 @@ def run_engine(config: Path) -> None:
     import numpy as np
 
     from logsteer_server.contract.jobs import ScoreJob
-    from logsteer_server.engines.process import build_engine
     from logsteer_server.imports import hold_collector, leave_out_unused
+    from logsteer_server.runtime.process import build_engine
     from logsteer_server.settings import load_settings
 
     marks: list[tuple[str, float, float]] = []

@@ -42,8 +42,8 @@ def _run(arguments: list[str], environment: dict[str, str]) -> Any:
 
 def start_vllm(spec: EngineSpec) -> "VllmEngine":
     """An engine, built as in the process of one."""
-    from logsteer_server.engines.process import build_engine
     from logsteer_server.engines.vllm.engine import VllmEngine
+    from logsteer_server.runtime.process import build_engine
 
     engine = build_engine(spec)
     assert isinstance(engine, VllmEngine)

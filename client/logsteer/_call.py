@@ -39,5 +39,3 @@ class ApiCall(Generic[A_co]):
     answer_statuses: frozenset[int] = frozenset()
     """Statuses beside 2xx whose body is an answer too."""
     retry_safe: bool = True
-    takes_key: bool = False
-    """Whether the server is told by a key which attempts are of one call."""

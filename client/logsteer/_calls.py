@@ -68,7 +68,6 @@ def build_call(
         endpoint.events if events else {},
         answer_statuses=endpoint.statuses,
         retry_safe=endpoint.retry_safe,
-        takes_key=endpoint.takes_key,
     )
 
 

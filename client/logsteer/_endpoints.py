@@ -49,9 +49,7 @@ class Endpoint:
     `stream` has a second method, `NAME_events`, and one without `answer` always streams.
     `file_type` is the media type of an answer that is a file, with the query's `format` in it.
     `statuses` beside 2xx carry an answer too. `retry_safe` says whether a failed attempt may be
-    repeated; `takes_key`, that all attempts carry one Idempotency-Key, by which the server knows
-    what it has done already. `scope` is what a key needs for it, where the server has a key file;
-    None: no key.
+    repeated. `scope` is what a key needs for it, where the server has a key file; None: no key.
 
     The rest is about the method that `_generator` writes: `positional` are the parameters that need
     not be named, `optional` those of them that may be None; `hidden` are fields for other clients;
@@ -71,7 +69,6 @@ class Endpoint:
     file_type: str | None = None
     statuses: frozenset[int] = frozenset()
     retry_safe: bool = True
-    takes_key: bool = False
     scope: s.KeyScope | None = "score"
     positional: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
@@ -283,13 +280,13 @@ _VECTORS = [
     ),
     Endpoint(
         "vectors.train", "POST", "/vectors/train", "vectors", s.TrainAnswer, s.TrainRequest,
-        takes_key=True, positional=("name", "pairs"), scope="write",
+        positional=("name", "pairs"), scope="write",
         parameters={"name": "What the vector is called from now on."},
         summary="Train a vector on pairs of texts, `positive` and `negative`, and store it.",
     ),
     Endpoint(
         "vectors.combine", "POST", "/vectors/{name}/combine", "vectors", s.VectorCard,
-        s.CombineRequest, takes_key=True, positional=("name",), scope="write",
+        s.CombineRequest, positional=("name",), scope="write",
         parameters={
             "vectors": "Names of vectors, and their weights in the sum.",
             "orthogonal_to": "Names of vectors: what the sum shares with them is taken away.",

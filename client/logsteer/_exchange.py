@@ -181,8 +181,6 @@ def _build(call: ApiCall[Any], terms: Terms, request_id: str) -> httpx.Request:
     elif call.file_type is not None:
         accept = f"{call.file_type}, application/problem+json"
     headers = {"X-Request-Id": request_id, "Accept": accept, **_describe_trace()}
-    if call.takes_key:
-        headers["Idempotency-Key"] = request_id  # one for all attempts, too
     content: Any = call.body
     if call.body is not None:
         headers["Content-Type"] = "application/json"

@@ -3,9 +3,8 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -15,27 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from logsteer.schemas import Problem
 from logsteer_server import __version__
-from logsteer_server.engines.scratch import sweep
-from logsteer_server.http.answer_ledger import SharedAnswers
-from logsteer_server.http.dependencies import BodyTurns
-from logsteer_server.http.drain import Drain, DrainGate
-from logsteer_server.http.hosts import AllowedHosts, HostCheck
-from logsteer_server.http.idempotency import AnswerMemory
-from logsteer_server.http.memory import RequestMemory
-from logsteer_server.http.problems import add_handlers
-from logsteer_server.interventions.namespaces import NamespaceRegistry
-from logsteer_server.keys.caller import MakeAllowance, make_own_allowance
-from logsteer_server.keys.keyring import KeyRing
-from logsteer_server.models.admission import Admission
-from logsteer_server.models.cache import ResultCache
-from logsteer_server.models.changes import MakeChanges, ModelChanges
-from logsteer_server.models.registry import MakeHandle, ModelRegistry
-from logsteer_server.observation.logs import ACCESS, AUDIT, CURRENT_REQUEST, LogStyle, open_log
-from logsteer_server.observation.metrics import Metrics
-from logsteer_server.observation.readings import ServerReading
-from logsteer_server.observation.requests import RequestObserver
-from logsteer_server.observation.tracing import MissingTracingError, RequestTracer
-from logsteer_server.routes import (
+from logsteer_server.api.dependencies import BodyTurns
+from logsteer_server.api.drain import Drain, DrainGate
+from logsteer_server.api.hosts import AllowedHosts, HostCheck
+from logsteer_server.api.memory import RequestMemory
+from logsteer_server.api.problems import add_handlers
+from logsteer_server.api.routes import (
     adapters,
     openai,
     operations,
@@ -46,6 +30,18 @@ from logsteer_server.routes import (
     tokens,
     vectors,
 )
+from logsteer_server.engines.scratch import sweep
+from logsteer_server.interventions.namespaces import NamespaceRegistry
+from logsteer_server.keys.keyring import KeyRing
+from logsteer_server.models.admission import Admission
+from logsteer_server.models.cache import ResultCache
+from logsteer_server.models.changes import ModelChanges
+from logsteer_server.models.registry import ModelRegistry
+from logsteer_server.observation.logs import ACCESS, AUDIT, CURRENT_REQUEST, LogStyle, open_log
+from logsteer_server.observation.metrics import Metrics
+from logsteer_server.observation.readings import ServerReading
+from logsteer_server.observation.requests import RequestObserver
+from logsteer_server.observation.tracing import MissingTracingError, RequestTracer
 from logsteer_server.settings import ConfigurationError, Settings
 from logsteer_server.stores.bucket_upkeep import BucketUpkeep
 from logsteer_server.stores.disk import DiskUsage
@@ -59,50 +55,22 @@ MAX_REQUEST_ID = 128
 MAX_FILE_READERS = 2
 
 
-RunBeside = Callable[[Metrics, DiskUsage], AbstractAsyncContextManager[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Neighbours:
-    """What an application shares with others that answer for the same service; alone, nothing.
-
-    `alongside` is entered before its models start, and left as it ends. `read_away` says of each
-    part of the service that all of them ask whether it does not answer.
-    """
-
-    make_allowance: MakeAllowance = make_own_allowance
-    answers: SharedAnswers | None = None
-    alongside: RunBeside = lambda _metrics, _disk: nullcontext()
-    read_away: Callable[[], Mapping[str, bool]] = dict
-
-
-ALONE = Neighbours()
-
-
-def create_app(
-    settings: Settings,
-    make_handle: MakeHandle | None = None,
-    make_changes: MakeChanges | None = None,
-    neighbours: Neighbours = ALONE,
-) -> FastAPI:
+def create_app(settings: Settings, reread: Callable[[], Settings] | None = None) -> FastAPI:
     """Create the application for these settings; engines start and end with its lifespan.
 
-    Where engines are not processes of this machine, `make_handle` makes their handles.
-    `make_changes` makes what changes models; None: those of this machine, and the configuration
-    read again is the same as now.
+    `reread` reads the configuration again for a reload; None: it is the same as now.
     """
-    changes_of = make_changes or partial(ModelChanges, reread=lambda: settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            models = await _open_state(app, stack, make_handle, neighbours)
-            app.state.changes = changes = changes_of(models, settings)
+            models = await _open_state(app, stack)
+            changes = ModelChanges(models, settings, reread or (lambda: settings))
+            app.state.changes = changes
             stack.callback(changes.close)
             test = partial(prove, models=models, capacity=app.state.capacity)
-            async with neighbours.alongside(app.state.metrics, app.state.disk):
-                await changes.start(test if settings.selftest else None)
-                yield
+            await changes.start(test if settings.selftest else None)
+            yield
 
     app = FastAPI(
         title="logsteer",
@@ -116,10 +84,7 @@ def create_app(
     app.state.tracer = open_tracer() if settings.tracing else None
     app.state.metrics = Metrics(settings.max_metric_keys)
     app.state.drain = Drain()
-    app.state.answers = AnswerMemory(
-        settings.idempotency_bytes, settings.idempotency_s, neighbours.answers
-    )
-    app.state.keys = keys = KeyRing(settings, make_allowance=neighbours.make_allowance)
+    app.state.keys = keys = KeyRing(settings)
     for module in (tasks, perplexity, vectors, overrides, adapters, tokens, openai):
         app.include_router(module.router)
     app.include_router(operations.router)
@@ -129,9 +94,7 @@ def create_app(
     return app
 
 
-async def _open_state(
-    app: FastAPI, stack: AsyncExitStack, make_handle: MakeHandle | None, neighbours: Neighbours
-) -> ModelRegistry:
+async def _open_state(app: FastAPI, stack: AsyncExitStack) -> ModelRegistry:
     """Open what requests use, and have the stack close it; return the models, not yet started."""
     state, settings = app.state, app.state.settings
     if state.tracer is not None:
@@ -155,8 +118,8 @@ async def _open_state(
     stack.callback(state.capacity.close)
     results = ResultCache.open(settings)
     stack.push_async_callback(asyncio.to_thread, results.close)
-    state.metrics.read_server = partial(_read_server, app, results, neighbours)
-    state.models = models = ModelRegistry(settings, results, state.metrics, make_handle)
+    state.metrics.read_server = partial(_read_server, app, results)
+    state.models = models = ModelRegistry(settings, results, state.metrics)
     stack.push_async_callback(models.close)
     return models
 
@@ -177,7 +140,7 @@ def _add_layers(app: FastAPI, *, needs_key: bool) -> None:
     )
 
 
-def _read_server(app: FastAPI, results: ResultCache, neighbours: Neighbours) -> ServerReading:
+def _read_server(app: FastAPI, results: ResultCache) -> ServerReading:
     memory: Admission = app.state.capacity.memory
     return ServerReading(
         memory.pending,
@@ -185,7 +148,6 @@ def _read_server(app: FastAPI, results: ResultCache, neighbours: Neighbours) -> 
         results.num_bytes,
         app.state.settings.cache_bytes,
         app.state.disk.reading,
-        neighbours.read_away(),
     )
 
 

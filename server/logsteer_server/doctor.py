@@ -20,8 +20,8 @@ from typing import Literal
 
 from logsteer.errors import APIError
 from logsteer_server import __version__
-from logsteer_server.engines.machine_facts import Gpu, count_cores, list_gpus, measure_memory
 from logsteer_server.engines.needs import ModelNeeds, estimate
+from logsteer_server.runtime.machine_facts import Gpu, count_cores, list_gpus, measure_memory
 from logsteer_server.settings import ConfigurationError, ModelSettings, Settings, load_settings
 from logsteer_server.stores.bucket import Bucket
 

@@ -10,12 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
 from logsteer._endpoints import ENDPOINTS, Endpoint
 from logsteer.errors import KINDS, api_error
-from logsteer_server.routes.tasks import TASKS
-from logsteer_server.settings import ClusterSettings, ModelSettings, Settings
+from logsteer_server.api.routes.tasks import TASKS
+from logsteer_server.settings import ModelSettings, Settings
 
 WRITTEN = "<!-- Written by `make docs` from the code: change that. -->\n"
 
@@ -34,21 +32,11 @@ def write_settings() -> str:
             "`logsteer-server --check` says whether a configuration is valid, without loading a "
             "model.\n\n",
             "## The server\n\n",
-            *_tabulate_fields(_leave_out(Settings, ClusterSettings)),
-            "\n## A service on Ray\n\nThe settings of the server, and beside them:\n\n",
-            *_tabulate_fields(ClusterSettings.model_json_schema()),
+            *_tabulate_fields(Settings.model_json_schema()),
             "\n## A model\n\nEach entry of `models`:\n\n",
             *_tabulate_fields(ModelSettings.model_json_schema()),
         ]
     )
-
-
-def _leave_out(kind: type[BaseModel], part: type[BaseModel]) -> dict[str, Any]:
-    """Return the schema of a model without the fields that are those of a part of it."""
-    schema = kind.model_json_schema()
-    fields = schema["properties"].items()
-    own = {name: field for name, field in fields if name not in part.model_fields}
-    return schema | {"properties": own}
 
 
 def write_errors() -> str:

@@ -22,11 +22,11 @@ from uvicorn.loops.auto import auto_loop_factory
 
 from logsteer.errors import APIError
 from logsteer_server import __version__
+from logsteer_server.api.connections import ConnectionLimits, LimitedProtocol
+from logsteer_server.api.drain import Drain
+from logsteer_server.api.metrics import make_metrics_app
 from logsteer_server.app import create_app
 from logsteer_server.engines.vllm.arguments import check_arguments
-from logsteer_server.http.connections import ConnectionLimits, LimitedProtocol
-from logsteer_server.http.drain import Drain
-from logsteer_server.http.metrics import make_metrics_app
 from logsteer_server.keys.entries import check_key_file
 from logsteer_server.listening import (
     check_exposure,
@@ -37,7 +37,6 @@ from logsteer_server.listening import (
     raise_descriptor_limit,
 )
 from logsteer_server.models.cachefile import check_cache_file
-from logsteer_server.models.changes import ModelChanges
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.observation.logs import LogStyle, configure_logs
 from logsteer_server.settings import ConfigurationError, Settings, load_settings
@@ -264,7 +263,7 @@ async def _serve(
     Errors: ConfigurationError.
     """
     gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
-    app = create_app(settings, make_changes=partial(ModelChanges, reread=reread))
+    app = create_app(settings, reread)
     limits = ConnectionLimits.of(settings, raise_descriptor_limit() - OWN_DESCRIPTORS)
     config = uvicorn.Config(
         app,

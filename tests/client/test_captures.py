@@ -14,7 +14,7 @@ from logsteer.cli import main
 from logsteer.errors import AnswerError, InvalidRequestError, PayloadTooLargeError
 from logsteer.extras.activations import Activations, open_activations
 from logsteer.extras.shards import INDEX, ActivationShards
-from logsteer_server.http.encoding import SAFETENSORS, encode_tensors
+from logsteer_server.api.encoding import SAFETENSORS, encode_tensors
 
 from .documents import ANSWER
 from .scripted import Caller, problem

@@ -40,9 +40,8 @@ def read_environment(service: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_a_configuration_is_one_that_serve_deploy_takes(name: str) -> None:
-    from ray.serve.schema import ServeDeploySchema
-
     from logsteer_server.cluster.application import ClusterArguments
+    from ray.serve.schema import ServeDeploySchema
 
     (application,) = ServeDeploySchema.model_validate(CONFIGURATIONS[name]).applications
     assert isinstance(application.args, dict)

@@ -32,9 +32,9 @@ from logsteer_server.contract.jobs import (
     ScoreOutput,
 )
 from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
-from logsteer_server.engines.process import build_engine
 from logsteer_server.engines.vllm.config import set_environment
 from logsteer_server.imports import hold_collector
+from logsteer_server.runtime.process import build_engine
 from tests.contract.steering import HookedReference, turn
 
 LAYER = 1

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from logsteer_server.engines.process import Beat
-from logsteer_server.engines.watchdog import RestartBudget, Watchdog, WatchLimits, lengthen
+from logsteer_server.runtime.process import Beat
+from logsteer_server.runtime.watchdog import RestartBudget, Watchdog, WatchLimits, lengthen
 from tests.conftest import Server, fake_model
 from tests.faults.processes import (
     check_retryable,

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from logsteer_server.cluster.own_ray import hold_ray_directory
 from logsteer_server.engines.scratch import LOCK, NEW_S, PREFIX, ScratchDirectory, sweep
 from tests.conftest import fake_model
-from tests.faults.processes import running, wait_for
+from tests.faults.processes import running
 
 OWNER = """
 import sys, time
@@ -65,34 +64,6 @@ def test_one_that_is_not_locked_yet_is_left_alone(
     with ScratchDirectory(tmp_path) as own:
         assert own.exists()
         assert sweep(tmp_path) == swept == []
-
-
-OWN_RAY = """
-import time
-from logsteer_server.cluster.own_ray import hold_ray_directory
-with hold_ray_directory() as directory:
-    print(directory, flush=True)
-    time.sleep(600)
-"""
-
-
-def test_directories_of_a_ray_whose_driver_was_killed_go_with_the_next_start() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", OWN_RAY], stdout=subprocess.PIPE, text=True
-    ) as driver:
-        assert driver.stdout is not None
-        left = Path(driver.stdout.readline().strip())
-        (left / "session").mkdir()
-        with hold_ray_directory() as own:
-            assert left.exists(), "its driver runs"
-            assert (
-                len(own) + len("/session_2026-11-22_22-29-06_123456_1234567/sockets/raylet") < 107
-            )
-        assert not Path(own).exists()
-        driver.kill()
-        driver.wait()
-        with hold_ray_directory():
-            wait_for(lambda: not left.exists())  # or another that starts has begun to remove it
 
 
 def test_only_directories_of_ours_are_swept(tmp_path: Path) -> None:

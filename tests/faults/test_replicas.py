@@ -19,9 +19,9 @@ from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob, ScoreJob
 from logsteer_server.contract.results import ResultPart
 from logsteer_server.engines.fake import fake_generation, fake_logprobs
-from logsteer_server.engines.replica import SupervisionLimits
-from logsteer_server.engines.supervisor import LocalEngine
-from logsteer_server.engines.watchdog import WatchLimits
+from logsteer_server.runtime.replica import SupervisionLimits
+from logsteer_server.runtime.supervisor import LocalEngine
+from logsteer_server.runtime.watchdog import WatchLimits
 from tests.conftest import DEMO_MODEL, VOCAB_SIZE, fake_model
 from tests.faults.callers import load
 from tests.faults.processes import (

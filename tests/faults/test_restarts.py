@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from logsteer_server.contract.engine import EngineSpec
-from logsteer_server.engines.replica import SupervisionLimits
-from logsteer_server.engines.supervisor import LocalEngine
+from logsteer_server.runtime.replica import SupervisionLimits
+from logsteer_server.runtime.supervisor import LocalEngine
 from tests.conftest import DEMO_MODEL, VOCAB_SIZE, fake_model
 from tests.faults.processes import (
     check_retryable,

@@ -16,8 +16,8 @@ from logsteer_server.contract.engine import EngineRoom
 from logsteer_server.contract.jobs import GenerateJob, Job, Policy, ScoreJob
 from logsteer_server.contract.parameters import Direction, Override
 from logsteer_server.contract.plan import Site, SteeringPlan
-from logsteer_server.engines.queue import EngineCall, FairQueue
-from logsteer_server.engines.suspects import (
+from logsteer_server.runtime.queue import EngineCall, FairQueue
+from logsteer_server.runtime.suspects import (
     MAX_SUSPECTS,
     SETTLE_S,
     TRIAL_S,

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from logsteer.errors import OverloadedError
+from logsteer_server.api.respond import EventBuffer
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob, GenerateOutput
 from logsteer_server.contract.results import ResultPart
-from logsteer_server.engines.replica import SupervisionLimits
-from logsteer_server.engines.supervisor import LocalEngine
-from logsteer_server.http.respond import EventBuffer
+from logsteer_server.runtime.replica import SupervisionLimits
+from logsteer_server.runtime.supervisor import LocalEngine
 
 NONE = np.zeros((1, 0), np.float32)
 

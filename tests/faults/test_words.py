@@ -10,8 +10,8 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from logsteer.errors import api_error
+from logsteer_server.api.problems import add_handlers, hide_paths
 from logsteer_server.app import RequestIds
-from logsteer_server.http.problems import add_handlers, hide_paths
 from logsteer_server.models.model import name_model
 from logsteer_server.settings import ConfigurationError, Settings, load_settings
 from tests.conftest import DEMO_MODEL, ROOT, Server, fake_model

@@ -23,8 +23,8 @@ from logsteer_server.contract.jobs import (
 from logsteer_server.contract.lane import Lane
 from logsteer_server.contract.plan import Site, SteeringPlan, SteeringTrace
 from logsteer_server.contract.results import ResultPart
-from logsteer_server.engines.handle import ReplicaReading
-from logsteer_server.engines.supervisor import now
+from logsteer_server.runtime.handle import ReplicaReading
+from logsteer_server.runtime.supervisor import now
 from tests.server import scripted_model
 from tests.server.scripted_model import ScriptedHandle
 

@@ -29,8 +29,6 @@ from logsteer_server.engines.fake import (
     fake_generation,
     fake_scores,
 )
-from logsteer_server.engines.handle import ReplicaReading
-from logsteer_server.engines.supervisor import now
 from logsteer_server.interventions.interventions import Stores
 from logsteer_server.models.admission import Admission
 from logsteer_server.models.cache import ResultCache
@@ -38,6 +36,8 @@ from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.models.scratch import ScratchSpace
 from logsteer_server.observation.metrics import Metrics
+from logsteer_server.runtime.handle import ReplicaReading
+from logsteer_server.runtime.supervisor import now
 from logsteer_server.settings import ModelSettings, Settings
 from logsteer_server.text.tokenizer import TextCodec
 from tests.conftest import DEMO_MODEL, VOCAB_SIZE

@@ -18,8 +18,8 @@ import pytest
 import yaml
 
 from logsteer_server.app import create_app
-from logsteer_server.engines.engine_process import CLOSE_TIMEOUT_S, END_TIMEOUT_S
 from logsteer_server.listening import check_exposure
+from logsteer_server.runtime.engine_process import CLOSE_TIMEOUT_S, END_TIMEOUT_S
 from logsteer_server.serving import END_S, main, parse_arguments
 from logsteer_server.settings import ConfigurationError, Settings, load_settings
 

@@ -16,10 +16,10 @@ from safetensors.numpy import save_file
 from logsteer_server import doctor
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.doctor import MachineFinding, draw, examine
-from logsteer_server.engines.machine_facts import Gpu, measure_memory, parse_gpus
 from logsteer_server.engines.needs import CPU_CACHE_BYTES, PROCESS_BYTES, estimate
 from logsteer_server.models import fit
 from logsteer_server.models.fit import fits_beside
+from logsteer_server.runtime.machine_facts import Gpu, measure_memory, parse_gpus
 from logsteer_server.settings import ModelSettings, Settings
 from tests.conftest import DEMO_MODEL
 

@@ -20,8 +20,7 @@ from starlette.requests import ClientDisconnect
 
 from logsteer.errors import KINDS, api_error
 from logsteer.schemas import Problem
-from logsteer_server.app import RequestIds
-from logsteer_server.http.encoding import (
+from logsteer_server.api.encoding import (
     DONE,
     JSON,
     MSGPACK,
@@ -34,8 +33,9 @@ from logsteer_server.http.encoding import (
     encode_msgpack,
     encode_tensors,
 )
-from logsteer_server.http.problems import add_handlers
-from logsteer_server.http.respond import run_within
+from logsteer_server.api.problems import add_handlers
+from logsteer_server.api.respond import run_within
+from logsteer_server.app import RequestIds
 from tests.own_time import run_in_own_time
 
 ODD = np.array([0.5, np.nan, np.inf, -np.inf], dtype=np.float32)

@@ -9,9 +9,9 @@ import pytest
 
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.engines import lifetime
-from logsteer_server.engines.engine_process import Ended, EngineProcess
 from logsteer_server.engines.lifetime import LATELY_S, MemoryKills, find_kill_count
-from logsteer_server.engines.process import FromEngine, Ready
+from logsteer_server.runtime.engine_process import Ended, EngineProcess
+from logsteer_server.runtime.process import FromEngine, Ready
 from tests.conftest import DEMO_MODEL, VOCAB_SIZE
 
 SPEC = EngineSpec(

@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from logsteer_server.contract.engine import EngineSpec
-from logsteer_server.engines import process
 from logsteer_server.engines.machine import (
     COMPILED,
     describe_machine,
@@ -24,6 +23,7 @@ from logsteer_server.engines.vllm.arguments import INSTEAD, ONE_IS_OFF, REFUSED,
 from logsteer_server.engines.vllm.config import engine_args, fit_context_length, set_environment
 from logsteer_server.engines.weights import limit_context
 from logsteer_server.observation.logs import LogStyle
+from logsteer_server.runtime import process
 from logsteer_server.serving import main
 from logsteer_server.settings import ModelSettings
 

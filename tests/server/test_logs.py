@@ -202,7 +202,7 @@ def test_changes_and_refusals_are_in_the_audit_log(logged: Server) -> None:
 def test_a_request_is_named_where_its_job_fails_in_the_engine(logged: Server) -> None:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        own = [x for x in read_lines(logged) if x["logger"].endswith("engines.process")]
+        own = [x for x in read_lines(logged) if x["logger"].endswith("runtime.process")]
         if any("crashing-1" in line["message"] for line in own):
             break
         time.sleep(0.1)

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from logsteer_server.app import create_app
-from logsteer_server.engines.engine_process import CLOSE_TIMEOUT_S, END_TIMEOUT_S
 from logsteer_server.observation.catalog import METRICS
+from logsteer_server.runtime.engine_process import CLOSE_TIMEOUT_S, END_TIMEOUT_S
 from logsteer_server.serving import END_S, parse_arguments
 from logsteer_server.settings import Settings, load_settings
 from tests.conftest import ROOT, fake_model

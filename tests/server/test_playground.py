@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from logsteer_server.routes.page import PAGE
+from logsteer_server.api.routes.page import PAGE
 from tests.conftest import ROOT, Server, fake_model
 from tests.faults.keys import add_key, serve
 

@@ -12,7 +12,7 @@ import pytest
 from logsteer_server.contract.engine import EngineInfo, EngineLoad, EngineReading
 from logsteer_server.contract.jobs import Job, JobFailure, JobResult, Output
 from logsteer_server.engines.failures import lacks_memory
-from logsteer_server.engines.process import (
+from logsteer_server.runtime.process import (
     Add,
     Beat,
     Cancel,

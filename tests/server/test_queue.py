@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from logsteer_server.contract.engine import EngineLoad, EngineRoom
 from logsteer_server.contract.jobs import GenerateJob, Job
 from logsteer_server.contract.lane import Lane, Priority
-from logsteer_server.engines.occupancy import LOOK_AHEAD
-from logsteer_server.engines.queue import FairQueue
-from logsteer_server.engines.turns import EngineCall, TurnQueue
+from logsteer_server.runtime.occupancy import LOOK_AHEAD
+from logsteer_server.runtime.queue import FairQueue
+from logsteer_server.runtime.turns import EngineCall, TurnQueue
 
 SIZES = st.lists(st.integers(1, 12), max_size=6)
 

@@ -13,11 +13,11 @@ from logsteer_server.contract.jobs import GenerateJob, Job, ScoreJob
 from logsteer_server.contract.lane import Lane
 from logsteer_server.contract.parameters import Adapter
 from logsteer_server.contract.plan import Site, SteeringPlan
-from logsteer_server.engines.occupancy import FULL, Occupancy
-from logsteer_server.engines.queue import FairQueue, NextJobs
-from logsteer_server.engines.routing import BLOCK, Router, hash_blocks
-from logsteer_server.engines.suspects import SETTLE_S, TRIAL_S, Quarantine
-from logsteer_server.engines.turns import EngineCall
+from logsteer_server.runtime.occupancy import FULL, Occupancy
+from logsteer_server.runtime.queue import FairQueue, NextJobs
+from logsteer_server.runtime.routing import BLOCK, Router, hash_blocks
+from logsteer_server.runtime.suspects import SETTLE_S, TRIAL_S, Quarantine
+from logsteer_server.runtime.turns import EngineCall
 from logsteer_server.settings import ModelSettings
 
 CONTEXTS = 12

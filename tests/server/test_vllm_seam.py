@@ -27,7 +27,6 @@ TOUCHED = {
     "core": ("self.config", "self._front", "self.engine_core", "processed", "batch", "params",
              "request", "manager", "Executor", "current_platform", "RequestOutputKind"),
     "engine": ("output",),
-    "follower": ("self._executor",),
     "requests": ("output",),
     "generation": ("output", "completion"),
     "runner": ("self", "super()", "module", "params", "request", "scheduler_output", "output",

@@ -17,20 +17,6 @@ or in float32 over blocks so short that it is exact, because those saturate."""
 
 
 @dataclass(frozen=True, slots=True)
-class RankNode:
-    """One of the nodes that an engine's ranks are divided among, in equal parts and in order.
-
-    `number` counts from 0; the engine is on node 0, and its scheduler there. `address` is the
-    node's own, and `meeting` an address and a free port of node 0's, where the ranks first meet.
-    """
-
-    count: int
-    number: int
-    address: str
-    meeting: tuple[str, int]
-
-
-@dataclass(frozen=True, slots=True)
 class EngineSpec:
     """One model of the configuration, as its engine needs it."""
 
@@ -59,15 +45,11 @@ class EngineSpec:
     adapter_slots: int = 0
     adapter_rank: int = 16
     engine_args: dict[str, Any] = field(default_factory=dict)
-    node: RankNode | None = None
-    """None: all ranks are on this machine."""
 
     @property
-    def local_ranks(self) -> int:
-        """How many of the ranks are on this node."""
-        return (
-            self.tensor_parallel * self.pipeline_parallel // (self.node.count if self.node else 1)
-        )
+    def num_ranks(self) -> int:
+        """How many processes hold the model's parts."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     def split(self) -> "list[EngineSpec]":
         """Return what each replica gets: of listed devices those that it needs, in their order.

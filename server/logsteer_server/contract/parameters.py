@@ -42,14 +42,6 @@ class Adapter:
 
     path: str
     sha256: str
-    elsewhere: tuple[str, ...] = ()
-    """Its paths on the other nodes of an engine, in their order; empty: the same as on the first.
-    """
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """Its path on each node, or the one that it has on all of them."""
-        return (self.path, *self.elsewhere)
 
 
 CONFIG_KEY = "adapter_config"

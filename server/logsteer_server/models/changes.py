@@ -15,7 +15,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import ModelState
@@ -44,41 +43,6 @@ RELOAD_RETRY_S = 5.0
 COMES_UP: tuple[ModelState, ...] = ("loading", "testing", "restarting")
 WAITS: tuple[ModelState, str] = ("loading", "an earlier change of it has to end first")
 """What is said of a model that has not been started yet."""
-
-
-class ChangesOfModels(Protocol):
-    """What changes which models are resident: on this machine, or on a cluster."""
-
-    async def start(self, prove: Prove | None) -> None:
-        """Start the models; with `prove`, none answers before that."""
-        ...
-
-    def close(self) -> None:
-        """Give up all changes: the server ends."""
-        ...
-
-    async def drain(self, model: ResidentModel, wait_s: float) -> None:
-        """Refuse a model new requests, and wait until those at work are answered."""
-        ...
-
-    async def unload(self, model: ResidentModel, wait_s: float) -> None:
-        """Drain a model, and end its engine then."""
-        ...
-
-    async def load(self, model: ResidentModel, wait_s: float) -> None:
-        """Have a model answer again: with a new engine where it has none, or one that failed."""
-        ...
-
-    async def reload(self, wait_s: float = 0.0) -> ReloadReport:
-        """Read the configuration again and change what is other in it.
-
-        Changes that are at work go on where it wants the same, and else are given up. Errors:
-        APIError `invalid_request` where it cannot be used; nothing is changed then.
-        """
-        ...
-
-
-MakeChanges = Callable[[ModelRegistry, Settings], ChangesOfModels]
 
 
 class ModelChanges:

@@ -1,7 +1,7 @@
 """Whether a model of changed settings has room beside the one that it replaces."""
 
-from logsteer_server.engines.machine_facts import list_gpus, measure_memory
 from logsteer_server.engines.needs import estimate
+from logsteer_server.runtime.machine_facts import list_gpus, measure_memory
 from logsteer_server.settings import ModelSettings, Settings
 
 SPARE = 0.1

@@ -24,12 +24,12 @@ from logsteer_server.contract.jobs import GenerateJob, Job, Output
 from logsteer_server.contract.lane import Lane
 from logsteer_server.contract.parameters import Cast
 from logsteer_server.contract.results import OutputPart, WorkCounts, count_work
-from logsteer_server.engines.handle import EngineHandle
 from logsteer_server.models.admission import Admission
 from logsteer_server.models.cache import Computed, MissingJob, ResultCache, digest_scope
 from logsteer_server.models.timer import WorkTimer
 from logsteer_server.observation.readings import ModelReading
 from logsteer_server.observation.tallies import ModelTally, TokenTimes
+from logsteer_server.runtime.handle import EngineHandle
 from logsteer_server.settings import ModelSettings
 from logsteer_server.text.tokenizer import TextCodec
 from logsteer_server.text.windows import Windowing

@@ -4,16 +4,16 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from logsteer.errors import api_error
-from logsteer_server.engines.handle import EngineHandle
-from logsteer_server.engines.replica import SupervisionLimits
-from logsteer_server.engines.supervisor import LocalEngine
-from logsteer_server.engines.watchdog import WatchLimits
 from logsteer_server.models.admission import Admission
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.scratch import ScratchSpace
 from logsteer_server.observation.logs import LogStyle
 from logsteer_server.observation.metrics import Metrics
+from logsteer_server.runtime.handle import EngineHandle
+from logsteer_server.runtime.replica import SupervisionLimits
+from logsteer_server.runtime.supervisor import LocalEngine
+from logsteer_server.runtime.watchdog import WatchLimits
 from logsteer_server.settings import ModelSettings, Settings
 from logsteer_server.stores.job_contents import JobContents, MachineContents
 

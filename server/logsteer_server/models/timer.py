@@ -1,6 +1,6 @@
 """The times of one request, as its answer reports them."""
 
-from logsteer_server.engines.supervisor import now
+from logsteer_server.runtime.supervisor import now
 
 
 class WorkTimer:

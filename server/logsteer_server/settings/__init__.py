@@ -1,12 +1,10 @@
 """What can be set: of the server, and of each of its models."""
 
-from logsteer_server.settings.cluster import ClusterSettings
 from logsteer_server.settings.model import ModelSettings
 from logsteer_server.settings.server import ConfigurationError, Settings, load_settings
 from logsteer_server.settings.shared_store import SharedStore
 
 __all__ = [
-    "ClusterSettings",
     "ConfigurationError",
     "ModelSettings",
     "Settings",

@@ -7,7 +7,6 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from logsteer_server.settings.cluster import ClusterSettings
 from logsteer_server.settings.model import ModelSettings
 from logsteer_server.settings.shared_store import SharedStore, find_store_path
 
@@ -16,7 +15,7 @@ class ConfigurationError(ValueError):
     """A configuration that cannot be used; the message says where and what to change."""
 
 
-class Settings(ClusterSettings, BaseSettings):
+class Settings(BaseSettings):
     """All that can be set, by file, then `LOGSTEER_…` variable or `.env`, then argument."""
 
     model_config = SettingsConfigDict(
@@ -219,10 +218,6 @@ class Settings(ClusterSettings, BaseSettings):
     max_override_bytes: int = Field(2**33, ge=2**10, description="Bytes of one override's file.")
     adapter_store_bytes: int = Field(2**36, ge=2**10, description="Bytes of all adapters stored.")
     max_adapter_bytes: int = Field(2**33, ge=2**10, description="Bytes of one adapter's files.")
-    idempotency_bytes: int = Field(
-        16 * 2**20, ge=0, description="Memory for answers to writes with an Idempotency-Key."
-    )
-    idempotency_s: float = Field(3600.0, gt=0, description="How long such an answer is kept.")
     max_gradient_numbers: int = Field(
         2**22, ge=1, description="Numbers that the gradients of one request may come to."
     )

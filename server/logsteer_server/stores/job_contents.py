@@ -124,8 +124,7 @@ def _move(job: Job, paths: Mapping[Content, Sequence[str]]) -> Job:
     """Return a job with the paths of its contents."""
     adapter, override = job.adapter, job.override
     if adapter is not None and adapter in paths:
-        path, *elsewhere = paths[adapter]
-        adapter = replace(adapter, path=path, elsewhere=tuple(elsewhere))
+        adapter = replace(adapter, path=paths[adapter][0])
     if override is not None and override.direction in paths:
         path = paths[override.direction][0]
         override = replace(override, direction=replace(override.direction, path=path))

@@ -25,13 +25,13 @@ from logsteer.schemas import Precision, Provenance
 from logsteer_server.contract.batches import ScoreOutputs
 from logsteer_server.contract.jobs import Job, ScoreOutput
 from logsteer_server.contract.results import OutputPart, count_work, find_steered
-from logsteer_server.engines.supervisor import now
 from logsteer_server.interventions.interventions import UNCHANGED, AppliedReport, Interventions
 from logsteer_server.keys.caller import Requester
 from logsteer_server.models.admission import Admission, Reservation
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.timer import WorkTimer
 from logsteer_server.observation.requests import RequestRecord
+from logsteer_server.runtime.supervisor import now
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.planning import Capacity, Planner
 from logsteer_server.text.windows import Windowing

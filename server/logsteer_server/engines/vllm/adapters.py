@@ -15,7 +15,6 @@ from safetensors import SafetensorError, safe_open
 
 from logsteer_server.contract.parameters import CONFIG_KEY, Adapter
 from logsteer_server.engines.failures import lacks_memory
-from logsteer_server.engines.vllm.rank_files import RankFiles
 from logsteer_server.engines.vllm.slots import SlotPool
 from logsteer_server.engines.vllm.weight_shapes import read_weight_shapes
 from logsteer_server.numerics.lora import (
@@ -49,11 +48,8 @@ class AdapterSlot:
 class AdapterSlots:
     """Load adapters into the slots of one engine, and count the jobs that use each."""
 
-    def __init__(
-        self, vllm: "VllmCore", files: RankFiles, slots: int, max_rank: int, checkpoint: Path | str
-    ) -> None:
+    def __init__(self, vllm: "VllmCore", slots: int, max_rank: int, checkpoint: Path | str) -> None:
         self._vllm = vllm
-        self._files = files
         self._checkpoint = checkpoint
         self._max_rank = max_rank
         self._num_slots = slots
@@ -107,15 +103,9 @@ class AdapterSlots:
         if rank > self._max_rank:
             detail = f"the adapter's rank is {rank}, this model takes {self._max_rank} at most: "
             raise UnfitAdapterError("invalid_adapter", f"{detail}raise adapter_rank")
-        if not self._files.has_everywhere(*adapter.paths):
-            detail = (
-                "the adapter's file is not on every node of this replica: set store_url, or "
-                "store_directory to a directory that all nodes mount"
-            )
-            raise UnfitAdapterError("unsupported_by_engine", detail)
         try:
             # vLLM's cache of prefixes knows an adapter by name and path: both follow the content.
-            return self._vllm.load_adapter(adapter.sha256, number, adapter.paths)
+            return self._vllm.load_adapter(adapter.sha256, number, adapter.path)
         except Exception as error:  # whatever vLLM's checks and a worker's process raise
             if lacks_memory(error):
                 detail = "memory ran out while the adapter was loaded; try again later"

@@ -10,7 +10,6 @@ from typing import Any
 from logsteer_server.contract.engine import EngineInfo, EngineRoom, EngineSpec
 from logsteer_server.contract.jobs import Feature
 from logsteer_server.engines.machine import (
-    VISIBLE,
     describe_machine,
     separate_compiled_code,
     show_devices,
@@ -56,29 +55,9 @@ def set_environment(spec: EngineSpec) -> None:
     separate_compiled_code()
     warnings.filterwarnings("ignore", category=FutureWarning)  # of torch's, about vLLM's own code
     if spec.tensor_parallel * spec.pipeline_parallel > 1:
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _bind_cores(spec.local_ranks))
-    if spec.node is not None:
-        _name_address(spec.node.address)
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _bind_cores(spec.num_ranks))
     if not isinstance(spec.devices, str):
         show_devices(spec.devices)
-    elif spec.node is not None and os.environ.get(VISIBLE, "0") not in ("", "-1"):
-        # vLLM takes ranks for neighbours by how many devices a node shows.
-        show_devices(range(spec.local_ranks))
-
-
-def _name_address(address: str) -> None:
-    """Have ranks listen where those on other nodes reach them: at this node's address.
-
-    Left alone, Gloo takes the address that the host's name has, often a loopback one, and NCCL the
-    first interface that it finds.
-    """
-    import psutil
-
-    os.environ["VLLM_HOST_IP"] = address
-    interfaces = psutil.net_if_addrs().items()
-    found = [name for name, own in interfaces if any(each.address == address for each in own)]
-    for variable in INTERFACES if found else ():
-        os.environ.setdefault(variable, found[0])
 
 
 def _list_plugins() -> list[str]:
@@ -168,9 +147,6 @@ def engine_args(spec: EngineSpec, path: Path | str, on_cpu: bool, limit: int) ->
         args["max_lora_rank"] = spec.adapter_rank
     ranks = spec.tensor_parallel * spec.pipeline_parallel
     args["distributed_executor_backend"] = "uni" if ranks == 1 else "mp"
-    if (node := spec.node) is not None:
-        args["nnodes"], args["node_rank"] = node.count, node.number
-        args["master_addr"], args["master_port"] = node.meeting
     if on_cpu:
         args["block_size"] = CPU_BLOCK_SIZE
         args["kv_cache_memory_bytes"] = parse_bytes(str(spec.memory or "1GiB"))

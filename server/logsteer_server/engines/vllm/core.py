@@ -256,14 +256,13 @@ class VllmCore:
         """Abort a request of `generate`."""
         self._front.abort_request([request_id], internal=True)
 
-    def load_adapter(self, name: str, slot: int, paths: Sequence[str]) -> LoRARequest:
+    def load_adapter(self, name: str, slot: int, path: str) -> LoRARequest:
         """Put the adapter of a file into a slot, in place of what that held.
 
-        `paths` is the file's on each node, or the one that it has on all of them. Return what
-        requests with the adapter carry. Errors: whatever vLLM raises, in any process.
+        Return what requests with the adapter carry. Errors: whatever vLLM raises, in any process.
         """
-        self.call_workers("load_adapter", name, slot, paths)
-        return LoRARequest(name, slot, paths[0])
+        self.call_workers("load_adapter", name, slot, path)
+        return LoRARequest(name, slot, path)
 
     def unload_adapter(self, slot: int) -> None:
         """Empty the slot of an adapter."""
@@ -275,7 +274,7 @@ class VllmCore:
 
 
 def configure(spec: EngineSpec, path: Path | str, limit: int) -> Any:
-    """Return vLLM's configuration of a model that reads so many tokens, the same on every node.
+    """Return vLLM's configuration of a model that reads so many tokens.
 
     Errors: ValueError where the specification cannot be served.
     """
@@ -291,11 +290,6 @@ def configure(spec: EngineSpec, path: Path | str, limit: int) -> Any:
         args["enable_prefix_caching"] = False
         config = EngineArgs(**args).create_engine_config(BATCH_DEFAULTS)
     return config
-
-
-def start_ranks(config: Any) -> Any:
-    """Return vLLM's executor of a node that has ranks and no scheduler, with its model loaded."""
-    return Executor.get_class(config)(config)
 
 
 def look_at_models_here() -> None:

@@ -26,7 +26,6 @@ from logsteer_server.engines.vllm.config import (
     steering_size,
 )
 from logsteer_server.engines.vllm.generation import GenerationRequests
-from logsteer_server.engines.vllm.rank_files import RankFiles
 from logsteer_server.engines.vllm.requests import (
     CaptureRequests,
     Collected,
@@ -67,10 +66,7 @@ class VllmEngine:
         self._slots = SteeringSlots(
             self._vllm.call_workers, steering_size(spec), self._info.capture_rows or 0
         )
-        self._files = RankFiles(self._vllm.call_workers, spec)
-        self._adapters = AdapterSlots(
-            self._vllm, self._files, spec.adapter_slots, spec.adapter_rank, path
-        )
+        self._adapters = AdapterSlots(self._vllm, spec.adapter_slots, spec.adapter_rank, path)
         self._generation = GenerationRequests(self._vllm, self._slots, self._info.eos_ids)
         self._kinds: dict[type[Job], JobRequests] = {
             ScoreJob: ScoreRequests(self._vllm, self._slots, self._info.eos_ids),
@@ -115,7 +111,6 @@ class VllmEngine:
             failure = self._info.refuse(job)
             if failure is None and job.plan is not None:
                 failure = self._slots.refuse(job.plan)
-            failure = failure or self._files.refuse(job)
             if failure is not None:
                 self._known.append((job_id, failure))
             elif job.features:

@@ -1,8 +1,6 @@
 """vLLM's worker for this machine, with a model runner that reads rows and steers."""
 
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -72,21 +70,10 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
                 device=runner.device,
             )
 
-    def has_file(self, paths: Sequence[str]) -> bool:
-        """Return whether this rank's node has a file."""
-        return Path(self._pick(paths)).is_file()
-
-    def _pick(self, paths: Sequence[str]) -> str:
-        """Return this node's of a file's paths on each node; a single one is that on all."""
-        return paths[self.vllm_config.parallel_config.node_rank if len(paths) > 1 else 0]
-
-    def load_adapter(self, name: str, slot: int, paths: Sequence[str]) -> None:
-        """Load the adapter of a file as vLLM does, which takes a directory.
-
-        Each rank makes the directory for itself: its node may be another than the engine's.
-        """
+    def load_adapter(self, name: str, slot: int, path: str) -> None:
+        """Load the adapter of a file as vLLM does, which takes a directory."""
         with ScratchDirectory() as directory:
-            lay_out(self._pick(paths), directory)
+            lay_out(path, directory)
             self.add_lora(LoRARequest(name, slot, str(directory)))
 
     def begin_stream_probe(self, change: Change | None) -> None:
@@ -121,15 +108,8 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
         return find_int8_products(self.model_runner.model) if current_platform.is_cpu() else None
 
     def read_memory(self) -> tuple[DeviceMemory, ...]:
-        """Return the memory of this rank's GPU; none on a CPU.
-
-        On another node than the first its name begins with that node's number.
-        """
-        node = self.vllm_config.parallel_config.node_rank
-        found = read_memory()
-        return (
-            tuple(replace(own, device=f"{node}:{own.device}") for own in found) if node else found
-        )
+        """Return the memory of this rank's GPU; none on a CPU."""
+        return read_memory()
 
     def load_plan(self, slot: int, plan: SteeringPlan) -> None:
         """Put a plan into a slot of the tables."""

@@ -1,0 +1,237 @@
+"""Errors as answers: problem documents (RFC 9457), and OpenAI's shape under `/v1`."""
+
+import difflib
+import logging
+import math
+import re
+import zlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.routing import Match, Route
+
+from logsteer.errors import APIError, api_error
+from logsteer.schemas.common import REFUSAL
+from logsteer_server.api.encoding import JSON, encode_json
+from logsteer_server.observation.requests import find_record
+
+log = logging.getLogger(__name__)
+
+PROBLEM = "application/problem+json"
+CLIENT_CLOSED_REQUEST = 499
+MAX_SHOWN_ERRORS = 5
+OPENAI_PATHS = "/v1/"
+OPENAI_ERROR: dict[str, Any] = {
+    "type": "object",
+    "title": "OpenAIError",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                "code": {"type": "string"},
+            },
+            "required": ["message", "type", "param", "code"],
+        }
+    },
+    "required": ["error"],
+}
+"""The schema of `describe_openai_error`."""
+RETRY_SPREAD = 0.4
+_PATH = re.compile(
+    r"(?<![\w/.:])/(?!models/[^/\s]+/selftest|perplexity/stream|v1/)"
+    r"(?:[^/\s:'\"<>()]+/)+([^/\s:'\"<>(),;]*)"
+)
+"""An absolute path of two names or more that is none of this API's."""
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Have the application answer every error of a route as a problem, and document it so."""
+    app.openapi = partial(_describe_api, app.openapi)  # type: ignore[method-assign]
+    app.add_exception_handler(APIError, _answer_api_error)
+    app.add_exception_handler(RequestValidationError, _answer_invalid)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(ClientDisconnect, _answer_disconnect)
+    app.add_exception_handler(Exception, _answer_crash)
+
+
+def write_problem(error: APIError, request_id: str) -> dict[str, Any]:
+    """Return an error's problem document; where a fault was on this machine is for the log."""
+    document: dict[str, Any] = error.problem(request_id).model_dump()
+    document["detail"] = _hide_faults_paths(error, request_id)
+    return document
+
+
+def _hide_faults_paths(error: APIError, request_id: str) -> str:
+    if error.status < 500 or (detail := hide_paths(error.detail)) == error.detail:
+        return error.detail
+    log.error("request %s: %s", request_id, error.detail)
+    return detail
+
+
+def hide_paths(text: str) -> str:
+    """Return a text with the last names alone of the paths of this machine in it."""
+    return _PATH.sub(lambda found: found[1], text)
+
+
+def _describe_api(describe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the OpenAPI document with the media type, and the shape, that errors have."""
+    document = describe()
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            content = operation["responses"]["default"]["content"]
+            problem = content.pop(JSON, None)
+            if path.startswith(OPENAI_PATHS):
+                content[JSON] = {"schema": OPENAI_ERROR}
+            elif problem is not None:  # it is None where the document was asked for before
+                content[PROBLEM] = problem
+    return document
+
+
+def describe_openai_error(error: APIError, request_id: str) -> dict[str, Any]:
+    """Write an error in OpenAI's shape."""
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    return {
+        "error": {
+            "message": _hide_faults_paths(error, request_id),
+            "type": "rate_limit_error" if error.status == 429 else kind,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def answer_problem(request: Request, error: APIError) -> Response:
+    """Write an error as the answer to a request that has an id."""
+    request_id = request.state.id
+    find_record(request.scope).code = error.code
+    headers = {
+        "X-Request-Id": request_id
+    }  # set here too: a crash is answered outside of RequestIds
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(math.ceil(spread(error.retry_after, request_id)))
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if request.url.path.startswith(OPENAI_PATHS):
+        body = encode_json(describe_openai_error(error, request_id))
+        return Response(body, 400 if error.status == 422 else error.status, headers, JSON)
+    body = encode_json(write_problem(error, request_id))
+    return Response(body, error.status, headers, PROBLEM)
+
+
+def spread(seconds: float, request_id: str) -> float:
+    """Return a time that is longer by up to RETRY_SPREAD of it, fixed by the request's id.
+
+    Callers that were refused together would else all come back together.
+    """
+    return seconds * (1 + RETRY_SPREAD * zlib.crc32(request_id.encode()) / 2**32)
+
+
+async def _answer_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, APIError)
+    return answer_problem(request, error)
+
+
+async def _answer_invalid(request: Request, error: Exception) -> Response:
+    """Say every reason why the request does not fit its schema, in one line."""
+    assert isinstance(error, RequestValidationError)
+    found = error.errors()
+    reasons = [_explain(entry, request) for entry in found[:MAX_SHOWN_ERRORS]]
+    if len(found) > MAX_SHOWN_ERRORS:
+        reasons.append(f"and {len(found) - MAX_SHOWN_ERRORS} more")
+    content_type = request.headers.get("content-type", "")
+    if request.method == "POST" and "json" not in content_type and "stream" not in request.url.path:
+        reasons = [
+            f"The body was sent as {content_type or 'no content type'}; "
+            "send JSON with the header Content-Type: application/json."
+        ]
+    param = _name_param(found[0]) if found else None
+    return answer_problem(request, api_error("invalid_request", " ".join(reasons), param=param))
+
+
+def _name_field(location: tuple[int | str, ...]) -> str | None:
+    """Return `items[0].targets` for ("body", "items", 0, "targets")."""
+    name = ""
+    for part in location[1:]:
+        name += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return name.removeprefix(".") or None
+
+
+def _name_param(entry: dict[str, Any]) -> str | None:
+    """Return the field that an error is about: a refusal by name is raised by the whole request."""
+    if entry["type"] == REFUSAL:
+        return str(entry["ctx"]["param"])
+    return _name_field(entry["loc"])
+
+
+def _suggest(request: Request, location: tuple[int | str, ...]) -> str:
+    """Return what to do about an unknown field: send the body's field that it resembles."""
+    body = getattr(request.scope.get("route"), "body_field", None)
+    known = getattr(body and body.field_info.annotation, "model_fields", {})
+    if len(location) == 2 and (close := difflib.get_close_matches(str(location[1]), known, 1)):
+        return f"did you mean `{close[0]}`?"
+    return "remove it."
+
+
+def _explain(entry: dict[str, object], request: Request) -> str:
+    location = entry["loc"]
+    assert isinstance(location, tuple)
+    reason = str(entry["msg"]).removeprefix("Value error, ")
+    if entry["type"] == "json_invalid":
+        context = entry.get("ctx")
+        cause = context.get("error") if isinstance(context, dict) else None
+        where = _name_field(location) if location[0] == "query" else "The body"
+        return f"{where} is not valid JSON: {cause or reason}."
+    if entry["type"] == "extra_forbidden":
+        return f"{_name_field(location)}: there is no such field; {_suggest(request, location)}"
+    if entry["type"] == REFUSAL:
+        return reason
+    field = _name_field(location)
+    return f"{field}: {reason}." if field else f"{reason}."
+
+
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, APIError):  # FastAPI wraps what reading the body raises
+        return answer_problem(request, error.__cause__)
+    if error.status_code == 405:
+        allowed = _find_methods(request)
+        detail = f"{request.url.path} does not take {request.method}; send {allowed}."
+        answer = answer_problem(request, api_error("method_not_allowed", detail))
+        answer.headers["Allow"] = allowed
+        return answer
+    if error.status_code == 404:
+        detail = f"There is no {request.url.path} here; /docs lists every path."
+        return answer_problem(request, api_error("not_found", detail))
+    return answer_problem(
+        request, api_error("invalid_request", str(error.detail), status=error.status_code)
+    )
+
+
+def _find_methods(request: Request) -> str:
+    """Return the methods that a path takes."""
+    matching = [
+        route
+        for route in request.app.routes
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
+    ]
+    return ", ".join(sorted({method for route in matching for method in route.methods or ()}))
+
+
+async def _answer_disconnect(_request: Request, _error: Exception) -> Response:
+    """End the request: nobody reads this; it ends the request without a stack trace in the log."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def _answer_crash(request: Request, error: Exception) -> Response:
+    request_id = request.state.id
+    log.error("request %s failed", request_id, exc_info=error)
+    detail = f"A fault of the server, not of the request; its log has it under {request_id}."
+    return answer_problem(request, api_error("internal", detail))

@@ -1,0 +1,300 @@
+"""From a task to an HTTP response: within the deadline, as a document or as events."""
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive, Scope, Send
+
+from logsteer.errors import APIError, api_error
+from logsteer_server.api.encoding import (
+    DONE,
+    JSON,
+    SAFETENSORS,
+    choose_encoding,
+    encode,
+    encode_data,
+    encode_event,
+    encode_tensors,
+)
+from logsteer_server.api.problems import describe_openai_error, write_problem
+from logsteer_server.observation.requests import RequestRecord, find_record
+from logsteer_server.settings import Settings
+from logsteer_server.tasks.run import Event, Run, Task
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+LONG_ANSWER = 2**20
+"""Bytes of an answer, as far as they were expected, from which on a thread writes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventShape:
+    """How events are written: each one, an error, and what ends a stream; b"" for nothing."""
+
+    encode: Callable[[Event], bytes]
+    encode_error: Callable[[APIError, str], bytes]
+    end: bytes = b""
+
+
+def _encode_named(event: Event) -> bytes:
+    return encode_event(event.name, event.document)
+
+
+def _encode_problem(error: APIError, answer_id: str) -> bytes:
+    return encode_event("error", write_problem(error, answer_id))
+
+
+def _encode_chunk(event: Event) -> bytes:
+    return encode_data(event.document) if event.name == "chunk" else b""
+
+
+def _encode_openai_error(error: APIError, answer_id: str) -> bytes:
+    return encode_data(describe_openai_error(error, answer_id))
+
+
+NAMED_EVENTS = EventShape(_encode_named, _encode_problem)
+"""Events `start`, pieces, `result` and `error`, each with its name."""
+OPENAI_CHUNKS = EventShape(_encode_chunk, _encode_openai_error, DONE)
+"""Chunks of OpenAI's shape, without names."""
+
+
+async def respond(
+    request: Request, task: Task, shape: EventShape = NAMED_EVENTS, *, reads_body: bool = False
+) -> Response:
+    """Run a task and answer with its document, or with a stream of its events.
+
+    A stream answers once its first batch is planned and admitted, so that what is refused until
+    then has its own status. `reads_body`: the task reads the request's body while it plans; there
+    is then no deadline, and a caller who hangs up is noticed where the body is read.
+    """
+    settings: Settings = request.app.state.settings
+    media_type = _choose(request, task)
+    run = Run(
+        task,
+        request.app.state.capacity,
+        request.state.caller,
+        request.state.memory,
+        packs_arrays=media_type != JSON,
+        record=find_record(request.scope),
+    )
+    if not task.streams:
+        return await run_within(request, settings.request_timeout_s, _finish(request, run))
+    events = run.events()
+    first = anext(events)
+    if reads_body:
+        opening = await first
+    else:
+        opening = await run_within(request, settings.request_timeout_s, _await(first))
+    stream = EventStream(task.id, opening, events, shape, settings.max_unread_bytes)
+    stream.record = run.record
+    return stream
+
+
+async def _finish(request: Request, run: Run) -> Response:
+    """Return a run's answer; a long one is written in a thread."""
+    document = await run.finish()
+    if run.expected_bytes < LONG_ANSWER:
+        return _answer_run(request, run.task, document)
+    return await run.capacity.call_long(_answer_run, request, run.task, document)
+
+
+def _choose(request: Request, task: Task) -> str:
+    return choose_encoding(request.headers.get("accept", ""), has_file=task.has_file)
+
+
+def _answer_run(request: Request, task: Task, document: dict[str, Any]) -> Response:
+    """Answer with a run's document, or with the file that it is laid out as."""
+    if _choose(request, task) != SAFETENSORS:
+        return answer(request, document)
+    file = task.lay_out(document)
+    return Response(encode_tensors(file.tensors, file.about), media_type=SAFETENSORS)
+
+
+async def _await(work: Awaitable[T]) -> T:
+    return await work
+
+
+class EventBuffer:
+    """Events that were written and not read yet, at most `max_bytes` or one.
+
+    So the work ends, and gives its room back, before a slow reader has read what came of it.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._written: list[bytes] = []
+        self._size = 0
+        self._ended = False
+        self._has_news = asyncio.Event()
+        self._has_room = asyncio.Event()
+
+    async def put(self, event: bytes) -> None:
+        """Add an event, once there is room for it."""
+        while self._size and self._size + len(event) > self._max_bytes:
+            self._has_room.clear()
+            await self._has_room.wait()
+        self._written.append(event)
+        self._size += len(event)
+        self._has_news.set()
+
+    def end(self) -> None:
+        """Say that no event follows."""
+        self._ended = True
+        self._has_news.set()
+
+    async def read(self) -> AsyncGenerator[bytes, None]:
+        """Yield what was written, all that is there at a time, until the end."""
+        while self._written or not self._ended:
+            await self._has_news.wait()
+            self._has_news.clear()
+            taken, self._written, self._size = self._written, [], 0
+            self._has_room.set()
+            if taken:
+                yield b"".join(taken)
+
+
+class EventStream(StreamingResponse):
+    """A run's events as server-sent events, kept from being buffered or cached on their way.
+
+    The run goes on while its reader is slow, as far as the buffer reaches; it ends with the
+    response, however that ends.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        answer_id: str,
+        opening: Event,
+        events: AsyncGenerator[Event, None],
+        shape: EventShape,
+        max_unread_bytes: int,
+    ) -> None:
+        self._answer_id = answer_id
+        self._opening = opening
+        self._events = events
+        self._shape = shape
+        self._buffer = EventBuffer(max_unread_bytes)
+        self.record = RequestRecord()
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(self._buffer.read(), headers=headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events.
+
+        Where the server ends, the events say so; what watches for the caller's leaving does not.
+        """
+
+        async def watch() -> Message:
+            try:
+                return await receive()
+            except APIError:
+                return await asyncio.Future[Message]()
+
+        writing = asyncio.create_task(self._write())
+        try:
+            await super().__call__(scope, watch, send)
+        finally:
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+
+    async def _write(self) -> None:
+        try:
+            async with aclosing(self._events), aclosing(self._encode()) as encoded:
+                async for event in encoded:
+                    await self._buffer.put(event)
+        finally:
+            self._buffer.end()
+
+    async def _encode(self) -> AsyncGenerator[bytes, None]:
+        shape = self._shape
+        yield shape.encode(self._opening)
+        try:
+            async for event in self._events:
+                yield shape.encode(event)
+        except APIError as error:
+            self.record.code = error.code
+            yield shape.encode_error(error, self._answer_id)
+        except Exception:
+            self.record.code = "internal"
+            log.exception("the stream of %s failed", self._answer_id)
+            detail = f"A fault of the server; its log has it under {self._answer_id}."
+            yield shape.encode_error(api_error("internal", detail), self._answer_id)
+        yield shape.end
+
+
+async def run_within(request: Request, timeout_s: float, work: Coroutine[Any, Any, T]) -> T:
+    """Return what `work` returns; cancel it when time runs out or the caller hangs up.
+
+    The header X-Request-Timeout shortens the time.
+
+    Errors: APIError `deadline_exceeded`, or that of a server that ends; ClientDisconnect.
+    """
+    try:
+        timeout_s = min(timeout_s, _read_timeout(request))
+    except APIError:
+        work.close()
+        raise
+    watching = asyncio.create_task(_wait_for_disconnect(request))
+    try:
+        async with asyncio.timeout(timeout_s) as deadline:
+            watching.add_done_callback(end_now := partial(_end_now, deadline))
+            try:
+                return await work
+            finally:
+                watching.remove_done_callback(end_now)
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        if watching.done():
+            watching.result()
+            raise ClientDisconnect from None
+        detail = (
+            f"The work was not done within {timeout_s:g} s and was cancelled: send less at once, "
+            "or raise request_timeout_s (or X-Request-Timeout)."
+        )
+        raise api_error("deadline_exceeded", detail) from None
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+def _end_now(deadline: asyncio.Timeout, _watching: "asyncio.Task[None]") -> None:
+    """Have a deadline be over."""
+    deadline.reschedule(asyncio.get_running_loop().time())
+
+
+def _read_timeout(request: Request) -> float:
+    """Return the seconds that the caller will wait. Errors: APIError `invalid_request`."""
+    given = request.headers.get("x-request-timeout", "inf")
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        detail = f"X-Request-Timeout is {given!r}; send a number of seconds above 0."
+        raise api_error("invalid_request", detail)
+    return seconds
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def answer(request: Request, document: dict[str, Any]) -> Response:
+    """Answer with the document in the encoding that the caller accepts."""
+    find_record(request.scope).note_answer(document)
+    media_type = choose_encoding(request.headers.get("accept", ""))
+    return Response(encode(document, media_type), media_type=media_type)

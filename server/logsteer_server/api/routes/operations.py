@@ -1,0 +1,173 @@
+"""`/models` and `/models/{id}`, its self-test and what changes it; probes, `/metrics`."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import PlainTextResponse
+
+from logsteer.errors import api_error
+from logsteer.schemas import (
+    Health,
+    ModelCard,
+    ModelList,
+    Readiness,
+    ReloadAnswer,
+    SelftestAnswer,
+    SelftestRequest,
+    Startup,
+)
+from logsteer.schemas.queries import WaitQuery
+from logsteer_server import __version__
+from logsteer_server.api.dependencies import (
+    ChangesDep,
+    DrainDep,
+    LimitedRoute,
+    ModelsDep,
+    UpkeepDep,
+)
+from logsteer_server.api.metrics import render_metrics
+from logsteer_server.api.problems import hide_paths
+from logsteer_server.api.respond import respond
+from logsteer_server.models.model import ResidentModel
+from logsteer_server.models.registry import ModelRegistry
+from logsteer_server.observation.metrics import METRICS_TYPE
+from logsteer_server.tasks.selftest import SelftestTask
+
+ANSWERED_AS: dict[str, Any] = {"application/msgpack": {}, "text/event-stream": {}}
+"""Media types of a self-test's answer, beside JSON."""
+
+WaitDep = Annotated[WaitQuery, Query()]
+
+router = APIRouter(route_class=LimitedRoute, tags=["operations"])
+
+
+@router.get("/models")
+async def list_models(models: ModelsDep) -> ModelList:
+    """Every configured model and its state."""
+    return ModelList(models=[_describe(model) for model in models.by_id.values()])
+
+
+@router.get("/models/{model_id:path}")
+async def get_model(model_id: str, models: ModelsDep) -> ModelCard:
+    """One model and its state."""
+    return _describe(models.find(model_id))
+
+
+def _describe(model: ResidentModel) -> ModelCard:
+    """Describe a model; where on this machine its fault was, the log says."""
+    card = model.describe()
+    card.detail = hide_paths(card.detail)
+    for replica in card.replicas:
+        replica.detail = hide_paths(replica.detail)
+    return card
+
+
+@router.post(
+    "/models/{model_id}/selftest",
+    description=SelftestTask.__doc__,
+    responses={200: {"model": SelftestAnswer, "content": ANSWERED_AS}},
+)
+async def selftest(
+    model_id: str, body: SelftestRequest, request: Request, models: ModelsDep
+) -> Response:
+    """What the service promises, measured on this model."""
+    return await respond(request, SelftestTask(models.find(model_id), body, models))
+
+
+@router.post("/models/{model_id}/load")
+async def load(model_id: str, query: WaitDep, models: ModelsDep, changes: ChangesDep) -> ModelCard:
+    """Have a model answer that was unloaded, drained or failed."""
+    await changes.load(models.find(model_id), query.wait_s)
+    return _describe(models.find(model_id))
+
+
+@router.post("/models/{model_id}/unload")
+async def unload(
+    model_id: str, query: WaitDep, models: ModelsDep, changes: ChangesDep
+) -> ModelCard:
+    """Answer what a model has at work, then end its engine; `load` starts it again.
+
+    New requests get `model_loading`. A required model that is unloaded fails `/readyz`.
+    """
+    await changes.unload(models.find(model_id), query.wait_s)
+    return _describe(models.find(model_id))
+
+
+@router.post("/models/{model_id}/drain")
+async def drain_model(
+    model_id: str, query: WaitDep, models: ModelsDep, changes: ChangesDep
+) -> ModelCard:
+    """Answer what a model has at work, and refuse it new requests; `load` has it take them."""
+    await changes.drain(models.find(model_id), query.wait_s)
+    return _describe(models.find(model_id))
+
+
+@router.post("/admin/reload")
+async def reload(query: WaitDep, changes: ChangesDep) -> ReloadAnswer:
+    """Read the configuration again; add, remove and replace models while others answer.
+
+    One that cannot be used changes nothing. SIGHUP does the same. A reload that comes while an
+    earlier one is at work is taken: what goes on to be wanted goes on, and the rest is given up.
+    """
+    report = await changes.reload(query.wait_s)
+    failed = {model_id: hide_paths(why) for model_id, why in report.failed.items()}
+    return ReloadAnswer(
+        added=report.added,
+        removed=report.removed,
+        replaced=report.replaced,
+        unchanged=report.unchanged,
+        pending=sorted(report.pending),
+        failed=failed,
+        needs_restart=report.needs_restart,
+    )
+
+
+@router.get("/healthz")
+async def healthz(models: ModelsDep, response: Response) -> Health:
+    """Whether the process is sound: a liveness probe. Status 503 where only a restart helps."""
+    given_up = models.find_given_up()
+    if given_up is None:
+        return Health(status="ok", version=__version__)
+    response.status_code = 503
+    detail = hide_paths(given_up.handle.detail)
+    reason = f"the required model {given_up.id} was given up: {detail}"
+    return Health(status="failing", version=__version__, reason=reason)
+
+
+@router.get("/readyz")
+async def readyz(
+    models: ModelsDep, drain: DrainDep, upkeep: UpkeepDep, response: Response
+) -> Readiness:
+    """Whether every required model answers now: a readiness probe. Status 503 where one does not,
+    and at the end.
+    """
+    trouble = None if upkeep is None else await upkeep.find_trouble()
+    store = None if upkeep is None else ("away" if trouble else "answers")
+    reason = "the server is shutting down" if drain.has_begun else _name_waiting(models)
+    response.status_code = 503 if reason else 200
+    states = {model.id: model.status[0] for model in models.by_id.values()}
+    return Readiness(ready=reason is None, models=states, reason=reason, store=store)
+
+
+@router.get("/startupz")
+async def startupz(models: ModelsDep, response: Response) -> Startup:
+    """Whether every required model has answered once: a startup probe. Status 503 until then."""
+    if models.has_started:
+        return Startup(started=True)
+    response.status_code = 503
+    return Startup(started=False, reason=_name_waiting(models))
+
+
+def _name_waiting(models: ModelRegistry) -> str | None:
+    """Name the required models that do not answer, and why; None where all do."""
+    waiting = [model for model in models.required if not model.is_ready]
+    told = (f"{model.id} is {model.status[0]}: {hide_paths(model.status[1])}" for model in waiting)
+    return "; ".join(told) or None
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(request: Request) -> Response:
+    """Everything counted, in Prometheus' text format; needs the key metrics_key, if any."""
+    if request.app.state.settings.metrics_port is not None:
+        raise api_error("not_found", "Metrics are on a port of their own here: metrics_port.")
+    return Response(await render_metrics(request), media_type=METRICS_TYPE)

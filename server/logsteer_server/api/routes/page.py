@@ -1,0 +1,77 @@
+"""`GET /`: the playground, one page that holds its own script and style; it needs no key."""
+
+import base64
+import gzip
+import hashlib
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from fastapi import APIRouter, Request, Response
+
+PAGE = Path(__file__).parents[2] / "playground" / "index.html"
+"""What `make playground` builds from `server/playground`."""
+
+router = APIRouter()
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page as it is sent: as it is and packed, and the headers that say what it may do."""
+
+    content: bytes
+    packed: bytes
+    headers: dict[str, str]
+
+    @classmethod
+    def read(cls, path: Path) -> "Page":
+        """Read a page; what it may run are the scripts and styles that it holds, and no others."""
+        content = path.read_bytes()
+        policy = {
+            "default-src": "'none'",
+            "script-src": _list_digests(content, "script"),
+            "style-src": _list_digests(content, "style"),
+            "connect-src": "'self'",
+            "font-src": "data:",
+            "img-src": "'self' data: blob:",
+            "base-uri": "'none'",
+            "form-action": "'none'",
+            "frame-ancestors": "'none'",
+        }
+        headers = {
+            "Content-Security-Policy": "; ".join(
+                f"{name} {value}" for name, value in policy.items()
+            ),
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Opener-Policy": "same-origin",
+            "Cache-Control": "no-cache",
+            "Vary": "Accept-Encoding",
+            "ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"',
+        }
+        return cls(content, gzip.compress(content, 9, mtime=0), headers)
+
+
+def _list_digests(page: bytes, tag: str) -> str:
+    """Return the sources that a policy allows: the digest of each element of this name."""
+    held = re.findall(rf"<{tag}(?: [^>]*)?>(.*?)</{tag}>".encode(), page, re.DOTALL)
+    digests = [base64.b64encode(hashlib.sha256(text).digest()).decode() for text in held]
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+
+@lru_cache(maxsize=1)
+def _read_page(path: Path, _written_ns: int) -> Page:
+    return Page.read(path)
+
+
+@router.get("/", include_in_schema=False)
+def show_page(request: Request) -> Response:
+    """The playground; 304 for who has it already."""
+    page = _read_page(PAGE, PAGE.stat().st_mtime_ns)  # one that was built since needs no restart
+    if page.headers["ETag"] in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=page.headers)
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        headers = {**page.headers, "Content-Encoding": "gzip"}
+        return Response(page.packed, headers=headers, media_type="text/html; charset=utf-8")
+    return Response(page.content, headers=page.headers, media_type="text/html; charset=utf-8")

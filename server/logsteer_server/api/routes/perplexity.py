@@ -1,0 +1,69 @@
+"""`POST /perplexity/stream`: a text of any length in the body."""
+
+import codecs
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import StreamingResponse
+
+from logsteer.errors import api_error
+from logsteer.schemas import PerplexityStreamQuery
+from logsteer_server.api.dependencies import (
+    LimitedRoute,
+    ModelsDep,
+    SettingsDep,
+    StoresDep,
+)
+from logsteer_server.api.respond import respond
+from logsteer_server.tasks.perplexity import PerplexityStreamTask
+
+router = APIRouter(route_class=LimitedRoute, tags=["scoring"])
+
+
+@router.post(
+    "/perplexity/stream",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"text/event-stream": {}}}},
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {"text/plain": {"schema": {"type": "string", "description": "UTF-8"}}},
+        }
+    },
+)
+async def perplexity_stream(
+    query: Annotated[PerplexityStreamQuery, Query()],
+    request: Request,
+    models: ModelsDep,
+    settings: SettingsDep,
+    stores: StoresDep,
+) -> Response:
+    """Perplexity of the text in the body, of any length; answers with server-sent events.
+
+    The body is read as fast as it is scored. Events follow once it has been read: windows that are
+    still at work then, and the result.
+    """
+    pieces = _read_text(request, settings.max_stream_bytes)
+    task = PerplexityStreamTask(query, pieces, models, stores)
+    return await respond(request, task, reads_body=True)
+
+
+async def _read_text(request: Request, limit: int) -> AsyncIterator[str]:
+    """Yield the body as text. Errors: APIError for bytes beyond the limit or that are not UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            detail = f"The text is longer than {limit} bytes: split it, or raise max_stream_bytes."
+            raise api_error("payload_too_large", detail)
+        try:
+            text = decoder.decode(chunk, final=not chunk)
+        except UnicodeDecodeError as error:
+            detail = (
+                f"The body is not UTF-8 near byte {size - len(chunk) + error.start}; send UTF-8."
+            )
+            raise api_error("invalid_request", detail) from error
+        if text:
+            yield text

@@ -1,0 +1,203 @@
+"""What `/vectors`, `/overrides` and `/adapters` have alike: cards, deletion, uploads of files."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
+
+from logsteer.schemas import (
+    AdapterCard,
+    AdapterList,
+    DeletedAdapter,
+    DeletedOverride,
+    DeletedVector,
+    OverrideCard,
+    OverrideList,
+    VectorCard,
+    VectorList,
+)
+from logsteer.schemas.steering import VectorName
+from logsteer_server.api.dependencies import (
+    LimitedRoute,
+    StoreThreadsDep,
+    get_adapters,
+    get_overrides,
+    get_vector_files,
+    read_announced,
+    read_upload,
+    refuse_upload,
+)
+from logsteer_server.api.respond import answer
+from logsteer_server.stores.layout import C
+from logsteer_server.stores.namespace import Namespace
+from logsteer_server.stores.store import ADAPTERS, OVERRIDES, VECTORS, Kind, StoredContent
+from logsteer_server.stores.threads import StoreThreads
+from logsteer_server.stores.upload import Upload
+
+WRITTEN_AT_ONCE = 2**22
+"""Bytes that are collected before a thread writes them."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Resource(Generic[C]):
+    """A kind of stored content as endpoints: its answers, and where its store is."""
+
+    kind: Kind[C]
+    listed: type[BaseModel]
+    deleted: type[BaseModel]
+    get_store: Callable[[Request], Awaitable[Namespace[C]]]
+    deletion: str = ""
+    """What else its documentation says of a deletion."""
+
+
+VECTOR_RESOURCE: Resource[VectorCard] = Resource(
+    VECTORS, VectorList, DeletedVector, get_vector_files
+)
+OVERRIDE_RESOURCE: Resource[OverrideCard] = Resource(
+    OVERRIDES, OverrideList, DeletedOverride, get_overrides
+)
+ADAPTER_RESOURCE: Resource[AdapterCard] = Resource(
+    ADAPTERS,
+    AdapterList,
+    DeletedAdapter,
+    get_adapters,
+    "\n\nAn engine that has it loaded forgets it when it needs its place for another.",
+)
+
+
+def make_router(resource: Resource[C]) -> APIRouter:
+    """Return a router that lists a resource's cards, shows one and deletes one."""
+    kind = resource.kind
+    every, one = f"/{kind.plural}", f"/{kind.plural}/{{name:stored}}"
+    router = APIRouter(route_class=LimitedRoute, tags=[kind.plural])
+
+    @router.get(
+        every,
+        name=f"list_{kind.plural}",
+        description=f"The card of every stored {kind.noun}, by name.",
+        responses={200: {"model": resource.listed}},
+    )
+    async def list_all(request: Request, threads: StoreThreadsDep) -> Response:
+        store = await resource.get_store(request)
+        listing = await threads.run(store.list_all)
+        document = {
+            kind.plural: [card.model_dump() for card in listing.cards],
+            "damaged": listing.damaged,
+            "bytes": listing.num_bytes,
+            "max_bytes": store.max_bytes,
+        }
+        return answer(request, document)
+
+    @router.get(
+        one,
+        name=f"show_{kind.noun}",
+        description=f"The card of one stored {kind.noun}.",
+        responses={200: {"model": kind.card}},
+    )
+    async def show(name: VectorName, request: Request, threads: StoreThreadsDep) -> Response:
+        store = await resource.get_store(request)
+        card = await threads.run(store.describe, name)
+        return answer(request, card.model_dump())
+
+    @router.delete(
+        one,
+        name=f"delete_{kind.noun}",
+        description="The name is gone, and the content too where it had no other."
+        + resource.deletion,
+        responses={200: {"model": resource.deleted}},
+    )
+    async def delete(name: VectorName, request: Request, threads: StoreThreadsDep) -> Response:
+        store = await resource.get_store(request)
+        sha256 = await threads.run(store.delete, name)
+        return answer(request, {"name": name, "sha256": sha256})
+
+    return router
+
+
+def describe_file(description: str) -> dict[str, Any]:
+    """Return the OpenAPI description of a request whose body is a file."""
+    content = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+    return {"requestBody": {"required": True, "description": description, "content": content}}
+
+
+@dataclass(frozen=True, slots=True)
+class UploadLimit:
+    """The bytes that an upload may have, and the setting that says so."""
+
+    max_bytes: int
+    setting: str
+
+
+@asynccontextmanager
+async def open_upload(
+    request: Request, store: Namespace[C], name: str, limit: UploadLimit, threads: StoreThreads
+) -> AsyncIterator[Upload]:
+    """Give a file for an upload; it is closed afterwards, and removed where it was not stored.
+
+    The room that the request announces is reserved before anything is read. Errors: APIError
+    `payload_too_large`; `overloaded` where other uploads are in the way.
+    """
+    announced = read_announced(request)
+    if announced > limit.max_bytes:
+        raise refuse_upload(limit.max_bytes, limit.setting)
+    receiving = asyncio.ensure_future(threads.run(store.receive, name, announced))
+    try:
+        upload = await asyncio.shield(receiving)
+    except asyncio.CancelledError:  # the file may come into being all the same
+        receiving.add_done_callback(_discard_late)
+        raise
+    try:
+        yield upload
+    finally:
+        await asyncio.to_thread(upload.discard)  # it is never refused, and waits for no lock
+
+
+def _discard_late(receiving: "asyncio.Future[Upload]") -> None:
+    if not receiving.cancelled() and receiving.exception() is None:
+        receiving.result().discard()
+
+
+async def write_body(
+    request: Request, upload: Upload, limit: UploadLimit, threads: StoreThreads
+) -> None:
+    """Write a request's body to the file. Errors: those of `read_upload` and of `Upload.write`."""
+    waiting, size = bytearray(), 0
+    async for chunk in read_upload(request, limit.max_bytes, limit.setting):
+        size += len(chunk)
+        upload.reserve(size)
+        waiting += chunk
+        if len(waiting) >= WRITTEN_AT_ONCE or not chunk:
+            await threads.run(upload.write, bytes(waiting))
+            waiting.clear()
+    if waiting:
+        await threads.run(upload.write, bytes(waiting))
+
+
+async def store_upload(
+    name: str,
+    upload: Upload,
+    store: Namespace[C],
+    threads: StoreThreads,
+    readers: asyncio.Semaphore,
+    read: Callable[[Path], T],
+    check: Callable[[StoredContent, T], Awaitable[C]],
+) -> C:
+    """Store an upload for a name that is written, and return its card.
+
+    `read` says what the file holds; `check` gets where engines find it and that, has the model's
+    engine look at it, and makes the card.
+    """
+    async with readers:
+        sha256 = await threads.run(upload.finish)
+        content = await threads.run(read, upload.path)
+    source = await threads.run(store.publish, name, upload)
+    card = await check(StoredContent(None, sha256, source), content)
+    await threads.run(store.put, upload, card)
+    return card

@@ -1,0 +1,121 @@
+"""`POST /tokenize` and `POST /detokenize`."""
+
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request, Response
+
+from logsteer.errors import api_error
+from logsteer.schemas import (
+    BosPolicy,
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    TokenizeAnswer,
+    TokenizeRequest,
+)
+from logsteer_server.api.dependencies import (
+    CapacityDep,
+    LimitedRoute,
+    ModelsDep,
+)
+from logsteer_server.api.respond import answer, run_within
+from logsteer_server.tasks.planning import Capacity, Steps, cover_text
+from logsteer_server.tasks.run import check_count
+from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, split_sizes
+
+T = TypeVar("T")
+
+BYTES_PER_TOKEN = 200
+"""Of an answer while it is made: the token's id, text and offsets, as objects and as text."""
+
+router = APIRouter(route_class=LimitedRoute, tags=["tokens"])
+
+
+@router.post("/tokenize", responses={200: {"model": TokenizeAnswer}})
+async def tokenize(
+    body: TokenizeRequest, request: Request, models: ModelsDep, capacity: CapacityDep
+) -> Response:
+    """The tokens of each text."""
+    check_count("texts", len(body.texts or ()), capacity.settings.max_items)
+    model = models.find(body.model)
+    codec, info = model.require()
+    longest = max(map(len, body.texts or [body.prompt or ""]))
+    takes_long = cover_text(longest, capacity.settings, request.state.memory)
+    if body.texts is not None:
+        results = await _run(
+            request, capacity, _encode(codec, body.texts, body.bos), takes_long=takes_long
+        )
+        return answer(request, {"model": model.id, "results": results})
+    bos: BosPolicy = "auto" if body.add_special_tokens else "never"
+    results = await _run(
+        request, capacity, _encode(codec, [body.prompt or ""], bos), takes_long=takes_long
+    )
+    ids = results[0]["token_ids"]
+    document = {
+        "model": model.id,
+        "results": results,
+        "tokens": ids,
+        "count": len(ids),
+        "max_model_len": info.context_length,
+    }
+    return answer(request, document)
+
+
+async def _run(
+    request: Request, capacity: Capacity, steps: Steps[T], *, takes_long: bool = False
+) -> T:
+    """Return what the steps come to, within the deadline; the answer's memory covers the tokens."""
+    memory = request.state.memory
+
+    def cover(num_tokens: int) -> None:
+        memory.cover(num_tokens * BYTES_PER_TOKEN)
+
+    work = capacity.advance(steps, cover, takes_long)
+    return await run_within(request, capacity.settings.request_timeout_s, work)
+
+
+def _encode(codec: TextCodec, texts: list[str], bos: BosPolicy) -> Steps[list[dict[str, Any]]]:
+    results: list[dict[str, Any]] = []
+    num_tokens = 0
+    for part in split_sizes([len(text) for text in texts], ENCODED_AT_ONCE):
+        for encoded in codec.encode(texts[part.start : part.stop]):
+            front = codec.bos_ids(bos, encoded.ids)
+            ids = front + encoded.ids
+            num_tokens += len(ids)
+            yield num_tokens
+            results.append(
+                {
+                    "token_ids": ids,
+                    "tokens": [codec.piece(token_id) for token_id in ids],
+                    "offsets": [None] * len(front) + list(encoded.offsets),
+                }
+            )
+    return results
+
+
+@router.post("/detokenize", responses={200: {"model": DetokenizeAnswer}})
+async def detokenize(
+    body: DetokenizeRequest, request: Request, models: ModelsDep, capacity: CapacityDep
+) -> Response:
+    """The text of each sequence of token ids, special tokens written out."""
+    sequences = body.token_ids if body.token_ids is not None else [body.tokens or []]
+    check_count("token_ids", len(sequences), capacity.settings.max_items)
+    model = models.find(body.model)
+    codec, info = model.require()
+    for index, ids in enumerate(sequences):
+        if ids and max(ids) >= info.vocab_size:
+            detail = f"token_ids[{index}] has id {max(ids)}; the vocabulary ends at "
+            detail += f"{info.vocab_size - 1}."
+            raise api_error("invalid_request", detail, param=f"token_ids[{index}]")
+    texts = await _run(request, capacity, _decode(codec, sequences))
+    document: dict[str, Any] = {"model": model.id, "texts": texts}
+    if body.tokens is not None:
+        document["prompt"] = texts[0]
+    return answer(request, document)
+
+
+def _decode(codec: TextCodec, sequences: list[list[int]]) -> Steps[list[str]]:
+    texts = []
+    for ids in sequences:
+        texts.append(codec.decode(ids))
+        yield 0
+    return texts

@@ -1,0 +1,1 @@
+"""Engine processes: their start, their heartbeats, the queue of work before them."""
