@@ -22,6 +22,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from logsteer import Client
 from tests.servers import Configuration, Server, SharedServers, Starter, stop_all
+from tests.template import TEMPLATE
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_MODEL = ROOT / "demo" / "model"
@@ -228,7 +229,8 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the shared servers where this process started them."""
+    """End the shared servers where this process started them, and what servers are forked from."""
+    TEMPLATE.close()
     if starter := config.stash.get(STARTER, None):
         starter.close()
         shutil.rmtree(config.stash[SERVERS].directory)
