@@ -7,7 +7,7 @@ WORKERS ?= 2
 PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --no-loadscope-reorder
 EXACT := $(addprefix tests/contract/test_,exactness.py logprob.py quantized.py tlens.py)
 
-.PHONY: serve demo setup test test-fast test-containers test-avx2 families check format bench \
+.PHONY: serve demo setup test test-first test-full test-all test-fast test-containers test-avx2 families check format bench \
 	gpu-check openapi client docs playground dashboard lock clean
 
 serve: ## install what is missing, then serve CONFIG on PORT
@@ -21,12 +21,22 @@ demo: ## serve the demo model, make three calls, print the answers, stop
 setup: ## everything into .venv, test and benchmark dependencies included
 	@requirements/install.sh dev
 
-test: setup ## all checks and all tests
-	@$(MAKE) --no-print-directory check
-	@$(PYTEST)
+test: setup ## what a change is held to before it is committed: checks, and beside them the tests
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target check test-first
+
+test-first: setup ## all that needs no engine, and of the engines the promises
+	@$(PYTEST) -m "not full"
+
+test-full: setup ## the tests that `make test` leaves out
+	@$(PYTEST) -m full
+
+test-all: ## everything but what CONTRIBUTING.md lists as run by hand
+	@$(MAKE) --no-print-directory test
+	@$(MAKE) --no-print-directory test-full
+	@$(MAKE) --no-print-directory test-avx2
 
 test-fast: setup ## the tests that need no engine
-	@$(PYTEST) -m "not engine and not slow"
+	@$(PYTEST) -m "not engine and not full"
 
 test-avx2: setup ## the tests of exactness as on a CPU without AVX-512
 	@ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(PYTEST) -k "not two_ranks" $(EXACT)

@@ -265,6 +265,31 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return "\npytestmark = pytest.mark.engine\n" in collection_path.read_text() or None
 
 
+PROMISES = (
+    "tests/browser/test_page.py",
+    "tests/contract/test_adapters.py",
+    "tests/contract/test_diagnostics.py",
+    "tests/contract/test_draws.py",
+    "tests/contract/test_exactness.py",
+    "tests/contract/test_logprob.py",
+    "tests/contract/test_perplexity.py",
+    "tests/contract/test_steering.py",
+    "tests/families/test_families.py::test_a_family_has_the_numbers_of_transformers[gpt_neox-",
+    "tests/faults/test_engines.py",
+    "tests/faults/test_poison.py",
+    "tests/server/test_kernel.py",
+    "tests/server/test_vllm_seam.py",
+)
+"""Tests with real engines that `make test` runs; all others with one are `full`."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Leave a test with a real engine to `make test-full`, unless it holds a promise."""
+    if item.get_closest_marker("engine") and not item.nodeid.startswith(PROMISES):
+        item.add_marker("full")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run files in the order in which what they need can be there: engines, then shared servers.

@@ -24,7 +24,7 @@ from .corpus_server import CorpusServer, serve_corpus
 from .score_file_cases import PowerCutError, interrupt, read_rows, score, texts, write_rows
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("suffix", [".part", ".job"])
 def test_files_cut_anywhere_are_gone_on_with(
     tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
@@ -119,7 +119,7 @@ def run_command(url: str, *argv: str, **options: Any) -> subprocess.Popen[bytes]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_command_that_is_killed_again_and_again_writes_what_one_run_writes(
     tmp_path: Path,
 ) -> None:
@@ -152,7 +152,7 @@ def wait_for_commit(record: Path) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ctrl_c_keeps_what_is_done_and_two_at_once_are_refused(tmp_path: Path) -> None:
     corpus, target = write_rows(tmp_path / "in.jsonl", texts(3000)), tmp_path / "out.jsonl"
     with serve_corpus(delay_s=0.5) as url:  # the first has work for three minutes

@@ -133,7 +133,7 @@ print(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     peaks = []
     with serve_corpus() as url:

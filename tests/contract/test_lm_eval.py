@@ -194,7 +194,7 @@ def test_a_model_without_a_chat_template_says_so() -> None:
         render_chat(refusing, [{"role": "user", "content": "Hi"}], True)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_prints_the_table(fake_server: Server, scratch: Path) -> None:
     done = subprocess.run(
         [

@@ -179,7 +179,7 @@ def attack(server: Server, path: str, content: bytes) -> list[str]:
     return answers
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_bystander_is_answered(server: Server, name: str) -> None:
     path, make = ATTACKS[name]

@@ -126,7 +126,7 @@ def test_a_streamed_text_obeys_the_option(client: Client) -> None:
     assert counts[0] == counts[2] == 0 < counts[1]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_results_survive_a_restart_of_the_server(
     start_server: ServerFactory, tmp_path: Path
 ) -> None:

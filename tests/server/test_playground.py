@@ -173,7 +173,7 @@ def test_no_file_names_where_packages_came_from() -> None:
     assert "registry" not in (SOURCE / ".npmrc").read_text().replace("registry-resolved", "")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(
     shutil.which("npm") is None or not (SOURCE / "node_modules").is_dir(),
     reason="SKIPPED BECAUSE THERE IS NO npm, OR `make playground` HAS NOT RUN HERE",

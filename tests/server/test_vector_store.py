@@ -217,7 +217,7 @@ for name, seed in list_changes(int(sys.argv[2])):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_server_killed_at_any_moment_has_all_that_it_reported(tmp_path: Path) -> None:
     state: dict[str, int] = {}
     changes_seen = 0

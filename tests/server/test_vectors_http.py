@@ -268,7 +268,7 @@ def test_combinations_that_are_refused(client: Client, http: httpx.Client) -> No
     assert http.post("/vectors/b/combine", content=nan, headers=headers).status_code == 422
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_limits_and_a_restart(start_server: ServerFactory, tmp_path: Path) -> None:
     config = {
         "models": [fake_model()],
