@@ -17,10 +17,6 @@ from tests.faults.keys import add_key, serve
 
 pytestmark = pytest.mark.engine
 
-FIRST_PAINT_MS = 1000
-"""On a machine that does other work; alone, it is some 100 ms."""
-SLOW_FRAME_MS = 100
-
 
 def test_the_page_is_one_file_with_a_strict_policy(playground_server: Server) -> None:
     answer = httpx.get(playground_server.url)
@@ -32,20 +28,6 @@ def test_the_page_is_one_file_with_a_strict_policy(playground_server: Server) ->
     assert re.fullmatch(r"('sha256-[\w+/=]+' ?)+", policy["script-src"])
     assert len(answer.content) <= 400_000
     assert not re.findall(rb'<(?:script|link|img)[^>]+(?:src|href)="(?!data:)', answer.content)
-
-
-def test_the_first_paint_is_early(visit: OpenPage) -> None:
-    seen = visit()
-    paints = []
-    for _ in range(10):
-        seen.see("text")
-        entry = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
-        paints.append(seen.page.evaluate(entry))
-        if paints[-1] <= FIRST_PAINT_MS:
-            break
-        seen.page.reload()  # the machine may have been busy
-    print(f"first contentful paint after {paints} ms")
-    assert min(paints) <= FIRST_PAINT_MS
 
 
 # ------------------------------------------------------------------ links
@@ -214,7 +196,7 @@ def test_errors_stand_where_they_arose_in_the_servers_words(visit: OpenPage, api
 # ------------------------------------------------------------------ long texts
 
 
-def test_5000_tokens_scroll_smoothly(visit: OpenPage) -> None:
+def test_5000_tokens_are_few_elements(visit: OpenPage) -> None:
     seen = visit("text?model=other")
     seen.see("text")
     text = " ".join(f"Lily and Tom walked to the lake number {n}." for n in range(450))
@@ -222,28 +204,7 @@ def test_5000_tokens_scroll_smoothly(visit: OpenPage) -> None:
     seen.button("Score").click()
     box = seen.page.get_by_role("listbox", name="Tokens of the text")
     box.locator(".token").nth(4999).wait_for(state="attached")
-    scroll = """async (box) => {
-          box.scrollTop = 0;
-          const times = [];
-          let last = await new Promise(requestAnimationFrame);
-          for (let step = 0; step < 60; step += 1) {
-            box.scrollTop += box.scrollHeight / 60;
-            const now = await new Promise(requestAnimationFrame);
-            times.push(now - last);
-            last = now;
-          }
-          return times.sort((a, b) => a - b);
-        }"""
-    frames: list[list[float]] = []
-    for _ in range(10):
-        frames.append(box.evaluate(scroll))
-        if frames[-1][30] <= SLOW_FRAME_MS:
-            break  # else the machine may have been busy
-    best = min(frames, key=lambda times: times[30])
-    median, slow = best[30], best[56]
     nodes = seen.page.evaluate("document.getElementsByTagName('*').length")
-    print(f"scrolling: a frame takes {median:.1f} ms, 1 in 20 {slow:.1f} ms; {nodes} elements")
-    assert median <= SLOW_FRAME_MS
     assert nodes <= 12_000
 
 
