@@ -5,6 +5,8 @@ The server is TransformerLens', which can do what every command asks for.
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from logsteer import Client
+from logsteer.cli import main
 from tests.client.test_examples import EXAMPLES
 from tests.conftest import Server, ServerFactory, tlens_model, uncached
 
@@ -97,21 +100,40 @@ def _has_mood(client: Client) -> bool:
 
 
 @pytest.mark.parametrize("line", sorted({line for lines in EXAMPLES.values() for line in lines}))
-def test_an_example_runs(line: str, place: Path, server: Server) -> None:
+def test_an_example_runs(
+    line: str,
+    place: Path,
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     made = [file for words, file in MAKES.items() if words in line]
     for file in made:
         (place / file).unlink(missing_ok=True)
-    bin_directory = Path(sys.executable).parent
-    environment = os.environ | {
-        "LOGSTEER_BASE_URL": server.url,
-        "PATH": f"{bin_directory}:{os.environ['PATH']}",
-    }
-    done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", line],
-        capture_output=True, text=True, check=False, cwd=place, env=environment,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    assert done.stdout or made or line.startswith("source")
+    monkeypatch.setenv("LOGSTEER_BASE_URL", server.url)
+    monkeypatch.chdir(place)
+    needs_shell = re.search("[|<>]", line) is not None
+    status, output, error = run_in_shell(line) if needs_shell else run_here(line, capsys)
+    assert status == 0, error
+    assert error == ""
+    assert output or made or line.startswith("source")
     for file in made:
         assert (place / file).stat().st_size > 0
+
+
+def run_in_shell(line: str) -> tuple[int, str, str]:
+    """Run a line as a user's shell does; return its status, output and errors."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = ["bash", "-o", "pipefail", "-c", line]
+    environment = os.environ | {"PATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    return done.returncode, done.stdout, done.stderr
+
+
+def run_here(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """Run a command of its own in this process; return its status, output and errors."""
+    name, *arguments = shlex.split(line)
+    assert name == "logsteer"
+    capsys.readouterr()
+    status = main(arguments)
+    return status, *capsys.readouterr()
