@@ -1,5 +1,5 @@
-"""`logsteer score-file` against a loop over the same requests that reads no answer, and Parquet in and
-out against JSON lines.
+"""`logsteer score-file` against a loop over the same requests that reads no answer; Parquet against
+JSON lines.
 
     .venv/bin/python bench/run.py --only score_file score_file_forms
 
@@ -71,7 +71,7 @@ def compare_with_loop(directory: Path, runs: int) -> dict[str, object]:
 
 
 def compare_forms(directory: Path, runs: int) -> dict[str, object]:
-    """Rows per second and CPU time a row of `logprob` by the fake engine: JSON lines and Parquet."""
+    """Rows per second and CPU time a row of `logprob` by the fake engine, by form of the files."""
     import pyarrow
     from pyarrow import parquet
 
