@@ -2,18 +2,24 @@
 
 Options are keywords; one that is left out is not sent, and takes the server's default. Every method
 raises the errors of `logsteer.errors`. Log-probabilities are in nats.
+
+Written by `make client` from `async_client.py`: change that.
 """
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
 import httpx
 
-from logsteer._callers import weigh_vectors
+from logsteer._calls import as_list
 from logsteer._exchange import Encoding
 from logsteer._settings import read_settings
-from logsteer._sync_methods import Adapters, ClientMethods, Overrides, VectorMethods
+from logsteer._sync_methods import (
+    Adapters,
+    ClientMethods,
+    Overrides,
+    VectorMethods,
+)
 from logsteer._upload import UploadBody
 from logsteer.schemas import VectorCard
 
@@ -28,8 +34,10 @@ class Vectors(VectorMethods):
 
         What it shares with the vectors named by `orthogonal_to` is taken away, layer by layer.
         """
-        values = weigh_vectors(name, weights, orthogonal_to)
-        card: VectorCard = self._ask("vectors.combine", **values)
+        parts = [{"name": part, "weight": float(weight)} for part, weight in weights.items()]
+        card: VectorCard = self._ask(
+            "vectors.combine", name=name, vectors=parts, orthogonal_to=as_list(orthogonal_to)
+        )
         return card
 
 
@@ -41,10 +49,6 @@ class Client(ClientMethods):
     for connecting, unless given; `httpx.Timeout(None)` sets none. `model` is the default of every
     request; `transport` replaces the network. With `encoding="msgpack"` arrays travel as raw
     buffers, which suits large answers.
-
-    Examples:
-        >>> with Client(model="demo") as client:  # doctest: +SKIP
-        ...     client.score("The capital of France is", [" Paris", " London"]).choice_probs
     """
 
     def __init__(
@@ -68,12 +72,7 @@ class Client(ClientMethods):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

@@ -24,7 +24,7 @@ from logsteer.cli.vector_tables import (
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
 from logsteer.extras.dose_response import DoseResponse, evaluate_vector
-from logsteer.extras.json_lines import read_json_lines
+from logsteer.extras.json_files import read_json_lines
 from logsteer.extras.sae import import_feature
 from logsteer.schemas import ContentFormat, TrainAnswer, VectorCard, VectorList
 

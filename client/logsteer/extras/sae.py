@@ -22,18 +22,15 @@ import json
 import math
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from logsteer.errors import LogsteerError
 from logsteer.extras.tensors import TensorFile, render_tensors
-from logsteer.schemas import ModelCard, VectorCard, VectorReadout
+from logsteer.schemas import ModelCard, ModelList, VectorCard, VectorReadout
 from logsteer.schemas.common import Reply
-
-if TYPE_CHECKING:
-    from logsteer.client import Client
 
 READOUTS = "logsteer.readouts"
 """The entry of a vector file's metadata that has its readouts."""
@@ -100,8 +97,22 @@ def read_feature(
         return _read(tensors, config, feature, config.choose_place(layer), scale)
 
 
+class StoringClient(Protocol):
+    """What is asked of a client here."""
+
+    @property
+    def vectors(self) -> Any:
+        """The steering vectors that the server stores."""
+        ...
+
+    @property
+    def models(self) -> Callable[[], ModelList]:
+        """Return every configured model and its state."""
+        ...
+
+
 def import_feature(
-    client: Client,
+    client: StoringClient,
     path: str | Path,
     feature: int,
     *,
