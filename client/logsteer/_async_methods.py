@@ -1560,8 +1560,8 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
 
         Args:
             name: What the steering vector is called from now on.
-            source: A path, an open binary file, or the file's bytes: safetensors, a GGUF
-                control vector, or a dictionary that torch.save has written.
+            source: A path, an open binary file, or the file's bytes: safetensors, or a GGUF
+                control vector.
             format: Of the file; left out: what it looks like.
         """
         return await self._ask("vectors.put", name=name, source=source, format=format)

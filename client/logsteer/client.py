@@ -13,6 +13,7 @@ import httpx
 
 from logsteer._calls import as_list
 from logsteer._exchange import Encoding
+from logsteer._parameters import NOT_GIVEN, NotGiven
 from logsteer._settings import read_settings
 from logsteer._sync_methods import (
     Adapters,
@@ -20,12 +21,32 @@ from logsteer._sync_methods import (
     Overrides,
     VectorMethods,
 )
-from logsteer._upload import UploadBody
-from logsteer.schemas import VectorCard
+from logsteer._upload import Source, UploadBody
+from logsteer.extras.tensors import convert_upload
+from logsteer.schemas import VectorCard, VectorFormat
 
 
 class Vectors(VectorMethods):
     """Methods of `Client.vectors`."""
+
+    def put(
+        self,
+        name: str,
+        source: Source | bytes,
+        format: VectorFormat | NotGiven | None = NOT_GIVEN,  # noqa: A002
+    ) -> VectorCard:
+        """Upload the steering vector, store it under a name, and return its card.
+
+        The server takes safetensors and GGUF control vectors. A dictionary that torch.save has
+        written is converted on this machine, which takes torch.
+
+        Args:
+            name: What the steering vector is called from now on.
+            source: A path, an open binary file, or the file's bytes.
+            format: Of the file; left out: what it looks like.
+        """
+        source, form = convert_upload(source, format)
+        return super().put(name, source, form)
 
     def combine(
         self, name: str, weights: Mapping[str, float], orthogonal_to: Sequence[str] = ()

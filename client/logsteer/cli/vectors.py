@@ -71,7 +71,7 @@ def add_vector_commands(parser: argparse.ArgumentParser, common: argparse.Argume
     )
     add_output_options(showing, VectorCard, plot=True)
     put = add("put", _put, "upload a file as a vector", PUT_EXAMPLES)
-    put.add_argument("file", metavar="FILE", help="safetensors, GGUF, or written by torch.save")
+    put.add_argument("file", metavar="FILE", help="safetensors or GGUF; torch.save's is converted")
     add_options(put, "vectors.put", {"format": None})
     get = add("get", _get, "download a vector as a file", GET_EXAMPLES)
     get.add_argument("file", metavar="FILE", nargs="?", help="default NAME.FORMAT")
