@@ -1,11 +1,10 @@
-"""`logsteer score-file` against a loop over the same requests that reads no answer, and its forms:
-Parquet in and out, and `--ray`, against JSON lines.
+"""`logsteer score-file` against a loop over the same requests that reads no answer; Parquet against
+JSON lines.
 
     .venv/bin/python bench/run.py --only score_file score_file_forms
 
 The server is on one core, with its engine, and what asks it on another, each run a process of its
-own; with `--ray` both cores are the job's. The fake engine's answers take next to no work: rows
-come as fast as HTTP can take them.
+own. The fake engine's answers take next to no work: rows come as fast as HTTP can take them.
 """
 
 import argparse
@@ -20,7 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import yaml
 
 import logsteer
 from logsteer.corpus import JobLimits
@@ -35,7 +33,7 @@ FIELD = {"logprob": "items", "perplexity": "texts"}
 AT_ONCE = 8
 """Requests of the loop that are under way at once."""
 JOB, LOOP = "score-file", "loop that reads no answer"
-PARQUET, RAY = "score-file, Parquet in and out", "score-file --ray"
+PARQUET = "score-file, Parquet in and out"
 FORM_ROWS = 24_576
 LIMITS = JobLimits(batch_size=256)
 
@@ -73,9 +71,7 @@ def compare_with_loop(directory: Path, runs: int) -> dict[str, object]:
 
 
 def compare_forms(directory: Path, runs: int) -> dict[str, object]:
-    """Rows per second and CPU time a row of `logprob` by the fake engine: from JSON lines and
-    Parquet over HTTP, and on a Ray of its own with one actor, whose start is told apart.
-    """
+    """Rows per second and CPU time a row of `logprob` by the fake engine, by form of the files."""
     import pyarrow
     from pyarrow import parquet
 
@@ -87,17 +83,12 @@ def compare_forms(directory: Path, runs: int) -> dict[str, object]:
     lines, columns = directory / "forms.jsonl", directory / "forms.parquet"
     lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
     parquet.write_table(pyarrow.Table.from_pylist(rows), columns)
-    model = {"id": "demo", "path": str(DEMO), "engine": "fake", "engine_args": FAKE}
-    store = {"cache_bytes": 0, "store_directory": str(directory / "store")}
-    config = directory / "ray.yaml"
-    config.write_text(yaml.safe_dump({"models": [model | {"dtype": "float32"}]} | store))
-    found: dict[str, list[dict[str, float]]] = {JOB: [], PARQUET: [], RAY: []}
+    found: dict[str, list[dict[str, float]]] = {JOB: [], PARQUET: []}
     with on_cores({0}), run_logsteer({"demo": DEMO}, directory, "fake", engine_args=FAKE) as url:
         for run in range(runs + 1):
             for way, figures in found.items():
                 source = columns if way == PARQUET else lines
-                given = str(config) if way == RAY else url
-                figure = _run(given, "logprob", source, way)
+                figure = _run(url, "logprob", source, way)
                 figures.extend([figure] if run else [])
     ways = {
         way: {
@@ -106,12 +97,9 @@ def compare_forms(directory: Path, runs: int) -> dict[str, object]:
         }
         for way, figures in found.items()
     }
-    del ways[RAY]["us_per_row"]  # its work is in other processes
-    starts = [one["start_s"] for one in found[RAY]]
-    ways[RAY]["start_s"] = spread(starts)
     seconds = {way: [one["seconds"] for one in figures] for way, figures in found.items()}
-    ratios = {f"{way} / {JOB}": compare(seconds[way], seconds[JOB]) for way in (PARQUET, RAY)}
-    note = f"logprob of {FORM_ROWS} items of 25 tokens, requests of 256; --ray without its start"
+    ratios = {f"{PARQUET} / {JOB}": compare(seconds[PARQUET], seconds[JOB])}
+    note = f"logprob of {FORM_ROWS} items of 25 tokens, requests of 256"
     return {"runs": runs, "ways": ways, "ratios": ratios, "notes": [note]}
 
 
@@ -128,7 +116,7 @@ def on_cores(numbers: set[int]) -> Iterator[None]:
 
 def _run(url: str, endpoint: str, source: Path, way: str) -> dict[str, float]:
     command = [sys.executable, __file__, url, endpoint, str(source), way]
-    with on_cores({0, 1} if way == RAY else {1}):
+    with on_cores({1}):
         output = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
     found: dict[str, float] = json.loads(output.splitlines()[-1])
     return found
@@ -142,29 +130,6 @@ def run_job(url: str, endpoint: str, source: Path) -> None:
     )
     if scores.failed:
         raise RuntimeError(f"{scores.failed} rows failed: see {target}")
-
-
-def run_on_ray(config: Path, endpoint: str, source: Path) -> dict[str, float]:
-    """Score the file on a Ray of its own, after a file of one request; the seconds of that, which
-    are those of a start, and what the rest of the file took beside them.
-    """
-    from logsteer_server.cluster.score_file import score_file
-
-    lines = source.read_bytes().splitlines(keepends=True)
-    first = source.with_name("first.jsonl")
-    first.write_bytes(b"".join(lines[:256]))
-    seconds = []
-    for each in (first, source):
-        started = time.perf_counter()
-        target = each.with_name(f"ray-{each.name}")
-        scores = score_file(
-            each, target, endpoint, config=config, restart=True, progress=False, limits=LIMITS
-        )
-        if scores.failed:
-            raise RuntimeError(f"{scores.failed} rows failed: see {target}")
-        seconds.append(time.perf_counter() - started)
-    start, whole = seconds
-    return {"seconds": (whole - start) * len(lines) / (len(lines) - 256), "start_s": start}
 
 
 async def run_loop(url: str, endpoint: str, source: Path) -> None:
@@ -186,21 +151,18 @@ async def run_loop(url: str, endpoint: str, source: Path) -> None:
 def main() -> None:
     """Run one way once, and print its seconds and CPU seconds as JSON."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("url", help="of the server; on Ray, the configuration")
+    parser.add_argument("url", help="of the server")
     parser.add_argument("endpoint", choices=list(FIELD))
     parser.add_argument("source", type=Path)
-    parser.add_argument("way", choices=[JOB, LOOP, PARQUET, RAY])
+    parser.add_argument("way", choices=[JOB, LOOP, PARQUET])
     given = parser.parse_args()
     cpu, started = time.process_time(), time.perf_counter()
-    own: dict[str, float] = {}
-    if given.way == RAY:
-        own = run_on_ray(Path(given.url), given.endpoint, given.source)
-    elif given.way == LOOP:
+    if given.way == LOOP:
         asyncio.run(run_loop(given.url, given.endpoint, given.source))
     else:
         run_job(given.url, given.endpoint, given.source)
     figures = {"seconds": time.perf_counter() - started, "cpu_s": time.process_time() - cpu}
-    sys.stdout.write(json.dumps(figures | own))
+    sys.stdout.write(json.dumps(figures))
 
 
 if __name__ == "__main__":

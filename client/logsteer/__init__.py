@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from logsteer._endpoints import GenerateEvent, PerplexityEvent, SelftestEvent, SteerEvent
     from logsteer._pairs import LogProb
+    from logsteer._version import __version__
     from logsteer.async_client import AsyncClient
     from logsteer.client import Client
     from logsteer.corpus import FileScores, score_file
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
         UnavailableError,
     )
     from logsteer.extras.plots import plot_sweep
-
-    __version__: str
 
 # Name -> module that has it. Loaded at first use: the command line's help and the server's import
 # of a schema need not wait for httpx.
@@ -59,6 +58,7 @@ _HOMES = {
     "SteerEvent": "_endpoints",
     "TransportError": "errors",
     "UnavailableError": "errors",
+    "__version__": "_version",
     "plot_sweep": "extras.plots",
     "score_file": "corpus",
 }
@@ -93,24 +93,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        value: Any = _read_version()
-    elif name in _HOMES:
-        value = getattr(import_module(f"logsteer.{_HOMES[name]}"), name)
-    else:
+    if name not in _HOMES:
         raise AttributeError(f"module 'logsteer' has no attribute {name!r}")
-    globals()[name] = value
+    globals()[name] = value = getattr(import_module(f"logsteer.{_HOMES[name]}"), name)
     return value
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-def _read_version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("logsteer")
-    except PackageNotFoundError:
-        return "0.1.0"

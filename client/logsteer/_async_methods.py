@@ -3,14 +3,16 @@
 Written by `make client` from the table of endpoints and the schemas: change those.
 """
 
+# mypy: disable-error-code="no-any-return"
+# What an endpoint is answered with is of the type that the table of endpoints has for it.
+
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
-from logsteer._call import Download
-from logsteer._callers import AsyncCaller, AsyncStoreMethods
+from logsteer._async_caller import AsyncCaller, AsyncStoreMethods
 from logsteer._endpoints import GenerateEvent, PerplexityEvent, SelftestEvent, SteerEvent
 from logsteer._pairs import LogProbs
 from logsteer._parameters import NOT_GIVEN, NotGiven
@@ -75,12 +77,11 @@ from logsteer.schemas import (
 
 
 class AsyncClientMethods(AsyncCaller):
-    """Methods of the client itself. Those of the client that blocks, awaited."""
+    """Methods of the client itself."""
 
     async def models(self) -> ModelList:
         """Return every configured model and its state."""
-        answer: ModelList = await self._ask("models")
-        return answer
+        return await self._ask("models")
 
     async def model(self, model_id: str) -> ModelCard:
         """Return the card of one model; NotFoundError where there is none of this id.
@@ -88,8 +89,7 @@ class AsyncClientMethods(AsyncCaller):
         Args:
             model_id: Id of the model.
         """
-        answer: ModelCard = await self._ask("model", model_id=model_id)
-        return answer
+        return await self._ask("model", model_id=model_id)
 
     async def selftest(
         self,
@@ -110,14 +110,13 @@ class AsyncClientMethods(AsyncCaller):
             against: Id of a second resident model with the same tokenizer, such as the same
                 checkpoint on the other engine: both score the same tokens.
         """
-        answer: SelftestAnswer = await self._ask(
+        return await self._ask(
             "selftest",
             model_id=model_id,
             texts=texts,
             token_ids=token_ids,
             against=against,
         )
-        return answer
 
     def selftest_events(
         self,
@@ -157,8 +156,7 @@ class AsyncClientMethods(AsyncCaller):
             wait_s: Seconds after which the answer comes at the latest; the change goes on.
                 Default 0.0.
         """
-        answer: ModelCard = await self._ask("load_model", model_id=model_id, wait_s=wait_s)
-        return answer
+        return await self._ask("load_model", model_id=model_id, wait_s=wait_s)
 
     async def unload_model(
         self,
@@ -175,8 +173,7 @@ class AsyncClientMethods(AsyncCaller):
             wait_s: Seconds after which the answer comes at the latest; the change goes on.
                 Default 0.0.
         """
-        answer: ModelCard = await self._ask("unload_model", model_id=model_id, wait_s=wait_s)
-        return answer
+        return await self._ask("unload_model", model_id=model_id, wait_s=wait_s)
 
     async def drain_model(
         self,
@@ -193,8 +190,7 @@ class AsyncClientMethods(AsyncCaller):
             wait_s: Seconds after which the answer comes at the latest; the change goes on.
                 Default 0.0.
         """
-        answer: ModelCard = await self._ask("drain_model", model_id=model_id, wait_s=wait_s)
-        return answer
+        return await self._ask("drain_model", model_id=model_id, wait_s=wait_s)
 
     async def reload(self, *, wait_s: float | NotGiven = NOT_GIVEN) -> ReloadAnswer:
         """Have the server read its configuration again: add, remove and replace models.
@@ -205,32 +201,28 @@ class AsyncClientMethods(AsyncCaller):
             wait_s: Seconds after which the answer comes at the latest; the change goes on.
                 Default 0.0.
         """
-        answer: ReloadAnswer = await self._ask("reload", wait_s=wait_s)
-        return answer
+        return await self._ask("reload", wait_s=wait_s)
 
     async def health(self) -> Health:
         """Return that the server's process is sound, and its version.
 
         It is an answer, too, where the server sends it with status 503.
         """
-        answer: Health = await self._ask("health")
-        return answer
+        return await self._ask("health")
 
     async def startup(self) -> Startup:
         """Return whether every required model has answered once.
 
         It is an answer, too, where the server sends it with status 503.
         """
-        answer: Startup = await self._ask("startup")
-        return answer
+        return await self._ask("startup")
 
     async def ready(self) -> Readiness:
         """Return whether every required model answers, and the state of each.
 
         It is an answer, too, where the server sends it with status 503.
         """
-        answer: Readiness = await self._ask("ready")
-        return answer
+        return await self._ask("ready")
 
     async def logprob(
         self,
@@ -286,7 +278,7 @@ class AsyncClientMethods(AsyncCaller):
             top: Most probable alternatives listed per row. Default 0.
             per_token: False leaves out the arrays, keeps the sums. Default True.
         """
-        answer: LogprobAnswer = await self._ask(
+        return await self._ask(
             "logprob",
             items=items,
             override=override,
@@ -305,7 +297,6 @@ class AsyncClientMethods(AsyncCaller):
             top=top,
             per_token=per_token,
         )
-        return answer
 
     async def diagnostics(
         self,
@@ -363,7 +354,7 @@ class AsyncClientMethods(AsyncCaller):
             per_token: False leaves out the arrays, keeps the sums. Default True.
             window: Tokens that `early` and `late` are means over. Default 16.
         """
-        answer: LogprobAnswer = await self._ask(
+        return await self._ask(
             "diagnostics",
             items=items,
             override=override,
@@ -383,7 +374,6 @@ class AsyncClientMethods(AsyncCaller):
             per_token=per_token,
             window=window,
         )
-        return answer
 
     async def perplexity(
         self,
@@ -440,7 +430,7 @@ class AsyncClientMethods(AsyncCaller):
             reference: A second resident model with the same vocabulary to compare with, as it
                 is: unsteered, with its own parameters.
         """
-        answer: PerplexityAnswer = await self._ask(
+        return await self._ask(
             "perplexity",
             texts=texts,
             override=override,
@@ -462,7 +452,6 @@ class AsyncClientMethods(AsyncCaller):
             tokens=tokens,
             reference=reference,
         )
-        return answer
 
     def perplexity_events(
         self,
@@ -682,7 +671,7 @@ class AsyncClientMethods(AsyncCaller):
                 stream come with its result. Default False.
             window: Tokens that `early` and `late` are means over. Default 16.
         """
-        answer: GenerateAnswer = await self._ask(
+        return await self._ask(
             "generate",
             prompts=prompts,
             override=override,
@@ -710,7 +699,6 @@ class AsyncClientMethods(AsyncCaller):
             diagnostics=diagnostics,
             window=window,
         )
-        return answer
 
     def generate_events(
         self,
@@ -892,7 +880,7 @@ class AsyncClientMethods(AsyncCaller):
                 from, under the policy that drew it. None: none.
             baseline: Also continue without steering, with the same seeds. Default False.
         """
-        answer: SteerAnswer = await self._ask(
+        return await self._ask(
             "steer",
             prompts=prompts,
             steering=steering,
@@ -919,7 +907,6 @@ class AsyncClientMethods(AsyncCaller):
             columns=columns,
             baseline=baseline,
         )
-        return answer
 
     def steer_events(
         self,
@@ -1067,7 +1054,7 @@ class AsyncClientMethods(AsyncCaller):
                 white space that ends a text context goes to the target; a conversation keeps
                 what its template ends in. Default joint.
         """
-        answer: SweepAnswer = await self._ask(
+        return await self._ask(
             "sweep",
             steering=steering,
             scales=scales,
@@ -1083,7 +1070,6 @@ class AsyncClientMethods(AsyncCaller):
             layers=layers,
             boundary=boundary,
         )
-        return answer
 
     async def gradient(
         self,
@@ -1124,7 +1110,7 @@ class AsyncClientMethods(AsyncCaller):
                 white space that ends a text context goes to the target; a conversation keeps
                 what its template ends in. Default joint.
         """
-        answer: GradientAnswer = await self._ask(
+        return await self._ask(
             "gradient",
             items=items,
             wrt=wrt,
@@ -1137,7 +1123,6 @@ class AsyncClientMethods(AsyncCaller):
             cache=cache,
             boundary=boundary,
         )
-        return answer
 
     async def tokenize(
         self,
@@ -1154,8 +1139,7 @@ class AsyncClientMethods(AsyncCaller):
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
         """
-        answer: TokenizeAnswer = await self._ask("tokenize", texts=texts, model=model, bos=bos)
-        return answer
+        return await self._ask("tokenize", texts=texts, model=model, bos=bos)
 
     async def detokenize(
         self,
@@ -1169,8 +1153,7 @@ class AsyncClientMethods(AsyncCaller):
             token_ids: Sequences of token ids.
             model: Id of a resident model; may be left out where there is only one.
         """
-        answer: DetokenizeAnswer = await self._ask("detokenize", token_ids=token_ids, model=model)
-        return answer
+        return await self._ask("detokenize", token_ids=token_ids, model=model)
 
     async def score(
         self,
@@ -1563,7 +1546,7 @@ class AsyncClientMethods(AsyncCaller):
 
 
 class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector]):
-    """Methods of `AsyncClient.vectors`. Those of the client that blocks, awaited."""
+    """Methods of `AsyncClient.vectors`."""
 
     _name = "vectors"
 
@@ -1577,12 +1560,11 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
 
         Args:
             name: What the steering vector is called from now on.
-            source: A path, an open binary file, or the file's bytes: safetensors, a GGUF
-                control vector, or a dictionary that torch.save has written.
+            source: A path, an open binary file, or the file's bytes: safetensors, or a GGUF
+                control vector.
             format: Of the file; left out: what it looks like.
         """
-        answer: VectorCard = await self._ask("vectors.put", name=name, source=source, format=format)
-        return answer
+        return await self._ask("vectors.put", name=name, source=source, format=format)
 
     async def train(
         self,
@@ -1615,7 +1597,7 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
         """
-        answer: TrainAnswer = await self._ask(
+        return await self._ask(
             "vectors.train",
             name=name,
             pairs=pairs,
@@ -1627,7 +1609,6 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
             hook=hook,
             bos=bos,
         )
-        return answer
 
     async def download(self, name: str, format: ContentFormat | NotGiven = NOT_GIVEN) -> bytes:
         """Return the vector as a file.
@@ -1637,12 +1618,12 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
             format: Of the file. The SHA-256 of the safetensors file is the vector's own.
                 Default safetensors.
         """
-        file: Download = await self._ask("vectors.download", name=name, format=format)
+        file = await self._ask("vectors.download", name=name, format=format)
         return file.data
 
 
 class AsyncOverrides(AsyncStoreMethods[OverrideList, OverrideCard, DeletedOverride]):
-    """Methods of `AsyncClient.overrides`. Those of the client that blocks, awaited."""
+    """Methods of `AsyncClient.overrides`."""
 
     _name = "overrides"
 
@@ -1660,17 +1641,11 @@ class AsyncOverrides(AsyncStoreMethods[OverrideList, OverrideCard, DeletedOverri
                 each parameter that moves, under its name in transformers' `state_dict`.
             model: Id of a resident model; may be left out where there is only one.
         """
-        answer: OverrideCard = await self._ask(
-            "overrides.put",
-            name=name,
-            source=source,
-            model=model,
-        )
-        return answer
+        return await self._ask("overrides.put", name=name, source=source, model=model)
 
 
 class AsyncAdapters(AsyncStoreMethods[AdapterList, AdapterCard, DeletedAdapter]):
-    """Methods of `AsyncClient.adapters`. Those of the client that blocks, awaited."""
+    """Methods of `AsyncClient.adapters`."""
 
     _name = "adapters"
 
@@ -1688,10 +1663,4 @@ class AsyncAdapters(AsyncStoreMethods[AdapterList, AdapterCard, DeletedAdapter])
                 adapter_model.safetensors, which are read while they are sent.
             model: Id of a resident model; may be left out where there is only one.
         """
-        answer: AdapterCard = await self._ask(
-            "adapters.put",
-            name=name,
-            directory=directory,
-            model=model,
-        )
-        return answer
+        return await self._ask("adapters.put", name=name, directory=directory, model=model)

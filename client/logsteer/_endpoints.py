@@ -272,11 +272,7 @@ _VECTORS = [
     *_store(
         "vectors", "steering vector", s.VectorList, s.VectorCard, s.DeletedVector,
         upload="file", query=UploadQuery,
-        source=(
-            "source",
-            _FILE + "safetensors, a GGUF control vector, or a dictionary that torch.save has "
-            "written.",
-        ),
+        source=("source", _FILE + "safetensors, or a GGUF control vector."),
     ),
     Endpoint(
         "vectors.train", "POST", "/vectors/train", "vectors", s.TrainAnswer, s.TrainRequest,

@@ -1,7 +1,7 @@
 """The course of every request, written once: build, send, retry, parse, raise.
 
-`exchange` does no input or output. It yields steps, and `_wire` carries them out, blocking or
-awaiting; so `Client` and `AsyncClient` cannot behave differently.
+`exchange` does no input or output. It yields steps, and `_async_caller` carries them out, or what
+is written from it, which blocks; so `Client` and `AsyncClient` cannot behave differently.
 """
 
 import json
@@ -300,6 +300,11 @@ def _retry_after(value: str | None, now: float) -> float | None:
     except ValueError:
         return None
     return max(0.0, seconds)
+
+
+def is_event_stream(response: httpx.Response) -> bool:
+    """Return whether the response is read event by event."""
+    return response.is_success and _media_type(response) == _EVENT_STREAM
 
 
 def _media_type(response: httpx.Response) -> str:

@@ -1,15 +1,19 @@
-"""Writes the methods of both clients, from the table of endpoints: `python -m logsteer._generator`.
+"""Writes the code that follows from other code: `python -m logsteer._generator`, or `make client`.
 
-A method's parameters are the fields of its endpoint's messages, its docstring their descriptions.
+`_async_methods.py` follows from the table of endpoints: a method's parameters are the fields of its
+endpoint's messages, its docstring their descriptions. What blocks follows from what awaits: the
+files of `BLOCKING` are written from their twins by unasync, which takes `async` and `await` away.
 """
 
 import argparse
 import re
+import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -21,17 +25,34 @@ from logsteer._endpoints import ENDPOINTS, Content, Endpoint
 from logsteer._parameters import Parameter, list_parameters, takes_texts
 
 WIDTH = 100
-OUTPUTS = {
-    False: Path(__file__).with_name("_sync_methods.py"),
-    True: Path(__file__).with_name("_async_methods.py"),
+HERE = Path(__file__).parent
+METHODS = "_async_methods.py"
+BLOCKING = {
+    "_async_caller.py": "_sync_caller.py",
+    METHODS: "_sync_methods.py",
+    "async_client.py": "client.py",
 }
-"""Whether the methods are asynchronous -> the file that they are written to."""
+"""File that awaits -> the file that is written from it, which blocks."""
+_WITHOUT_ASYNC = {
+    "aclose": "close", "aclosing": "closing", "aiter_bytes": "iter_bytes", "anext": "next",
+    "aread": "read", "async_chunks": "chunks", "asyncio": "time",
+    "sample_in_tasks": "sample_in_threads", "_async_caller": "_sync_caller",
+    "_async_methods": "_sync_methods",
+}  # fmt: skip
+"""Names that differ, beside those with Async in front."""
+_OWN_WORDS = {
+    "The client for asyncio: the arguments and methods of `logsteer.client.Client`.":
+        "The client that blocks; `logsteer.async_client` has its twin for asyncio.",
+    "A client for asyncio of one server.":
+        "A blocking client of one server; threads may share it.",
+}  # fmt: skip
+"""What is true of one client only -> what is of the other."""
 
 RESOURCES = {"vectors": "VectorMethods", "overrides": "Overrides", "adapters": "Adapters"}
 """Resource -> the class with its methods; a further method of vectors is written by hand."""
 
 _SOURCES: Mapping[Content, str] = {
-    "text": "Source", "file": "Source | bytes", "form": "str | PathLike[str]",
+    "text": "AsyncSource", "file": "AsyncSource | bytes", "form": "str | PathLike[str]",
 }  # fmt: skip
 _ALIASES = {
     repr(value): name for name, value in vars(schemas).items() if get_origin(value) is Literal
@@ -43,23 +64,25 @@ EVENTS_NOTE = (
     "The request is sent when the first event is asked for. Close the generator to stop early."
 )
 
-_HEAD = '''"""{summary}
+_HEAD = '''"""The methods of `AsyncClient` that ask one endpoint each.
 
 Written by `make client` from the table of endpoints and the schemas: change those.
 """
 
+# mypy: disable-error-code="no-any-return"
+# What an endpoint is answered with is of the type that the table of endpoints has for it.
+
 from __future__ import annotations
 
-from collections.abc import {iterators}, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
-from logsteer._call import Download
-from logsteer._callers import {caller}, {resource}
+from logsteer._async_caller import AsyncCaller, AsyncStoreMethods
 from logsteer._endpoints import GenerateEvent, PerplexityEvent, SelftestEvent, SteerEvent
 from logsteer._pairs import LogProbs
 from logsteer._parameters import NOT_GIVEN, NotGiven
-from logsteer._upload import {source}
+from logsteer._upload import AsyncSource
 from logsteer.extras.activations import Activations
 from logsteer.extras.datasets import PROMPT
 from logsteer.extras.datasets import Source as PromptSource
@@ -72,103 +95,130 @@ from logsteer.schemas import (
 '''
 
 
-def render(asynchronous: bool) -> str:
-    """Return the source of the methods of one client."""
-    text = "".join(_write_classes(asynchronous))
-    used = sorted(name for name in schemas.__all__ if _is_word(name, text))
-    prefix = "Async" if asynchronous else ""
-    head = _HEAD.format(
-        summary=f"The methods of `{prefix}Client` that ask one endpoint each.",
-        iterators="AsyncGenerator" if asynchronous else "Generator",
-        caller=f"{prefix}Caller",
-        resource=f"{prefix}StoreMethods",
-        source=f"{prefix}Source",
-        schemas="\n".join(f"    {name}," for name in used),
-    )
-    return head + text
+def render_methods() -> str:
+    """Return the source of `_async_methods.py`."""
+    text = "".join(_write_classes())
+    used = sorted(name for name in schemas.__all__ if re.search(rf"\b{name}\b", text))
+    return _HEAD.format(schemas="\n".join(f"    {name}," for name in used)) + text
+
+
+def render_blocking(name: str, text: str) -> str:
+    """Return the source of the module that blocks, from that of the one that awaits, `name`.
+
+    Takes unasync and ruff, which those who change the project have.
+    """
+    import unasync  # type: ignore[import-untyped]
+
+    for words, own in _OWN_WORDS.items():
+        text = text.replace(words, own)
+    text = re.sub(r"\bAsync(?=[A-Z])(?!Generator|Iterator)", "", text)  # in docstrings, too
+    rule = unasync.Rule("/awaits/", "/blocks/", _WITHOUT_ASYNC)
+    with TemporaryDirectory() as directory:
+        source = Path(directory, "awaits", name)
+        source.parent.mkdir()
+        source.write_text(text)
+        unasync.unasync_files([str(source)], [rule])
+        made = Path(directory, "blocks", name).read_text()
+    note = f"\n\nWritten by `make client` from `{name}`: change that."
+    if name == METHODS:
+        note = ""  # it says what it is written from
+    return _tidy(made.replace('\n"""\n', f'{note}\n"""\n', 1) if note else made)
+
+
+def _tidy(text: str) -> str:
+    """Return the source with its imports and lines as ruff has them."""
+    for command in (
+        ["check", "--select=I,UP028", "--fix-only", "--unsafe-fixes", "--quiet"],
+        ["format"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "--stdin-filename", __file__, "-"],
+            input=text, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        text = done.stdout
+    return text
+
+
+def render_all() -> dict[Path, str]:
+    """Return every file that is written, with its source."""
+    sources = {name: (HERE / name).read_text() for name in BLOCKING if name != METHODS}
+    sources[METHODS] = render_methods()
+    made = {HERE / METHODS: sources[METHODS]}
+    return made | {
+        HERE / blocks: render_blocking(awaits, sources[awaits])
+        for awaits, blocks in BLOCKING.items()
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the methods, or with --check compare them; return the exit status."""
+    """Write the files, or with --check compare them; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m logsteer._generator")
     parser.add_argument("--check", action="store_true", help="fail where the files differ")
     check = parser.parse_args(argv).check
-    stale = [p for p in OUTPUTS if not check or OUTPUTS[p].read_text() != render(p)]
+    made = render_all()
+    stale = [path for path, text in made.items() if not path.exists() or path.read_text() != text]
     if check and stale:
-        names = " and ".join(OUTPUTS[asynchronous].name for asynchronous in stale)
+        names = " and ".join(path.name for path in stale)
         sys.stderr.write(f"stale: {names}; run `make client` and commit what it writes\n")
         return 1
-    for asynchronous in stale:
-        OUTPUTS[asynchronous].write_text(render(asynchronous))
+    for path in stale:
+        path.write_text(made[path])
     return 0
 
 
-def _write_classes(asynchronous: bool) -> Iterator[str]:
-    prefix = "Async" if asynchronous else ""
-    other = " Those of the client that blocks, awaited." if asynchronous else ""
-    yield f"\n\nclass {prefix}ClientMethods({prefix}Caller):\n"
-    yield f'    """Methods of the client itself.{other}"""\n'
+def _write_classes() -> Iterator[str]:
+    yield "\n\nclass AsyncClientMethods(AsyncCaller):\n"
+    yield '    """Methods of the client itself."""\n'
     for endpoint in ENDPOINTS.values():
         if "." not in endpoint.name:
-            yield from _write_endpoint(endpoint, asynchronous)
-    for convenience in CONVENIENCES:
-        yield _write_convenience(convenience, asynchronous)
+            yield from _write_endpoint(endpoint)
+    yield from map(_write_convenience, CONVENIENCES)
     for resource, name in RESOURCES.items():
-        stored = ("list", "get", "delete")
-        answers = [_name_answer(ENDPOINTS[f"{resource}.{verb}"]) for verb in stored]
-        yield f"\n\nclass {prefix}{name}({prefix}StoreMethods[{', '.join(answers)}]):\n"
-        yield f'    """Methods of `{prefix}Client.{resource}`.{other}"""\n\n'
+        stored = [ENDPOINTS[f"{resource}.{verb}"].answer for verb in ("list", "get", "delete")]
+        answers = ", ".join(answer.__name__ for answer in stored if answer)
+        yield f"\n\nclass Async{name}(AsyncStoreMethods[{answers}]):\n"
+        yield f'    """Methods of `AsyncClient.{resource}`."""\n\n'
         yield f'    _name = "{resource}"\n'
         for endpoint in ENDPOINTS.values():
             if endpoint.name.startswith(f"{resource}."):
-                yield from _write_endpoint(endpoint, asynchronous)
+                yield from _write_endpoint(endpoint)
 
 
-def _write_endpoint(endpoint: Endpoint, asynchronous: bool) -> Iterator[str]:
+def _write_endpoint(endpoint: Endpoint) -> Iterator[str]:
     """Yield the method of an endpoint, and the one that yields its events."""
     name = endpoint.name.rpartition(".")[2]
-    arguments = [_spell_parameter(p, asynchronous) for p in list_parameters(endpoint)]
+    arguments = [_spell_parameter(parameter) for parameter in list_parameters(endpoint)]
     values = [f'"{endpoint.name}"', *(f"{one.name}={one.name}" for one in arguments)]
     if endpoint.summary:
-        answer = _name_answer(endpoint)
-        ask = f"{'await ' if asynchronous else ''}self._ask"
-        body = [_write_call(f"answer: {answer} = {ask}", values), "return answer"]
-        if endpoint.file_type:
-            body = [_write_call(f"file: Download = {ask}", values), "return file.data"]
-            answer = "bytes"
-        head = "async def" if asynchronous else "def"
+        answer, body = "bytes", _write_call("file = await self._ask", values) + "\nreturn file.data"
+        if endpoint.answer:
+            answer, body = endpoint.answer.__name__, _write_call("return await self._ask", values)
         doc = _write_docstring(endpoint.summary, endpoint.notes, arguments)
-        yield _write_method(f"{head} {name}", arguments, answer, doc, body)
+        yield _write_method(f"async def {name}", arguments, answer, doc, body)
     if endpoint.events_summary:
+        notes = f"{endpoint.notes} {EVENTS_NOTE}".strip()
+        doc = _write_docstring(endpoint.events_summary, notes, arguments)
         name = f"{name}_events" if endpoint.answer else name
-        event = _name_event(endpoint)
-        answer = (
-            f"AsyncGenerator[{event}, None]" if asynchronous else f"Generator[{event}, None, None]"
-        )
-        doc = _write_docstring(
-            endpoint.events_summary, f"{endpoint.notes} {EVENTS_NOTE}".strip(), arguments
-        )
-        body = [_write_call("return self._listen", values)]
+        answer = f"AsyncGenerator[{_name_event(endpoint)}, None]"
+        body = _write_call("return self._listen", values)
         yield _write_method(f"def {name}", arguments, answer, doc, body)
 
 
-def _write_convenience(convenience: Convenience, asynchronous: bool) -> str:
+def _write_convenience(convenience: Convenience) -> str:
     options = [
-        _spell_parameter(replace(parameter, named=True, required=False), asynchronous)
+        _spell_parameter(replace(parameter, named=True, required=False))
         for parameter in list_parameters(ENDPOINTS[convenience.endpoint])
         if parameter.name not in convenience.without
     ]
     arguments = [*convenience.own, *options]
-    wait, head = ("await ", "async def") if asynchronous else ("", "def")
     values = [one.name for one in convenience.own] + [f"{one.name}={one.name}" for one in options]
-    body = [_write_call(f"return {wait}self._{convenience.name}", values)]
+    body = _write_call(f"return await self._{convenience.name}", values)
     doc = _write_docstring(convenience.summary, convenience.notes, arguments)
-    return _write_method(f"{head} {convenience.name}", arguments, convenience.answer, doc, body)
+    head = f"async def {convenience.name}"
+    return _write_method(head, arguments, convenience.answer, doc, body)
 
 
-def _write_method(
-    head: str, arguments: list[Argument], answer: str, doc: str, body: list[str]
-) -> str:
+def _write_method(head: str, arguments: list[Argument], answer: str, doc: str, body: str) -> str:
     parameters = ["self"]
     for argument in arguments:
         if argument.named and "*" not in parameters:
@@ -176,7 +226,7 @@ def _write_method(
         default = "" if argument.default is None else f" = {argument.default}"
         parameters.append(f"{argument.name}: {argument.type}{default}")
     lines = [_write_call(head, parameters, f" -> {answer}:", 4)]
-    lines += [textwrap.indent(part, "    ") for part in (doc, *body)]
+    lines += [textwrap.indent(part, "    ") for part in (doc, body)]
     return "\n" + textwrap.indent("\n".join(lines), "    ") + "\n"
 
 
@@ -210,10 +260,9 @@ def _fill(text: str, width: int, indent: str = "") -> str:
     )
 
 
-def _spell_parameter(parameter: Parameter, asynchronous: bool) -> Argument:
+def _spell_parameter(parameter: Parameter) -> Argument:
     if parameter.source is not None:
         spelled = _SOURCES[parameter.source]
-        spelled = spelled.replace("Source", "AsyncSource") if asynchronous else spelled
     elif takes_texts(parameter):
         rest = get_args(parameter.type) if get_origin(parameter.type) is Union else ()
         spelled = "str | Sequence[str]" + (" | None" if NoneType in rest else "")
@@ -245,17 +294,9 @@ def _spell(kind: Any) -> str:
     return f"{name} | Mapping[str, Any]" if issubclass(kind, BaseModel) else name
 
 
-def _name_answer(endpoint: Endpoint) -> str:
-    return endpoint.answer.__name__ if endpoint.answer else ""
-
-
 def _name_event(endpoint: Endpoint) -> str:
     types = set(endpoint.events.values())
     return next(n for n, value in vars(_endpoints).items() if set(get_args(value)) == types)
-
-
-def _is_word(name: str, text: str) -> bool:
-    return re.search(rf"\b{name}\b", text) is not None
 
 
 if __name__ == "__main__":

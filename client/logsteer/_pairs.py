@@ -2,16 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from logsteer.errors import AnswerError
 from logsteer.schemas import ItemScore, LogprobAnswer
 from logsteer.schemas.logprob import ScoredTarget, TargetScore
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
+from logsteer.schemas.views import PlotViews
 
 
 class LogProb(dict[str, Any]):
@@ -21,75 +17,31 @@ class LogProb(dict[str, Any]):
     is, and a script may add keys. Log-probabilities are in nats, summed over the target's tokens.
     """
 
-    @property
-    def prompt(self) -> str:
-        """The prompt as given."""
-        return self._text("prompt")
+    prompt: str
+    """The prompt as given."""
+    target: str
+    """The target as given."""
+    sequence: str
+    """The text that was scored: `target`, or with `space="both"` one of its variants."""
+    log_prob: float | None
+    """log p(sequence | prompt); None where it is not finite."""
+    prob: float | None
+    """exp(log_prob)."""
+    perplexity: float | None
+    """exp(-log_prob): of the whole sequence, infinite where float64 cannot hold it."""
+    token_perplexity: float | None
+    """exp(-log_prob / num_tokens), which `perplexity` is everywhere else."""
+    num_tokens: int
+    """Tokens of the sequence."""
 
-    @property
-    def target(self) -> str:
-        """The target as given."""
-        return self._text("target")
-
-    @property
-    def sequence(self) -> str:
-        """The text that was scored: `target`, or with `space="both"` one of its variants."""
-        return self._text("sequence")
-
-    @property
-    def log_prob(self) -> float | None:
-        """log p(sequence | prompt); None where it is not finite."""
-        return self._number("log_prob")
-
-    @property
-    def prob(self) -> float | None:
-        """exp(log_prob)."""
-        return self._number("prob")
-
-    @property
-    def perplexity(self) -> float | None:
-        """exp(-log_prob): of the whole sequence, infinite where float64 cannot hold it."""
-        return self._number("perplexity")
-
-    @property
-    def token_perplexity(self) -> float | None:
-        """exp(-log_prob / num_tokens), which `perplexity` is everywhere else."""
-        return self._number("token_perplexity")
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the sequence."""
-        value: int = self["num_tokens"]
-        return value
-
-    def _text(self, key: str) -> str:
-        value: str = self[key]
-        return value
-
-    def _number(self, key: str) -> float | None:
-        value: float | None = self[key]
-        return value
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"a record has no {name}, only {', '.join(self)}")
+        return self[name]
 
 
-class LogProbs(list[LogProb]):
+class LogProbs(list[LogProb], PlotViews):
     """The records of `get_log_prob`: the list that it is, which notebooks show as a table."""
-
-    def _repr_html_(self) -> str:
-        from logsteer.extras.html import write_html
-
-        return write_html(self)
-
-    def to_pandas(self) -> "pd.DataFrame":
-        """Return a row per record. Errors: ImportError that says what to install."""
-        from logsteer.extras.rows import to_frame
-
-        return to_frame(self)
-
-    def plot(self, path: str | Path | None = None) -> "Figure":
-        """Draw the log-probability of each pair. Errors: LogsteerError."""
-        from logsteer.extras.answer_plots import plot_answer
-
-        return plot_answer(self, path)
 
 
 def pair_items(prompts: Sequence[str], targets: Sequence[str]) -> list[dict[str, object]]:

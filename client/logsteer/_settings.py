@@ -9,9 +9,9 @@ from urllib.request import getproxies
 
 import httpx
 
-import logsteer
 from logsteer._exchange import Encoding, RetryPolicy, Terms
 from logsteer._upload import UploadBody
+from logsteer._version import __version__
 from logsteer.errors import LogsteerError
 
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"
@@ -54,7 +54,7 @@ class ClientSettings:
 
     def http_arguments(self) -> HttpArguments:
         """Return the arguments of `httpx.Client` and `httpx.AsyncClient`."""
-        headers = {"User-Agent": f"logsteer/{logsteer.__version__}"}
+        headers = {"User-Agent": f"logsteer/{__version__}"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
         return {"base_url": self.base_url, "headers": headers, "timeout": self.timeout}

@@ -3,17 +3,19 @@
 Written by `make client` from the table of endpoints and the schemas: change those.
 """
 
+# mypy: disable-error-code="no-any-return"
+# What an endpoint is answered with is of the type that the table of endpoints has for it.
+
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
-from logsteer._call import Download
-from logsteer._callers import Caller, StoreMethods
 from logsteer._endpoints import GenerateEvent, PerplexityEvent, SelftestEvent, SteerEvent
 from logsteer._pairs import LogProbs
 from logsteer._parameters import NOT_GIVEN, NotGiven
+from logsteer._sync_caller import Caller, StoreMethods
 from logsteer._upload import Source
 from logsteer.extras.activations import Activations
 from logsteer.extras.datasets import PROMPT
@@ -79,8 +81,7 @@ class ClientMethods(Caller):
 
     def models(self) -> ModelList:
         """Return every configured model and its state."""
-        answer: ModelList = self._ask("models")
-        return answer
+        return self._ask("models")
 
     def model(self, model_id: str) -> ModelCard:
         """Return the card of one model; NotFoundError where there is none of this id.
@@ -88,8 +89,7 @@ class ClientMethods(Caller):
         Args:
             model_id: Id of the model.
         """
-        answer: ModelCard = self._ask("model", model_id=model_id)
-        return answer
+        return self._ask("model", model_id=model_id)
 
     def selftest(
         self,
@@ -110,14 +110,13 @@ class ClientMethods(Caller):
             against: Id of a second resident model with the same tokenizer, such as the same
                 checkpoint on the other engine: both score the same tokens.
         """
-        answer: SelftestAnswer = self._ask(
+        return self._ask(
             "selftest",
             model_id=model_id,
             texts=texts,
             token_ids=token_ids,
             against=against,
         )
-        return answer
 
     def selftest_events(
         self,
@@ -126,7 +125,7 @@ class ClientMethods(Caller):
         texts: Sequence[str] | NotGiven = NOT_GIVEN,
         token_ids: Sequence[Sequence[int]] | NotGiven = NOT_GIVEN,
         against: str | NotGiven | None = NOT_GIVEN,
-    ) -> Generator[SelftestEvent, None, None]:
+    ) -> Generator[SelftestEvent, None]:
         """Yield the events of `selftest`: a start, each check as it ends, then the whole answer.
 
         A check that fails raises nothing: see the answer's `verdict`. The request is sent when the
@@ -157,10 +156,14 @@ class ClientMethods(Caller):
             wait_s: Seconds after which the answer comes at the latest; the change goes on.
                 Default 0.0.
         """
-        answer: ModelCard = self._ask("load_model", model_id=model_id, wait_s=wait_s)
-        return answer
+        return self._ask("load_model", model_id=model_id, wait_s=wait_s)
 
-    def unload_model(self, model_id: str, *, wait_s: float | NotGiven = NOT_GIVEN) -> ModelCard:
+    def unload_model(
+        self,
+        model_id: str,
+        *,
+        wait_s: float | NotGiven = NOT_GIVEN,
+    ) -> ModelCard:
         """Finish what a model has at work, then end its engine; return its card.
 
         Without `wait_s` the answer comes at once, and says how far it has come.
@@ -170,10 +173,14 @@ class ClientMethods(Caller):
             wait_s: Seconds after which the answer comes at the latest; the change goes on.
                 Default 0.0.
         """
-        answer: ModelCard = self._ask("unload_model", model_id=model_id, wait_s=wait_s)
-        return answer
+        return self._ask("unload_model", model_id=model_id, wait_s=wait_s)
 
-    def drain_model(self, model_id: str, *, wait_s: float | NotGiven = NOT_GIVEN) -> ModelCard:
+    def drain_model(
+        self,
+        model_id: str,
+        *,
+        wait_s: float | NotGiven = NOT_GIVEN,
+    ) -> ModelCard:
         """Finish what a model has at work, and refuse it new requests; return its card.
 
         Without `wait_s` the answer comes at once, and says how far it has come.
@@ -183,8 +190,7 @@ class ClientMethods(Caller):
             wait_s: Seconds after which the answer comes at the latest; the change goes on.
                 Default 0.0.
         """
-        answer: ModelCard = self._ask("drain_model", model_id=model_id, wait_s=wait_s)
-        return answer
+        return self._ask("drain_model", model_id=model_id, wait_s=wait_s)
 
     def reload(self, *, wait_s: float | NotGiven = NOT_GIVEN) -> ReloadAnswer:
         """Have the server read its configuration again: add, remove and replace models.
@@ -195,32 +201,28 @@ class ClientMethods(Caller):
             wait_s: Seconds after which the answer comes at the latest; the change goes on.
                 Default 0.0.
         """
-        answer: ReloadAnswer = self._ask("reload", wait_s=wait_s)
-        return answer
+        return self._ask("reload", wait_s=wait_s)
 
     def health(self) -> Health:
         """Return that the server's process is sound, and its version.
 
         It is an answer, too, where the server sends it with status 503.
         """
-        answer: Health = self._ask("health")
-        return answer
+        return self._ask("health")
 
     def startup(self) -> Startup:
         """Return whether every required model has answered once.
 
         It is an answer, too, where the server sends it with status 503.
         """
-        answer: Startup = self._ask("startup")
-        return answer
+        return self._ask("startup")
 
     def ready(self) -> Readiness:
         """Return whether every required model answers, and the state of each.
 
         It is an answer, too, where the server sends it with status 503.
         """
-        answer: Readiness = self._ask("ready")
-        return answer
+        return self._ask("ready")
 
     def logprob(
         self,
@@ -276,7 +278,7 @@ class ClientMethods(Caller):
             top: Most probable alternatives listed per row. Default 0.
             per_token: False leaves out the arrays, keeps the sums. Default True.
         """
-        answer: LogprobAnswer = self._ask(
+        return self._ask(
             "logprob",
             items=items,
             override=override,
@@ -295,7 +297,6 @@ class ClientMethods(Caller):
             top=top,
             per_token=per_token,
         )
-        return answer
 
     def diagnostics(
         self,
@@ -353,7 +354,7 @@ class ClientMethods(Caller):
             per_token: False leaves out the arrays, keeps the sums. Default True.
             window: Tokens that `early` and `late` are means over. Default 16.
         """
-        answer: LogprobAnswer = self._ask(
+        return self._ask(
             "diagnostics",
             items=items,
             override=override,
@@ -373,7 +374,6 @@ class ClientMethods(Caller):
             per_token=per_token,
             window=window,
         )
-        return answer
 
     def perplexity(
         self,
@@ -430,7 +430,7 @@ class ClientMethods(Caller):
             reference: A second resident model with the same vocabulary to compare with, as it
                 is: unsteered, with its own parameters.
         """
-        answer: PerplexityAnswer = self._ask(
+        return self._ask(
             "perplexity",
             texts=texts,
             override=override,
@@ -452,7 +452,6 @@ class ClientMethods(Caller):
             tokens=tokens,
             reference=reference,
         )
-        return answer
 
     def perplexity_events(
         self,
@@ -476,7 +475,7 @@ class ClientMethods(Caller):
         windows: bool | NotGiven = NOT_GIVEN,
         tokens: bool | NotGiven = NOT_GIVEN,
         reference: str | NotGiven | None = NOT_GIVEN,
-    ) -> Generator[PerplexityEvent, None, None]:
+    ) -> Generator[PerplexityEvent, None]:
         """Yield the events of scoring texts: a start, each finished window, then the whole answer.
 
         The request is sent when the first event is asked for. Close the generator to stop early.
@@ -550,7 +549,7 @@ class ClientMethods(Caller):
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
-    ) -> Generator[PerplexityEvent, None, None]:
+    ) -> Generator[PerplexityEvent, None]:
         """Yield the events of scoring one text that is sent while it is read, of any length.
 
         The source is tried again after a failure only if it can be read from its beginning again.
@@ -672,7 +671,7 @@ class ClientMethods(Caller):
                 stream come with its result. Default False.
             window: Tokens that `early` and `late` are means over. Default 16.
         """
-        answer: GenerateAnswer = self._ask(
+        return self._ask(
             "generate",
             prompts=prompts,
             override=override,
@@ -700,7 +699,6 @@ class ClientMethods(Caller):
             diagnostics=diagnostics,
             window=window,
         )
-        return answer
 
     def generate_events(
         self,
@@ -730,7 +728,7 @@ class ClientMethods(Caller):
         columns: Sequence[Column] | NotGiven | None = NOT_GIVEN,
         diagnostics: bool | NotGiven = NOT_GIVEN,
         window: int | NotGiven = NOT_GIVEN,
-    ) -> Generator[GenerateEvent, None, None]:
+    ) -> Generator[GenerateEvent, None]:
         """Yield the events of `generate`: a start, pieces as they are generated, then the whole
         answer.
 
@@ -882,7 +880,7 @@ class ClientMethods(Caller):
                 from, under the policy that drew it. None: none.
             baseline: Also continue without steering, with the same seeds. Default False.
         """
-        answer: SteerAnswer = self._ask(
+        return self._ask(
             "steer",
             prompts=prompts,
             steering=steering,
@@ -909,7 +907,6 @@ class ClientMethods(Caller):
             columns=columns,
             baseline=baseline,
         )
-        return answer
 
     def steer_events(
         self,
@@ -938,7 +935,7 @@ class ClientMethods(Caller):
         ignore_eos: bool | NotGiven = NOT_GIVEN,
         columns: Sequence[Column] | NotGiven | None = NOT_GIVEN,
         baseline: bool | NotGiven = NOT_GIVEN,
-    ) -> Generator[SteerEvent, None, None]:
+    ) -> Generator[SteerEvent, None]:
         """Yield the events of `steer`: a start, pieces as they are generated, then the whole
         answer.
 
@@ -1057,7 +1054,7 @@ class ClientMethods(Caller):
                 white space that ends a text context goes to the target; a conversation keeps
                 what its template ends in. Default joint.
         """
-        answer: SweepAnswer = self._ask(
+        return self._ask(
             "sweep",
             steering=steering,
             scales=scales,
@@ -1073,7 +1070,6 @@ class ClientMethods(Caller):
             layers=layers,
             boundary=boundary,
         )
-        return answer
 
     def gradient(
         self,
@@ -1114,7 +1110,7 @@ class ClientMethods(Caller):
                 white space that ends a text context goes to the target; a conversation keeps
                 what its template ends in. Default joint.
         """
-        answer: GradientAnswer = self._ask(
+        return self._ask(
             "gradient",
             items=items,
             wrt=wrt,
@@ -1127,7 +1123,6 @@ class ClientMethods(Caller):
             cache=cache,
             boundary=boundary,
         )
-        return answer
 
     def tokenize(
         self,
@@ -1144,8 +1139,7 @@ class ClientMethods(Caller):
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
         """
-        answer: TokenizeAnswer = self._ask("tokenize", texts=texts, model=model, bos=bos)
-        return answer
+        return self._ask("tokenize", texts=texts, model=model, bos=bos)
 
     def detokenize(
         self,
@@ -1159,8 +1153,7 @@ class ClientMethods(Caller):
             token_ids: Sequences of token ids.
             model: Id of a resident model; may be left out where there is only one.
         """
-        answer: DetokenizeAnswer = self._ask("detokenize", token_ids=token_ids, model=model)
-        return answer
+        return self._ask("detokenize", token_ids=token_ids, model=model)
 
     def score(
         self,
@@ -1567,12 +1560,11 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
 
         Args:
             name: What the steering vector is called from now on.
-            source: A path, an open binary file, or the file's bytes: safetensors, a GGUF
-                control vector, or a dictionary that torch.save has written.
+            source: A path, an open binary file, or the file's bytes: safetensors, or a GGUF
+                control vector.
             format: Of the file; left out: what it looks like.
         """
-        answer: VectorCard = self._ask("vectors.put", name=name, source=source, format=format)
-        return answer
+        return self._ask("vectors.put", name=name, source=source, format=format)
 
     def train(
         self,
@@ -1605,7 +1597,7 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
         """
-        answer: TrainAnswer = self._ask(
+        return self._ask(
             "vectors.train",
             name=name,
             pairs=pairs,
@@ -1617,7 +1609,6 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
             hook=hook,
             bos=bos,
         )
-        return answer
 
     def download(self, name: str, format: ContentFormat | NotGiven = NOT_GIVEN) -> bytes:
         """Return the vector as a file.
@@ -1627,7 +1618,7 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
             format: Of the file. The SHA-256 of the safetensors file is the vector's own.
                 Default safetensors.
         """
-        file: Download = self._ask("vectors.download", name=name, format=format)
+        file = self._ask("vectors.download", name=name, format=format)
         return file.data
 
 
@@ -1650,8 +1641,7 @@ class Overrides(StoreMethods[OverrideList, OverrideCard, DeletedOverride]):
                 each parameter that moves, under its name in transformers' `state_dict`.
             model: Id of a resident model; may be left out where there is only one.
         """
-        answer: OverrideCard = self._ask("overrides.put", name=name, source=source, model=model)
-        return answer
+        return self._ask("overrides.put", name=name, source=source, model=model)
 
 
 class Adapters(StoreMethods[AdapterList, AdapterCard, DeletedAdapter]):
@@ -1673,5 +1663,4 @@ class Adapters(StoreMethods[AdapterList, AdapterCard, DeletedAdapter]):
                 adapter_model.safetensors, which are read while they are sent.
             model: Id of a resident model; may be left out where there is only one.
         """
-        answer: AdapterCard = self._ask("adapters.put", name=name, directory=directory, model=model)
-        return answer
+        return self._ask("adapters.put", name=name, directory=directory, model=model)

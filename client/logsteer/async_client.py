@@ -1,7 +1,10 @@
-"""The client for asyncio: the arguments and methods of `logsteer.client.Client`."""
+"""The client for asyncio: the arguments and methods of `logsteer.client.Client`.
+
+Options are keywords; one that is left out is not sent, and takes the server's default. Every method
+raises the errors of `logsteer.errors`. Log-probabilities are in nats.
+"""
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
 import httpx
@@ -12,15 +15,36 @@ from logsteer._async_methods import (
     AsyncOverrides,
     AsyncVectorMethods,
 )
-from logsteer._callers import weigh_vectors
+from logsteer._calls import as_list
 from logsteer._exchange import Encoding
+from logsteer._parameters import NOT_GIVEN, NotGiven
 from logsteer._settings import read_settings
-from logsteer._upload import UploadBody
-from logsteer.schemas import VectorCard
+from logsteer._upload import AsyncSource, UploadBody
+from logsteer.extras.tensors import convert_upload
+from logsteer.schemas import VectorCard, VectorFormat
 
 
 class AsyncVectors(AsyncVectorMethods):
     """Methods of `AsyncClient.vectors`."""
+
+    async def put(
+        self,
+        name: str,
+        source: AsyncSource | bytes,
+        format: VectorFormat | NotGiven | None = NOT_GIVEN,  # noqa: A002
+    ) -> VectorCard:
+        """Upload the steering vector, store it under a name, and return its card.
+
+        The server takes safetensors and GGUF control vectors. A dictionary that torch.save has
+        written is converted on this machine, which takes torch.
+
+        Args:
+            name: What the steering vector is called from now on.
+            source: A path, an open binary file, or the file's bytes.
+            format: Of the file; left out: what it looks like.
+        """
+        source, form = convert_upload(source, format)
+        return await super().put(name, source, form)
 
     async def combine(
         self, name: str, weights: Mapping[str, float], orthogonal_to: Sequence[str] = ()
@@ -29,13 +53,22 @@ class AsyncVectors(AsyncVectorMethods):
 
         What it shares with the vectors named by `orthogonal_to` is taken away, layer by layer.
         """
-        values = weigh_vectors(name, weights, orthogonal_to)
-        card: VectorCard = await self._ask("vectors.combine", **values)
+        parts = [{"name": part, "weight": float(weight)} for part, weight in weights.items()]
+        card: VectorCard = await self._ask(
+            "vectors.combine", name=name, vectors=parts, orthogonal_to=as_list(orthogonal_to)
+        )
         return card
 
 
 class AsyncClient(AsyncClientMethods):
-    """A client for asyncio, with the arguments and methods of `Client`."""
+    """A client for asyncio of one server.
+
+    `base_url` and `api_key` are read from LOGSTEER_BASE_URL and LOGSTEER_API_KEY where they are not
+    given; `unix:///path` is a server on a Unix domain socket. `timeout` is in seconds: 600, and 5
+    for connecting, unless given; `httpx.Timeout(None)` sets none. `model` is the default of every
+    request; `transport` replaces the network. With `encoding="msgpack"` arrays travel as raw
+    buffers, which suits large answers.
+    """
 
     def __init__(
         self,
@@ -58,12 +91,7 @@ class AsyncClient(AsyncClientMethods):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     @property

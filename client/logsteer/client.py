@@ -2,24 +2,51 @@
 
 Options are keywords; one that is left out is not sent, and takes the server's default. Every method
 raises the errors of `logsteer.errors`. Log-probabilities are in nats.
+
+Written by `make client` from `async_client.py`: change that.
 """
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
 import httpx
 
-from logsteer._callers import weigh_vectors
+from logsteer._calls import as_list
 from logsteer._exchange import Encoding
+from logsteer._parameters import NOT_GIVEN, NotGiven
 from logsteer._settings import read_settings
-from logsteer._sync_methods import Adapters, ClientMethods, Overrides, VectorMethods
-from logsteer._upload import UploadBody
-from logsteer.schemas import VectorCard
+from logsteer._sync_methods import (
+    Adapters,
+    ClientMethods,
+    Overrides,
+    VectorMethods,
+)
+from logsteer._upload import Source, UploadBody
+from logsteer.extras.tensors import convert_upload
+from logsteer.schemas import VectorCard, VectorFormat
 
 
 class Vectors(VectorMethods):
     """Methods of `Client.vectors`."""
+
+    def put(
+        self,
+        name: str,
+        source: Source | bytes,
+        format: VectorFormat | NotGiven | None = NOT_GIVEN,  # noqa: A002
+    ) -> VectorCard:
+        """Upload the steering vector, store it under a name, and return its card.
+
+        The server takes safetensors and GGUF control vectors. A dictionary that torch.save has
+        written is converted on this machine, which takes torch.
+
+        Args:
+            name: What the steering vector is called from now on.
+            source: A path, an open binary file, or the file's bytes.
+            format: Of the file; left out: what it looks like.
+        """
+        source, form = convert_upload(source, format)
+        return super().put(name, source, form)
 
     def combine(
         self, name: str, weights: Mapping[str, float], orthogonal_to: Sequence[str] = ()
@@ -28,8 +55,10 @@ class Vectors(VectorMethods):
 
         What it shares with the vectors named by `orthogonal_to` is taken away, layer by layer.
         """
-        values = weigh_vectors(name, weights, orthogonal_to)
-        card: VectorCard = self._ask("vectors.combine", **values)
+        parts = [{"name": part, "weight": float(weight)} for part, weight in weights.items()]
+        card: VectorCard = self._ask(
+            "vectors.combine", name=name, vectors=parts, orthogonal_to=as_list(orthogonal_to)
+        )
         return card
 
 
@@ -41,10 +70,6 @@ class Client(ClientMethods):
     for connecting, unless given; `httpx.Timeout(None)` sets none. `model` is the default of every
     request; `transport` replaces the network. With `encoding="msgpack"` arrays travel as raw
     buffers, which suits large answers.
-
-    Examples:
-        >>> with Client(model="demo") as client:  # doctest: +SKIP
-        ...     client.score("The capital of France is", [" Paris", " London"]).choice_probs
     """
 
     def __init__(
@@ -68,12 +93,7 @@ class Client(ClientMethods):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

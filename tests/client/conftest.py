@@ -1,12 +1,10 @@
 """Fixtures of the client's tests."""
 
-import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from logsteer import _wire
+from logsteer import _async_caller, _sync_caller
 
 from .score_file_cases import texts, write_rows
 from .scripted import Caller
@@ -26,9 +24,8 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     async def pause(seconds: float) -> None:
         made.append(seconds)
 
-    # Of the clients alone: what starts the shared servers pauses in threads of this process, too.
-    monkeypatch.setattr(_wire, "time", SimpleNamespace(sleep=made.append))
-    monkeypatch.setattr(asyncio, "sleep", pause)
+    monkeypatch.setattr(_sync_caller, "sleep", made.append)
+    monkeypatch.setattr(_async_caller, "sleep", pause)
     return made
 
 

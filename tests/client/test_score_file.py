@@ -256,21 +256,9 @@ def test_the_command_tells_what_was_done(corpus: Path, tmp_path: Path, capsys: O
 
 @pytest.mark.parametrize(
     "argv",
-    [["--map", "text"], ["--options", "[1]"], ["--endpoint", "tokenize"], ["--config", "a.yaml"],
-     ["--ray", "--url", "http://a"]],
-)  # fmt: skip
+    [["--map", "text"], ["--options", "[1]"], ["--endpoint", "tokenize"]],
+)
 def test_wrong_usage_of_the_command(corpus: Path, argv: list[str], capsys: Output) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["score-file", str(corpus), "out.jsonl", *argv])
     assert caught.value.code == 2
-
-
-def test_ray_is_found_through_what_is_installed(
-    corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
-) -> None:
-    from logsteer.cli import score_file
-
-    monkeypatch.setattr(score_file, "entry_points", lambda **_: [])
-    argv = ["score-file", str(corpus), "out.jsonl", "--ray", "--config", "models.yaml"]
-    assert main(argv) == 1
-    assert 'pip install "logsteer[ray]"' in capsys.readouterr().err

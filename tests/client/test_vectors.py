@@ -1,13 +1,19 @@
 """`client.vectors` and `logsteer vectors`: what is sent, and what comes of the answers."""
 
 import inspect
+import io
 import json
 import os
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+import torch
+from safetensors.numpy import load
 
 from logsteer import AnswerError, InvalidRequestError, NotFoundError
 from logsteer.async_client import AsyncVectors
@@ -218,10 +224,10 @@ def test_put_get_delete(
     capsys: Output, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("v.pt").write_bytes(b"PK data")
+    Path("v.gguf").write_bytes(b"GGUF data")
     server = answer(CARD)
-    assert run(server, "vectors", "put", "happy", "v.pt", "--format", "pt") == 0
-    assert server.bodies == [b"PK data"]
+    assert run(server, "vectors", "put", "happy", "v.gguf", "--format", "gguf") == 0
+    assert server.bodies == [b"GGUF data"]
     for argv, kind, path in (
         (["happy"], "safetensors", "happy.safetensors"),
         (["happy", "x.gguf"], "gguf", "x.gguf"),
@@ -314,3 +320,89 @@ def test_pairs_of_a_pipe(
         server = answer(TRAINED)
         assert run(server, "vectors", "train", "happy", name) == 0, capsys.readouterr().err
         assert json.loads(server.bodies[0])["pairs"] == [PAIR]
+
+
+FILES = Path(__file__).parent / "vector_files"
+"""Files that the package steering-vectors, and torch.save of a dictionary, have written."""
+
+
+def torch_file(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def put(call: Caller, source: Any, *form: Any) -> tuple[dict[str, Any], str | None]:
+    """What a server is sent for this source, as tensors, and the format that is said."""
+    server = answer(CARD)
+    call(server, lambda client: client.vectors.put("happy", source, *form))
+    return load(server.bodies[0]), server.requests[0].url.params.get("format")
+
+
+@pytest.mark.parametrize("name", ["steering_vectors.pt", "layers.pt"])
+def test_files_of_torch_are_converted_on_this_machine(call: Caller, name: str) -> None:
+    path = FILES / name
+    numbers = np.random.default_rng(0)
+    expected = {layer: numbers.standard_normal(8).astype(np.float32) for layer in (3, 2, 1)}
+    with path.open("rb") as file:
+        for source in (path, str(path), path.read_bytes(), file):
+            tensors, form = put(call, source)
+            assert form == "safetensors" and len(tensors) == 3
+            for key, found in tensors.items():
+                (layer,) = re.findall(r"\d+", key)
+                assert np.array_equal(found, expected[int(layer)])
+
+
+def test_tensors_of_torch_of_any_kind_and_layout(call: Caller) -> None:
+    wide = torch.arange(8.0).reshape(2, 4)
+    value = {
+        1: torch.tensor(2.5, dtype=torch.bfloat16).expand(4), "blocks.2.hook_mlp_out": wide[:, 1],
+        3: wide[0, ::2].double().requires_grad_(),
+    }  # fmt: skip
+    tensors, _ = put(call, torch_file(value), "pt")
+    assert {name: found.tolist() for name, found in tensors.items()} == {
+        "1": [2.5] * 4, "blocks.2.hook_mlp_out": [1.0, 5.0], "3": [0.0, 2.0],
+    }  # fmt: skip
+    old = torch_file({"layer_activations": {2: torch.ones(3)}, "layer_type": "mlp"})
+    assert list(put(call, old)[0]) == ["blocks.2.hook_mlp_out"]
+
+
+class Exploit:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.write_text, (self.path, "ran")
+
+
+def test_what_torch_saved_and_no_vector_is_refused(call: Caller, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    for content, reason in (
+        (torch_file({1: Exploit(mark)}), "pickles are not run here; save a dictionary"),
+        (torch_file([torch.ones(2)]), "it holds a list; save a dictionary"),
+        (torch_file({1: "a"}), "entry '1' is a str"),
+        (torch_file({1: torch.ones(2, dtype=torch.int64)}), "floating-point"),
+        (torch_file({1: torch.ones(2).to_sparse()}), "dense"),
+        (torch_file({1: torch.ones(1).expand(2**40)}), f"come to {2**42} bytes"),
+        (torch_file({1: torch.tensor([1e300], dtype=torch.float64)}), "beyond float32"),
+        (torch_file({n: torch.ones(1) for n in range(5000)}), "5000 entries"),
+        (torch_file({"layer_activations": {}, "layer_type": "x"}), "known are decoder_block"),
+        (b"PK\x03\x04 cut off", "torch cannot read it"),
+    ):
+        server = answer(CARD)
+        with pytest.raises(InvalidRequestError, match=reason):
+            call(server, lambda client, data=content: client.vectors.put("happy", data))
+        assert server.requests == []
+    assert not mark.exists()
+    with pytest.raises(InvalidRequestError, match="give a path, an open file or bytes"):
+        call(answer(CARD), lambda client: client.vectors.put("happy", [b"PK"], "pt"))
+
+
+def test_what_needs_torch_says_so(
+    capsys: Output, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert run(answer(CARD), "vectors", "put", "happy", str(FILES / "layers.pt")) == 1
+    assert "pip install torch; or save the vector as safetensors" in capsys.readouterr().err

@@ -10,10 +10,10 @@ from typing import Any, get_args
 from logsteer.cli.options import add_options
 from logsteer.cli.output import wants_json
 from logsteer.cli.steering_options import add_steering_options, parse_positions, read_changes
-from logsteer.cli.terminal import add_examples, decode_text, given, parse_layers, read_input
+from logsteer.cli.terminal import add_examples, given, parse_layers, read_input
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
-from logsteer.extras.json_lines import read_json_lines
+from logsteer.extras.json_files import decode_text, read_json_lines
 from logsteer.schemas import AllPositions
 
 _READING = {"read": None, "hook": "NAME", "bos": None, "on_overflow": None}

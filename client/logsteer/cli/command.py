@@ -83,6 +83,8 @@ def main(argv: Sequence[str] | None = None, *, transport: httpx.BaseTransport | 
         # Python would write what is left at its end, and fail there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNREAD
+    except ImportError as error:
+        return _fail(error)
     except OSError as error:
         return _fail(f"{error.strerror or error}: {error.filename}" if error.filename else error)
     except KeyboardInterrupt:

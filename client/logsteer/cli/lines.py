@@ -11,7 +11,7 @@ from pydantic_core import PydanticSerializationError, to_json
 from logsteer._progress import LineProgress
 from logsteer.cli.output import RowSink, choose_format
 from logsteer.errors import DIVISIBLE, LogsteerError
-from logsteer.extras.json_lines import read_json_lines
+from logsteer.extras.json_files import read_json_lines
 from logsteer.extras.rows import FlatRow, list_rows
 
 Row: TypeAlias = dict[str, Any]

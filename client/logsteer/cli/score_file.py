@@ -3,9 +3,8 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 from rich.table import Table
 
@@ -30,10 +29,8 @@ steer). --map FIELD=COLUMN names columns that are called otherwise. OUT has a ro
 same order: {"row": 0, "result": …}, or {"row": 0, "error": …} where it was refused, which the exit
 status 1 tells. Until OUT is whole, OUT.part and OUT.job stand beside it: the same command goes on
 where the last one ended, however that ended. OUT.job stays, and says what OUT was made of.
---url may be given several times; --ray needs none: it runs the model of --config on Ray.
+--url may be given several times: the servers share the rows.
 """
-RAY_JOBS = "logsteer.score_file"
-"""The group of entry points in which a package offers to run jobs beside its engines."""
 
 _OPTIONS: Mapping[str, Mapping[str, str | None]] = {
     "logprob": {"boundary": None, "space": None, "top": "N", "columns": "NAME", "bos": None,
@@ -83,12 +80,6 @@ def add_score_file(parser: argparse.ArgumentParser) -> None:
         "--priority", choices=("batch", "interactive"), default="batch",
         help="of the requests; default batch, which waits behind others",
     )  # fmt: skip
-    where.add_argument(
-        "--ray", nargs="?", const="local", metavar="ADDRESS",
-        help="run beside the engines on a Ray cluster, without servers; default a Ray of its own",
-    )  # fmt: skip
-    where.add_argument("--config", metavar="FILE", help="with --ray: the configuration of --model")
-    where.add_argument("--actors", type=int, metavar="N", help="with --ray: engines; default 1")
     for name, text in _BOUNDS.items():
         default = getattr(JobLimits, name)
         where.add_argument(
@@ -110,59 +101,30 @@ def _score_file(_client: Client, arguments: argparse.Namespace) -> None:
     names = [name for metavars in _OPTIONS.values() for name in metavars]
     options: dict[str, Any] = {**given(arguments, *names, "probes"), **read_changes(arguments)}
     options |= arguments.options or {}
-    common = given(arguments, *_COMMON)
+    own = vars(arguments)
+    first = [own["base_url"]] if "base_url" in own else []
     fields = dict(arguments.fields or [])
     if arguments.column is not None:
         fields.setdefault(KINDS[arguments.endpoint].text, arguments.column)
     job: dict[str, Any] = {
         "source": arguments.source, "target": arguments.target, "endpoint": arguments.endpoint,
         "options": options, "fields": fields, "id_column": arguments.id,
-        "targets": arguments.targets, "model": getattr(arguments, "model", None),
-        "limits": JobLimits(**given(arguments, *_BOUNDS)), **common,
+        "targets": arguments.targets, "limits": JobLimits(**given(arguments, *_BOUNDS)),
+        "base_url": [*first, *(arguments.urls or [])] or None,
+        **{name: own.get(name) for name in ("model", "api_key", "timeout")},
+        **{name: own[name] for name in ("priority", "strict", "restart")},
     }  # fmt: skip
-    if arguments.ray is not None:
-        if arguments.urls or not arguments.config:
-            arguments.refuse("--ray takes --config, and no --url")
-        actors = arguments.actors or 1
-        run = find_ray_job()
-        scores = run(address=arguments.ray, config=arguments.config, actors=actors, **job)
-    else:
-        if arguments.config or arguments.actors:
-            arguments.refuse("--config and --actors go with --ray")
-        try:
-            scores = score_file(**job, **_read_servers(arguments))
-        except KeyboardInterrupt:
-            print("interrupted; the same command goes on", file=sys.stderr)
-            raise
+    try:
+        scores = score_file(**job)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on", file=sys.stderr)
+        raise
     show(arguments, scores, *_draw(scores), rows=lambda: [scores.model_dump(mode="json")])
     if scores.failed:
         raise LogsteerError(
             f"{scores.failed} of {scores.rows} rows failed; {arguments.target} has the error of "
             "each in place of its result"
         )
-
-
-_COMMON = ("strict", "restart")
-
-
-def _read_servers(arguments: argparse.Namespace) -> dict[str, Any]:
-    own = vars(arguments)
-    first = [own["base_url"]] if "base_url" in own else []
-    urls = [*first, *(arguments.urls or [])] or None
-    settings = {name: own.get(name) for name in ("api_key", "timeout")}
-    return {"base_url": urls, "priority": arguments.priority, **settings}
-
-
-def find_ray_job() -> Callable[..., FileScores]:
-    """Return what runs a job on Ray. Errors: LogsteerError where nothing installed does."""
-    for found in entry_points(group=RAY_JOBS, name="ray"):
-        try:
-            return cast(Callable[..., FileScores], found.load())
-        except ImportError as error:
-            raise LogsteerError(
-                f'--ray needs the server and Ray: pip install "logsteer[ray]" ({error})'
-            ) from error
-    raise LogsteerError('--ray needs the server and Ray: pip install "logsteer[ray]"')
 
 
 def _draw(scores: FileScores) -> list[Table]:

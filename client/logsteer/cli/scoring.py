@@ -16,11 +16,12 @@ from logsteer.cli.items import LINES, add_item_arguments, answer_items, read_ite
 from logsteer.cli.options import add_options
 from logsteer.cli.output import RowSink, add_output_options, choose_format, show
 from logsteer.cli.steering_options import add_probe_option, add_steering_options, read_changes
-from logsteer.cli.terminal import STDIN, add_examples, decode_text, given
+from logsteer.cli.terminal import STDIN, add_examples, given
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
 from logsteer.extras.answer_plots import plot_windows
 from logsteer.extras.datasets import name_source
+from logsteer.extras.json_files import decode_text
 from logsteer.extras.rows import list_rows, write_window
 from logsteer.extras.texts import JOIN, JoinedRows
 from logsteer.schemas import LogprobAnswer, PerplexityAnswer, WindowEvent, WindowScore

@@ -27,11 +27,10 @@ from logsteer.cli.terminal import (
     parse_layers,
     parse_scales,
     read_input,
-    read_text,
 )
 from logsteer.client import Client
 from logsteer.errors import AnswerError, LogsteerError
-from logsteer.extras.json_lines import read_json_lines
+from logsteer.extras.json_files import read_json_lines, read_text
 from logsteer.extras.labels import SweepLabels, label_sweep
 from logsteer.extras.plots import plot_sweep
 from logsteer.extras.rows import FlatRow, list_rows

@@ -4,14 +4,12 @@ Those about steering are read into a steering object.
 """
 
 import argparse
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, get_args
 
-from logsteer.cli.terminal import given, parse_layers, read_text
-from logsteer.errors import LogsteerError
+from logsteer.cli.terminal import given, parse_layers
+from logsteer.extras.json_files import load_steering
 from logsteer.schemas import PositionName, ProbeRead
 from logsteer.schemas.steering import Operation, Unit
 
@@ -134,26 +132,6 @@ def read_parameters(arguments: argparse.Namespace) -> dict[str, Any]:
             arguments.refuse("--cast: only with --override")
         changes["override"] = {**changes["override"], "cast": arguments.cast}
     return changes
-
-
-def load_steering(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """Return a steering object from itself, from its JSON, or from a file of that.
-
-    Raises LogsteerError where there is no JSON object, OSError where there is no file. The fields
-    are checked by the request that they go into.
-    """
-    if isinstance(source, Mapping):
-        return dict(source)
-    place, text = "steering", str(source)
-    if not text.lstrip().startswith("{"):
-        place, text = text, read_text(Path(text))
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise LogsteerError(f"{place}: no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise LogsteerError(f'{place}: no steering object such as {{"vectors": [{{"name": …}}]}}')
-    return found
 
 
 def _parse_vector(text: str) -> dict[str, Any]:

@@ -70,19 +70,3 @@ def read_input(name: str) -> tuple[str, bytes]:
     if not data:
         raise LogsteerError(f"{place} is empty")
     return place, data
-
-
-def read_text(path: Path) -> str:
-    """Return the text of a file; LogsteerError where it is not UTF-8 or empty."""
-    return decode_text(path.read_bytes(), str(path))
-
-
-def decode_text(data: bytes, name: str) -> str:
-    """Return the text of UTF-8 bytes; LogsteerError, with the name, for other bytes or none."""
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        raise LogsteerError(f"{name} is not UTF-8: {error}") from error
-    if not text:
-        raise LogsteerError(f"{name} is empty")
-    return text

@@ -24,7 +24,7 @@ from logsteer.cli.vector_tables import (
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
 from logsteer.extras.dose_response import DoseResponse, evaluate_vector
-from logsteer.extras.json_lines import read_json_lines
+from logsteer.extras.json_files import read_json_lines
 from logsteer.extras.sae import import_feature
 from logsteer.schemas import ContentFormat, TrainAnswer, VectorCard, VectorList
 
@@ -71,7 +71,7 @@ def add_vector_commands(parser: argparse.ArgumentParser, common: argparse.Argume
     )
     add_output_options(showing, VectorCard, plot=True)
     put = add("put", _put, "upload a file as a vector", PUT_EXAMPLES)
-    put.add_argument("file", metavar="FILE", help="safetensors, GGUF, or written by torch.save")
+    put.add_argument("file", metavar="FILE", help="safetensors or GGUF; torch.save's is converted")
     add_options(put, "vectors.put", {"format": None})
     get = add("get", _get, "download a vector as a file", GET_EXAMPLES)
     get.add_argument("file", metavar="FILE", nargs="?", help="default NAME.FORMAT")

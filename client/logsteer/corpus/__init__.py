@@ -8,7 +8,7 @@
     output     the finished lines as the file that was asked for
     job        all of it, in order and within bounds; `servers` has it answered over HTTP
 
-Nothing here knows which engine answers; with `--ray` the same lines are made beside the engines.
+Several servers of one model share the rows of a file.
 """
 
 from logsteer.corpus.job import JobLimits

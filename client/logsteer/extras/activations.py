@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 from pydantic import ValidationError
 
 from logsteer.errors import AnswerError
-from logsteer.extras.tensors import SafetensorsHeader
+from logsteer.extras.tensors import TensorFile, import_numpy
 from logsteer.schemas import ActivationsHeader
 
 if TYPE_CHECKING:
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     Floats: TypeAlias = npt.NDArray[np.float32]
     Ids: TypeAlias = npt.NDArray[np.int32]
 
-_SIZES = {"F32": 4, "I32": 4}
-_DTYPES = {"F32": "<f4", "I32": "<i4"}
+_DTYPES = ("F32", "I32")
 _SIDE = ("row_starts", "token_ids", "token_starts", "positions")
 """Tensors that are no activations."""
 
@@ -55,8 +54,9 @@ class Activations(Sequence[ActivationsOfItem]):
 
     def __init__(self, file: "bytes | np.memmap[Any, Any]") -> None:
         try:
-            tensors, metadata = _parse_file(file)
-            document = json.loads(metadata["answer"])
+            found = TensorFile(file)
+            tensors = {name: found.read(name, _DTYPES) for name in found.entries}
+            document = json.loads(found.metadata["answer"])
             self.answer = ActivationsHeader.model_validate(document)
             self._items: list[dict[str, Any]] = document["results"]
             self.row_starts: Ids = tensors["row_starts"]
@@ -114,7 +114,7 @@ class Activations(Sequence[ActivationsOfItem]):
         return to_frame(self._list_norms())
 
     def _list_norms(self) -> list[dict[str, Any]]:
-        np = _import_numpy()
+        np = import_numpy()
         norms = {
             f"norm@{layer}": np.linalg.norm(rows, axis=1) for layer, rows in self.layers.items()
         }
@@ -135,27 +135,7 @@ def open_activations(path: str | Path) -> Activations:
     Errors: AnswerError for another file, OSError, ImportError that says what to install.
     """
     try:
-        file = _import_numpy().memmap(path, mode="r")
+        file = import_numpy().memmap(path, mode="r")
     except ValueError as error:  # it is empty
         raise AnswerError(f"no file of /activations: {error}") from error
     return Activations(file)
-
-
-def _parse_file(file: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tensors of a safetensors file and its metadata. Errors: ValueError."""
-    array = _import_numpy().frombuffer(file, dtype="u1")
-    header = SafetensorsHeader(memoryview(array))
-    tensors = {}
-    for name in header.names:
-        found = header.find(name, _SIZES)
-        numbers = array[found.start : found.end].view(_DTYPES[found.dtype])
-        tensors[name] = numbers.reshape(found.shape)
-    return tensors, header.metadata
-
-
-def _import_numpy() -> Any:
-    try:
-        import numpy as np
-    except ImportError as error:
-        raise ImportError("activations are numpy arrays: pip install numpy") from error
-    return np

@@ -14,7 +14,7 @@ from typing import Any, SupportsIndex, TypeAlias
 
 from logsteer.errors import InvalidRequestError, LogsteerError
 from logsteer.extras.hub import cut_split, load_rows
-from logsteer.extras.json_lines import read_json_lines
+from logsteer.extras.json_files import read_json_lines
 
 Row: TypeAlias = Mapping[str, Any]
 Reader: TypeAlias = Callable[[str], Iterable[str | Row]]

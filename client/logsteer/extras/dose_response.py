@@ -11,16 +11,13 @@ for what tells the texts apart raises it with the scale, and lowers it below 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from logsteer.errors import LogsteerError
 from logsteer.schemas import ContrastPair, SweepAnswer, SweepPoint, VectorCard
 from logsteer.schemas.common import Float, Reply
 from logsteer.schemas.views import Plotted
-
-if TYPE_CHECKING:
-    from logsteer.client import Client
 
 PLAIN_SCALES = (-4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0)
 """For a vector that nothing is recommended for."""
@@ -53,8 +50,22 @@ class DoseResponse(Plotted):
     points: list[DosePoint]
 
 
+class SweepingClient(Protocol):
+    """What is asked of a client here."""
+
+    @property
+    def vectors(self) -> Any:
+        """The steering vectors that the server stores."""
+        ...
+
+    @property
+    def sweep(self) -> Callable[..., SweepAnswer]:
+        """Score targets and texts at each scale of a steering object."""
+        ...
+
+
 def evaluate_vector(
-    client: Client,
+    client: SweepingClient,
     name: str,
     pairs: Iterable[ContrastPair | Mapping[str, str]],
     *,

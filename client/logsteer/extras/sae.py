@@ -1,7 +1,7 @@
 """Features of sparse autoencoders as vectors, from the files that SAELens saves.
 
-A directory has `cfg.json` and `sae_weights.safetensors`; neither SAELens, torch nor numpy is needed
-to read one feature of it. With x an activation, s the factor that activations are multiplied by
+A directory has `cfg.json` and `sae_weights.safetensors`; neither SAELens nor torch is needed to
+read one feature of it. With x an activation, s the factor that activations are multiplied by
 before the autoencoder (1 for most), w the feature's column of W_enc and d its row of W_dec:
 
     z = (s x - b_dec) . w + b_enc        without b_dec where `apply_b_dec_to_input` is false
@@ -20,20 +20,16 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from logsteer.errors import LogsteerError
-from logsteer.extras.tensors import TensorFile, render_tensors
-from logsteer.schemas import ModelCard, VectorCard, VectorReadout
+from logsteer.extras.tensors import FLOATS, TensorFile, import_numpy, render_tensors
+from logsteer.schemas import ModelCard, ModelList, VectorCard, VectorReadout
 from logsteer.schemas.common import Reply
-
-if TYPE_CHECKING:
-    from logsteer.client import Client
 
 READOUTS = "logsteer.readouts"
 """The entry of a vector file's metadata that has its readouts."""
@@ -96,12 +92,32 @@ def read_feature(
     weights = directory / "sae_weights.safetensors"
     if not weights.is_file():
         raise _refuse(f"{directory} has no {weights.name}: give the directory that SAELens saved")
-    with TensorFile(weights) as tensors:
-        return _read(tensors, config, feature, config.choose_place(layer), scale)
+    place = config.choose_place(layer)
+    if not weights.stat().st_size:
+        raise _refuse(f"{weights}: it is empty")
+    try:
+        tensors = TensorFile(import_numpy().memmap(weights, mode="r"))
+        return _read(tensors, config, feature, place, scale)
+    except ValueError as error:
+        raise _refuse(f"{weights}: {error}") from error
+
+
+class StoringClient(Protocol):
+    """What is asked of a client here."""
+
+    @property
+    def vectors(self) -> Any:
+        """The steering vectors that the server stores."""
+        ...
+
+    @property
+    def models(self) -> Callable[[], ModelList]:
+        """Return every configured model and its state."""
+        ...
 
 
 def import_feature(
-    client: Client,
+    client: StoringClient,
     path: str | Path,
     feature: int,
     *,
@@ -239,17 +255,17 @@ def _read(
     size, width = _read_sizes(tensors, config)
     if not 0 <= feature < size:
         raise _refuse(f"there is no feature {feature}: this autoencoder has 0 to {size - 1}")
-    written_D = tensors.read_row("W_dec", feature)
-    read_D = tensors.read_column("W_enc", feature)
+    written_D = _read_floats(tensors, "W_dec", feature)
+    read_D = _read_floats(tensors, "W_enc", slice(None), feature)
     for what, numbers in (("W_dec row", written_D), ("W_enc column", read_D)):
-        if not any(numbers) or not all(map(math.isfinite, numbers)):
+        if not (numbers.any() and math.isfinite(abs(numbers).max())):
             raise _refuse(f"feature {feature} has a {what} of zeros, or of NaN or infinity")
     centre = 0.0
     if config.has_centre:
-        centre = math.fsum(map(operator.mul, tensors.read_all("b_dec"), read_D))
+        centre = math.fsum(_read_floats(tensors, "b_dec") * read_D)
     factor = 1 / scale
-    if config.get("finetuning_scaling_factor") and "finetuning_scaling_factor" in tensors:
-        factor *= tensors.read_one("finetuning_scaling_factor", feature)
+    if config.get("finetuning_scaling_factor") and "finetuning_scaling_factor" in tensors.entries:
+        factor *= _read_one(tensors, "finetuning_scaling_factor", feature)
     if config.architecture in _RELATIVE and config.get("rescale_acts_by_decoder_norm"):
         factor /= _measure(written_D)
     layer, hook = place
@@ -258,18 +274,17 @@ def _read(
     try:
         readout = _read_out(tensors, config, feature, scale * _measure(read_D), centre)
         if readout is not None:
-            told = json.dumps({str(layer): readout.model_dump()}, allow_nan=False)
-            metadata[READOUTS] = told
-        vector = render_tensors({name: [factor * number for number in written_D]})
+            metadata[READOUTS] = json.dumps({str(layer): readout.model_dump()})
+        vector = render_tensors({name: factor * written_D})
         probe = render_tensors({name: read_D}, metadata)
-    except (OverflowError, ValueError) as error:
+    except OverflowError as error:
         raise _refuse(f"feature {feature} has numbers beyond float32, or NaN") from error
     return SaeFeature(layer, hook, width, vector, probe, readout, _remark(config))
 
 
 def _read_sizes(tensors: TensorFile, config: SaeConfig) -> tuple[int, int]:
     """Return the number of features and the width. Raises LogsteerError for shapes that differ."""
-    shape = tensors.shape("W_dec")
+    shape = list(tensors.read("W_dec", FLOATS).shape)
     if len(shape) != 2:
         raise _refuse(f"W_dec has shape {shape}, not [features, width]")
     size, width = shape
@@ -277,13 +292,10 @@ def _read_sizes(tensors: TensorFile, config: SaeConfig) -> tuple[int, int]:
     if config.has_centre:
         expected["b_dec"] = [width]
     for name, wanted in expected.items():
-        if tensors.shape(name) != wanted:
-            raise _refuse(
-                f"{name} has shape {tensors.shape(name)}, and W_dec {shape}: they do not belong "
-                "together"
-            )
-    for name, found in (("d_in", width), ("d_sae", size)):
-        if config.get(name) not in (None, found):
+        if (found := list(tensors.read(name, FLOATS).shape)) != wanted:
+            raise _refuse(f"{name} has shape {found}, W_dec {shape}: they do not belong together")
+    for name, count in (("d_in", width), ("d_sae", size)):
+        if config.get(name) not in (None, count):
             raise _refuse(f"cfg.json has {name} {config.get(name)}, and W_dec has shape {shape}")
     return size, width
 
@@ -296,17 +308,18 @@ def _read_out(
         return None
     threshold = 0.0
     if config.architecture == "gated":
-        growth = math.exp(tensors.read_one("r_mag", feature))
-        bias = tensors.read_one("b_mag", feature) - growth * centre
+        growth = math.exp(_read_one(tensors, "r_mag", feature))
+        magnitude = _read_one(tensors, "b_mag", feature)
+        bias = magnitude - growth * centre
         # The gate opens where slope c - centre > -b_gate, with the slope before it grows.
-        threshold = tensors.read_one("b_mag", feature) - growth * tensors.read_one(
-            "b_gate", feature
-        )
+        threshold = magnitude - growth * _read_one(tensors, "b_gate", feature)
         slope *= growth
     else:
-        bias = tensors.read_one("b_enc", feature) - centre
+        bias = _read_one(tensors, "b_enc", feature) - centre
         if config.architecture == "jumprelu":
-            threshold = tensors.read_one("threshold", feature)
+            threshold = _read_one(tensors, "threshold", feature)
+    if not math.isfinite(slope + bias + threshold):
+        raise OverflowError("the readout has numbers beyond float64, or NaN")
     return VectorReadout(kind="relu", slope=slope, bias=bias, threshold=max(threshold, 0.0))
 
 
@@ -350,9 +363,18 @@ def _check_models(cards: Sequence[ModelCard], found: SaeFeature, model: str | No
         )
 
 
-def _measure(numbers: Sequence[float]) -> float:
+def _read_floats(tensors: TensorFile, name: str, *index: Any) -> Any:
+    """Return a tensor, or what `index` selects of it, in float64. Errors: ValueError."""
+    return tensors.read(name, FLOATS, *index).astype("f8")
+
+
+def _read_one(tensors: TensorFile, name: str, index: int) -> float:
+    return float(_read_floats(tensors, name, index))
+
+
+def _measure(numbers: Any) -> float:
     """Return the Euclidean norm."""
-    return math.sqrt(math.fsum(number * number for number in numbers))
+    return math.sqrt(math.fsum(numbers * numbers))
 
 
 def _refuse(detail: str) -> LogsteerError:

@@ -1,176 +1,216 @@
-"""Single rows and columns of safetensors files, and small files of that format, in plain Python.
+"""Safetensors files as numpy arrays, and vectors that torch has saved as such files.
 
 The layout: eight bytes that say how long the header is, the header as JSON (for each tensor its
 dtype, shape and place), the numbers, little-endian.
 """
 
+import io
 import json
 import math
-import mmap
-import struct
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
-from logsteer.errors import LogsteerError
+from logsteer.errors import InvalidRequestError
 
-_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-_CODES = {"F64": "d", "F32": "f", "F16": "e"}
+_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4"}
+FLOATS = ("F64", "F32", "F16", "BF16")
 _LENGTH = 8
 
+TORCH = "pt"
+"""The format of files that torch.save writes."""
+MAX_TENSORS = 4096
+MAX_BYTES = 2**30
+"""Bytes of float32 that a file of torch may unfold to: a few kilobytes can say terabytes."""
+_TORCH_BEGINNINGS = (b"PK\x03\x04", b"\x80\x02")
+_HOOKS = {"decoder_block": "hook_resid_post", "self_attn": "hook_attn_out", "mlp": "hook_mlp_out"}
+"""The kinds of layer of the package steering-vectors -> TransformerLens' name of their output."""
 
-class TensorPlace(NamedTuple):
-    """A tensor of a file: its type, the lengths of its axes, and where its bytes lie there."""
 
-    dtype: str
-    shape: list[int]
-    start: int
-    end: int
+class TensorFile:
+    """The tensors of a safetensors file, each read from `data` when it is asked for.
 
-
-class SafetensorsHeader:
-    """What the header of a safetensors file says: its `metadata`, and where each tensor lies.
-
-    Raises ValueError for data that is no such file.
+    `data` is bytes, or a numpy.memmap, of which only what is asked for is read. Raises ValueError
+    for data that is no such file, and for a tensor that is not there, not whole, or of a type that
+    is not read; ImportError that says what to install.
     """
 
-    def __init__(self, data: mmap.mmap | memoryview) -> None:
-        self._length = len(data)
-        self._start = _LENGTH + int.from_bytes(bytes(data[:_LENGTH]), "little")
+    def __init__(self, data: Any) -> None:
+        self._data = import_numpy().frombuffer(data, dtype="u1")
+        self._start = _LENGTH + int.from_bytes(self._data[:_LENGTH].tobytes(), "little")
         try:
-            header = json.loads(bytes(data[_LENGTH : self._start]))
+            header = json.loads(self._data[_LENGTH : self._start].tobytes())
         except (ValueError, RecursionError) as error:
             raise ValueError("it is no safetensors file") from error
         metadata = header.pop("__metadata__", {}) if isinstance(header, dict) else None
         if not isinstance(metadata, dict):
             raise ValueError("it is no safetensors file")
         self.metadata: dict[str, Any] = metadata
-        self._entries: dict[str, Any] = header
+        self.entries: dict[str, Any] = header
 
-    @property
-    def names(self) -> list[str]:
-        """The names of the tensors."""
-        return list(self._entries)
+    def read(self, name: str, dtypes: Sequence[str], *index: Any) -> Any:
+        """Return a tensor of one of these types, or what `index` selects of it, as an array.
 
-    def find(self, name: str, sizes: Mapping[str, int]) -> TensorPlace:
-        """Return where a tensor lies; `sizes` are the types that are read, with a number's bytes.
-
-        Raises ValueError where it is not there, of another type, or not whole.
+        Numbers in bfloat16 are given as float32; all others share the memory of `data`.
         """
-        if name not in self._entries:
+        if name not in self.entries:
             raise ValueError(f"it has no tensor {name}")
         try:
-            entry = self._entries[name]
+            entry = self.entries[name]
             dtype, shape = str(entry["dtype"]), [int(size) for size in entry["shape"]]
-            first, end = map(int, entry["data_offsets"])
+            first, end = (self._start + int(place) for place in entry["data_offsets"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"it has a damaged entry for tensor {name}") from error
-        if dtype not in sizes:
-            raise ValueError(f"it has {name} in type {dtype}; {', '.join(sizes)} are read")
-        is_whole = first >= 0 and self._start + end <= self._length
-        size = math.prod(shape) * sizes[dtype]
-        if min(shape, default=0) < 0 or not is_whole or end - first != size:
+        if dtype not in dtypes:
+            raise ValueError(f"it has {name} in type {dtype}; {', '.join(dtypes)} are read")
+        size = math.prod(shape) * int(_DTYPES[dtype][-1])
+        if min(shape, default=0) < 0 or not self._start <= first <= end <= len(self._data):
             raise ValueError(f"it has not all numbers of tensor {name}: it is damaged")
-        return TensorPlace(dtype, shape, self._start + first, self._start + end)
-
-
-class TensorFile:
-    """A safetensors file, of which only what is asked for is read; use it as a context.
-
-    Raises LogsteerError for a file that is none, for a tensor that is not there, and for one of
-    another type than F32, F16, BF16 and F64; OSError for a file that cannot be read.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        with path.open("rb") as file:
-            if not path.stat().st_size:
-                raise self._refuse("it is empty")
-            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if end - first != size:
+            raise ValueError(f"it has not all numbers of tensor {name}: it is damaged")
+        found = self._data[first:end].view(_DTYPES[dtype]).reshape(shape)
         try:
-            self._header = SafetensorsHeader(self._data)
-        except ValueError as error:
-            raise self._refuse(error) from error
-
-    def __enter__(self) -> "TensorFile":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._data.close()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._header.names
-
-    def shape(self, name: str) -> list[int]:
-        """Return the lengths of a tensor's axes."""
-        return self._find(name).shape
-
-    def read_all(self, name: str) -> list[float]:
-        """Return the numbers of a tensor, row after row."""
-        found = self._find(name)
-        return _decode(found.dtype, self._data[found.start : found.end])
-
-    def read_one(self, name: str, index: int) -> float:
-        """Return one number of a tensor with one axis."""
-        kind, shape, start, _ = self._find(name)
-        if len(shape) != 1 or index >= shape[0]:
-            raise self._refuse(f"it has {name} with shape {shape}, and no number {index} in it")
-        return self._read(kind, start + index * _SIZES[kind], 1)[0]
-
-    def read_row(self, name: str, index: int) -> list[float]:
-        """Return a row of a tensor with two axes."""
-        kind, (_, width), start, _ = self._find(name)
-        return self._read(kind, start + index * width * _SIZES[kind], width)
-
-    def read_column(self, name: str, index: int) -> list[float]:
-        """Return a column of a tensor with two axes."""
-        kind, (height, width), start, _ = self._find(name)
-        size = _SIZES[kind]
-        places = (start + (row * width + index) * size for row in range(height))
-        return _decode(kind, b"".join(self._data[place : place + size] for place in places))
-
-    def _read(self, kind: str, start: int, count: int) -> list[float]:
-        return _decode(kind, self._data[start : start + count * _SIZES[kind]])
-
-    def _find(self, name: str) -> TensorPlace:
-        try:
-            return self._header.find(name, _SIZES)
-        except ValueError as error:
-            raise self._refuse(error) from error
-
-    def _refuse(self, fault: object) -> LogsteerError:
-        return LogsteerError(f"{self._path}: {fault}")
+            found = found[index]
+        except IndexError as error:
+            raise ValueError(f"it has {name} with shape {shape}, and no {index} in it") from error
+        # bfloat16 is the upper half of a float32.
+        return (found.astype("u4") << 16).view("f4") if dtype == "BF16" else found
 
 
-def _decode(kind: str, data: bytes) -> list[float]:
-    count = len(data) // _SIZES[kind]
-    if kind == "BF16":  # the upper half of a float32
-        halves = struct.unpack(f"<{count}H", data)
-        data = struct.pack(f"<{count}I", *(half << 16 for half in halves))
-        kind = "F32"
-    return list(struct.unpack(f"<{count}{_CODES[kind]}", data))
-
-
-def render_tensors(
-    tensors: Mapping[str, Sequence[float]], metadata: Mapping[str, str] | None = None
-) -> bytes:
-    """Return a safetensors file of float32 tensors with one axis.
-
-    Raises OverflowError for a number beyond float32.
-    """
+def render_tensors(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return a safetensors file of arrays, in float32. Errors: OverflowError beyond float32."""
+    np = import_numpy()
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    body = b""
+    parts, place = [], 0
     for name, numbers in tensors.items():
-        data = struct.pack(f"<{len(numbers)}f", *numbers)
-        place = [len(body), len(body) + len(data)]
-        header[name] = {"dtype": "F32", "shape": [len(numbers)], "data_offsets": place}
-        body += data
+        with np.errstate(over="ignore"):
+            array = np.ascontiguousarray(numbers, "<f4")
+        if not np.isfinite(array).all():
+            raise OverflowError(f"tensor {name} has numbers beyond float32, or NaN")
+        parts.append(array.tobytes())
+        end = place + array.nbytes
+        header[name] = {"dtype": "F32", "shape": array.shape, "data_offsets": [place, end]}
+        place = end
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % _LENGTH)
-    return len(head).to_bytes(_LENGTH, "little") + head + body
+    return b"".join((len(head).to_bytes(_LENGTH, "little"), head, *parts))
+
+
+def import_numpy() -> Any:
+    """Return the module numpy; ImportError that says what to install where it is missing."""
+    try:
+        import numpy as np
+    except ImportError as error:
+        raise ImportError("tensors are numpy arrays: pip install numpy") from error
+    return np
+
+
+# ------------------------------------------------------------------ torch.save
+
+
+class PickledVector:
+    """Stands in for the class of the package steering-vectors, whose objects are pickled whole."""
+
+    layer_activations: Any = None
+    layer_type: Any = "decoder_block"
+
+
+def convert_upload(source: Any, form: Any) -> tuple[Any, Any]:
+    """Return the source and the format of a vector to upload: what torch saved, as safetensors.
+
+    A server takes safetensors and GGUF. A file that torch.save has written, by its format or its
+    first bytes, is read on this machine, weights-only, so that none of its code runs; all other
+    sources come back as they are. Errors: InvalidRequestError for a file that cannot be converted;
+    ImportError without torch; OSError.
+    """
+    if isinstance(source, bytes):
+        data, beginning = source, source[:4]
+    elif isinstance(source, str | Path):
+        with Path(source).open("rb") as file:
+            beginning = file.read(4)
+            data = beginning + file.read() if _is_torch(beginning, form) else b""
+    elif callable(getattr(source, "seek", None)) and source.seekable():
+        place = source.tell()
+        beginning = source.read(4)
+        source.seek(place)
+        data = source.read() if _is_torch(beginning, form) else b""
+    elif form == TORCH:
+        raise _refuse("give a path, an open file or bytes: what torch saved is converted first")
+    else:
+        return source, form
+    if not _is_torch(beginning, form):
+        return source, form
+    return convert_torch(data), "safetensors"
+
+
+def convert_torch(data: bytes) -> bytes:
+    """Return the tensors of a file that torch.save has written as a safetensors file.
+
+    It is a dictionary of layer, or name of a hook, -> tensor; or a vector of steering-vectors.
+    Errors: InvalidRequestError that says what to save instead; ImportError without torch.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError(
+            "a file of torch is converted on this machine, which takes torch: pip install torch; "
+            "or save the vector as safetensors"
+        ) from error
+    known: Any = (PickledVector, "steering_vectors.steering_vector.SteeringVector")
+    try:
+        with torch.serialization.safe_globals([known]):
+            loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # a broken file makes torch raise anything
+        if named := re.search(r"GLOBAL (\S+)", str(error)):
+            raise _refuse(
+                f"it names {named[1][:120]}, which only unpickling could run, and pickles are not "
+                "run here; save a dictionary of layer -> tensor with torch.save, or safetensors"
+            ) from error
+        raise _refuse(f"torch cannot read it: {' '.join(str(error).split())[:200]}") from error
+    tensors = _name_tensors(loaded)
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise _refuse(f"entry {name[:80]!r} is a {type(tensor).__name__}, not a tensor")
+        if tensor.layout is not torch.strided or not tensor.is_floating_point():
+            raise _refuse(f"entry {name[:80]!r} is not a dense tensor of floating-point numbers")
+    # An expanded tensor counts for what it comes to once it is laid out.
+    size = sum(4 * tensor.numel() for tensor in tensors.values())
+    if size > MAX_BYTES:
+        raise _refuse(f"its tensors come to {size} bytes, at most {MAX_BYTES} are converted")
+    arrays = {name: one.detach().to(torch.float32).numpy() for name, one in tensors.items()}
+    try:
+        return render_tensors(arrays)
+    except OverflowError as error:
+        raise _refuse(str(error)) from error
+
+
+def _is_torch(beginning: bytes, form: Any) -> bool:
+    return form == TORCH or (
+        form not in ("safetensors", "gguf") and beginning.startswith(_TORCH_BEGINNINGS)
+    )
+
+
+def _name_tensors(loaded: Any) -> dict[str, Any]:
+    """Return what was loaded as named tensors."""
+    if isinstance(loaded, PickledVector):
+        loaded = vars(loaded)
+    if isinstance(loaded, Mapping) and "layer_activations" in loaded:
+        kind = loaded.get("layer_type", "decoder_block")
+        if kind not in _HOOKS:
+            raise _refuse(f"its layer_type is {kind!r}; known are {', '.join(_HOOKS)}")
+        layers = loaded["layer_activations"]
+        if not isinstance(layers, Mapping):
+            raise _refuse("its layer_activations are no dictionary")
+        loaded = {f"blocks.{layer}.{_HOOKS[kind]}": tensor for layer, tensor in layers.items()}
+    if not isinstance(loaded, Mapping):
+        raise _refuse(
+            f"it holds a {type(loaded).__name__}; save a dictionary of layer -> 1-D tensor"
+        )
+    if len(loaded) > MAX_TENSORS:
+        raise _refuse(f"it has {len(loaded)} entries, at most {MAX_TENSORS} are read")
+    return {str(name): tensor for name, tensor in loaded.items()}
+
+
+def _refuse(detail: str) -> InvalidRequestError:
+    return InvalidRequestError("invalid_vector", f"no vector of torch: {detail}", param="source")

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from logsteer._calls import checked
-from logsteer.cli.steering_options import load_steering
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
+from logsteer.extras.json_files import load_steering
 from logsteer.schemas import ModelCard, Steering, UsedAdapter
 
 SteeringLike: TypeAlias = Steering | Mapping[str, Any]

@@ -1,11 +1,12 @@
 """How people look at answers in Python: drawn in a notebook, as a table of pandas, as a plot.
 
-The drawing is in `logsteer.extras` and is loaded at first use: an import of these schemas, which
-the server has as well, loads neither pandas nor matplotlib.
+What draws them is registered in `VIEWS`, which `logsteer.extras` does: an import of these schemas,
+which the server has as well, loads neither pandas nor matplotlib.
 """
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from logsteer.schemas.common import Reply
 
@@ -13,14 +14,16 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
+VIEWS: dict[Literal["html", "table", "plot"], Callable[..., Any]] = {}
+"""What an answer is given to, to be drawn as HTML, laid out as a table, or plotted."""
 
-class Tabled(Reply):
-    """A reply that notebooks draw, and that is a table of pandas where one is wanted."""
+
+class TableViews:
+    """What notebooks draw, and what is a table of pandas where one is wanted."""
 
     def _repr_html_(self) -> str:
-        from logsteer.extras.html import write_html
-
-        return write_html(self)
+        html: str = VIEWS["html"](self)
+        return html
 
     def to_pandas(self, per: str | None = None) -> "pd.DataFrame":
         """Return the rows of this answer: a row a token, target, window or point, as `per` says.
@@ -28,13 +31,11 @@ class Tabled(Reply):
         None is the usual one of its kind. Raises ImportError that says what to install, and
         LogsteerError, which names what there is, for rows that the answer has not.
         """
-        from logsteer.extras.rows import to_frame
-
-        return to_frame(self, per)
+        return VIEWS["table"](self, per)
 
 
-class Plotted(Tabled):
-    """One that matplotlib draws, too."""
+class PlotViews(TableViews):
+    """What matplotlib draws, too."""
 
     def plot(self, path: str | Path | None = None, **options: Any) -> "Figure":
         """Draw this answer, write the picture to `path` where given, and return the figure.
@@ -42,6 +43,13 @@ class Plotted(Tabled):
         `options` are those of `logsteer.extras.plots.plot_sweep` for a sweep; others take none.
         Raises LogsteerError without matplotlib, and where there is nothing to draw.
         """
-        from logsteer.extras.answer_plots import plot_answer
+        figure: Figure = VIEWS["plot"](self, path, **options)
+        return figure
 
-        return plot_answer(self, path, **options)
+
+class Tabled(Reply, TableViews):
+    """A reply that notebooks draw, and that is a table of pandas where one is wanted."""
+
+
+class Plotted(Tabled, PlotViews):
+    """One that matplotlib draws, too."""

@@ -1,0 +1,164 @@
+"""What `AsyncClient` and its resources are made on: a call by the name of its endpoint.
+
+The generated methods name an endpoint and give its arguments; the methods here send the call, and
+do what takes more than one call or reads the answer.
+"""
+
+# mypy: disable-error-code="no-any-return"
+# What an endpoint is answered with is of the type that the table of endpoints has for it.
+
+from asyncio import sleep
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, closing
+from dataclasses import replace
+from typing import Any, ClassVar, Generic, TypeVar
+
+import httpx
+from pydantic import BaseModel
+
+from logsteer._call import ApiCall
+from logsteer._calls import as_list, build_call, build_file_call
+from logsteer._events import EventParser, ServerSentEvent
+from logsteer._exchange import Deliver, Pause, Send, Terms, exchange, is_event_stream
+from logsteer._pairs import LogProbs, pair_items, pair_records, pair_scores
+from logsteer._sampling import sample_in_tasks
+from logsteer.errors import PayloadTooLargeError
+from logsteer.extras.activations import Activations
+from logsteer.extras.samples import Samples
+from logsteer.extras.sampling import SampledBatch, SamplingRun
+from logsteer.extras.shards import ActivationShards, capture_shards
+from logsteer.schemas import ItemScore
+
+A = TypeVar("A", bound=BaseModel)
+L = TypeVar("L", bound=BaseModel)
+C = TypeVar("C", bound=BaseModel)
+D = TypeVar("D", bound=BaseModel)
+
+
+class AsyncCaller:
+    """Sends calls by `httpx.AsyncClient`."""
+
+    _http: httpx.AsyncClient
+    _terms: Terms
+    _model: str | None
+
+    async def _ask(self, endpoint: str, /, **values: Any) -> Any:
+        return await self._answer(build_call(endpoint, values, self._model))
+
+    def _listen(self, endpoint: str, /, **values: Any) -> AsyncGenerator[Any, None]:
+        return self._run(build_call(endpoint, values, self._model, events=True))
+
+    async def _run(self, call: ApiCall[A]) -> AsyncGenerator[A, None]:
+        """Carry out the exchange of a call: yield what it delivers, raise what it raises."""
+        steps = exchange(call, self._terms)
+        response: httpx.Response | None = None
+        events: AsyncIterator[ServerSentEvent] | None = None
+        reply: Any = None
+        try:
+            step = next(steps)
+            while True:
+                if isinstance(step, Deliver):
+                    yield step.answer
+                    step = next(steps)
+                    continue
+                try:
+                    if isinstance(step, Send):
+                        if response is not None:
+                            await response.aclose()
+                        response = await self._http.send(step.request, stream=step.streams)
+                        reply = response
+                        if step.streams and is_event_stream(response):
+                            events = _read_events(response)
+                        else:
+                            await response.aread()
+                    elif isinstance(step, Pause):
+                        await sleep(step.seconds)
+                        reply = None
+                    else:
+                        reply = await anext(events, None) if events is not None else None
+                except httpx.HTTPError as failure:
+                    step = steps.throw(failure)
+                else:
+                    step = steps.send(reply)
+        except StopIteration:
+            return
+        finally:
+            if response is not None:
+                await response.aclose()
+
+    async def _answer(self, call: ApiCall[A]) -> A:
+        async with aclosing(self._run(call)) as answers:
+            async for answer in answers:
+                return answer
+        raise AssertionError("an exchange delivers an answer or raises")
+
+    async def _score(self, context: str, targets: str | Sequence[str], **options: Any) -> ItemScore:
+        targets = as_list(targets)
+        answer = await self._ask("logprob", items=pair_items([context], targets), **options)
+        return pair_scores(answer, 1, len(targets))[0]
+
+    async def _get_log_prob(
+        self, prompts: str | Sequence[str], targets: str | Sequence[str], **options: Any
+    ) -> LogProbs:
+        prompts, targets = as_list(prompts), as_list(targets)
+        options |= {"per_token": False, "columns": ["logprob"]}
+        answer = await self._ask("logprob", items=pair_items(prompts, targets), **options)
+        return pair_records(prompts, targets, answer)
+
+    async def _sample(self, *arguments: Any, **options: Any) -> Samples:
+        async def draw(**values: Any) -> SampledBatch:
+            call = build_call("generate", values, self._model)
+            return await self._answer(replace(call, answer=SampledBatch))
+
+        return await sample_in_tasks(SamplingRun(options, *arguments), draw)
+
+    async def _activations(
+        self, items: str | Sequence[Any], layers: Sequence[int], **options: Any
+    ) -> Activations:
+        file = await self._answer(build_file_call(self._model, items, layers, **options))
+        return Activations(file.data)
+
+    async def _capture(self, *arguments: Any, **options: Any) -> ActivationShards:
+        with closing(capture_shards(options, *arguments)) as steps:
+            try:
+                values = next(steps)
+                while True:
+                    try:
+                        answer = await self._activations(**values)
+                    except PayloadTooLargeError as error:
+                        values = steps.throw(error)
+                    else:
+                        values = steps.send(answer)
+            except StopIteration as end:
+                return end.value
+
+
+class AsyncStoreMethods(Generic[L, C, D]):
+    """Contents that the server stores under names: cards of type C in a list of type L.
+
+    A deletion is answered by D. Methods raise the errors of `logsteer.errors`.
+    """
+
+    _name: ClassVar[str]
+
+    def __init__(self, ask: Callable[..., Any]) -> None:
+        self._ask = ask
+
+    async def list(self) -> L:
+        """Return the card of every name, in the order of the names."""
+        return await self._ask(f"{self._name}.list")
+
+    async def get(self, name: str) -> C:
+        """Return the card of one name; NotFoundError where nothing has it."""
+        return await self._ask(f"{self._name}.get", name=name)
+
+    async def delete(self, name: str) -> D:
+        """Delete a name; return it, and the content that it stood for."""
+        return await self._ask(f"{self._name}.delete", name=name)
+
+
+async def _read_events(response: httpx.Response) -> AsyncIterator[ServerSentEvent]:
+    parser = EventParser()
+    async for chunk in response.aiter_bytes():
+        for event in parser.feed(chunk):
+            yield event

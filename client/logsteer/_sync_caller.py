@@ -1,0 +1,165 @@
+"""What `Client` and its resources are made on: a call by the name of its endpoint.
+
+The generated methods name an endpoint and give its arguments; the methods here send the call, and
+do what takes more than one call or reads the answer.
+
+Written by `make client` from `_async_caller.py`: change that.
+"""
+
+# mypy: disable-error-code="no-any-return"
+# What an endpoint is answered with is of the type that the table of endpoints has for it.
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from time import sleep
+from typing import Any, ClassVar, Generic, TypeVar
+
+import httpx
+from pydantic import BaseModel
+
+from logsteer._call import ApiCall
+from logsteer._calls import as_list, build_call, build_file_call
+from logsteer._events import EventParser, ServerSentEvent
+from logsteer._exchange import Deliver, Pause, Send, Terms, exchange, is_event_stream
+from logsteer._pairs import LogProbs, pair_items, pair_records, pair_scores
+from logsteer._sampling import sample_in_threads
+from logsteer.errors import PayloadTooLargeError
+from logsteer.extras.activations import Activations
+from logsteer.extras.samples import Samples
+from logsteer.extras.sampling import SampledBatch, SamplingRun
+from logsteer.extras.shards import ActivationShards, capture_shards
+from logsteer.schemas import ItemScore
+
+A = TypeVar("A", bound=BaseModel)
+L = TypeVar("L", bound=BaseModel)
+C = TypeVar("C", bound=BaseModel)
+D = TypeVar("D", bound=BaseModel)
+
+
+class Caller:
+    """Sends calls by `httpx.Client`."""
+
+    _http: httpx.Client
+    _terms: Terms
+    _model: str | None
+
+    def _ask(self, endpoint: str, /, **values: Any) -> Any:
+        return self._answer(build_call(endpoint, values, self._model))
+
+    def _listen(self, endpoint: str, /, **values: Any) -> Generator[Any, None]:
+        return self._run(build_call(endpoint, values, self._model, events=True))
+
+    def _run(self, call: ApiCall[A]) -> Generator[A, None]:
+        """Carry out the exchange of a call: yield what it delivers, raise what it raises."""
+        steps = exchange(call, self._terms)
+        response: httpx.Response | None = None
+        events: Iterator[ServerSentEvent] | None = None
+        reply: Any = None
+        try:
+            step = next(steps)
+            while True:
+                if isinstance(step, Deliver):
+                    yield step.answer
+                    step = next(steps)
+                    continue
+                try:
+                    if isinstance(step, Send):
+                        if response is not None:
+                            response.close()
+                        response = self._http.send(step.request, stream=step.streams)
+                        reply = response
+                        if step.streams and is_event_stream(response):
+                            events = _read_events(response)
+                        else:
+                            response.read()
+                    elif isinstance(step, Pause):
+                        sleep(step.seconds)
+                        reply = None
+                    else:
+                        reply = next(events, None) if events is not None else None
+                except httpx.HTTPError as failure:
+                    step = steps.throw(failure)
+                else:
+                    step = steps.send(reply)
+        except StopIteration:
+            return
+        finally:
+            if response is not None:
+                response.close()
+
+    def _answer(self, call: ApiCall[A]) -> A:
+        with closing(self._run(call)) as answers:
+            for answer in answers:
+                return answer
+        raise AssertionError("an exchange delivers an answer or raises")
+
+    def _score(self, context: str, targets: str | Sequence[str], **options: Any) -> ItemScore:
+        targets = as_list(targets)
+        answer = self._ask("logprob", items=pair_items([context], targets), **options)
+        return pair_scores(answer, 1, len(targets))[0]
+
+    def _get_log_prob(
+        self, prompts: str | Sequence[str], targets: str | Sequence[str], **options: Any
+    ) -> LogProbs:
+        prompts, targets = as_list(prompts), as_list(targets)
+        options |= {"per_token": False, "columns": ["logprob"]}
+        answer = self._ask("logprob", items=pair_items(prompts, targets), **options)
+        return pair_records(prompts, targets, answer)
+
+    def _sample(self, *arguments: Any, **options: Any) -> Samples:
+        def draw(**values: Any) -> SampledBatch:
+            call = build_call("generate", values, self._model)
+            return self._answer(replace(call, answer=SampledBatch))
+
+        return sample_in_threads(SamplingRun(options, *arguments), draw)
+
+    def _activations(
+        self, items: str | Sequence[Any], layers: Sequence[int], **options: Any
+    ) -> Activations:
+        file = self._answer(build_file_call(self._model, items, layers, **options))
+        return Activations(file.data)
+
+    def _capture(self, *arguments: Any, **options: Any) -> ActivationShards:
+        with closing(capture_shards(options, *arguments)) as steps:
+            try:
+                values = next(steps)
+                while True:
+                    try:
+                        answer = self._activations(**values)
+                    except PayloadTooLargeError as error:
+                        values = steps.throw(error)
+                    else:
+                        values = steps.send(answer)
+            except StopIteration as end:
+                return end.value
+
+
+class StoreMethods(Generic[L, C, D]):
+    """Contents that the server stores under names: cards of type C in a list of type L.
+
+    A deletion is answered by D. Methods raise the errors of `logsteer.errors`.
+    """
+
+    _name: ClassVar[str]
+
+    def __init__(self, ask: Callable[..., Any]) -> None:
+        self._ask = ask
+
+    def list(self) -> L:
+        """Return the card of every name, in the order of the names."""
+        return self._ask(f"{self._name}.list")
+
+    def get(self, name: str) -> C:
+        """Return the card of one name; NotFoundError where nothing has it."""
+        return self._ask(f"{self._name}.get", name=name)
+
+    def delete(self, name: str) -> D:
+        """Delete a name; return it, and the content that it stood for."""
+        return self._ask(f"{self._name}.delete", name=name)
+
+
+def _read_events(response: httpx.Response) -> Iterator[ServerSentEvent]:
+    parser = EventParser()
+    for chunk in response.iter_bytes():
+        yield from parser.feed(chunk)
