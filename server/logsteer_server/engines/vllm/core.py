@@ -2,7 +2,7 @@
 
 The scheduler is stepped here and not by vLLM's front end, which costs more than the work on a short
 text: it copies the sampling parameters of every request deeply and makes Python objects of every
-token. `seam.INTERNALS` names all that is relied on. The module imports vLLM, so it is imported
+token. `internals` lists what is relied on. The module imports vLLM, so it is imported
 after `config.set_environment`.
 """
 
