@@ -256,13 +256,14 @@ class VllmCore:
         """Abort a request of `generate`."""
         self._front.abort_request([request_id], internal=True)
 
-    def load_adapter(self, name: str, slot: int, path: str) -> LoRARequest:
+    def load_adapter(self, name: str, slot: int, path: str) -> tuple[LoRARequest, set[str]]:
         """Put the adapter of a file into a slot, in place of what that held.
 
-        Return what requests with the adapter carry. Errors: whatever vLLM raises, in any process.
+        Return what requests with the adapter carry, and the file's modules that no rank applied.
+        Errors: whatever vLLM raises, in any process.
         """
-        self.call_workers("load_adapter", name, slot, path)
-        return LoRARequest(name, slot, path)
+        unapplied: list[set[str]] = self.call_workers("load_adapter", name, slot, path)
+        return LoRARequest(name, slot, path), set.intersection(*unapplied)
 
     def unload_adapter(self, slot: int) -> None:
         """Empty the slot of an adapter."""

@@ -38,9 +38,6 @@ from logsteer_server.engines.vllm.stream import UnknownStreamError
 from logsteer_server.engines.vllm.stream_form import ask_stream_form
 from logsteer_server.imports import hold_collector
 
-ADAPTER_ANSWERS: dict[type[Job], Output] = {CheckAdapterJob: CheckAdapterOutput()}
-"""Jobs that are done as soon as their adapter is loaded, and what they answer."""
-
 LOAD_PARTS = 64
 """The cache is told of as so many parts: it is news when one is taken or freed."""
 
@@ -149,9 +146,9 @@ class VllmEngine:
         adapter = self._adapters.take(job.adapter) if job.adapter else None
         if job.adapter and adapter is None:
             return False
-        if answer := ADAPTER_ANSWERS.get(type(job)):
+        if adapter is not None and isinstance(job, CheckAdapterJob):
             self._release(SteeringSlot(), adapter)
-            self._known.append((job_id, answer))
+            self._known.append((job_id, CheckAdapterOutput(adapter.updated)))
             return True
         kind = self._kinds[type(job)]
         slot = None

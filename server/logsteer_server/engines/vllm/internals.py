@@ -249,6 +249,18 @@ INTERNALS: dict[str, Internal] = {
     "vllm.lora.worker_manager.LRUCacheWorkerLoRAManager.add_adapter": Internal(
         "4e7673dd45ce", "what is loaded is never read again, from whatever path"
     ),
+    "vllm.lora.utils.parse_fine_tuned_lora_name": Internal(
+        "2544e2ea510d", "names a module as vLLM does"
+    ),
+    "vllm.lora.model_manager.LoRAModelManager.activate_adapter": Internal(
+        "364ca197204e", "applies what `_get_lora_layer_weights` finds, and nothing else"
+    ),
+    "vllm.lora.model_manager.LoRAModelManager._get_lora_layer_weights": Internal(
+        "542937815422", "called privately: what is applied to a module"
+    ),
+    "vllm.lora.model_manager.LoRAModelManager._create_merged_loras_inplace": Internal(
+        "fb752a75bbc6", "`packed_modules` names what a packed module is made of"
+    ),
     # models
     "vllm.model_executor.models.bloom.BloomMLP.__init__": Internal(
         "df57c9de97e6", "corrected: its GELU"
