@@ -57,7 +57,12 @@ class VllmEngine:
 
         self._vllm = VllmCore(spec, path)
         info = describe(
-            spec, path, self._vllm.config, self._vllm.context_length, self._find_unsteerable(spec)
+            spec,
+            path,
+            self._vllm.config,
+            self._vllm.context_length,
+            self._find_unsteerable(spec),
+            self._vllm.call_workers("find_logits_dtype")[-1],
         )
         self._info = replace(info, int8_products=self._vllm.call_workers("find_int8_products")[0])
         self._slots = SteeringSlots(

@@ -139,7 +139,7 @@ INTERNALS: dict[str, Internal] = {
         "1e319b5b2180", "no prefix shorter than a hash's block is found"
     ),
     f"{HASHES}.generate_block_hash_extra_keys": Internal(
-        "329b0368c58a", "what keeps cached prefixes apart"
+        "329b0368c58a", "wrapped: what keeps cached prefixes apart"
     ),
     f"{HASHES}._gen_lora_extra_hash_keys": Internal(
         "44888779828b", "adapters share no prefix: name and path follow their content"
@@ -276,6 +276,9 @@ INTERNALS: dict[str, Internal] = {
     ),
     "vllm.model_executor.model_loader.base_loader.BaseModelLoader.load_model": Internal(
         "39c27f400e70", "INT8 layers are tried in the model's dtype"
+    ),
+    "vllm.model_executor.layers.logits_processor.LogitsProcessor._apply_head": Internal(
+        "4213b94abbc0", "computes the head by an attribute that we set, without a copy of its weights"
     ),
     f"{LINEAR}.init_int8_linear_kernel": Internal(
         "b9d73a100cbe", "takes the first kernel of the list that we replace"

@@ -19,7 +19,7 @@ from logsteer_server.engines.scratch import ScratchDirectory
 from logsteer_server.engines.vllm.adapters import lay_out, read_factors
 from logsteer_server.engines.vllm.blocks import clear_new_blocks
 from logsteer_server.engines.vllm.config import SteeringSize
-from logsteer_server.engines.vllm.corrections import correct_model
+from logsteer_server.engines.vllm.corrections import correct_model, find_logits_dtype, widen_head
 from logsteer_server.engines.vllm.runner import LogsteerRunner
 from logsteer_server.engines.vllm.steering import StageTrace
 from logsteer_server.engines.vllm.stream import Change, StreamForm, StreamProbe
@@ -62,6 +62,8 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
         runner = self.model_runner
         correct_model(runner.model)
         options = self.vllm_config.additional_config[OPTIONS]
+        if options["widens_head"]:
+            widen_head(runner.model)
         if options["steering"]["slots"]:
             runner.prepare_steering(SteeringSize(**options["steering"]))
         if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
@@ -121,6 +123,10 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
     def set_stream_form(self, form: StreamForm) -> None:
         """Say to the tables where the residual stream is in what the layers return."""
         self.model_runner.steering.tables.set_form(form)
+
+    def find_logits_dtype(self) -> str:
+        """Return what the head is computed in, on the last pipeline stage."""
+        return find_logits_dtype(self.model_runner.model, self.model_runner.model_config.dtype)
 
     def find_int8_products(self) -> Int8Products | None:
         """Return how this rank's INT8 layers are computed, where it is a CPU and has any."""
