@@ -66,6 +66,7 @@ def score(client: Client, **options: Any) -> np.ndarray:
 def test_an_adapter_goes_up_and_goes_again(client: Client, tmp_path: Path) -> None:
     card = client.adapters.get("a0")
     assert (card.model, card.rank, card.alpha, card.tensors) == ("demo", 4, 6.0, 50)
+    assert card.updated == 25
     assert card.modules == ["down_proj", "gate_proj", "o_proj", "q_proj", "v_proj"]
     again = client.adapters.put("again", write_adapter(tmp_path / "again", seed=0))
     assert (again.sha256, again.norm) == (card.sha256, card.norm)
@@ -206,6 +207,35 @@ def test_what_does_not_fit_is_refused(client: Client, tmp_path: Path) -> None:
     assert "two files" in httpx.put(url, files={"config": b"{}"}).json()["detail"]
     assert httpx.put(url, content=b"{}").json()["code"] == "invalid_request"
     assert client.adapters.list() == before
+    assert score(client).shape == (len(TARGET),)
+
+
+UNTAKEN = {
+    "no such layer": (lambda key: key.replace("layers.1.", "layers.99."), "model.layers.99."),
+    "another tower": (
+        lambda key: key.replace("model.layers.", "model.vision.layers."), "model.vision.layers.0.",
+    ),
+}  # fmt: skip
+"""How tensors are renamed, all of them or those of one layer, and what a refusal then names."""
+
+
+@pytest.mark.parametrize("case", UNTAKEN)
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_tensors_that_no_module_takes_are_refused_by_name(
+    client: Client, tmp_path: Path, case: str, is_alone: bool
+) -> None:
+    rename, named = UNTAKEN[case]
+    directory = write_adapter(tmp_path / "untaken")
+    file = directory / "adapter_model.safetensors"
+    tensors = {rename(key): tensor for key, tensor in load_file(file).items()}
+    if is_alone:
+        tensors = {key: tensor for key, tensor in tensors.items() if named in key}
+    else:
+        tensors |= {key: tensor for key, tensor in load_file(file).items() if ".layers.2." in key}
+    save_file(tensors, file)
+    with pytest.raises(APIError, match=named.replace(".", r"\.")) as caught:
+        client.adapters.put("untaken", directory)
+    assert caught.value.code == "invalid_adapter"
     assert score(client).shape == (len(TARGET),)
 
 

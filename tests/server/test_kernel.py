@@ -75,6 +75,15 @@ def make_tables(dtype):
     return tables
 
 
+def launch_narrow(given, residual, form, dtype):
+    # 8 tokens, of marks that go on to the 14th.
+    tables, hidden = make_tables(dtype), given.clone()
+    tables.set_form(form)
+    kernel.launch(tables, hidden[:8], None if residual is None else residual[:8], LAYER)
+    read = (tables.probes.readings_TGR != 0).any(-1).sum(-1).tolist()
+    return [(hidden != given).any(-1).tolist(), read]
+
+
 found = []
 for dtype in (torch.float32, torch.bfloat16):
     beside = torch.randn(16, WIDTH).to(dtype)
@@ -107,14 +116,34 @@ for dtype in (torch.float32, torch.bfloat16):
             "decided_alike": torch.equal(plain.sums.decided_E, fused.sums.decided_E),
             "sums": (plain.captures.sums_ND - fused.captures.sums_ND).abs().max().item(),
             "captured": plain.captures.sums_ND.abs().sum(-1).tolist(),
+            "beyond": launch_narrow(given, residual, form, dtype),
         })
-print(json.dumps(found))
+
+
+class Refusing:
+    def __getitem__(self, grid):
+        raise AssertionError("launched")
+
+
+idle = make_tables(torch.float32)
+idle.write(Step())
+kernel.launch(idle, torch.zeros(16, WIDTH), None, LAYER)
+kernel._read_tokens = kernel._steer_tokens = Refusing()
+launched = []
+for idle.serves in (False, True):
+    try:
+        kernel.launch(idle, torch.zeros(16, WIDTH), None, LAYER)
+    except AssertionError:
+        launched.append(idle.serves)
+print(json.dumps({"cases": found, "launched": launched}))
 """
 
 
 @pytest.mark.engine
 def test_the_kernel_does_what_the_plain_form_does() -> None:
-    cases = run_script(SCRIPT, TRITON_INTERPRET="1", VLLM_LOGGING_LEVEL="ERROR")
+    found = run_script(SCRIPT, TRITON_INTERPRET="1", VLLM_LOGGING_LEVEL="ERROR")
+    assert found["launched"] == [False], "an idle step is launched only before requests are served"
+    cases = found["cases"]
     assert len(cases) == 6
     assert {holds for case in cases for holds in case["own"]} == {True, False}
     for case, tolerance in zip(cases, [2e-6] * 3 + [0.07] * 3, strict=True):
@@ -123,6 +152,7 @@ def test_the_kernel_does_what_the_plain_form_does() -> None:
         conditional = [a or b for a, b in zip(own, of_prompt, strict=True)]
         assert case["changed"] == [False, *[True] * 7, *conditional, False, False]
         assert case["changed_by_kernel"] == case["changed"]
+        assert case["beyond"] == [[False, *[True] * 7, *[False] * 8], [0] * 16]
         assert case["moved_readings"] == conditional
         assert case["read"] == [0] * 8 + [3] * 6 + [0, 2]
         assert case["readings"] < max(4e-6, tolerance)

@@ -159,6 +159,21 @@ def test_chunks_cover_every_row_once_within_the_bound(count: int, step: int) -> 
     assert max(sizes, default=0) - min(sizes, default=0) <= 1
 
 
+@given(st.integers(0, 5000), st.integers(1, 8))
+def test_chunks_for_a_gpu_are_whole_tiles(count: int, tiles: int) -> None:
+    sizes = [part.stop - part.start for part in split_chunks(count, 128 * tiles, 128)]
+    assert sum(sizes) == count and max(sizes, default=0) <= 128 * tiles
+    assert len(sizes) == math.ceil(count / (128 * tiles))
+    assert all(size % 128 == 0 for size in sizes[:-1])
+    assert (
+        RowBounds(2**28, 2**28).rows_per_product(
+            50_257, RowSpec(("logprob",)), torch.device("cuda")
+        )
+        % 128
+        == 0
+    )
+
+
 def read(spec: RowSpec, rows_at_once: int, files: RowFiles | None = None) -> torch.Tensor:
     generator = torch.Generator().manual_seed(2)
     hidden_RD = torch.randn(R, D, generator=generator)

@@ -24,6 +24,11 @@ class AdapterCard(Tabled):
     alpha: float = Field(description="As its configuration says; what updates are scaled by.")
     modules: list[str] = Field(description="Last names of the modules that it updates.")
     tensors: int
+    updated: int | None = Field(
+        default=None,
+        description="Weights of the model that it changes, as the engine counted when it was sent; "
+        "null: sent to an older server.",
+    )
     norm: float = Field(description="Euclidean norm of all its factors together.")
     bytes: int
     created: str = Field(description="When the name was given this content: RFC 3339, UTC.")

@@ -42,4 +42,6 @@ class CheckAdapterJob(Job):
 
 @dataclass(frozen=True, slots=True)
 class CheckAdapterOutput(Output):
-    """The adapter fits."""
+    """The adapter fits: it changes so many of the model's weights."""
+
+    updated: int

@@ -106,10 +106,16 @@ class Job:
         return bool(self.delta or (self.plan and self.plan.sites))
 
     @property
-    def prefix_salt(self) -> str | None:
-        """What keeps the job's keys and values apart from those of others; None: nothing does."""
-        plan = self.plan.digest(self.prompt_len).hex() if self.plan and self.plan.sites else ""
-        return f"{self.salt}:{plan}" if self.salt else plan or None
+    def plan_salt(self) -> tuple[int, str] | None:
+        """The first position whose keys and values the plan changes, and what names the change.
+
+        Keys and values of earlier tokens are those of the model as it was loaded: a token's depend
+        on itself and on those before it. None without a change.
+        """
+        if self.plan is None or not self.plan.sites:
+            return None
+        first, _ = self.plan.positions.bounds(self.prompt_len)
+        return first, self.plan.digest(self.prompt_len).hex()
 
     @property
     def fingerprint(self) -> bytes | None:

@@ -213,7 +213,7 @@ class FakeEngine:
             ScoreJob: partial(fake_scores, shift=float(args.get("shift", 0.0))),
             GenerateJob: fake_generation,
             CaptureJob: self._capture,
-            CheckAdapterJob: lambda _: [CheckAdapterOutput()],
+            CheckAdapterJob: lambda _: [CheckAdapterOutput(0)],
             CheckOverrideJob: lambda _: [CheckOverrideOutput(moved=1, total=1)],
         }
 

@@ -172,9 +172,10 @@ class RowSampler:
                 looks_at_policy = not POLICY_COLUMNS.keys().isdisjoint(spec.columns)
                 is_shaped = looks_at_policy or not is_greedy(spec.policy)
                 groups.setdefault((replace(spec, policy=NEUTRAL), is_shaped), []).append(row)
-        step = max(1, CHUNK_LOGITS["cuda" if device.type == "cuda" else "cpu"] // size)
+        at_once = CHUNK_LOGITS["cuda" if device.type == "cuda" else "cpu"] // size
         parts = []
         for (spec, is_shaped), members in groups.items():
+            step = max(1, at_once // 2 if spec.double else at_once)
             for start in range(0, len(members), step):
                 own = members[start : start + step]
                 policies = [row_spec.policy for r in own if (row_spec := self._specs[r])]

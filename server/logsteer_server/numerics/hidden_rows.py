@@ -45,6 +45,8 @@ class RowBounds:
         rows = self.logits // (size * vocab_size)
         if device.type == "cpu":
             rows = min(rows, max(ENOUGH_ROWS, CACHED_LOGITS // vocab_size))
+        elif rows > GPU_ROWS:
+            rows -= rows % GPU_ROWS
         return max(1, rows)
 
     def rows_per_pass(self, vocab_size: int, spec: RowSpec, device: torch.device) -> int:
@@ -55,12 +57,22 @@ class RowBounds:
         return max(1, rows)
 
 
-def split_chunks(count: int, step: int) -> Iterator[slice]:
+GPU_ROWS = 128
+"""Rows of a tile of a GPU's product: a chunk that is no multiple of it computes some for nothing.
+"""
+
+
+def split_chunks(count: int, step: int, tile: int = 1) -> Iterator[slice]:
     """Yield slices that cover `count` rows, each of at most `step`, and of nearly the same size.
 
     So no row is left over, whose product would be another than those of the rest, and cost more.
+    All but the last one are multiples of `tile` where `step` is one.
     """
     chunks = -(-count // step)
+    if chunks > 1 and step % tile == 0 and tile > 1:
+        size = -(-count // (chunks * tile)) * tile
+        yield from (slice(start, min(count, start + size)) for start in range(0, count, size))
+        return
     for i in range(chunks):
         yield slice(count * i // chunks, count * (i + 1) // chunks)
 
@@ -147,7 +159,8 @@ def read_hidden(
     per_pass = bounds.rows_per_pass(vocab_size, spec, device)
     if device.type == "cuda" and spec.is_fused and not files.export:
         per_pass = per_product  # the kernel needs no room
-    for chunk in split_chunks(len(rows.hidden_RD), per_product):
+    tile = 1 if device.type == "cpu" else GPU_ROWS
+    for chunk in split_chunks(len(rows.hidden_RD), per_product, tile):
         hidden_rD = rows.hidden_RD[chunk]
         logits_rV = project(hidden_rD)
         finite_r = hidden_rD.isfinite().all(-1)

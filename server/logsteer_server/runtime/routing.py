@@ -35,10 +35,12 @@ def hash_blocks(job: Job) -> list[int]:
         return []
     adapter = job.adapter and job.adapter.sha256
     override = job.override and job.override.identity
-    before = hash((job.prefix_salt, adapter, override))
+    before = hash((job.salt, adapter, override))
+    first, plan = job.plan_salt or (len(tokens), "")
     found = []
     for start in range(0, len(tokens) - size + 1, size):
-        before = hash((before, tokens[start : start + size]))
+        is_steered = first < start // 4 + BLOCK
+        before = hash((before, tokens[start : start + size], plan if is_steered else ""))
         found.append(before)
     return found
 

@@ -31,7 +31,9 @@ class ModelSettings(BaseModel):
         "auto", description="What the model runs in; float64 takes engine transformer_lens."
     )
     logits_dtype: Literal["auto", "float32"] = Field(
-        "auto", description="What the head is computed in; auto: as the model."
+        "auto",
+        description="What the head is computed in; auto: float32 in vLLM on GPUs unless the head "
+        "is quantised, else as the model.",
     )
     tf32: bool = Field(False, description="Let a GPU compute float32 products in TF32.")
     devices: Literal["auto", "cpu"] | list[int] = Field(

@@ -29,7 +29,7 @@ from logsteer_server.api.routes.resources import (
     open_upload,
     store_upload,
 )
-from logsteer_server.contract.check_jobs import CheckAdapterJob
+from logsteer_server.contract.check_jobs import CheckAdapterJob, CheckAdapterOutput
 from logsteer_server.contract.parameters import Adapter
 from logsteer_server.interventions.parameters import check_feature
 from logsteer_server.stores.formats.adapter_file import AdapterContent, join_files, read_adapter
@@ -80,7 +80,8 @@ async def upload_adapter(
     check_feature("adapter", info, "model")
 
     async def check(found: StoredContent, content: AdapterContent) -> AdapterCard:
-        await owner.check(CheckAdapterJob(adapter=Adapter(found.source, found.sha256)))
+        fits = await owner.check(CheckAdapterJob(adapter=Adapter(found.source, found.sha256)))
+        assert isinstance(fits, CheckAdapterOutput)
         return AdapterCard(
             name=name,
             sha256=found.sha256,
@@ -90,6 +91,7 @@ async def upload_adapter(
             alpha=content.alpha,
             modules=content.modules,
             tensors=content.tensors,
+            updated=fits.updated,
             norm=content.norm,
             bytes=upload.size,
             created=stamp(),

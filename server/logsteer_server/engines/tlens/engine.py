@@ -165,8 +165,7 @@ class TransformerLensEngine:
 
     def _check_adapter(self, job: CheckAdapterJob) -> CheckAdapterOutput:
         assert job.adapter is not None
-        self._deltas.read_adapter(job.adapter)
-        return CheckAdapterOutput()
+        return CheckAdapterOutput(len(self._deltas.read_adapter(job.adapter)))
 
     def take_load(self) -> None:
         """Return nothing: continuations are let in by all that they may come to."""

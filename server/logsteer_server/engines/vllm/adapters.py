@@ -20,12 +20,17 @@ from logsteer_server.engines.vllm.weight_shapes import read_weight_shapes
 from logsteer_server.numerics.lora import (
     AdapterConfig,
     AdapterLayoutError,
+    Factors,
     check_shapes,
     pair_factors,
 )
 
 if TYPE_CHECKING:
     from logsteer_server.engines.vllm.core import VllmCore
+
+
+NAMED = 5
+"""Modules that an error names."""
 
 
 class UnfitAdapterError(Exception):
@@ -43,6 +48,8 @@ class AdapterSlot:
 
     number: int
     lora_request: Any
+    updated: int
+    """Weights that it changes, in the checkpoint's terms."""
 
 
 class AdapterSlots:
@@ -72,7 +79,7 @@ class AdapterSlots:
         if is_new:
             self._vllm.unload_adapter(number)
             try:
-                self._loaded[number] = AdapterSlot(number, self._load(adapter, number))
+                self._loaded[number] = self._load(adapter, number)
             except UnfitAdapterError:
                 self._pool.forget(number)
                 raise
@@ -86,11 +93,11 @@ class AdapterSlots:
     def _shapes(self) -> dict[str, list[int]]:
         return read_weight_shapes(self._checkpoint)
 
-    def _load(self, adapter: Adapter, number: int) -> Any:
+    def _load(self, adapter: Adapter, number: int) -> AdapterSlot:
         """Have vLLM read the adapter, on every rank. Errors: UnfitAdapterError."""
         try:
             rank = read_config(adapter.path)["r"]
-            check_fit(adapter.path, self._shapes)
+            updates = check_fit(adapter.path, self._shapes)
         except FileNotFoundError:
             detail = "the adapter was deleted while the request waited; upload it again"
             raise UnfitAdapterError("unknown_adapter", detail) from None
@@ -105,13 +112,19 @@ class AdapterSlots:
             raise UnfitAdapterError("invalid_adapter", f"{detail}raise adapter_rank")
         try:
             # vLLM's cache of prefixes knows an adapter by name and path: both follow the content.
-            return self._vllm.load_adapter(adapter.sha256, number, adapter.path)
+            request, unapplied = self._vllm.load_adapter(adapter.sha256, number, adapter.path)
         except Exception as error:  # whatever vLLM's checks and a worker's process raise
             if lacks_memory(error):
                 detail = "memory ran out while the adapter was loaded; try again later"
                 raise UnfitAdapterError("out_of_memory", detail) from error
             detail = f"the adapter does not fit the model: {error}"
             raise UnfitAdapterError("invalid_adapter", detail) from error
+        if unapplied:
+            named = ", ".join(sorted(unapplied)[:NAMED])
+            more = f" and {len(unapplied) - NAMED} more" if len(unapplied) > NAMED else ""
+            detail = f"the adapter does not fit the model, which has no {named}{more}"
+            raise UnfitAdapterError("invalid_adapter", detail)
+        return AdapterSlot(number, request, len(updates))
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -121,19 +134,27 @@ def read_config(path: str) -> dict[str, Any]:
     return found
 
 
-def check_fit(path: str, shapes: Mapping[str, Sequence[int]]) -> None:
+def read_factors(path: str) -> list[Factors]:
+    """Return the updates in an adapter's file. Errors: as `check_fit`."""
+    with safe_open(path, "numpy") as file:
+        return pair_factors(file.keys())
+
+
+def check_fit(path: str, shapes: Mapping[str, Sequence[int]]) -> list[Factors]:
     """Check an adapter's factors against the shapes of weights, as far as those are known.
 
-    vLLM fills a factor that is too narrow up with zeros. Errors: AdapterLayoutError, and those of
+    Return the factors. vLLM fills a factor that is too narrow up with zeros. Errors: AdapterLayoutError, and those of
     `read_config`.
     """
     with safe_open(path, "numpy") as file:
         config = AdapterConfig.read(file.metadata() or {})
-        for factors in pair_factors(file.keys()):
+        updates = pair_factors(file.keys())
+        for factors in updates:
             weight = shapes.get(f"{factors.module}.weight", ())
             down, up = (file.get_slice(key).get_shape() for key in (factors.down, factors.up))
             if len(weight) == 2:
                 check_shapes(factors, down, up, weight, transposed=config.transposed)
+    return updates
 
 
 def lay_out(path: str, directory: Path) -> None:

@@ -1,5 +1,6 @@
 """How a model of the configuration is set up in vLLM: environment, arguments, description."""
 
+import json
 import os
 import warnings
 from dataclasses import asdict, dataclass
@@ -27,6 +28,7 @@ from logsteer_server.numerics.rows import PUBLIC_COLUMNS
 
 WORKER = "logsteer_server.engines.vllm.worker.LogsteerWorker"
 """The class that runs the model, by which every executor finds it."""
+BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 CPU_BLOCK_SIZE = 32
 """Tokens per cache block on CPU; vLLM's own default of 128 shares no short context."""
 
@@ -75,6 +77,23 @@ def _list_plugins() -> list[str]:
     ]
 
 
+def set_breakable_graphs(spec: EngineSpec, path: Path | str) -> None:
+    """Set whether attention breaks captured graphs up, as vLLM's configuration would set it later.
+
+    vLLM's attention reads that as it is imported, which here is before its configuration exists,
+    and is left out of graphs that are captured otherwise.
+    """
+    from vllm.config.vllm import default_breakable_cudagraph_architectures
+
+    file = Path(path) / "config.json"
+    architectures = json.loads(file.read_text()).get("architectures") if file.is_file() else None
+    is_default = not default_breakable_cudagraph_architectures().isdisjoint(architectures or ())
+    # For batch invariance vLLM asks for it where it has tuned tiles: everywhere is a superset.
+    is_invariant = os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0" and spec.compile
+    if is_default or is_invariant:
+        os.environ.setdefault(BREAKABLE, "1")
+
+
 MAX_SOCKET_PATH = 107
 SOCKET_NAME = 37
 """Characters of a socket's name in vLLM, a UUID, and of the slash in front of it."""
@@ -88,7 +107,9 @@ def prepare(spec: EngineSpec) -> tuple[ScratchDirectory, Path | str]:
     set_environment(spec)
     scratch = ScratchDirectory()
     set_scratch(scratch.path)
-    return scratch, locate_model(spec.path)
+    path = locate_model(spec.path)
+    set_breakable_graphs(spec, path)
+    return scratch, path
 
 
 def set_scratch(directory: Path) -> None:
@@ -127,11 +148,13 @@ def engine_args(spec: EngineSpec, path: Path | str, on_cpu: bool, limit: int) ->
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "worker_cls": WORKER,
+        "language_model_only": True,  # towers that see or hear are neither loaded nor profiled
         # A part of vLLM's hash of the configuration, so that compiled models are kept apart by it.
         "additional_config": {
             "logsteer": {
                 "rows": {"logits": spec.chunk_bytes, "columns": spec.column_bytes},
                 "steering": asdict(steering_size(spec)),
+                "widens_head": spec.logits_dtype == "auto" and not on_cpu,
             }
         },
     }
@@ -213,14 +236,21 @@ def fit_context_length(path: Path | str, text_config: Any, limit: int | None) ->
 
 
 def describe(
-    spec: EngineSpec, path: Path | str, config: Any, limit: int, unsteerable: str | None
+    spec: EngineSpec,
+    path: Path | str,
+    config: Any,
+    limit: int,
+    unsteerable: str | None,
+    logits_dtype: str,
 ) -> EngineInfo:
-    """Describe the engine; `config` is vLLM's; `unsteerable` says why it has no hooks."""
+    """Describe the engine; `config` is vLLM's; `unsteerable` says why it has no hooks.
+
+    `logits_dtype`: what the workers say that the head is computed in.
+    """
     import vllm
     import vllm.envs
 
     model = config.model_config
-    logits_dtype = str(model.head_dtype or model.dtype).removeprefix("torch.")
     if spec.logits_dtype not in ("auto", logits_dtype):
         raise ValueError(f"logits_dtype: vLLM computes logits in {logits_dtype} here; leave it out")
     return EngineInfo(

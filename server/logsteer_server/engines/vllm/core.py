@@ -2,7 +2,7 @@
 
 The scheduler is stepped here and not by vLLM's front end, which costs more than the work on a short
 text: it copies the sampling parameters of every request deeply and makes Python objects of every
-token. `seam.INTERNALS` names all that is relied on. The module imports vLLM, so it is imported
+token. `internals` lists what is relied on. The module imports vLLM, so it is imported
 after `config.set_environment`.
 """
 
@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from vllm import SamplingParams
+from vllm.compilation import breakable_cudagraph
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.attention import attention
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 from vllm.v1.request import Request, RequestStatus
@@ -31,8 +34,8 @@ from vllm.v1.request import Request, RequestStatus
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob
 from logsteer_server.engines.vllm.blocks import FreedPrefixes, clear_new_blocks
-from logsteer_server.engines.vllm.config import context_length, engine_args
-from logsteer_server.engines.vllm.extra_args import SCORE
+from logsteer_server.engines.vllm.config import BREAKABLE, context_length, engine_args
+from logsteer_server.engines.vllm.extra_args import SALT, SCORE
 
 BATCH_DEFAULTS = UsageContext.OPENAI_API_SERVER
 """Whose defaults `max_num_batched_tokens` and `max_num_seqs` have: those of vLLM's own server. With
@@ -69,6 +72,7 @@ class VllmCore:
         self.context_length = context_length(path, spec.max_model_len)
         self.config = configure(spec, path, self.context_length)
         clear_new_blocks()
+        kv_cache_utils.generate_block_hash_extra_keys = name_block
         executor = Executor.get_class(self.config)
         self._front = LLMEngine(self.config, executor, log_stats=False)
         self.engine_core = self._front.engine_core.engine_core
@@ -99,7 +103,7 @@ class VllmCore:
         tokens: Sequence[int],
         extra_args: dict[str, Any],
         adapter: LoRARequest | None,
-        cache_salt: str | None,
+        cache_salt: str,
         use_cache: bool,
     ) -> str:
         """Hand a prompt that nothing is generated for to the scheduler; return its request's id."""
@@ -116,7 +120,7 @@ class VllmCore:
                 tokens,
                 params,
                 None,
-                cache_salt=cache_salt,
+                cache_salt=cache_salt or None,
                 lora_request=adapter,
                 block_hasher=self.engine_core.request_block_hasher,
             )
@@ -148,8 +152,8 @@ class VllmCore:
             skip_reading_prefix_cache=not use_cache,
         )
         prompt: dict[str, Any] = {"prompt_token_ids": job.tokens.tolist()}
-        if (salt := job.prefix_salt) is not None:
-            prompt["cache_salt"] = salt
+        if job.salt:
+            prompt["cache_salt"] = job.salt
         output_id = str(next(self._serial))
         request_id: str = self._front.add_request(output_id, prompt, params, lora_request=adapter)
         return request_id, output_id
@@ -256,13 +260,14 @@ class VllmCore:
         """Abort a request of `generate`."""
         self._front.abort_request([request_id], internal=True)
 
-    def load_adapter(self, name: str, slot: int, path: str) -> LoRARequest:
+    def load_adapter(self, name: str, slot: int, path: str) -> tuple[LoRARequest, set[str]]:
         """Put the adapter of a file into a slot, in place of what that held.
 
-        Return what requests with the adapter carry. Errors: whatever vLLM raises, in any process.
+        Return what requests with the adapter carry, and the file's modules that no rank applied.
+        Errors: whatever vLLM raises, in any process.
         """
-        self.call_workers("load_adapter", name, slot, path)
-        return LoRARequest(name, slot, path)
+        unapplied: list[set[str]] = self.call_workers("load_adapter", name, slot, path)
+        return LoRARequest(name, slot, path), set.intersection(*unapplied)
 
     def unload_adapter(self, slot: int) -> None:
         """Empty the slot of an adapter."""
@@ -289,7 +294,20 @@ def configure(spec: EngineSpec, path: Path | str, limit: int) -> Any:
         # The operations of state space layers give no states for the cache on the CPU.
         args["enable_prefix_caching"] = False
         config = EngineArgs(**args).create_engine_config(BATCH_DEFAULTS)
+    check_breakable_graphs()
     return config
+
+
+def check_breakable_graphs() -> None:
+    """Check that attention was imported as the configuration expects it. Errors: ValueError."""
+    source = attention.unified_attention_with_output.__code__.co_filename
+    is_asked = breakable_cudagraph.is_breakable_cudagraph_enabled()
+    if is_asked != (source == breakable_cudagraph.__file__):
+        raise ValueError(
+            f"vLLM's configuration set {BREAKABLE} to {int(is_asked)} after its attention was "
+            "imported, which captured graphs would then leave out or break at; set the variable "
+            "to that before the server starts"
+        )
 
 
 def look_at_models_here() -> None:
@@ -299,6 +317,24 @@ def look_at_models_here() -> None:
     workers are forked off; a single rank has none.
     """
     registry._run_in_subprocess = lambda look: look()
+
+
+NAME_BLOCK = kv_cache_utils.generate_block_hash_extra_keys
+
+
+def name_block(request: Request, start: int, end: int, start_mm: int) -> tuple[Any, int]:
+    """Return what keeps a block of the prefix cache apart beside its tokens and those before it.
+
+    It takes the place of vLLM's function. Beside what that returns, the first block with a token
+    that a plan changes is named by the plan, and with it all that follow: blocks before it are
+    shared by every plan.
+    """
+    keys, next_mm = NAME_BLOCK(request, start, end, start_mm)
+    params = request.sampling_params
+    first, plan = ((params and params.extra_args) or {}).get(SALT, (end, ""))
+    if start <= first < end:
+        keys = (*(keys or ()), (SALT, plan))
+    return keys, next_mm
 
 
 class PreemptionCount:

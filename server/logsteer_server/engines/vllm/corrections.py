@@ -7,8 +7,15 @@ goes on comparing.
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.models.bloom import BloomMLP
 
 Rotate = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
@@ -27,6 +34,27 @@ def correct_model(model: nn.Module) -> None:
             module.gelu_impl = nn.GELU(approximate="tanh")
         if isinstance(module, RotaryEmbedding) and module._forward_method == module.forward_cpu:
             module._forward_method = partial(_rotate_heads, module.forward_cpu)
+
+
+def widen_head(model: nn.Module) -> None:
+    """Have a GPU add the head's products up in float32, and keep its logits so.
+
+    In half precision logits are rounded by up to 0.09 nats. `torch.mm` takes the weights as they
+    are, so that this costs no memory of theirs. A quantised head stays as it is.
+    """
+    heads = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
+    plain = (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
+    if all(isinstance(head.quant_method, plain) for head in heads):
+        for module in model.modules():
+            if isinstance(module, LogitsProcessor):
+                module.head_dtype = torch.float32
+
+
+def find_logits_dtype(model: nn.Module, dtype: torch.dtype) -> str:
+    """Return what a model of a dtype computes its head in."""
+    heads = (module for module in model.modules() if isinstance(module, LogitsProcessor))
+    found = next((head.head_dtype for head in heads), None)
+    return str(found or dtype).removeprefix("torch.")
 
 
 def _rotate_heads(

@@ -38,9 +38,6 @@ from logsteer_server.engines.vllm.stream import UnknownStreamError
 from logsteer_server.engines.vllm.stream_form import ask_stream_form
 from logsteer_server.imports import hold_collector
 
-ADAPTER_ANSWERS: dict[type[Job], Output] = {CheckAdapterJob: CheckAdapterOutput()}
-"""Jobs that are done as soon as their adapter is loaded, and what they answer."""
-
 LOAD_PARTS = 64
 """The cache is told of as so many parts: it is news when one is taken or freed."""
 
@@ -60,7 +57,12 @@ class VllmEngine:
 
         self._vllm = VllmCore(spec, path)
         info = describe(
-            spec, path, self._vllm.config, self._vllm.context_length, self._find_unsteerable(spec)
+            spec,
+            path,
+            self._vllm.config,
+            self._vllm.context_length,
+            self._find_unsteerable(spec),
+            self._vllm.call_workers("find_logits_dtype")[-1],
         )
         self._info = replace(info, int8_products=self._vllm.call_workers("find_int8_products")[0])
         self._slots = SteeringSlots(
@@ -149,9 +151,9 @@ class VllmEngine:
         adapter = self._adapters.take(job.adapter) if job.adapter else None
         if job.adapter and adapter is None:
             return False
-        if answer := ADAPTER_ANSWERS.get(type(job)):
+        if adapter is not None and isinstance(job, CheckAdapterJob):
             self._release(SteeringSlot(), adapter)
-            self._known.append((job_id, answer))
+            self._known.append((job_id, CheckAdapterOutput(adapter.updated)))
             return True
         kind = self._kinds[type(job)]
         slot = None

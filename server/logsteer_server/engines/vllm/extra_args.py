@@ -11,6 +11,8 @@ SCORE = "logsteer_score"
 """Which rows a request wants, and what is read from them."""
 STEER = "logsteer_steer"
 """How a request is steered: slot, kind of positions, slices, length of its prompt."""
+SALT = "logsteer_salt"
+"""From where on a request's keys and values are those of its plan, and what names that plan."""
 READ = "logsteer_read"
 """What a request's probes read: slot, `ReadRequest`."""
 CAPTURE = "logsteer_capture"
@@ -47,6 +49,7 @@ def describe_steering(job: Job, slot: int) -> dict[str, Any]:
     plan, where, found = job.plan, job.plan.positions, dict[str, Any]()
     if plan.sites:
         found[STEER] = (slot, where.kind, where.slices, job.prompt_len)
+        found[SALT] = job.plan_salt
     if plan.probes:
         found[READ] = (slot, ReadRequest.of(plan, job.prompt_len))
     return found

@@ -14,7 +14,7 @@ four vectors in float32 at a width of 16,384, whether 8 warps or 16 share them, 
 So only x and the direction of one operation go through the operations, each of which adds up over
 the width twice; the parts of the stream are loaded again behind them, by then from a cache. For
 compute capability 9.0 and bfloat16 a thread needs, by ptxas, 95 registers at 2,048 (4 warps), 116
-at 4,096 (8) and at 8,192 (16), and all 128 that 16 warps can have at 16,384, and 12 bytes beside.
+at 4,096 (8) and at 8,192 (16), and all 128 that 16 warps can have at 16,384, and 16 bytes beside.
 """
 
 from functools import cache
@@ -83,10 +83,10 @@ def _read_into(
         tl.store(reading_ptr + 3, norm)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
 def _read_tokens(
     hidden_ptr, residual_ptr, residual_counts_ptr, marks_ptr, work_ptr, order_ptr,
-    probe_directions_ptr, readings_ptr, hidden_stride, residual_stride, width,
+    probe_directions_ptr, readings_ptr, hidden_stride, residual_stride, tokens, width,
     HAS_RESIDUAL: tl.constexpr, PROBES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BLOCK)
@@ -94,10 +94,10 @@ def _read_tokens(
     for number in range(tl.program_id(0), tl.load(marks_ptr), tl.num_programs(0)):
         mark_ptr = marks_ptr + (1 + number) * MARK_SIZE
         slot = tl.load(mark_ptr + READ_SLOT).to(tl.int64)
+        place = tl.load(mark_ptr + PLACE).to(tl.int64)
         count = tl.load(work_ptr + slot * WORK_SIZE + PROBE_COUNT)
-        if count > 0:
+        if (count > 0) & (place < tokens):
             first = tl.load(work_ptr + slot * WORK_SIZE + FIRST_PROBE)
-            place = tl.load(mark_ptr + PLACE).to(tl.int64)
             stream = _load_part(hidden_ptr + place * hidden_stride, d, inside)
             if HAS_RESIDUAL:
                 counts = inside & (tl.load(residual_counts_ptr) != 0)
@@ -202,12 +202,12 @@ def _store_moved(
     return own.to(own_ptr.dtype.element_ty).to(tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tokens", "layer"])  # type: ignore[untyped-decorator]
 def _steer_tokens(
     hidden_ptr, residual_ptr, residual_counts_ptr, marks_ptr, work_ptr, order_ptr,
     probe_directions_ptr, readings_ptr, captures_ptr, offsets_ptr, directions_ptr, numbers_ptr,
-    sums_ptr, rows_ptr, conditions_ptr, decided_ptr, hidden_stride, residual_stride, layer, layers,
-    width, HAS_RESIDUAL: tl.constexpr, MAX_DEPTH: tl.constexpr, PROBES: tl.constexpr,
+    sums_ptr, rows_ptr, conditions_ptr, decided_ptr, hidden_stride, residual_stride, tokens, layer,
+    layers, width, HAS_RESIDUAL: tl.constexpr, MAX_DEPTH: tl.constexpr, PROBES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BLOCK)
@@ -215,9 +215,11 @@ def _steer_tokens(
     for number in range(tl.program_id(0), tl.load(marks_ptr), tl.num_programs(0)):
         mark_ptr = marks_ptr + (1 + number) * MARK_SIZE
         place, slot = tl.load(mark_ptr + PLACE).to(tl.int64), tl.load(mark_ptr + SLOT).to(tl.int64)
+        slot = tl.where(place < tokens, slot, 0)  # slot 0 has nothing at any layer
         depth = tl.load(work_ptr + slot * WORK_SIZE + DEPTH)
         is_moved = tl.load(work_ptr + slot * WORK_SIZE + HAS_OFFSET) != 0
-        row = tl.load(captures_ptr + place, mask=tl.load(mark_ptr + CAPTURED) != 0, other=0)
+        captured = (tl.load(mark_ptr + CAPTURED) != 0) & (place < tokens)
+        row = tl.load(captures_ptr + place, mask=captured, other=0)
         own_ptr = hidden_ptr + place * hidden_stride
         beside_ptr = residual_ptr + place * residual_stride
         row_ptr = rows_ptr + row.to(tl.int64) * width + d
@@ -276,16 +278,24 @@ def count_warps(width: int) -> int:
 def launch(
     tables: "SteeringTables", hidden_TD: Tensor, residual_TD: Tensor | None, layer: int
 ) -> None:
-    """Read, steer a layer's output in place, measure, and capture, in two launches."""
+    """Read, steer a layer's output in place, measure, and capture, in two launches.
+
+    While requests are served and none is marked, nothing is launched, except into a graph that is
+    being captured, whose replays are for other steps. Before that graphs are captured.
+    """
+    captures = hidden_TD.is_cuda and torch.cuda.is_current_stream_capturing()
+    if tables.serves and tables.is_idle and not captures:
+        return
     tokens, width = hidden_TD.shape
+    own = tables.layers[layer]
     second_TD = hidden_TD if residual_TD is None else residual_TD
     probes, warps = tables.probes, count_warps(width)
     programs = _count_multiprocessors(hidden_TD.device) * (MOST_WARPS // warps)
     common = (
-        hidden_TD, second_TD, tables.residual_counts_1, tables.marks_MF, tables.work_LSW[layer],
+        hidden_TD, second_TD, tables.residual_counts_1, tables.marks_MF, own.work_SW,
         probes.order_SG, probes.directions_SGD, probes.readings_TGR,
     )  # fmt: skip
-    strides = (hidden_TD.stride(0), second_TD.stride(0))
+    sizes = (hidden_TD.stride(0), second_TD.stride(0), tokens)
     options = {
         "HAS_RESIDUAL": residual_TD is not None,
         "PROBES": probes.directions_SGD.shape[1],
@@ -293,10 +303,10 @@ def launch(
         "num_warps": warps,
     }
     grid = (min(tokens, programs),)
-    _read_tokens[grid](*common, *strides, width, **options)
+    _read_tokens[grid](*common, *sizes, width, **options)
     _steer_tokens[grid](
-        *common, tables.captures.rows_LT[layer], tables.offsets_LSD[layer],
-        tables.directions_LSKD[layer], tables.numbers_LSKP[layer], tables.sums.sums_EL2,
-        tables.captures.sums_ND, probes.conditions_SCP, probes.decided_E, *strides, layer,
+        *common, own.capture_rows_T, own.offsets_SD, own.directions_SKD, own.numbers_SKP,
+        tables.sums.sums_EL2, tables.captures.sums_ND, probes.conditions_SCP, probes.decided_E,
+        *sizes, layer,
         tables.sums.sums_EL2.shape[1], width, MAX_DEPTH=tables.directions_LSKD.shape[2], **options,
     )  # fmt: skip

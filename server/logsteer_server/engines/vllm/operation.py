@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.interfaces import supports_multimodal
 from vllm.model_executor.models.utils import PPMissingLayer
-from vllm.utils.torch_utils import direct_register_custom_op
+from vllm.utils.torch_utils import (
+    LayerNameType,
+    _encode_layer_name,
+    _resolve_layer_name,
+    direct_register_custom_op,
+)
 
 from logsteer_server.engines.vllm.stream import split_output
 from logsteer_server.engines.vllm.tables import SteeringTables
@@ -21,18 +26,23 @@ TABLES = "logsteer.steering_tables"
 """Where vLLM's forward context has the tables of the model that runs."""
 
 
-def steer(hidden_TD: Tensor, residual_TD: Tensor | None, layer: int) -> None:
-    """Steer the output of a decoder layer in place, as the tables of the running model say."""
+def steer(hidden_TD: Tensor, residual_TD: Tensor | None, layer: LayerNameType) -> None:
+    """Steer the output of a decoder layer in place, as the tables of the running model say.
+
+    `layer` is the layer's number, typed as vLLM types the names of its own layers: the compiler
+    then takes layers that differ in nothing else for the same, and compiles one.
+    """
     tables: SteeringTables = get_forward_context().no_compile_layers[TABLES]
+    number = int(_resolve_layer_name(layer))
     if hidden_TD.is_cuda:
         from logsteer_server.engines.vllm.kernel import launch
 
-        launch(tables, hidden_TD, residual_TD, layer)
+        launch(tables, hidden_TD, residual_TD, number)
     else:
-        tables.apply(hidden_TD, residual_TD, layer)
+        tables.apply(hidden_TD, residual_TD, number)
 
 
-def _shape_only(hidden_TD: Tensor, residual_TD: Tensor | None, layer: int) -> None:
+def _shape_only(hidden_TD: Tensor, residual_TD: Tensor | None, layer: LayerNameType) -> None:
     """Stand in for `steer`, which has no output, while the compiler traces."""
 
 
@@ -61,11 +71,12 @@ def append_operation(layers: list[nn.Module], tables: SteeringTables) -> None:
     """
     for number, layer in enumerate(layers):
         if not isinstance(layer, PPMissingLayer):
-            layer.register_forward_hook(partial(_steer_output, tables, number))
+            name = _encode_layer_name(str(number))
+            layer.register_forward_hook(partial(_steer_output, tables, name))
 
 
 def _steer_output(
-    tables: SteeringTables, layer: int, _module: nn.Module, _args: Any, output: Any
+    tables: SteeringTables, layer: LayerNameType, _module: nn.Module, _args: Any, output: Any
 ) -> None:
     """Steer what a decoder layer returns, in place: a forward hook."""
     parts = split_output(output)

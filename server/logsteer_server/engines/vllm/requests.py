@@ -119,7 +119,7 @@ class PrefillRequests:
         self._slots = slots
 
     def _schedule(
-        self, running: RunningJob, extra_args: dict[str, Any], salt: str | None, use_cache: bool
+        self, running: RunningJob, extra_args: dict[str, Any], salt: str, use_cache: bool
     ) -> str:
         tokens = running.job.tokens.tolist()
         return self._vllm.schedule(tokens, extra_args, running.lora_request, salt, use_cache)
@@ -154,7 +154,7 @@ class ScoreRequests(PrefillRequests):
         job: ScoreJob = running.job
         rows = describe_rows(job, RowSpec.of(job, self._eos_ids))
         extra_args = running.slot.extra_args | rows
-        return self._schedule(running, extra_args, job.prefix_salt, running.may_read_cache)
+        return self._schedule(running, extra_args, job.salt, running.may_read_cache)
 
     def _read(self, running: RunningJob, output: Any) -> JobResult | None:
         spec = RowSpec.of(running.job, self._eos_ids)
@@ -190,7 +190,7 @@ class CaptureRequests(PrefillRequests):
 
     def submit(self, running: RunningJob) -> str:
         """Hand a job to vLLM's scheduler, to be read whole; return its request's id."""
-        salt = running.job.prefix_salt  # what is read here may be read again from the cache
+        salt = running.job.salt  # what is read here may be read again from the cache
         return self._schedule(running, running.slot.extra_args, salt, use_cache=False)
 
     def _read(self, running: RunningJob, output: Any) -> JobResult:  # noqa: ARG002

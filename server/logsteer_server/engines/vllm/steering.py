@@ -72,6 +72,7 @@ class StepSteering:
 
         The arguments are those of `TraceRecorder.find`.
         """
+        self.tables.serves = True
         if self._entry_of or self._captures:
             steered = self._recorder.find(req_ids, starts_R, computed_R)
             read = self._readings.find(req_ids, starts_R, computed_R)

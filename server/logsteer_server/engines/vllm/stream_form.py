@@ -40,11 +40,34 @@ def ask_stream_form(vllm: "VllmCore") -> StreamForm:
         finally:
             outputs.update(*vllm.call_workers("end_stream_probe"))
 
-    score(None)
     exact = str(model.dtype) == "torch.float32" and model.quantization is None
+    plain_R = score(None)
+    if not model.enforce_eager:
+        check_graphs(plain_R, _score(vllm, ids), exact=exact)
     form = find_stream_form(outputs, score, exact=exact)
     vllm.call_workers("set_stream_form", form)
     return form
+
+
+GRAPH_LIMITS = {True: 0.01, False: 0.5}
+"""Nats a token that graphs may be from the same layers run one by one, by whether all is computed
+in float32. In half precision both round, at other places; a wrong graph is off by much more."""
+
+
+def check_graphs(
+    eager_R: npt.NDArray[np.float32], served_R: npt.NDArray[np.float32], *, exact: bool
+) -> None:
+    """Compare a text's log-probabilities without graphs and as they are served.
+
+    Errors: ValueError where they are not the same up to rounding.
+    """
+    finite_R = np.isfinite(eager_R)
+    off = float(np.abs(served_R - eager_R)[finite_R].mean()) if finite_R.any() else 0.0
+    if not off <= GRAPH_LIMITS[exact]:
+        raise ValueError(
+            f"compile: this model's compiled graphs give log-probabilities that are {off:.2g} nats "
+            "a token from those of its layers run one by one; set compile: false"
+        )
 
 
 def _score(vllm: "VllmCore", ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:

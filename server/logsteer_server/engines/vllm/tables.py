@@ -10,6 +10,7 @@ fields of a mark, W what a layer has of a plan.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +34,16 @@ from logsteer_server.numerics.residual_ops import (
 
 MAX_STEPS = 64
 """Steps alike whose measurements the plain form adds up together."""
+
+
+class LayerTables(NamedTuple):
+    """Views of the tables at one layer, made once: the kernel is launched with them."""
+
+    work_SW: Tensor
+    offsets_SD: Tensor
+    directions_SKD: Tensor
+    numbers_SKP: Tensor
+    capture_rows_T: Tensor
 
 
 class SteeringTables:
@@ -67,6 +78,15 @@ class SteeringTables:
         rows = size.count_rows(layers, width)
         self.captures = CaptureBuffer(rows, layers, tokens, width, like)
         self.probes = ProbeTables(slots, size.probes, tokens, width, self.sums.decided_E)
+        self.layers = [
+            LayerTables(*views)
+            for views in zip(
+                self.work_LSW, self.offsets_LSD, self.directions_LSKD, self.numbers_LSKP,
+                self.captures.rows_LT, strict=True,
+            )
+        ]  # fmt: skip
+        self.serves = False
+        """Whether a step of requests has been marked: graphs have been captured by then."""
         self.residual_counts_1 = torch.ones(1, dtype=torch.int32, device=like.device)
         self._residual_counts = True
         self._depths: list[dict[int, int]] = [{}] * slots

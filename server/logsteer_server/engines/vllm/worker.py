@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.lora.request import LoRARequest
+from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.platforms import current_platform
 
@@ -15,10 +16,10 @@ from logsteer_server.contract.plan import Readings, SteeringPlan
 from logsteer_server.engines.lifetime import follow_parent
 from logsteer_server.engines.machine import read_memory
 from logsteer_server.engines.scratch import ScratchDirectory
-from logsteer_server.engines.vllm.adapters import lay_out
+from logsteer_server.engines.vllm.adapters import lay_out, read_factors
 from logsteer_server.engines.vllm.blocks import clear_new_blocks
 from logsteer_server.engines.vllm.config import SteeringSize
-from logsteer_server.engines.vllm.corrections import correct_model
+from logsteer_server.engines.vllm.corrections import correct_model, find_logits_dtype, widen_head
 from logsteer_server.engines.vllm.runner import LogsteerRunner
 from logsteer_server.engines.vllm.steering import StageTrace
 from logsteer_server.engines.vllm.stream import Change, StreamForm, StreamProbe
@@ -61,6 +62,8 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
         runner = self.model_runner
         correct_model(runner.model)
         options = self.vllm_config.additional_config[OPTIONS]
+        if options["widens_head"]:
+            widen_head(runner.model)
         if options["steering"]["slots"]:
             runner.prepare_steering(SteeringSize(**options["steering"]))
         if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
@@ -70,11 +73,29 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
                 device=runner.device,
             )
 
-    def load_adapter(self, name: str, slot: int, path: str) -> None:
-        """Load the adapter of a file as vLLM does, which takes a directory."""
+    def load_adapter(self, name: str, slot: int, path: str) -> set[str]:
+        """Load the adapter of a file as vLLM does, which takes a directory.
+
+        Return the modules that the file has updates of and this rank did not apply.
+        """
         with ScratchDirectory() as directory:
             lay_out(path, directory)
             self.add_lora(LoRARequest(name, slot, str(directory)))
+        manager = self.model_runner.lora_manager._adapter_manager
+        adapter = manager.get_adapter(slot)
+        applied = {
+            part  # of `qkv_proj` the file has `q_proj`, `k_proj` and `v_proj`
+            for module in manager.modules
+            if manager._get_lora_layer_weights(adapter, module)
+            for part in (module, *manager.packed_modules.get(module, ()))
+        }
+        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+        renamed = mapper and mapper.get_rename_mapper()
+        return {
+            factors.module
+            for factors in read_factors(path)
+            if parse_fine_tuned_lora_name(factors.down, renamed)[0] not in applied
+        }
 
     def begin_stream_probe(self, change: Change | None) -> None:
         """Run the next steps with a change of what this stage's decoder layers return."""
@@ -102,6 +123,10 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
     def set_stream_form(self, form: StreamForm) -> None:
         """Say to the tables where the residual stream is in what the layers return."""
         self.model_runner.steering.tables.set_form(form)
+
+    def find_logits_dtype(self) -> str:
+        """Return what the head is computed in, on the last pipeline stage."""
+        return find_logits_dtype(self.model_runner.model, self.model_runner.model_config.dtype)
 
     def find_int8_products(self) -> Int8Products | None:
         """Return how this rank's INT8 layers are computed, where it is a CPU and has any."""

@@ -1,0 +1,145 @@
+"""Compares `engines/vllm/internals` with vLLM, and prints what moved, as JSON.
+
+A process of its own, because vLLM reads its environment once and leaves a process changed.
+"""
+
+import os
+import sys
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from logsteer_server.contract.engine import EngineSpec
+from logsteer_server.engines.vllm.config import set_environment
+from logsteer_server.engines.vllm.internals import INTERNALS, find_moved
+from logsteer_server.imports import hold_collector, leave_out_unused
+from tests.probes import finish
+
+UNASKED = ("sklearn", "pandas", "pyarrow", "datasets", "transformer_lens")
+"""What an engine's process does without, and would import for seconds."""
+
+DEMO_MODEL = Path(__file__).parents[2] / "demo" / "model"
+
+
+def find_collisions() -> list[str]:
+    """Names of our runner, sampler and worker that vLLM's have, too, and that are not listed."""
+    from logsteer_server.engines.vllm.runner import LogsteerRunner
+    from logsteer_server.engines.vllm.sampler import PolicySampler
+    from logsteer_server.engines.vllm.worker import LogsteerWorker
+
+    listed = {name.rpartition(".")[2] for name in INTERNALS}
+    runner = import_module("vllm.v1.worker.cpu_model_runner").CPUModelRunner
+    pairs = (
+        (LogsteerRunner, runner),
+        (LogsteerWorker, LogsteerWorker.__base__),
+        (PolicySampler, PolicySampler.__base__),
+    )
+    return [
+        f"{own.__name__}.{name}"
+        for own, base in pairs
+        for name in {*vars(own), *vars(own).get("__annotations__", {})}
+        if not name.startswith("__") and name not in listed and hasattr(base, name)
+    ]
+
+
+def profile(device: str, has_head: bool) -> list[Any]:
+    """What our runner does where vLLM measures memory, 7 tokens of width 5 being a step's most."""
+    from logsteer_server.engines.vllm import runner as own
+
+    calls: list[Any] = []
+
+    def read_costliest(hidden_TD: torch.Tensor, project: str) -> None:
+        calls.extend([project, list(hidden_TD.shape)])
+
+    runner = object.__new__(own.LogsteerRunner)
+    model_config = SimpleNamespace(dtype=torch.float32, get_hidden_size=lambda: 5)
+    vars(runner).update(
+        device=torch.device(device),
+        max_num_tokens=7,
+        model_config=model_config,
+        model=SimpleNamespace(compute_logits="rows"),
+        row_reader=SimpleNamespace(read_costliest=read_costliest),
+        _sync_device=lambda: None,
+    )
+    base, stage = own.GPUModelRunner, SimpleNamespace(is_last_rank=has_head)
+    with (
+        patch.object(base, "profile_run", lambda _, __=False: calls.append("vllm")),
+        patch.object(own, "get_pp_group", lambda: stage),
+    ):
+        runner.profile_run()
+    return calls
+
+
+class NotStartedError(Exception):
+    """Says that a configuration was asked for, which is all that is wanted."""
+
+
+def find_batch(gigabytes: int, engine_args: dict[str, Any]) -> list[int]:
+    """Tokens and sequences of a step that the engine asks vLLM for, on a GPU of such memory."""
+    from vllm.engine import arg_utils
+
+    from logsteer_server.engines.vllm import core
+
+    found = []
+
+    def configure(self: Any, *given: Any) -> None:
+        self.enable_chunked_prefill = True
+        model = SimpleNamespace(max_model_len=4096, is_multimodal_model=False)
+        parallel = SimpleNamespace(use_batched_dp_moe=False)
+        context = given[0] if given else None
+        self._set_default_max_num_seqs_and_batched_tokens_args(context, model, parallel)
+        found.extend([self.max_num_batched_tokens, self.max_num_seqs])
+        raise NotStartedError
+
+    gpu = SimpleNamespace(
+        get_device_total_memory=lambda: gigabytes * 2**30,
+        get_device_name=lambda: "NVIDIA H200",
+        is_tpu=lambda: False,
+        is_cpu=lambda: False,
+    )
+    spec = EngineSpec("probe", "vllm", str(DEMO_MODEL), engine_args=engine_args)
+    with (
+        patch.object(arg_utils, "current_platform", gpu),
+        patch.object(core.EngineArgs, "create_engine_config", configure),
+        suppress(NotStartedError),
+    ):
+        core.VllmCore(spec, spec.path)
+    return found
+
+
+def main() -> None:
+    """Print what moved, names that collide, and the sizes of a step on GPUs."""
+    before = set(os.environ)
+    set_environment(EngineSpec("probe", "vllm", ".", tensor_parallel=2))
+    variables = {name for name in set(os.environ) - before if name.startswith("VLLM_")}
+    with hold_collector():
+        leave_out_unused()
+        import_module("vllm.plugins").load_general_plugins()
+        import_module("vllm.transformers_utils.config")
+    unasked = [name for name in UNASKED if name in sys.modules]
+    moved = find_moved()  # before ours take the place of vLLM's
+    profiled = {
+        "meta": profile("meta", True),
+        "cpu": profile("cpu", True),
+        "no head": profile("meta", False),
+    }
+    batches = {
+        "large": find_batch(139, {}),
+        "small": find_batch(24, {}),
+        "given": find_batch(139, {"max_num_batched_tokens": 512, "max_num_seqs": 7}),
+    }
+    finish({
+        "moved": moved,
+        "unread": sorted(variables - import_module("vllm.envs").environment_variables.keys()),
+        "collisions": find_collisions(), "unasked": unasked,
+        "profiled": profiled, "batches": batches,
+    })  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""vLLM is as the engine relies on it: an upgrade fails here with the names of what moved."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from logsteer_server.engines.vllm.internals import INTERNALS
+from tests.probes import run_probe, run_script
+
+pytestmark = pytest.mark.engine  # it imports all of vLLM
+
+
+@pytest.fixture(scope="module")
+def probe() -> dict[str, Any]:
+    """What `internals_probe.py` found in the vLLM that is installed."""
+    return run_probe("tests.server.internals_probe")
+
+
+def test_what_is_relied_on_is_as_it_was_read(probe: dict[str, Any]) -> None:
+    moved = [f"{name} ({INTERNALS[name].reason}): {now}" for name, now in probe["moved"].items()]
+    assert not moved, "moved in vLLM: " + "; ".join(moved)
+    assert probe["unread"] == [], "vLLM does not read what the engine sets in the environment"
+
+
+SCRIPT = """
+import json, os
+from logsteer_server.contract.engine import EngineSpec
+from logsteer_server.engines.vllm.config import BREAKABLE, set_breakable_graphs, set_environment
+spec = EngineSpec("probe", "vllm", {path!r})
+set_environment(spec)
+set_breakable_graphs(spec, spec.path)
+from logsteer_server.engines.vllm import core, worker
+found = [os.environ.get(BREAKABLE), None]
+core.check_breakable_graphs()
+os.environ[BREAKABLE] = "0" if found[0] else "1"  # as a configuration that decides later
+try:
+    core.check_breakable_graphs()
+except ValueError as error:
+    found[1] = str(error)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize(
+    ("architecture", "flag"), [("DeepseekV32ForCausalLM", "1"), ("LlamaForCausalLM", None)]
+)
+def test_attention_breaks_graphs_up_where_vllm_will_ask_for_it(
+    tmp_path: Path, architecture: str, flag: str | None
+) -> None:
+    """Attention that was imported too early is left out of graphs, and nothing says so."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    found, refusal = run_script(SCRIPT.format(path=str(tmp_path)))
+    assert found == flag
+    assert "after its attention was imported" in refusal
+
+
+def test_our_runner_and_worker_hide_nothing_else_of_vllms(probe: dict[str, Any]) -> None:
+    assert probe["collisions"] == []
+
+
+def test_vllm_imports_nothing_that_the_engine_does_without(probe: dict[str, Any]) -> None:
+    assert probe["unasked"] == []
+
+
+def test_a_gpus_memory_is_measured_with_rows_read(probe: dict[str, Any]) -> None:
+    profiled = probe["profiled"]
+    assert profiled == {"meta": ["vllm", "rows", [7, 5]], "cpu": ["vllm"], "no head": ["vllm"]}
+
+
+def test_a_gpu_has_steps_as_large_as_in_vllms_server(probe: dict[str, Any]) -> None:
+    """8,192 tokens and 1,024 sequences where vLLM alone, with no usage named, has 2,048 and 128."""
+    assert probe["batches"] == {"large": [8192, 1024], "small": [2048, 256], "given": [512, 7]}
