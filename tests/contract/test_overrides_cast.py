@@ -197,9 +197,10 @@ def test_a_model_that_cannot_be_computed_in_float32_is_refused(
     assert np.isfinite(plain.columns["logprob"]).all()
 
 
-def store_adapter(directory: Path, factor: float) -> Adapter:
+def store_adapter(directory: Path, factor: float, only: str = "") -> Adapter:
     """The adapter of a directory with its second factors scaled, as the server stores it."""
     tensors = load_file(directory / "adapter_model.safetensors")
+    tensors = {name: tensor for name, tensor in tensors.items() if only in name}
     scaled = {n: t * (factor if ".lora_B." in n else 1) for n, t in tensors.items()}
     save_file(scaled, directory / "adapter_model.safetensors")
     config = (directory / "adapter_config.json").read_text()

@@ -7,7 +7,7 @@ V vocabulary, D hidden size.
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from logsteer_server.contract.parameters import Cast
 from logsteer_server.engines.tlens.cache import PLAIN_LAYERS, RowCache
 from logsteer_server.engines.tlens.decode_step import NextTokens
+from logsteer_server.engines.tlens.overflow import CheckedAttention
 from logsteer_server.engines.tlens.parameters import HALF, Parameters
 from logsteer_server.engines.tlens.plain_forward import agree
 from logsteer_server.engines.tlens.points import HookFunction, Point, PointMap, RefusedJobError
@@ -59,6 +60,7 @@ class CausalModel(ABC):
 
     def __init__(self, causal: Any, name: str) -> None:
         self._causal = causal
+        self._is_hooked = False
         self._name = name
         self._body = causal.base_model
         if self._body is causal:
@@ -81,9 +83,19 @@ class CausalModel(ABC):
         """Return an empty cache of keys and values."""
         return RowCache(self._causal.config)
 
-    @abstractmethod
-    def hooked(self, hooks: Sequence[tuple[Point, HookFunction]]) -> AbstractContextManager[None]:
+    @contextmanager
+    def hooked(self, hooks: Sequence[tuple[Point, HookFunction]]) -> Iterator[None]:
         """Let functions act on activations in every `read` of this context."""
+        self._is_hooked = bool(hooks)
+        try:
+            with self._attach(hooks):
+                yield
+        finally:
+            self._is_hooked = False
+
+    @abstractmethod
+    def _attach(self, hooks: Sequence[tuple[Point, HookFunction]]) -> AbstractContextManager[None]:
+        """Put functions where they act while this context lasts."""
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -112,7 +124,13 @@ class CausalModel(ABC):
         if positions_BT is not None and self._takes_positions:
             options["position_ids"] = positions_BT.to(self.device)
         body = self._choose_body()
-        hidden_BTD: Tensor = body(input_ids=tokens_BT.to(self.device), **options).last_hidden_state
+        is_changed = self._is_hooked or self.parameters.are_replaced
+        # Of float64 see `overflow`.
+        is_checked = is_changed or (mask_BT is not None and self.dtype == torch.float64)
+        checked = CheckedAttention(mask_BT, shows_overflow=is_changed)
+        with checked if is_checked else nullcontext():
+            output = body(input_ids=tokens_BT.to(self.device), **options)
+        hidden_BTD: Tensor = output.last_hidden_state
         if cast and hidden_BTD.dtype in HALF:
             raise RefusedJobError(
                 "unsupported_by_engine",

@@ -22,6 +22,7 @@ from torch.linalg import vector_norm
 from torch.nn import functional
 
 from logsteer_server.engines.tlens.cache import RoomyLayer, RowCache
+from logsteer_server.engines.tlens.overflow import show_overflow
 from logsteer_server.engines.tlens.points import HookFunction, Point
 
 KNOWN_TYPES = frozenset(("gemma", "llama", "mistral", "qwen2", "qwen3"))
@@ -111,7 +112,7 @@ class DecodeStep:
         for layer, (block, room) in enumerate(zip(self._blocks, tokens.cache.layers, strict=True)):
             if before := by_key.get(f"blocks.{layer}.hook_in"):
                 x_BD = _apply(before, x_BD)
-            x_BD = block.run(x_BD, angles, bias_B11C, room)
+            x_BD = block.run(x_BD, angles, bias_B11C, room, is_changed=bool(tokens.hooks))
             if after := by_key.get(f"blocks.{layer}.hook_out"):
                 x_BD = _apply(after, x_BD)
         return self._norm(x_BD)
@@ -244,8 +245,13 @@ class _Block:
         angles: tuple[Tensor, Tensor],
         bias_B11C: Tensor | None,
         room: RoomyLayer,
+        *,
+        is_changed: bool,
     ) -> Tensor:
-        """Return the residual stream after the block, whose keys and values go into the cache."""
+        """Return the residual stream after the block, whose keys and values go into the cache.
+
+        Where the model `is_changed`, overflow in attention shows.
+        """
         count, heads, key_heads, size = len(x_BD), self.heads, self.key_heads, self.size
         qkv_BHS = self.qkv.multiply(self.first_norm(x_BD)).view(count, -1, size)
         turned_BHS, values_BKS = qkv_BHS.split_with_sizes((heads + key_heads, key_heads), 1)
@@ -257,13 +263,14 @@ class _Block:
         queries_BHS, keys_BKS = turned_BHS.split_with_sizes((heads, key_heads), 1)
         keys_BKCS, values_BKCS = room.append(keys_BKS, values_BKS)
         # Query heads that look at one key head stand as if they were tokens.
+        queries_BKGS = queries_BHS.view(count, key_heads, -1, size)
         read_BKGS = functional.scaled_dot_product_attention(
-            queries_BHS.view(count, key_heads, -1, size),
-            keys_BKCS,
-            values_BKCS,
-            attn_mask=bias_B11C,
-            scale=self.scale,
+            queries_BKGS, keys_BKCS, values_BKCS, attn_mask=bias_B11C, scale=self.scale
         )
+        if is_changed:
+            read_BKGS = show_overflow(
+                read_BKGS, queries_BKGS, keys_BKCS, values_BKCS, attn_mask=bias_B11C
+            )
         x_BD = self.output.add_to(x_BD, read_BKGS.reshape(count, -1))
         gate_BI, up_BI = self.inner.multiply(self.second_norm(x_BD)).chunk(2, -1)
         return self.down.add_to(x_BD, self.act(gate_BI) * up_BI)

@@ -102,8 +102,7 @@ class LiveModel(CausalModel):
         return PointMap(layers)
 
     @contextmanager
-    def hooked(self, hooks: Sequence[tuple[Point, HookFunction]]) -> Iterator[None]:
-        """Let functions act on activations in every `read` of this context."""
+    def _attach(self, hooks: Sequence[tuple[Point, HookFunction]]) -> Iterator[None]:
         handles: list[RemovableHandle] = []
         try:
             for point, function in hooks:

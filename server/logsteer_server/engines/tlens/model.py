@@ -93,6 +93,7 @@ class BridgeModel(CausalModel):
         self._linear_head: nn.Linear | None = None
         self._fuses_attention = False
         super().__init__(causal, str(path))
+        self.parameters = Parameters(unwrap(causal), causal.parameters())
         text = causal.config.get_text_config()
         self.context_length = limit_context(path, text, spec.max_model_len)
         self.num_layers = int(bridge.cfg.n_layers)
@@ -111,7 +112,6 @@ class BridgeModel(CausalModel):
         if self._plain_forward:
             self._fuses_attention = self._check_fused_attention(self._plain_forward)
             self._decode_step = self._find_decode_step(self._plain_forward)
-        self.parameters = Parameters(unwrap(causal), causal.parameters())
 
     def _choose_body(self) -> Any:
         if self._plain_forward is None:
@@ -128,8 +128,7 @@ class BridgeModel(CausalModel):
             self._causal.config._attn_implementation = name
 
     @contextmanager
-    def hooked(self, hooks: Sequence[tuple[Point, HookFunction]]) -> Iterator[None]:
-        """Let functions act on activations in every `read` of this context."""
+    def _attach(self, hooks: Sequence[tuple[Point, HookFunction]]) -> Iterator[None]:
         if self._plain_forward:
             self._plain_forward.bridge([point for point, _ in hooks])
         try:
@@ -199,6 +198,8 @@ class BridgeModel(CausalModel):
             return False
         if self.quantization and self.dtype.itemsize < torch.float32.itemsize:
             return False  # its blocks cannot be widened
+        if self.dtype == torch.float64:
+            return False  # attention in parts has a softmax in float32, and its numbers stay
         tokens_BT = self._probe_tokens(PROBE_LENGTH)
         mask_BT = torch.ones_like(tokens_BT)
         mask_BT[1, : PROBE_LENGTH // 2] = 0  # padding in front, as where continuations start

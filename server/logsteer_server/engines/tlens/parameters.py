@@ -48,7 +48,10 @@ class Parameters:
     Buffers that its state_dict has are among them. The modules of transformers and the bridge's
     hold their tensors in the same dictionaries, and so does every `unwrap`ped copy: what is put
     into one is seen in all. `computed_with` are those that a call may compute with.
+    `are_replaced`: whether a call runs now that replaces some.
     """
+
+    are_replaced = False
 
     def __init__(self, plain: nn.Module, computed_with: Iterable[Tensor] = ()) -> None:
         self._calling = _CallingModel(plain)
@@ -68,7 +71,11 @@ class Parameters:
         if not tensors:
             return call()
         named = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        found: T = torch.func.functional_call(self._calling, named, (call,))
+        self.are_replaced = True
+        try:
+            found: T = torch.func.functional_call(self._calling, named, (call,))
+        finally:
+            self.are_replaced = False
         return found
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> CheckOverrideOutput:
