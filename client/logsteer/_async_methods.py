@@ -1572,6 +1572,8 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
         name: str,
         source: AsyncSource | bytes,
         format: VectorFormat | NotGiven | None = NOT_GIVEN,
+        *,
+        overwrite: bool | NotGiven = NOT_GIVEN,
     ) -> VectorCard:
         """Upload the steering vector, store it under a name, and return its card.
 
@@ -1580,8 +1582,17 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
             source: A path, an open binary file, or the file's bytes: safetensors, a GGUF
                 control vector, or a dictionary that torch.save has written.
             format: Of the file; left out: what it looks like.
+            overwrite: Whether to replace what another request has stored under this name, which
+                is else refused: `exists`. The same request again gets the same answer. Default
+                False.
         """
-        answer: VectorCard = await self._ask("vectors.put", name=name, source=source, format=format)
+        answer: VectorCard = await self._ask(
+            "vectors.put",
+            name=name,
+            source=source,
+            format=format,
+            overwrite=overwrite,
+        )
         return answer
 
     async def train(
@@ -1596,6 +1607,7 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
         layers: Sequence[int] | NotGiven | None = NOT_GIVEN,
         hook: str | NotGiven = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        overwrite: bool | NotGiven = NOT_GIVEN,
     ) -> TrainAnswer:
         """Train a vector on pairs of texts, `positive` and `negative`, and store it.
 
@@ -1614,6 +1626,9 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
                 block L. Default resid_post.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            overwrite: Whether to replace what another request has stored under this name, which
+                is else refused: `exists`. The same request again gets the same answer. Default
+                False.
         """
         answer: TrainAnswer = await self._ask(
             "vectors.train",
@@ -1626,6 +1641,7 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
             layers=layers,
             hook=hook,
             bos=bos,
+            overwrite=overwrite,
         )
         return answer
 
@@ -1651,6 +1667,8 @@ class AsyncOverrides(AsyncStoreMethods[OverrideList, OverrideCard, DeletedOverri
         name: str,
         source: AsyncSource | bytes,
         model: str | NotGiven | None = NOT_GIVEN,
+        *,
+        overwrite: bool | NotGiven = NOT_GIVEN,
     ) -> OverrideCard:
         """Upload the direction of the parameters, store it under a name, and return its card.
 
@@ -1659,12 +1677,16 @@ class AsyncOverrides(AsyncStoreMethods[OverrideList, OverrideCard, DeletedOverri
             source: A path, an open binary file, or the file's bytes: safetensors, a tensor for
                 each parameter that moves, under its name in transformers' `state_dict`.
             model: Id of a resident model; may be left out where there is only one.
+            overwrite: Whether to replace what another request has stored under this name, which
+                is else refused: `exists`. The same request again gets the same answer. Default
+                False.
         """
         answer: OverrideCard = await self._ask(
             "overrides.put",
             name=name,
             source=source,
             model=model,
+            overwrite=overwrite,
         )
         return answer
 
@@ -1679,6 +1701,8 @@ class AsyncAdapters(AsyncStoreMethods[AdapterList, AdapterCard, DeletedAdapter])
         name: str,
         directory: str | PathLike[str],
         model: str | NotGiven | None = NOT_GIVEN,
+        *,
+        overwrite: bool | NotGiven = NOT_GIVEN,
     ) -> AdapterCard:
         """Upload the LoRA adapter, store it under a name, and return its card.
 
@@ -1687,11 +1711,15 @@ class AsyncAdapters(AsyncStoreMethods[AdapterList, AdapterCard, DeletedAdapter])
             directory: What PEFT's `save_pretrained` writes: adapter_config.json and
                 adapter_model.safetensors, which are read while they are sent.
             model: Id of a resident model; may be left out where there is only one.
+            overwrite: Whether to replace what another request has stored under this name, which
+                is else refused: `exists`. The same request again gets the same answer. Default
+                False.
         """
         answer: AdapterCard = await self._ask(
             "adapters.put",
             name=name,
             directory=directory,
             model=model,
+            overwrite=overwrite,
         )
         return answer

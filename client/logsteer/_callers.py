@@ -217,8 +217,9 @@ class AsyncStoreMethods(Generic[L, C, D]):
 
 
 def weigh_vectors(
-    name: str, weights: Mapping[str, float], orthogonal_to: Sequence[str]
+    name: str, weights: Mapping[str, float], orthogonal_to: Sequence[str], overwrite: bool
 ) -> dict[str, Any]:
     """Return the arguments of `vectors.combine`."""
+    further = {"overwrite": True} if overwrite else {}
     vectors = [{"name": part, "weight": float(weight)} for part, weight in weights.items()]
-    return {"name": name, "vectors": vectors, "orthogonal_to": as_list(orthogonal_to)}
+    return {"name": name, "vectors": vectors, "orthogonal_to": as_list(orthogonal_to)} | further

@@ -1562,6 +1562,8 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
         name: str,
         source: Source | bytes,
         format: VectorFormat | NotGiven | None = NOT_GIVEN,
+        *,
+        overwrite: bool | NotGiven = NOT_GIVEN,
     ) -> VectorCard:
         """Upload the steering vector, store it under a name, and return its card.
 
@@ -1570,8 +1572,17 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
             source: A path, an open binary file, or the file's bytes: safetensors, a GGUF
                 control vector, or a dictionary that torch.save has written.
             format: Of the file; left out: what it looks like.
+            overwrite: Whether to replace what another request has stored under this name, which
+                is else refused: `exists`. The same request again gets the same answer. Default
+                False.
         """
-        answer: VectorCard = self._ask("vectors.put", name=name, source=source, format=format)
+        answer: VectorCard = self._ask(
+            "vectors.put",
+            name=name,
+            source=source,
+            format=format,
+            overwrite=overwrite,
+        )
         return answer
 
     def train(
@@ -1586,6 +1597,7 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
         layers: Sequence[int] | NotGiven | None = NOT_GIVEN,
         hook: str | NotGiven = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        overwrite: bool | NotGiven = NOT_GIVEN,
     ) -> TrainAnswer:
         """Train a vector on pairs of texts, `positive` and `negative`, and store it.
 
@@ -1604,6 +1616,9 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
                 block L. Default resid_post.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            overwrite: Whether to replace what another request has stored under this name, which
+                is else refused: `exists`. The same request again gets the same answer. Default
+                False.
         """
         answer: TrainAnswer = self._ask(
             "vectors.train",
@@ -1616,6 +1631,7 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
             layers=layers,
             hook=hook,
             bos=bos,
+            overwrite=overwrite,
         )
         return answer
 
@@ -1641,6 +1657,8 @@ class Overrides(StoreMethods[OverrideList, OverrideCard, DeletedOverride]):
         name: str,
         source: Source | bytes,
         model: str | NotGiven | None = NOT_GIVEN,
+        *,
+        overwrite: bool | NotGiven = NOT_GIVEN,
     ) -> OverrideCard:
         """Upload the direction of the parameters, store it under a name, and return its card.
 
@@ -1649,8 +1667,17 @@ class Overrides(StoreMethods[OverrideList, OverrideCard, DeletedOverride]):
             source: A path, an open binary file, or the file's bytes: safetensors, a tensor for
                 each parameter that moves, under its name in transformers' `state_dict`.
             model: Id of a resident model; may be left out where there is only one.
+            overwrite: Whether to replace what another request has stored under this name, which
+                is else refused: `exists`. The same request again gets the same answer. Default
+                False.
         """
-        answer: OverrideCard = self._ask("overrides.put", name=name, source=source, model=model)
+        answer: OverrideCard = self._ask(
+            "overrides.put",
+            name=name,
+            source=source,
+            model=model,
+            overwrite=overwrite,
+        )
         return answer
 
 
@@ -1664,6 +1691,8 @@ class Adapters(StoreMethods[AdapterList, AdapterCard, DeletedAdapter]):
         name: str,
         directory: str | PathLike[str],
         model: str | NotGiven | None = NOT_GIVEN,
+        *,
+        overwrite: bool | NotGiven = NOT_GIVEN,
     ) -> AdapterCard:
         """Upload the LoRA adapter, store it under a name, and return its card.
 
@@ -1672,6 +1701,15 @@ class Adapters(StoreMethods[AdapterList, AdapterCard, DeletedAdapter]):
             directory: What PEFT's `save_pretrained` writes: adapter_config.json and
                 adapter_model.safetensors, which are read while they are sent.
             model: Id of a resident model; may be left out where there is only one.
+            overwrite: Whether to replace what another request has stored under this name, which
+                is else refused: `exists`. The same request again gets the same answer. Default
+                False.
         """
-        answer: AdapterCard = self._ask("adapters.put", name=name, directory=directory, model=model)
+        answer: AdapterCard = self._ask(
+            "adapters.put",
+            name=name,
+            directory=directory,
+            model=model,
+            overwrite=overwrite,
+        )
         return answer

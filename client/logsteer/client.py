@@ -22,13 +22,19 @@ class Vectors(VectorMethods):
     """Methods of `Client.vectors`."""
 
     def combine(
-        self, name: str, weights: Mapping[str, float], orthogonal_to: Sequence[str] = ()
+        self,
+        name: str,
+        weights: Mapping[str, float],
+        orthogonal_to: Sequence[str] = (),
+        *,
+        overwrite: bool = False,
     ) -> VectorCard:
         """Sum stored vectors, each by its name and weight, store the sum, and return its card.
 
         What it shares with the vectors named by `orthogonal_to` is taken away, layer by layer.
+        `overwrite` replaces what another request has stored under the name.
         """
-        values = weigh_vectors(name, weights, orthogonal_to)
+        values = weigh_vectors(name, weights, orthogonal_to, overwrite)
         card: VectorCard = self._ask("vectors.combine", **values)
         return card
 
