@@ -1555,6 +1555,8 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
         name: str,
         source: AsyncSource | bytes,
         format: VectorFormat | NotGiven | None = NOT_GIVEN,
+        *,
+        overwrite: bool | NotGiven = NOT_GIVEN,
     ) -> VectorCard:
         """Upload the steering vector, store it under a name, and return its card.
 
@@ -1563,8 +1565,17 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
             source: A path, an open binary file, or the file's bytes: safetensors, or a GGUF
                 control vector.
             format: Of the file; left out: what it looks like.
+            overwrite: Whether to replace what another request has stored under this name, which
+                is else refused: `exists`. The same request again gets the same answer. Default
+                False.
         """
-        return await self._ask("vectors.put", name=name, source=source, format=format)
+        return await self._ask(
+            "vectors.put",
+            name=name,
+            source=source,
+            format=format,
+            overwrite=overwrite,
+        )
 
     async def train(
         self,
@@ -1578,6 +1589,7 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
         layers: Sequence[int] | NotGiven | None = NOT_GIVEN,
         hook: str | NotGiven = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        overwrite: bool | NotGiven = NOT_GIVEN,
     ) -> TrainAnswer:
         """Train a vector on pairs of texts, `positive` and `negative`, and store it.
 
@@ -1596,6 +1608,9 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
                 block L. Default resid_post.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            overwrite: Whether to replace what another request has stored under this name, which
+                is else refused: `exists`. The same request again gets the same answer. Default
+                False.
         """
         return await self._ask(
             "vectors.train",
@@ -1608,6 +1623,7 @@ class AsyncVectorMethods(AsyncStoreMethods[VectorList, VectorCard, DeletedVector
             layers=layers,
             hook=hook,
             bos=bos,
+            overwrite=overwrite,
         )
 
     async def download(self, name: str, format: ContentFormat | NotGiven = NOT_GIVEN) -> bytes:
@@ -1632,6 +1648,8 @@ class AsyncOverrides(AsyncStoreMethods[OverrideList, OverrideCard, DeletedOverri
         name: str,
         source: AsyncSource | bytes,
         model: str | NotGiven | None = NOT_GIVEN,
+        *,
+        overwrite: bool | NotGiven = NOT_GIVEN,
     ) -> OverrideCard:
         """Upload the direction of the parameters, store it under a name, and return its card.
 
@@ -1640,8 +1658,17 @@ class AsyncOverrides(AsyncStoreMethods[OverrideList, OverrideCard, DeletedOverri
             source: A path, an open binary file, or the file's bytes: safetensors, a tensor for
                 each parameter that moves, under its name in transformers' `state_dict`.
             model: Id of a resident model; may be left out where there is only one.
+            overwrite: Whether to replace what another request has stored under this name, which
+                is else refused: `exists`. The same request again gets the same answer. Default
+                False.
         """
-        return await self._ask("overrides.put", name=name, source=source, model=model)
+        return await self._ask(
+            "overrides.put",
+            name=name,
+            source=source,
+            model=model,
+            overwrite=overwrite,
+        )
 
 
 class AsyncAdapters(AsyncStoreMethods[AdapterList, AdapterCard, DeletedAdapter]):
@@ -1654,6 +1681,8 @@ class AsyncAdapters(AsyncStoreMethods[AdapterList, AdapterCard, DeletedAdapter])
         name: str,
         directory: str | PathLike[str],
         model: str | NotGiven | None = NOT_GIVEN,
+        *,
+        overwrite: bool | NotGiven = NOT_GIVEN,
     ) -> AdapterCard:
         """Upload the LoRA adapter, store it under a name, and return its card.
 
@@ -1662,5 +1691,14 @@ class AsyncAdapters(AsyncStoreMethods[AdapterList, AdapterCard, DeletedAdapter])
             directory: What PEFT's `save_pretrained` writes: adapter_config.json and
                 adapter_model.safetensors, which are read while they are sent.
             model: Id of a resident model; may be left out where there is only one.
+            overwrite: Whether to replace what another request has stored under this name, which
+                is else refused: `exists`. The same request again gets the same answer. Default
+                False.
         """
-        return await self._ask("adapters.put", name=name, directory=directory, model=model)
+        return await self._ask(
+            "adapters.put",
+            name=name,
+            directory=directory,
+            model=model,
+            overwrite=overwrite,
+        )

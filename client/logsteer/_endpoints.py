@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from logsteer import schemas as s
 from logsteer.schemas import openai
 from logsteer.schemas.perplexity import StreamStart
-from logsteer.schemas.queries import ContentQuery, ModelQuery, UploadQuery, WaitQuery
+from logsteer.schemas.queries import ContentQuery, ModelQuery, StoreQuery, UploadQuery, WaitQuery
 
 Method = Literal["GET", "POST", "PUT", "DELETE"]
 Content = Literal["text", "file", "form"]
@@ -95,13 +95,14 @@ def _store(
     `source` is the parameter that the content of an upload comes from, and its description.
     """
     path = f"/{name}/{{name}}"
+    positional = [field for field in query.model_fields if field != "overwrite"]
     parameters = {"name": f"What the {noun} is called from now on.", source[0]: source[1]}
     return [
         Endpoint(f"{name}.list", "GET", f"/{name}", name, listed),
         Endpoint(f"{name}.get", "GET", path, name, card, positional=("name",)),
         Endpoint(
             f"{name}.put", "PUT", path, name, card, query=query, upload=upload,
-            positional=("name", source[0], *query.model_fields), parameters=parameters,
+            positional=("name", source[0], *positional), parameters=parameters,
             scope="write",
             summary=f"Upload the {noun}, store it under a name, and return its card.",
         ),
@@ -298,7 +299,7 @@ _VECTORS = [
 
 _OVERRIDES = _store(
     "overrides", "direction of the parameters", s.OverrideList, s.OverrideCard, s.DeletedOverride,
-    upload="file", query=ModelQuery,
+    upload="file", query=StoreQuery,
     source=(
         "source",
         _FILE + "safetensors, a tensor for each parameter that moves, under its name in "
@@ -308,7 +309,7 @@ _OVERRIDES = _store(
 
 _ADAPTERS = _store(
     "adapters", "LoRA adapter", s.AdapterList, s.AdapterCard, s.DeletedAdapter,
-    upload="form", query=ModelQuery,
+    upload="form", query=StoreQuery,
     source=(
         "directory",
         "What PEFT's `save_pretrained` writes: adapter_config.json and adapter_model.safetensors, "

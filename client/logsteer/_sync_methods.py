@@ -1555,6 +1555,8 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
         name: str,
         source: Source | bytes,
         format: VectorFormat | NotGiven | None = NOT_GIVEN,
+        *,
+        overwrite: bool | NotGiven = NOT_GIVEN,
     ) -> VectorCard:
         """Upload the steering vector, store it under a name, and return its card.
 
@@ -1563,8 +1565,17 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
             source: A path, an open binary file, or the file's bytes: safetensors, or a GGUF
                 control vector.
             format: Of the file; left out: what it looks like.
+            overwrite: Whether to replace what another request has stored under this name, which
+                is else refused: `exists`. The same request again gets the same answer. Default
+                False.
         """
-        return self._ask("vectors.put", name=name, source=source, format=format)
+        return self._ask(
+            "vectors.put",
+            name=name,
+            source=source,
+            format=format,
+            overwrite=overwrite,
+        )
 
     def train(
         self,
@@ -1578,6 +1589,7 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
         layers: Sequence[int] | NotGiven | None = NOT_GIVEN,
         hook: str | NotGiven = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
+        overwrite: bool | NotGiven = NOT_GIVEN,
     ) -> TrainAnswer:
         """Train a vector on pairs of texts, `positive` and `negative`, and store it.
 
@@ -1596,6 +1608,9 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
                 block L. Default resid_post.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
+            overwrite: Whether to replace what another request has stored under this name, which
+                is else refused: `exists`. The same request again gets the same answer. Default
+                False.
         """
         return self._ask(
             "vectors.train",
@@ -1608,6 +1623,7 @@ class VectorMethods(StoreMethods[VectorList, VectorCard, DeletedVector]):
             layers=layers,
             hook=hook,
             bos=bos,
+            overwrite=overwrite,
         )
 
     def download(self, name: str, format: ContentFormat | NotGiven = NOT_GIVEN) -> bytes:
@@ -1632,6 +1648,8 @@ class Overrides(StoreMethods[OverrideList, OverrideCard, DeletedOverride]):
         name: str,
         source: Source | bytes,
         model: str | NotGiven | None = NOT_GIVEN,
+        *,
+        overwrite: bool | NotGiven = NOT_GIVEN,
     ) -> OverrideCard:
         """Upload the direction of the parameters, store it under a name, and return its card.
 
@@ -1640,8 +1658,17 @@ class Overrides(StoreMethods[OverrideList, OverrideCard, DeletedOverride]):
             source: A path, an open binary file, or the file's bytes: safetensors, a tensor for
                 each parameter that moves, under its name in transformers' `state_dict`.
             model: Id of a resident model; may be left out where there is only one.
+            overwrite: Whether to replace what another request has stored under this name, which
+                is else refused: `exists`. The same request again gets the same answer. Default
+                False.
         """
-        return self._ask("overrides.put", name=name, source=source, model=model)
+        return self._ask(
+            "overrides.put",
+            name=name,
+            source=source,
+            model=model,
+            overwrite=overwrite,
+        )
 
 
 class Adapters(StoreMethods[AdapterList, AdapterCard, DeletedAdapter]):
@@ -1654,6 +1681,8 @@ class Adapters(StoreMethods[AdapterList, AdapterCard, DeletedAdapter]):
         name: str,
         directory: str | PathLike[str],
         model: str | NotGiven | None = NOT_GIVEN,
+        *,
+        overwrite: bool | NotGiven = NOT_GIVEN,
     ) -> AdapterCard:
         """Upload the LoRA adapter, store it under a name, and return its card.
 
@@ -1662,5 +1691,14 @@ class Adapters(StoreMethods[AdapterList, AdapterCard, DeletedAdapter]):
             directory: What PEFT's `save_pretrained` writes: adapter_config.json and
                 adapter_model.safetensors, which are read while they are sent.
             model: Id of a resident model; may be left out where there is only one.
+            overwrite: Whether to replace what another request has stored under this name, which
+                is else refused: `exists`. The same request again gets the same answer. Default
+                False.
         """
-        return self._ask("adapters.put", name=name, directory=directory, model=model)
+        return self._ask(
+            "adapters.put",
+            name=name,
+            directory=directory,
+            model=model,
+            overwrite=overwrite,
+        )

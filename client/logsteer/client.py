@@ -34,6 +34,8 @@ class Vectors(VectorMethods):
         name: str,
         source: Source | bytes,
         format: VectorFormat | NotGiven | None = NOT_GIVEN,  # noqa: A002
+        *,
+        overwrite: bool | NotGiven = NOT_GIVEN,
     ) -> VectorCard:
         """Upload the steering vector, store it under a name, and return its card.
 
@@ -44,20 +46,32 @@ class Vectors(VectorMethods):
             name: What the steering vector is called from now on.
             source: A path, an open binary file, or the file's bytes.
             format: Of the file; left out: what it looks like.
+            overwrite: Whether to replace what another request has stored under this name, which
+                is else refused: `exists`. The same request again gets the same answer.
         """
         source, form = convert_upload(source, format)
-        return super().put(name, source, form)
+        return super().put(name, source, form, overwrite=overwrite)
 
     def combine(
-        self, name: str, weights: Mapping[str, float], orthogonal_to: Sequence[str] = ()
+        self,
+        name: str,
+        weights: Mapping[str, float],
+        orthogonal_to: Sequence[str] = (),
+        *,
+        overwrite: bool = False,
     ) -> VectorCard:
         """Sum stored vectors, each by its name and weight, store the sum, and return its card.
 
         What it shares with the vectors named by `orthogonal_to` is taken away, layer by layer.
+        `overwrite` replaces what another request has stored under the name.
         """
         parts = [{"name": part, "weight": float(weight)} for part, weight in weights.items()]
         card: VectorCard = self._ask(
-            "vectors.combine", name=name, vectors=parts, orthogonal_to=as_list(orthogonal_to)
+            "vectors.combine",
+            name=name,
+            vectors=parts,
+            orthogonal_to=as_list(orthogonal_to),
+            overwrite=overwrite,
         )
         return card
 

@@ -34,6 +34,7 @@ KINDS: Mapping[ProblemCode, ProblemKind] = {
     "unknown_override": ProblemKind(404, False, "Unknown override"),
     "unknown_adapter": ProblemKind(404, False, "Unknown adapter"),
     "method_not_allowed": ProblemKind(405, False, "Method not allowed"),
+    "exists": ProblemKind(409, False, "Exists already"),
     "payload_too_large": ProblemKind(413, False, "Payload too large"),
     "overloaded": ProblemKind(429, True, "Overloaded"),
     "rate_limited": ProblemKind(429, True, "Rate limited"),
@@ -164,6 +165,13 @@ class NotFoundError(APIError):
         {"not_found", "unknown_model", "unknown_vector", "unknown_override", "unknown_adapter"}
     )
     statuses = frozenset({404})
+
+
+class ConflictError(APIError):
+    """Another request has stored something under the name: overwrite it, or choose another name."""
+
+    codes = frozenset({"exists"})
+    statuses = frozenset({409})
 
 
 class PayloadTooLargeError(APIError):

@@ -43,16 +43,16 @@ from logsteer_server.observation.readings import ServerReading
 from logsteer_server.observation.requests import RequestObserver
 from logsteer_server.observation.tracing import MissingTracingError, RequestTracer
 from logsteer_server.settings import ConfigurationError, Settings
-from logsteer_server.stores.bucket_upkeep import BucketUpkeep
-from logsteer_server.stores.disk import DiskUsage
-from logsteer_server.stores.threads import StoreThreads
+from logsteer_server.stores.contents import ContentFiles
+from logsteer_server.stores.objects import Objects
+from logsteer_server.stores.threads import FairTurns, StoreThreads
+from logsteer_server.stores.upkeep import StoreUpkeep
 from logsteer_server.tasks.planning import Capacity
 from logsteer_server.tasks.selftest import prove
 
 log = logging.getLogger(__name__)
 
 MAX_REQUEST_ID = 128
-MAX_FILE_READERS = 2
 
 
 def create_app(settings: Settings, reread: Callable[[], Settings] | None = None) -> FastAPI:
@@ -103,18 +103,16 @@ async def _open_state(app: FastAPI, stack: AsyncExitStack) -> ModelRegistry:
     for parent in {None, settings.scratch_directory}:
         for path in await asyncio.to_thread(sweep, parent):
             log.info("removed %s, which a server that was killed had left", path)
-    state.file_readers = asyncio.Semaphore(MAX_FILE_READERS)
+    state.store_turns = FairTurns()
     state.large_bodies = BodyTurns()
-    state.store_threads = threads = StoreThreads(settings.store_threads, settings.max_store_calls)
+    state.store_threads = threads = StoreThreads()
     stack.callback(threads.close)
-    state.namespaces = await threads.run(NamespaceRegistry, settings, threads)
-    bucket = state.store_upkeep = None
-    if (files := state.namespaces.files) is not None:
-        bucket = files.bucket
-        state.store_upkeep = BucketUpkeep(bucket, settings.store_grace_s, threads)
-        state.store_upkeep.start()
-        stack.callback(state.store_upkeep.close)
-    state.disk = DiskUsage(settings, bucket)
+    objects = Objects.open(settings)
+    state.namespaces = NamespaceRegistry(settings, objects)
+    state.content_files = ContentFiles(objects, settings.store_cache_bytes)
+    state.store_upkeep = StoreUpkeep(settings, objects, threads)
+    state.store_upkeep.start()
+    stack.callback(state.store_upkeep.close)
     stack.callback(state.capacity.close)
     results = ResultCache.open(settings)
     stack.push_async_callback(asyncio.to_thread, results.close)
@@ -147,7 +145,7 @@ def _read_server(app: FastAPI, results: ResultCache) -> ServerReading:
         memory.limit,
         results.num_bytes,
         app.state.settings.cache_bytes,
-        app.state.disk.reading,
+        app.state.store_upkeep.reading,
     )
 
 

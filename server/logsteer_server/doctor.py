@@ -23,7 +23,7 @@ from logsteer_server import __version__
 from logsteer_server.engines.needs import ModelNeeds, estimate
 from logsteer_server.runtime.machine_facts import Gpu, count_cores, list_gpus, measure_memory
 from logsteer_server.settings import ConfigurationError, ModelSettings, Settings, load_settings
-from logsteer_server.stores.bucket import Bucket
+from logsteer_server.stores.objects import Objects
 
 MachineVerdict = Literal["ok", "warn", "fail", "info"]
 
@@ -166,20 +166,19 @@ def _measure_disks(settings: Settings) -> Iterator[MachineFinding]:
 
 def _ask_store(settings: Settings) -> Iterator[MachineFinding]:
     """Yield whether the store that several machines share takes and gives a file."""
-    shared = settings.shared_store
-    if shared is None:
+    if settings.store_url is None:
         return
     try:
-        bucket = Bucket(shared)
+        objects = Objects.open(settings)
         place = f"doctor-{secrets.token_hex(8)}"
-        bucket.write(place, b"written by logsteer-server doctor")
-        bucket.read(place)
-        bucket.remove(place)
+        objects.write(b"written by logsteer-server doctor", place, create=True)
+        objects.read(place)
+        objects.remove(place)
     except (ConfigurationError, APIError, FileNotFoundError) as error:
-        why = error if isinstance(error, ConfigurationError) else bucket.trouble or error
-        yield MachineFinding("fail", "shared store", f"{shared.url}: {why}")
+        why = error if isinstance(error, ConfigurationError) else objects.trouble or error
+        yield MachineFinding("fail", "shared store", f"{settings.store_url}: {why}")
     else:
-        yield MachineFinding("ok", "shared store", f"{shared.url} takes and gives files")
+        yield MachineFinding("ok", "shared store", f"{settings.store_url} takes and gives files")
 
 
 def _fit_models(settings: Settings, gpus: Sequence[Gpu]) -> Iterator[MachineFinding]:

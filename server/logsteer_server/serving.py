@@ -40,7 +40,7 @@ from logsteer_server.models.cachefile import check_cache_file
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.observation.logs import LogStyle, configure_logs
 from logsteer_server.settings import ConfigurationError, Settings, load_settings
-from logsteer_server.stores.directory_store import check_store_directory
+from logsteer_server.stores.objects import check_store_directory
 
 log = logging.getLogger(__name__)
 

@@ -1,12 +1,12 @@
 """Contents and cards of each kind, for tests of stores."""
 
+import hashlib
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save
 
 from logsteer.schemas import VectorAbout
-from logsteer_server.stores.directory_store import DirectoryStore
 from logsteer_server.stores.store import ADAPTERS, OVERRIDES, VECTORS, Store
 
 ABOUT = VectorAbout(source="upload", format="safetensors")
@@ -30,7 +30,9 @@ def make_content(seed: int, count: int = 100) -> bytes:
     return save({"weight": numbers, "bias": numbers[:3]})
 
 
-def put_content(store: Store[Any], name: str, data: bytes) -> Any:
+def put_content(
+    store: Store[Any], name: str, data: bytes, request: str = "", *, overwrite: bool = True
+) -> Any:
     """Upload bytes to a store of any kind, and return the card."""
     upload = store.receive(name, len(data))
     try:
@@ -40,13 +42,17 @@ def put_content(store: Store[Any], name: str, data: bytes) -> Any:
             name=name, sha256=upload.finish(), bytes=upload.size, created="now",
             **FIELDS[store.kind.noun],
         )  # fmt: skip
-        store.put(upload, card)
+        return store.put(upload, card, request, overwrite=overwrite)
     finally:
         upload.discard()
-    return card
 
 
-def list_files(store: DirectoryStore[Any]) -> list[str]:
-    """Return what lies in a store's directory, its lock aside."""
-    found = [path for path in store.directory.rglob("*") if path.is_file() and path.name != "lock"]
-    return sorted(str(path.relative_to(store.directory)) for path in found)
+def read_state(store: Store[Any]) -> dict[str, bytes]:
+    """Return each name's content, all of it whole: nothing is damaged, and the sizes are right."""
+    listing = store.list_all()
+    assert listing.damaged == []
+    state = {card.name: store.read(store.find(card.name)) for card in listing.cards}
+    for card in listing.cards:
+        assert hashlib.sha256(state[card.name]).hexdigest() == card.sha256
+    assert listing.num_bytes == sum({hash(data): len(data) for data in state.values()}.values())
+    return state

@@ -2,11 +2,13 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from logsteer.cli import tables
+from logsteer.cli.options import add_options
 from logsteer.cli.output import show
 from logsteer.cli.stored import add_stored_commands
-from logsteer.cli.terminal import add_examples
+from logsteer.cli.terminal import add_examples, given
 from logsteer.client import Client
 from logsteer.schemas import AdapterList
 
@@ -32,8 +34,10 @@ def add_adapter_commands(parser: argparse.ArgumentParser, common: argparse.Argum
         metavar="DIRECTORY",
         help="has adapter_config.json and adapter_model.safetensors",
     )
+    add_options(put, "adapters.put", {"overwrite": None})
 
 
 def _put(client: Client, arguments: argparse.Namespace) -> None:
-    card = client.adapters.put(arguments.name, Path(arguments.directory))
+    options: Any = given(arguments, "overwrite")
+    card = client.adapters.put(arguments.name, Path(arguments.directory), **options)
     show(arguments, card, tables.draw_adapters([card]))

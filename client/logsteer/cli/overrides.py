@@ -2,11 +2,13 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from logsteer.cli import tables
+from logsteer.cli.options import add_options
 from logsteer.cli.output import add_output_options, show
 from logsteer.cli.stored import add_stored_commands
-from logsteer.cli.terminal import add_examples
+from logsteer.cli.terminal import add_examples, given
 from logsteer.client import Client
 from logsteer.schemas import OverrideCard, OverrideList
 
@@ -37,6 +39,7 @@ def add_override_commands(parser: argparse.ArgumentParser, common: argparse.Argu
         metavar="FILE",
         help="safetensors, a tensor for each parameter that moves, under its name in transformers",
     )
+    add_options(put, "overrides.put", {"overwrite": None})
 
 
 def _show(client: Client, arguments: argparse.Namespace) -> None:
@@ -45,5 +48,6 @@ def _show(client: Client, arguments: argparse.Namespace) -> None:
 
 
 def _put(client: Client, arguments: argparse.Namespace) -> None:
-    card = client.overrides.put(arguments.name, Path(arguments.file))
+    options: Any = given(arguments, "overwrite")
+    card = client.overrides.put(arguments.name, Path(arguments.file), **options)
     show(arguments, card, tables.draw_overrides([card]))

@@ -31,7 +31,8 @@ from logsteer.schemas import ContentFormat, TrainAnswer, VectorCard, VectorList
 _PAIR = '{"positive": "…", "negative": "…"}'
 _PAIRS = f"a line a pair: {_PAIR}; or a JSON list of these; - is standard input"
 _SIDES = ("positive", "negative")
-_TRAINING = {"method": None, "whiten": None, "read": None, "hook": "NAME", "bos": None}
+_TRAINING = {"method": None, "whiten": None, "read": None, "hook": "NAME", "bos": None,
+             "overwrite": None}  # fmt: skip
 
 
 EXAMPLES = """
@@ -72,7 +73,7 @@ def add_vector_commands(parser: argparse.ArgumentParser, common: argparse.Argume
     add_output_options(showing, VectorCard, plot=True)
     put = add("put", _put, "upload a file as a vector", PUT_EXAMPLES)
     put.add_argument("file", metavar="FILE", help="safetensors or GGUF; torch.save's is converted")
-    add_options(put, "vectors.put", {"format": None})
+    add_options(put, "vectors.put", {"format": None, "overwrite": None})
     get = add("get", _get, "download a vector as a file", GET_EXAMPLES)
     get.add_argument("file", metavar="FILE", nargs="?", help="default NAME.FORMAT")
     formats = get_args(ContentFormat)
@@ -132,7 +133,8 @@ def _show(client: Client, arguments: argparse.Namespace) -> None:
 
 
 def _put(client: Client, arguments: argparse.Namespace) -> None:
-    card = client.vectors.put(arguments.name, Path(arguments.file), arguments.format)
+    options: Any = given(arguments, "format", "overwrite")
+    card = client.vectors.put(arguments.name, Path(arguments.file), **options)
     show(arguments, card, tables.draw_vectors([card]))
 
 

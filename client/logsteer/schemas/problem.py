@@ -20,6 +20,7 @@ ProblemCode = Literal[
     "unknown_override",
     "unknown_adapter",
     "method_not_allowed",
+    "exists",
     "payload_too_large",
     "overloaded",
     "rate_limited",

@@ -2,7 +2,7 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from logsteer.schemas.vectors import ContentFormat, VectorFormat
+from logsteer.schemas.vectors import OVERWRITE, ContentFormat, VectorFormat
 
 
 class ModelQuery(BaseModel):
@@ -13,6 +13,12 @@ class ModelQuery(BaseModel):
     model: str | None = Field(
         default=None, description="Id of a resident model; may be left out where there is only one."
     )
+
+
+class StoreQuery(ModelQuery):
+    """The model that an upload is checked against, and whether it replaces another."""
+
+    overwrite: bool = Field(default=False, description=OVERWRITE)
 
 
 class WaitQuery(BaseModel):
@@ -29,13 +35,14 @@ class WaitQuery(BaseModel):
 
 
 class UploadQuery(BaseModel):
-    """The format of an uploaded vector."""
+    """The format of an uploaded vector, and whether it replaces another."""
 
     model_config = ConfigDict(extra="forbid")
 
     format: VectorFormat | None = Field(
         default=None, description="Of the file; left out: what it looks like."
     )
+    overwrite: bool = Field(default=False, description=OVERWRITE)
 
 
 class ContentQuery(BaseModel):

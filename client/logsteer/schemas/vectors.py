@@ -17,6 +17,11 @@ VectorSource = Literal["upload", "training", "combination"]
 TrainMethod = Literal["mean_difference", "pca", "logistic", "lda"]
 TrainRead = Literal["last", "mean"]
 
+OVERWRITE = (
+    "Whether to replace what another request has stored under this name, which is else refused: "
+    "`exists`. The same request again gets the same answer."
+)
+
 
 class LayerQuality(Reply):
     """How well a method tells texts apart at one layer, by their projections on its vector.
@@ -200,6 +205,7 @@ class TrainRequest(Request):
     layers: list[Index] | None = Field(default=None, min_length=1, description="null: every layer.")
     hook: HookName = Field(default="resid_post", description=HOOK)
     bos: BosPolicy = "auto"
+    overwrite: bool = Field(default=False, description=OVERWRITE)
 
     @model_validator(mode="after")
     def _method_can_whiten(self) -> "TrainRequest":
@@ -270,3 +276,4 @@ class CombineRequest(Request):
 
     vectors: list[WeightedVector] = Field(min_length=1, max_length=64)
     orthogonal_to: list[VectorName] = Field(default=[], max_length=64)
+    overwrite: bool = Field(default=False, description=OVERWRITE)

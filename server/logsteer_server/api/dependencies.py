@@ -18,9 +18,10 @@ from logsteer_server.interventions.namespaces import NamespaceRegistry
 from logsteer_server.models.changes import ModelChanges
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
-from logsteer_server.stores.bucket_upkeep import BucketUpkeep
+from logsteer_server.stores.contents import ContentFiles
 from logsteer_server.stores.namespace import Namespace
-from logsteer_server.stores.threads import StoreThreads
+from logsteer_server.stores.threads import FairTurns, StoreThreads
+from logsteer_server.stores.upkeep import StoreUpkeep
 from logsteer_server.stores.vectors import VectorStore
 from logsteer_server.tasks.planning import Capacity
 
@@ -192,9 +193,9 @@ async def get_drain(request: Request) -> Drain:
     return drain
 
 
-async def get_upkeep(request: Request) -> BucketUpkeep | None:
-    """Return what looks after the store of `store_url`; None without one."""
-    upkeep: BucketUpkeep | None = request.app.state.store_upkeep
+async def get_upkeep(request: Request) -> StoreUpkeep:
+    """Return what looks after the stores."""
+    upkeep: StoreUpkeep = request.app.state.store_upkeep
     return upkeep
 
 
@@ -230,10 +231,16 @@ async def get_store_threads(request: Request) -> StoreThreads:
     return threads
 
 
-async def get_file_readers(request: Request) -> asyncio.Semaphore:
-    """Return the turns at reading uploaded files: some take a process of hundreds of megabytes."""
-    readers: asyncio.Semaphore = request.app.state.file_readers
-    return readers
+async def get_store_turns(request: Request) -> FairTurns:
+    """Return the turns at reading, converting and combining stored files."""
+    turns: FairTurns = request.app.state.store_turns
+    return turns
+
+
+async def get_content_files(request: Request) -> ContentFiles:
+    """Return the files of stored contents."""
+    files: ContentFiles = request.app.state.content_files
+    return files
 
 
 SettingsDep = Annotated[Settings, Depends(get_settings)]
@@ -241,13 +248,14 @@ CapacityDep = Annotated[Capacity, Depends(get_capacity)]
 ModelsDep = Annotated[ModelRegistry, Depends(get_models)]
 ChangesDep = Annotated[ModelChanges, Depends(get_changes)]
 DrainDep = Annotated[Drain, Depends(get_drain)]
-UpkeepDep = Annotated[BucketUpkeep | None, Depends(get_upkeep)]
+UpkeepDep = Annotated[StoreUpkeep, Depends(get_upkeep)]
 VectorsDep = Annotated[VectorStore, Depends(get_vectors)]
 OverridesDep = Annotated[Namespace[OverrideCard], Depends(get_overrides)]
 AdaptersDep = Annotated[Namespace[AdapterCard], Depends(get_adapters)]
 StoresDep = Annotated[Stores, Depends(get_stores)]
 StoreThreadsDep = Annotated[StoreThreads, Depends(get_store_threads)]
-FileReadersDep = Annotated[asyncio.Semaphore, Depends(get_file_readers)]
+StoreTurnsDep = Annotated[FairTurns, Depends(get_store_turns)]
+ContentFilesDep = Annotated[ContentFiles, Depends(get_content_files)]
 
 
 def read_announced(request: Request) -> int:

@@ -13,7 +13,7 @@ from logsteer.errors import APIError, api_error
 from logsteer_server.api.hosts import AllowedHosts
 from logsteer_server.observation.metrics import METRICS_TYPE, Metrics
 from logsteer_server.settings import Settings
-from logsteer_server.stores.disk import DiskUsage
+from logsteer_server.stores.upkeep import StoreUpkeep
 
 UNAUTHORIZED = "Metrics ask for a key: send the header Authorization: Bearer <metrics_key>."
 
@@ -26,9 +26,9 @@ async def render_metrics(request: Request) -> bytes:
     state = request.app.state
     settings: Settings = state.settings
     check_key(settings.metrics_key, request.headers)
-    disk: DiskUsage = state.disk
+    upkeep: StoreUpkeep = state.store_upkeep
     metrics: Metrics = state.metrics
-    await disk.refresh()
+    await upkeep.refresh()
     return metrics.render()
 
 

@@ -10,9 +10,9 @@ from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.interventions.steering import ResolvedSteering, resolve_steering
 from logsteer_server.numerics.rows import PUBLIC_COLUMNS
-from logsteer_server.stores.directory_store import DirectoryStore
 from logsteer_server.stores.namespace import Namespace
-from logsteer_server.stores.store import VECTORS
+from logsteer_server.stores.objects import Objects
+from logsteer_server.stores.store import VECTORS, Store
 from logsteer_server.stores.vectors import StoredVectors, VectorStore
 
 
@@ -47,7 +47,7 @@ class SteeringResolver:
 def _open_store(directory: Path) -> VectorStore:
     if not (directory / VECTORS.plural).is_dir():
         raise ValueError(f"vectors: {directory} is no store_directory of a server; it has none")
-    return VectorStore(Namespace(DirectoryStore(VECTORS, directory, max_bytes=0)))  # it only reads
+    return VectorStore(Namespace(Store(VECTORS, Objects(directory), max_bytes=0)))  # it only reads
 
 
 def _describe(model: CausalModel) -> EngineInfo:

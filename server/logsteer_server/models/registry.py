@@ -15,7 +15,7 @@ from logsteer_server.runtime.replica import SupervisionLimits
 from logsteer_server.runtime.supervisor import LocalEngine
 from logsteer_server.runtime.watchdog import WatchLimits
 from logsteer_server.settings import ModelSettings, Settings
-from logsteer_server.stores.job_contents import JobContents, MachineContents
+from logsteer_server.stores.contents import JobContents
 
 Prove = Callable[[ResidentModel], Awaitable[None]]
 """Finds out whether a model may answer, and lifts or labels its gate."""
@@ -27,8 +27,7 @@ MakeHandle = Callable[[ModelSettings], EngineHandle]
 def make_local_handles(settings: Settings) -> MakeHandle:
     """Return what makes handles of engines in processes of this machine."""
     limits = make_limits(settings)
-    shared = settings.shared_store
-    contents = None if shared is None else JobContents(MachineContents(shared))
+    contents = JobContents.of_settings(settings)
     return lambda model: LocalEngine(model.to_spec(settings.directory), limits, contents=contents)
 
 

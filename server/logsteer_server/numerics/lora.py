@@ -52,8 +52,9 @@ class AdapterConfig:
         """Return the configuration in PEFT's JSON. Errors: AdapterLayoutError."""
         try:
             found: Any = json.loads(data)
-        except ValueError as error:
-            raise AdapterLayoutError(f"its configuration is no JSON: {error}") from error
+        except (ValueError, RecursionError) as error:
+            reason = "nested too deeply" if isinstance(error, RecursionError) else error
+            raise AdapterLayoutError(f"its configuration is no JSON: {reason}") from error
         if not isinstance(found, dict) or found.get("peft_type") != "LORA":
             raise AdapterLayoutError(
                 "its configuration is none of a LoRA; send PEFT's adapter_config.json"

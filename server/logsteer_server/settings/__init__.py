@@ -2,12 +2,10 @@
 
 from logsteer_server.settings.model import ModelSettings
 from logsteer_server.settings.server import ConfigurationError, Settings, load_settings
-from logsteer_server.settings.shared_store import SharedStore
 
 __all__ = [
     "ConfigurationError",
     "ModelSettings",
     "Settings",
-    "SharedStore",
     "load_settings",
 ]

@@ -1,5 +1,6 @@
 """The server's configuration: the one reader of files and environment variables."""
 
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,7 +9,6 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from logsteer_server.settings.model import ModelSettings
-from logsteer_server.settings.shared_store import SharedStore, find_store_path
 
 
 class ConfigurationError(ValueError):
@@ -166,23 +166,17 @@ class Settings(BaseSettings):
         description="Directory of vectors, overrides and adapters, one below it for each; null: "
         "logsteer under $XDG_DATA_HOME or ~/.local/share.",
     )
-    store_lock_timeout_s: float = Field(
-        5.0, gt=0, description="Wait for a store that another process has locked."
-    )
-    store_threads: int = Field(8, ge=1, description="Threads that read and write the stores.")
-    max_store_calls: int = Field(
-        256, ge=1, description="Calls of the stores that may run and wait at once."
-    )
     store_url: str | None = Field(
         None,
         pattern=r"^[a-z][a-z0-9+.-]*://",
         description="Where several machines share vectors, overrides and adapters, such as "
-        "s3://bucket/logsteer, gs://… or file:///…; store_directory then keeps what was fetched.",
+        "s3://bucket/logsteer, gs://… or az://…; store_directory then keeps what was fetched.",
     )
-    store_options: dict[str, Any] = Field(
+    store_options: dict[str, str] = Field(
         default_factory=dict,
         repr=False,
-        description="For fsspec's file system of that URL, such as endpoint_url of an S3 store.",
+        description="obstore's options of that URL, such as endpoint and region of an S3 store; "
+        "what is not here is read from the variables that its vendor's tools read, such as AWS_….",
     )
     store_cache_bytes: int = Field(
         2**35,
@@ -190,33 +184,20 @@ class Settings(BaseSettings):
         description="Bytes of contents of store_url in store_directory; the one unused for longest "
         "goes.",
     )
-    store_timeout_s: float = Field(
-        10.0, gt=0, description="For a call of store_url, and as long for every further 16 MiB."
-    )
-    store_retries: int = Field(2, ge=0, description="Further tries of such a call that failed.")
-    store_fresh_s: float = Field(
-        0.0,
-        ge=0,
-        description="A name is not looked up in store_url again for so long; what another ingress "
-        "changed meanwhile is seen later. 0: every use looks it up.",
-    )
-    store_stale_s: float = Field(
-        60.0,
-        ge=0,
-        description="While store_url does not answer, a name means what it did when it was last "
-        "looked up, for so long at most.",
-    )
     store_grace_s: float = Field(
         3600.0,
         ge=1,
-        description="A content in store_url that no name points to goes after so long, which has "
-        "to be longer than an upload takes with its check, and than any write is on its way.",
+        description="A content that no name points to goes after two to three times as long. "
+        "Servers' clocks may differ, and a file may take to be sent to store_url, less than that.",
     )
-    vector_store_bytes: int = Field(2**30, ge=2**10, description="Bytes of all vectors stored.")
+    max_key_bytes: int = Field(
+        2**33,
+        ge=2**10,
+        description="Bytes of all vectors, of all overrides and of all adapters that a key stores, "
+        "unless its entry has stored_bytes: one file of the largest size that is taken.",
+    )
     max_vector_bytes: int = Field(64 * 2**20, ge=2**10, description="Bytes of one vector's file.")
-    override_store_bytes: int = Field(2**36, ge=2**10, description="Bytes of all overrides stored.")
     max_override_bytes: int = Field(2**33, ge=2**10, description="Bytes of one override's file.")
-    adapter_store_bytes: int = Field(2**36, ge=2**10, description="Bytes of all adapters stored.")
     max_adapter_bytes: int = Field(2**33, ge=2**10, description="Bytes of one adapter's files.")
     max_gradient_numbers: int = Field(
         2**22, ge=1, description="Numbers that the gradients of one request may come to."
@@ -323,27 +304,12 @@ class Settings(BaseSettings):
     @property
     def store_path(self) -> Path:
         """The directory below which vectors, overrides and adapters are stored."""
-        return find_store_path(self.directory, self.store_directory)
-
-    @property
-    def shared_store(self) -> SharedStore | None:
-        """The store of several machines; None where this one has its own."""
-        if self.store_url is None:
-            return None
-        return SharedStore(
-            self.store_url,
-            dict(self.store_options),
-            self.directory,
-            self.store_directory,
-            self.store_cache_bytes,
-            self.store_timeout_s,
-            self.store_retries,
-            self.store_fresh_s,
-            self.store_stale_s,
-            self.store_grace_s,
-            self.store_threads,
-            self.max_store_calls,
-        )
+        if self.store_directory is not None:
+            return self.directory / self.store_directory.expanduser()
+        data = os.environ.get("XDG_DATA_HOME", "")
+        # The XDG specification has relative paths ignored.
+        home = Path(data) if Path(data).is_absolute() else Path.home() / ".local" / "share"
+        return home / "logsteer"
 
     @model_validator(mode="after")
     def _has_models(self) -> "Settings":

@@ -9,12 +9,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save
 
 from logsteer.errors import APIError, api_error
@@ -219,6 +220,19 @@ def parse_content(content: bytes) -> LayerVectors:
         return LayerVectors(layers, hooks.pop(), readouts)
     except APIError as error:
         raise ValueError(error.detail) from error
+
+
+def read_layer(content: Path, layer: int, hook: str) -> Vector:
+    """Return one layer of the file of `LayerVectors.content`. Errors: ValueError where it is none.
+
+    The rest of the file is not read.
+    """
+    try:
+        with safe_open(content, "numpy") as file:
+            vector_D: Vector = file.get_tensor(name_tensor(layer, hook))
+    except SafetensorError as error:
+        raise ValueError(f"no layer {layer} of {hook}: {error}") from error
+    return vector_D
 
 
 def _check_numbers(layer: int, numbers: npt.NDArray[np.floating]) -> Vector:

@@ -3,14 +3,13 @@
 from typing import Generic, cast
 
 from logsteer.errors import APIError, api_error
-from logsteer_server.stores.layout import C
-from logsteer_server.stores.store import Store, StoredContent, StoreListing
+from logsteer_server.stores.store import C, Store, StoredContent, StoreListing
 from logsteer_server.stores.upload import Upload
 
 SHARED = "shared"
 PREFIX = f"{SHARED}/"
 KEYS_DIRECTORY = "keys"
-"""The directory below which each key has its stores."""
+"""What the places of each key's stores begin with."""
 
 
 class Namespace(Generic[C]):
@@ -56,30 +55,37 @@ class Namespace(Generic[C]):
         store, bare = self._locate(name)
         return store.receive(bare, announced)
 
-    def publish(self, name: str, upload: Upload) -> str:
-        """Return where engines read an upload that was received for a name; see `Store`."""
-        return self._locate(name)[0].publish(upload)
+    def find_repeat(self, name: str, request: str, *, overwrite: bool) -> C | None:
+        """Return the card that the same request has made; see `Store.find_repeat`."""
+        self.check_writing(name)
+        store, bare = self._locate(name)
+        card = store.find_repeat(bare, request, overwrite=overwrite)
+        return None if card is None else self._show(store, card)
 
-    def put(self, upload: Upload, card: C) -> None:
+    def put(self, upload: Upload, card: C, request: str = "", *, overwrite: bool = True) -> C:
         """Point the card's name to an upload that was received for it; see `Store.put`."""
         self.check_writing(card.name)
         store, bare = self._locate(card.name)
-        store.put(upload, _rename(card, bare))
+        stored = store.put(upload, _rename(card, bare), request, overwrite=overwrite)
+        return self._show(store, stored)
+
+    def look_up(self, name: str) -> tuple[C, StoredContent]:
+        """Return the card of a name, and its content."""
+        store, bare = self._locate(name)
+        card, found = store.look_up(bare)
+        return self._show(store, card), StoredContent(name, found.sha256, found.source)
 
     def describe(self, name: str) -> C:
         """Return the card of a name."""
-        store, bare = self._locate(name)
-        return self._show(store, store.describe(bare))
+        return self.look_up(name)[0]
+
+    def find(self, name: str) -> StoredContent:
+        """Return the content of a name."""
+        return self.look_up(name)[1]
 
     def _show(self, store: Store[C], card: C) -> C:
         """Return a card of a store under the name that this caller has for it."""
         return card if store is self._own else _rename(card, PREFIX + card.name)
-
-    def find(self, name: str) -> StoredContent:
-        """Return the content of a name."""
-        store, bare = self._locate(name)
-        found = store.find(bare)
-        return StoredContent(name, found.sha256, found.source)
 
     def find_content(self, sha256: str) -> StoredContent:
         """Return the content with a SHA-256, of the caller's own or of the shared ones."""
@@ -110,10 +116,7 @@ class Namespace(Generic[C]):
 
     def read(self, found: StoredContent) -> bytes:
         """Return the bytes of a content that was found here; see `Store.read`."""
-        if found.name is None:
-            return self._own.read(found)
-        store, bare = self._locate(found.name)
-        return store.read(StoredContent(bare, found.sha256, found.source))
+        return self._own.read(found)
 
     def report_damage(self, found: StoredContent) -> APIError:
         """Return the error for a content that is not as it was written; see `Store`."""

@@ -1,31 +1,61 @@
 """A store of uploaded contents: a name points to a content, which is addressed by its SHA-256.
 
-After `a` and `b` were given the same file there are two cards of one content. When `a` is given
-another file there are two contents, and when `b` is deleted the first of them goes.
+    vectors/names/<name>.json                        a record: the card, and its content's place
+    vectors/contents/<sha256>-<time>.safetensors     a content, written once
+    keys/<key>/vectors/…                             the same of a key's namespace
 
-`DirectoryStore` keeps cards and contents in a directory, `BucketStore` behind a URL; whoever uses a
-store does not know which.
+A record is one small object, written whole: a name has its old content or its new one, whatever
+happens, and where two servers write it at once the last one has it. The content is there before.
+
+What no name points to is swept. That takes no lock, because an old content never gains a name:
+`<time>` is the begin of the period of `grace_s` in which it was written (seconds since 1970), names
+are given to contents of the current period alone, and what is swept is two periods old. For a grace
+of an hour, with a put at 12:59 and one of the same bytes at 13:01:
+
+    contents/ab12…-12:00     put at 12:59, named until about 13:59 at the latest
+    contents/ab12…-13:00     put at 13:01
+    at 14:00                 ab12…-12:00 goes, if no name points to it
+
+So clocks of servers may differ, and an upload may take, less than `grace_s`.
 """
 
+import json
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Collection
-from dataclasses import dataclass
+import re
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from hashlib import sha256 as new_sha256
 from pathlib import Path
-from typing import Generic
+from typing import Any, Generic, TypeVar, cast
+
+from pydantic import ValidationError
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import AdapterCard, OverrideCard, VectorCard
 from logsteer.schemas.problem import ProblemCode
-from logsteer_server.stores.layout import C
-from logsteer_server.stores.upload import StoreRoom, Upload, refuse_size
+from logsteer_server.stores.objects import ObjectEntry, Objects
+from logsteer_server.stores.upload import StoreRoom, Upload, UploadRoom, refuse_size
 
 log = logging.getLogger(__name__)
 
 MAX_NAMES = 10_000
+"""Names of a kind in one namespace: listing them reads as many small objects once, and an answer
+with their cards has about 5 MB."""
 SHOWN_NAMES = 20
 """Names that an error lists."""
+READERS = 16
+"""Records that are read at once where a listing has new ones."""
+SLACK = 2
+"""Times `max_bytes` that all contents of a store may come to, those that wait to be swept too."""
+RETRY_AFTER_S = 60.0
+GRACE_S = 3600.0
+_CONTENT = re.compile(r"(?P<sha256>[0-9a-f]{64})-(?P<time>[0-9]{1,12})\.safetensors")
+
+C = TypeVar("C", bound=VectorCard | OverrideCard | AdapterCard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,102 +106,340 @@ class StoreListing(Generic[C]):
     num_bytes: int
 
 
-class Store(ABC, Generic[C]):
-    """Contents of a kind, of at most `max_bytes`.
+@dataclass(frozen=True, slots=True)
+class NameRecord(Generic[C]):
+    """What a name points to, and the digest of the request that made it so."""
+
+    card: C
+    content: str
+    """The content's name below the store."""
+    request: str
+
+    def write(self) -> bytes:
+        """Return the record's object."""
+        card = self.card.model_dump(mode="json")
+        return json.dumps({"card": card, "content": self.content, "request": self.request}).encode()
+
+
+@dataclass(frozen=True)
+class _Index(Generic[C]):
+    """All records by name, None for a damaged one, and the sizes of all contents."""
+
+    records: dict[str, NameRecord[C] | None]
+    sizes: dict[str, int]
+
+    def is_whole(self, record: NameRecord[C] | None) -> bool:
+        """Return whether a record's content is there, and of the size that its card says."""
+        return record is not None and self.sizes.get(record.content) == record.card.bytes
+
+    def measure(self, without: str | None = None) -> int:
+        """Return the bytes of the contents that names point to, of one name aside."""
+        named = {
+            record.content
+            for name, record in self.records.items()
+            if record is not None and name != without
+        }
+        return sum(self.sizes.get(content, 0) for content in named)
+
+
+def digest_request(kind: str, **parts: Any) -> str:
+    """Return the digest of a request that stores something: of all that decides what it makes."""
+    return new_sha256(json.dumps([kind, parts], sort_keys=True).encode()).hexdigest()
+
+
+@dataclass
+class Store(Generic[C]):
+    """Contents of a kind below a prefix, of at most `max_bytes`; threads may share it.
 
     Methods block: call them in a thread. Errors of all of them: APIError `unknown` of the kind,
-    `internal` where the disk fails or a file is damaged, and `overloaded` where a directory that is
-    to be changed is locked by others, or a URL does not answer.
+    `internal` for what is damaged, and those of `Objects`.
     """
 
-    def __init__(self, kind: Kind[C], max_bytes: int) -> None:
-        self.kind = kind
-        self.max_bytes = max_bytes
-        self.room = StoreRoom(kind.noun, max_bytes)
+    kind: Kind[C]
+    objects: Objects
+    max_bytes: int
+    prefix: str = ""
+    """What its places begin with: nothing, or `keys/<key>/`."""
+    grace_s: float = GRACE_S
+    room: StoreRoom = field(init=False)
 
-    @abstractmethod
-    def receive(self, name: str | None = None, announced: int = 0) -> Upload:
-        """Open a file for an upload of at least `announced` bytes, which reserves their room.
+    def __post_init__(self) -> None:
+        self.room = StoreRoom(self.kind.noun, self.max_bytes)
+        self._root = f"{self.prefix}{self.kind.plural}"
+        self._parsed: dict[ObjectEntry, NameRecord[C] | None] = {}
 
-        `name` is what it is for, whose content it may take the place of. Errors: APIError
-        `payload_too_large` and `overloaded` where there is no room.
+    def _locate(self, name: str) -> str:
+        return f"{self._root}/names/{name}.json"
+
+    def _locate_content(self, content: str) -> str:
+        return f"{self._root}/contents/{content}"
+
+    def receive(self, name: str, announced: int = 0) -> Upload:
+        """Open a file for the upload of a name of at least `announced` bytes.
+
+        It reserves its room. Errors: APIError `payload_too_large` and `overloaded` where there is
+        none.
         """
+        index = self._read_index()
+        self._check_count(index.records, name)
+        room = UploadRoom(self.room, index.measure(without=name))
+        room.grow_to(announced)
+        if sum(index.sizes.values()) + announced > SLACK * self.max_bytes:
+            room.release()
+            detail = (
+                f"The {self.kind.noun} store still holds contents that were replaced or deleted "
+                f"within the last {3 * self.grace_s:g} s: try again when they are swept."
+            )
+            raise api_error("overloaded", detail, retry_after=RETRY_AFTER_S)
+        try:
+            return self.objects.open_upload(room)
+        except BaseException:
+            room.release()
+            raise
 
-    @abstractmethod
-    def publish(self, upload: Upload) -> str:
-        """Return where engines read a finished upload, which has no name yet."""
+    def find_repeat(self, name: str, request: str, *, overwrite: bool = False) -> C | None:
+        """Return the card that the same request has made; None where there is none to return.
 
-    @abstractmethod
-    def put(self, upload: Upload, card: C) -> None:
-        """Point the card's name to a finished upload, whatever it pointed to before.
-
-        Errors: APIError `payload_too_large` where the store is full.
+        That is where the name is free or damaged, or `overwrite` is asked for. Errors: APIError
+        `exists` where another request made what stands there.
         """
+        try:
+            record = None if overwrite else self._read_record(name)
+        except FileNotFoundError:
+            return None
+        if record is None or not self._is_there(record):
+            return None
+        return self._repeat(record, request)
 
-    @abstractmethod
+    def _repeat(self, record: NameRecord[C], request: str) -> C:
+        card = record.card
+        if record.request == request:
+            return card
+        noun = self.kind.noun
+        detail = (
+            f"The {noun} {card.name!r} exists, of another request: it was stored at {card.created} "
+            f"with the SHA-256 {card.sha256}. Send overwrite=true to replace it, DELETE it, or "
+            "choose another name."
+        )
+        raise api_error("exists", detail, param="name")
+
+    def _is_there(self, record: NameRecord[C]) -> bool:
+        try:
+            return self.objects.measure(self._locate_content(record.content)) == record.card.bytes
+        except FileNotFoundError:
+            return False
+
+    def put(self, upload: Upload, card: C, request: str = "", *, overwrite: bool = True) -> C:
+        """Point the card's name to a finished upload; return the card that the name has then.
+
+        Without `overwrite` that is the card of an equal request where one was quicker. Errors:
+        APIError `payload_too_large` where the store is full; as `find_repeat`.
+        """
+        index = self._read_index()
+        self._check_count(index.records, card.name)
+        total = index.measure(without=card.name) + card.bytes
+        if total > self.max_bytes:
+            raise refuse_size(self.kind.noun, total, self.max_bytes)
+        if (there := self.find_repeat(card.name, request, overwrite=overwrite)) is not None:
+            return there
+        is_known = card.name in index.records
+        begin = int(time.time() // self.grace_s * self.grace_s)
+        content = f"{card.sha256}-{begin}.safetensors"
+        # What is there of the right size is not written again, unless it may be damaged.
+        create = not overwrite and not is_known
+        keep = create and index.sizes.get(content) in (None, card.bytes)
+        self.objects.write_file(upload, self._locate_content(content), create=keep)
+        record = NameRecord(card, content, request)
+        if not self.objects.write(record.write(), self._locate(card.name), create=create):
+            return self._repeat(self._find_record(card.name), request)  # another server's
+        if upload.room is not None:
+            upload.room.release()
+        return card
+
+    def _check_count(self, names: Mapping[str, object], name: str) -> None:
+        if name not in names and len(names) >= MAX_NAMES:
+            detail = f"There are {len(names)} {self.kind.plural}, which is the limit: delete some."
+            raise api_error("payload_too_large", detail)
+
+    def look_up(self, name: str) -> tuple[C, StoredContent]:
+        """Return the card of a name, and its content."""
+        record = self._find_record(name)
+        return record.card, self._show(name, record)
+
     def describe(self, name: str) -> C:
         """Return the card of a name."""
+        return self.look_up(name)[0]
 
-    @abstractmethod
     def find(self, name: str) -> StoredContent:
         """Return the content of a name."""
+        return self.look_up(name)[1]
 
-    @abstractmethod
     def find_content(self, sha256: str) -> StoredContent:
-        """Return the content with a SHA-256."""
+        """Return the content with a SHA-256, where a name has it."""
+        for record in self._read_records().values():
+            if record is not None and record.card.sha256 == sha256:
+                return self._show(None, record)
+        detail = f"No {self.kind.noun} has the content {sha256}; GET /{self.kind.plural} lists "
+        raise api_error(self.kind.unknown, detail + "what there is.")
 
-    @abstractmethod
+    def _show(self, name: str | None, record: NameRecord[C]) -> StoredContent:
+        source = self.objects.locate(self._locate_content(record.content))
+        return StoredContent(name, record.card.sha256, source)
+
     def read(self, found: StoredContent) -> bytes:
-        """Return a content's bytes. Errors: FileNotFoundError where it is gone by now."""
+        """Return a content's bytes. Errors: APIError `internal` where they are damaged."""
+        pieces: list[bytes] = []
+        self.check(found, pieces.append)
+        return b"".join(pieces)
 
-    @abstractmethod
+    def check(self, found: StoredContent, write: Callable[[bytes], object] | None = None) -> None:
+        """Read a content against its SHA-256, and pass its bytes on. Errors: as `read`."""
+        place, digest = found.source, new_sha256()
+        if self.objects.is_local:
+            place = str(Path(place).relative_to(self.objects.root))
+
+        def take(piece: bytes) -> None:
+            digest.update(piece)
+            if write is not None:
+                write(piece)
+
+        try:
+            self.objects.download(place, take)
+        except FileNotFoundError as error:
+            raise self.report_damage(found) from error
+        if digest.hexdigest() != found.sha256:
+            raise self.report_damage(found)
+
     def list_all(self) -> StoreListing[C]:
         """Return every name's card, and which names are damaged."""
+        index = self._read_index()
+        cards = [
+            record.card for record in index.records.values() if record and index.is_whole(record)
+        ]
+        damaged = [name for name, record in index.records.items() if not index.is_whole(record)]
+        return StoreListing(cards, damaged, index.measure())
 
-    @abstractmethod
     def delete(self, name: str) -> str | None:
-        """Remove a name, and its content where it had no other name.
+        """Remove a name; return its SHA-256, None where it was damaged.
 
-        Return its SHA-256, None where the card was damaged. No room on the disk is needed.
+        Its content goes with it where no other name has it and it is not new, else when it is
+        swept. No room on the disk is needed.
         """
+        try:
+            record = self._read_record(name)
+            self.objects.remove(self._locate(name))
+        except FileNotFoundError as error:
+            raise self._refuse_name(name) from error
+        with suppress(APIError):  # the name is gone, whatever becomes of the rest
+            self.sweep()
+        return record.card.sha256 if record else None
+
+    def sweep(self) -> list[str]:
+        """Remove the contents that are old and have no name; return their places.
+
+        While a record is damaged, what has no name may be its content: all stay.
+        """
+        oldest = time.time() // self.grace_s * self.grace_s - self.grace_s
+        # Contents are listed before names: see the module's first lines.
+        old = [entry for entry in self._list_contents() if _read_time(entry) < int(oldest)]
+        if not old:
+            return []
+        records = list(self._read_records().values())
+        if None in records:
+            log.warning("%s: nothing is swept while a name is damaged", self._root)
+            return []
+        named = {record.content for record in records if record is not None}
+        unnamed = [entry for entry in old if entry.name not in named]
+        for entry in unnamed:
+            try:
+                self.objects.remove(entry.place)
+            except FileNotFoundError:
+                continue  # another server sweeps, too
+        return [entry.place for entry in unnamed]
 
     def report_damage(self, found: StoredContent) -> APIError:
         """Return the error for a content that is not as this store has written it."""
-        noun = self.kind.noun
-        what = f"{noun} {found.name!r}" if found.name else found.sha256
+        what = f"{self.kind.noun} {found.name!r}" if found.name else found.sha256
         return self._report(f"content of {what}", found.source)
-
-    def report_card(self, name: str, place: str) -> APIError:
-        """Return the error for a card that is not as this store has written it."""
-        return self._report(f"card of {self.kind.noun} {name!r}", place)
 
     def _report(self, what: str, place: str) -> APIError:
         noun = self.kind.noun
-        log.error("%s is damaged: PUT or DELETE the %s, or restore the file", place, noun)
-        detail = f"The {what} is damaged: PUT the {noun} again, or DELETE it."
+        log.error("%s is damaged: PUT or DELETE the %s", place, noun)
+        detail = f"The {what} is damaged: PUT the {noun} again with overwrite=true, or DELETE it."
         return api_error("internal", detail)
 
-    def check_room(self, names: Collection[str], num_bytes: int, card: C) -> None:
-        """Refuse a card with which the store would hold `num_bytes`, or too many names."""
-        if num_bytes > self.max_bytes:
-            raise refuse_size(self.kind.noun, num_bytes, self.max_bytes)
-        if card.name not in names and len(names) >= MAX_NAMES:
-            nouns = self.kind.plural
-            detail = f"There are {len(names)} {nouns}, which is the limit: delete some."
-            raise api_error("payload_too_large", detail)
+    def _find_record(self, name: str) -> NameRecord[C]:
+        """Return the record of a name as it is now."""
+        try:
+            record = self._read_record(name)
+        except FileNotFoundError as error:
+            raise self._refuse_name(name) from error
+        if record is None:
+            raise self._report(f"card of {self.kind.noun} {name!r}", self._locate(name))
+        return record
 
-    def refuse_name(self, name: str, names: Collection[str]) -> APIError:
-        """Return the error for a name without a content; `names` are those with one."""
-        shown = sorted(names)
+    def _refuse_name(self, name: str) -> APIError:
+        shown = sorted(entry.name.removesuffix(".json") for entry in self._list_names())
         known = ", ".join(shown[:SHOWN_NAMES]) + (", and more" if shown[SHOWN_NAMES:] else "")
         there = f"these are there: {known}." if shown else f"none is there yet; {self.kind.how}."
         detail = f"No {self.kind.noun} is named {name!r}; {there}"
         return api_error(self.kind.unknown, detail)
 
-    def refuse_content(self, sha256: str) -> APIError:
-        """Return the error for a SHA-256 that no content has."""
-        detail = f"No {self.kind.noun} has the content {sha256}; GET /{self.kind.plural} lists "
-        return api_error(self.kind.unknown, detail + "what there is.")
+    def _read_record(self, name: str) -> NameRecord[C] | None:
+        """Return the record of a name; None for a damaged one. Errors: FileNotFoundError."""
+        place = self._locate(name)
+        data = self.objects.read(place)
+        try:
+            found = json.loads(data)
+            card = cast(C, self.kind.card.model_validate(found["card"]))
+            record = NameRecord(card, str(found["content"]), str(found["request"]))
+        except (ValueError, ValidationError, TypeError, KeyError, RecursionError) as error:
+            log.warning("the name %s cannot be read: %s", place, type(error).__name__)
+            return None
+        content = _CONTENT.fullmatch(record.content)
+        if card.name != name or content is None or content["sha256"] != card.sha256:
+            log.warning("the name %s has a record that was not written for it", place)
+            return None
+        return record
+
+    def _read_index(self) -> _Index[C]:
+        records = self._read_records()
+        return _Index(records, {entry.name: entry.size for entry in self._list_contents()})
+
+    def _read_records(self) -> dict[str, NameRecord[C] | None]:
+        """Return all records by name; those that a listing has as before are not read again."""
+        known = self._parsed
+        entries = {entry.name.removesuffix(".json"): entry for entry in self._list_names()}
+        new = {name: entry for name, entry in entries.items() if entry not in known}
+        found = {name: known[entry] for name, entry in entries.items() if entry in known}
+
+        def read(name: str) -> None:
+            with suppress(FileNotFoundError):  # deleted just now
+                found[name] = self._read_record(name)
+
+        if len(new) > 1 and not self.objects.is_local:
+            with ThreadPoolExecutor(READERS) as pool:
+                list(pool.map(read, new))
+        else:
+            for name in new:
+                read(name)
+        self._parsed = {entry: found[name] for name, entry in entries.items() if name in found}
+        return {name: found[name] for name in sorted(found)}
+
+    def _list_names(self) -> list[ObjectEntry]:
+        entries = self.objects.list(f"{self._root}/names")
+        return [entry for entry in entries if entry.name.endswith(".json")]
+
+    def _list_contents(self) -> list[ObjectEntry]:
+        entries = self.objects.list(f"{self._root}/contents")
+        return [entry for entry in entries if _CONTENT.fullmatch(entry.name)]
+
+
+def _read_time(entry: ObjectEntry) -> int:
+    """Return the begin of the period in which a content was written."""
+    found = _CONTENT.fullmatch(entry.name)
+    assert found is not None, "only contents are asked for"
+    return int(found["time"])
 
 
 def stamp() -> str:

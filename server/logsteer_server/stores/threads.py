@@ -1,9 +1,11 @@
-"""Threads of their own for what the stores do: a disk that hangs stops nothing else."""
+"""Threads of their own for what the stores do, and turns at what takes long in them."""
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -13,23 +15,29 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 RETRY_AFTER_S = 2.0
+THREADS = 8
+"""A disk or a bucket that hangs has no more than these; what takes long has `HEAVY` of them."""
+MAX_CALLS = 256
+"""Calls that run and wait at once: some seconds of work where a call takes 0.1 s."""
+HEAVY = 2
+"""Files that are read, converted or combined at once: each takes up to 0.5 GiB."""
 
 
 class StoreThreads:
     """`threads` threads, and at most `max_calls` calls that run in them or wait for one."""
 
-    def __init__(self, threads: int, max_calls: int) -> None:
+    def __init__(self, threads: int = THREADS, max_calls: int = MAX_CALLS) -> None:
         self._pool = ThreadPoolExecutor(threads, "stores")
         self._room = threading.Semaphore(max_calls)
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return what blocking work returns.
 
-        It goes on when its caller is cancelled, if it has begun. Errors: its own; APIError
+        It runs to its end when its caller is cancelled, if it has begun. Errors: its own; APIError
         `overloaded` where as many calls wait as may.
         """
         if not self._room.acquire(blocking=False):
-            detail = "The stores are busy: their disk is slow, or locked by others. Try again."
+            detail = "The stores are busy: their disk or bucket is slow. Try again."
             raise api_error("overloaded", detail, retry_after=RETRY_AFTER_S)
         future = self._pool.submit(partial(work, *args, **kwargs))
         future.add_done_callback(lambda _: self._room.release())
@@ -38,3 +46,47 @@ class StoreThreads:
     def close(self) -> None:
         """Let calls at work end, and drop those that wait. Does not wait for them."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class FairTurns:
+    """At most `at_once` at work; of those that wait, each tenant's first begins in its turn.
+
+    With one at work, a tenant `a` that asks three times and then `b` once: a b a a. It is used from
+    one event loop.
+    """
+
+    def __init__(self, at_once: int = HEAVY) -> None:
+        self._free = at_once
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    @asynccontextmanager
+    async def take(self, tenant: str) -> AsyncIterator[None]:
+        """Wait for a turn, and have it for so long."""
+        if self._free:
+            self._free -= 1
+        else:
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(tenant, deque()).append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if not turn.cancelled():  # it was given just now
+                    self._pass_on()
+                raise
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Give a turn to the next tenant, which then stands last."""
+        while self._waiting:
+            tenant = next(iter(self._waiting))
+            turns = self._waiting.pop(tenant)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[tenant] = turns
+            if not turn.done():  # its caller waits still
+                turn.set_result(None)
+                return
+        self._free += 1

@@ -18,18 +18,19 @@ log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 5.0
 """Until unfinished uploads may have made room."""
+OWNER_ONLY_DIRECTORY = 0o700
+UNLOCKED_S = 60.0
+"""An upload that nobody has locked for so long is not one that is just being opened."""
+INSUFFICIENT_STORAGE = 507
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class StoreRoom:
-    """What a store may hold: `stored` bytes of contents, and what unfinished uploads reserve.
-
-    The store says what is stored, at each change.
-    """
+    """What a store may hold, at most `max_bytes`, and what unfinished uploads reserve of it."""
 
     def __init__(self, noun: str, max_bytes: int) -> None:
         self.noun = noun
         self.max_bytes = max_bytes
-        self.stored = 0
         self._reserved: dict[UploadRoom, int] = {}
         self._lock = threading.Lock()
 
@@ -39,10 +40,6 @@ class StoreRoom:
         with self._lock:
             return sum(self._reserved.values())
 
-    def enter(self, freed: int) -> "UploadRoom":
-        """Return the room of one more upload, which takes the place of `freed` stored bytes."""
-        return UploadRoom(self, freed)
-
     def reserve(self, upload: "UploadRoom", size: int) -> None:
         """Set what an upload reserves.
 
@@ -50,7 +47,7 @@ class StoreRoom:
         """
         with self._lock:
             others = sum(own for other, own in self._reserved.items() if other is not upload)
-            total = self.stored - upload.freed + size
+            total = upload.stored + size
             if total > self.max_bytes:
                 raise refuse_size(self.noun, total, self.max_bytes)
             if total + others > self.max_bytes:
@@ -68,11 +65,11 @@ class StoreRoom:
 
 
 class UploadRoom:
-    """What one upload reserves of a store's room, from its first byte to its end."""
+    """What one upload reserves beside the `stored` bytes that stay, from its first byte on."""
 
-    def __init__(self, store: StoreRoom, freed: int) -> None:
+    def __init__(self, store: StoreRoom, stored: int) -> None:
         self._store = store
-        self.freed = freed
+        self.stored = stored
         self._size = 0
 
     def grow_to(self, size: int) -> None:
@@ -90,7 +87,7 @@ def refuse_size(noun: str, total: int, max_bytes: int) -> APIError:
     """Return the error for contents that are more than a store may hold."""
     detail = (
         f"The {noun} store would hold {total} bytes, at most {max_bytes} are kept: delete {noun}s, "
-        f"or raise {noun}_store_bytes."
+        "or have max_key_bytes, or the key's stored_bytes, raised."
     )
     return api_error("payload_too_large", detail)
 
@@ -158,34 +155,34 @@ class Upload:
                     self.room.release()
 
 
-def remove_left_overs(directory: Path, min_age_s: float = 0.0) -> list[Path]:
-    """Remove the uploads that nobody has locked, and return them. Errors: OSError.
-
-    Without a lock of the directory, `min_age_s` leaves alone those that are being opened.
-    """
+def remove_left_overs(directory: Path, min_age_s: float = UNLOCKED_S) -> list[Path]:
+    """Remove the uploads that nobody has locked, and return them. Errors: OSError."""
     removed = []
     newest = time.time() - min_age_s
     for path in directory.glob("*.part"):
         # One that is at work is locked, or gone by now: done with.
         with suppress(BlockingIOError, FileNotFoundError), path.open("rb") as file:
-            if path.stat().st_mtime > newest:
-                continue
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
-            removed.append(path)
+            if path.stat().st_mtime <= newest:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+                removed.append(path)
     return removed
 
 
 @contextmanager
 def report_faults(place: Path) -> Iterator[None]:
-    """Turn the faults of a disk into APIError; where it was is for the log alone."""
+    """Turn the faults of a disk into APIError; where it was is for the log alone.
+
+    `internal`, with status 507 where the disk is full.
+    """
     try:
         yield
     except OSError as error:
         log.error("%s cannot be used: %s", place, error)
         why = error.strerror or type(error).__name__
+        status = INSUFFICIENT_STORAGE if error.errno in FULL else None
         detail = f"The server's disk failed ({why}): make room on it; the server's log says where."
-        raise api_error("internal", detail) from error
+        raise api_error("internal", detail, status=status) from error
 
 
 def sync_directory(directory: Path) -> None:
@@ -195,3 +192,9 @@ def sync_directory(directory: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def digest_file(path: Path) -> str:
+    """Return the SHA-256 of a file. Errors: OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

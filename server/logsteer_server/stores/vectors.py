@@ -1,8 +1,6 @@
 """The store of steering vectors, which come in and go out parsed."""
 
-import hashlib
 import threading
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from cachetools import LRUCache
@@ -47,12 +45,6 @@ class ParsedVectors:
                 self._vectors[sha256] = vectors
 
 
-def describe_readouts(vectors: LayerVectors) -> dict[str, VectorReadout] | None:
-    """Return the readouts by layer, as a card has them; None without any."""
-    found = {str(layer): VectorReadout(**asdict(one)) for layer, one in vectors.readouts.items()}
-    return found or None
-
-
 def _measure(vectors: LayerVectors) -> int:
     further = LAYER_BYTES * len(vectors.layers) + READOUT_BYTES * len(vectors.readouts)
     return vectors.num_bytes + ENTRY_BYTES + further
@@ -68,11 +60,20 @@ class VectorStore:
         self.files = files
         self._parsed = parsed or ParsedVectors()
 
-    def put(self, name: str, vectors: LayerVectors, about: VectorAbout) -> VectorCard:
-        """Point a name to vectors, whatever it pointed to before; return their card."""
+    def put(
+        self,
+        name: str,
+        vectors: LayerVectors,
+        about: VectorAbout,
+        request: str = "",
+        *,
+        overwrite: bool = True,
+    ) -> VectorCard:
+        """Point a name to vectors; return the card that the name has then: see `Store.put`."""
         upload = self.files.receive(name, len(vectors.content))
         try:
             upload.write(vectors.content)
+            readouts = {str(n): VectorReadout(**asdict(r)) for n, r in vectors.readouts.items()}
             card = VectorCard(
                 name=name,
                 sha256=upload.finish(),
@@ -80,39 +81,30 @@ class VectorStore:
                 layers=list(vectors.layers),
                 width=vectors.width,
                 norms={str(layer): norm for layer, norm in vectors.norms().items()},
-                readouts=describe_readouts(vectors),
+                readouts=readouts or None,
                 bytes=upload.size,
                 created=stamp(),
                 about=about,
             )
-            self.files.put(upload, card)
+            return self.files.put(upload, card, request, overwrite=overwrite)
         finally:
             upload.discard()
-        return card
 
     def find(self, name: str) -> StoredVectors:
         """Return the vectors of a name."""
-        while True:
-            found = self.files.find(name)
-            with suppress(FileNotFoundError):  # replaced just now
-                return StoredVectors(name, found.sha256, self._load(found))
+        found = self.files.find(name)
+        return StoredVectors(name, found.sha256, self._load(found))
 
     def find_content(self, sha256: str) -> StoredVectors:
         """Return the vectors with a SHA-256."""
-        while True:
-            found = self.files.find_content(sha256)
-            with suppress(FileNotFoundError):  # deleted just now
-                return StoredVectors(None, sha256, self._load(found))
+        return StoredVectors(None, sha256, self._load(self.files.find_content(sha256)))
 
     def _load(self, found: StoredContent) -> LayerVectors:
-        """Return a content's vectors. Errors: FileNotFoundError; APIError for a damaged one."""
+        """Return a content's vectors. Errors: APIError `internal` for damaged ones."""
         if (known := self._parsed.get(found.sha256)) is not None:
             return known
-        content = self.files.read(found)
-        if hashlib.sha256(content).hexdigest() != found.sha256:
-            raise self.files.report_damage(found)
         try:
-            vectors = parse_content(content)
+            vectors = parse_content(self.files.read(found))
         except ValueError as error:
             raise self.files.report_damage(found) from error
         self._parsed.keep(found.sha256, vectors)

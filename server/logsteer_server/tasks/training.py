@@ -3,9 +3,9 @@
 Axis letters: N pairs, L layers, D width of an activation. Sums are float64, results float32.
 """
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from logsteer_server.interventions.interventions import Stores
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.stores.layer_vectors import LayerVectors, Readout, Vector, invalid_vector
+from logsteer_server.stores.store import digest_request
 from logsteer_server.stores.vectors import VectorStore
 from logsteer_server.tasks.captures import CaptureSite, plan_captures, read_texts
 from logsteer_server.tasks.planning import Planner, Steps
@@ -53,6 +54,20 @@ class TrainedVectors:
 
     vectors: LayerVectors
     quality: Mapping[int, LayerQuality]
+
+
+class LayerShape(Protocol):
+    """What vectors have in common that can be combined."""
+
+    @property
+    def hook(self) -> str:
+        """The activation that they are for."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Numbers of each layer."""
+        ...
 
 
 def list_texts(pairs: Sequence[ContrastPair]) -> list[str]:
@@ -118,40 +133,36 @@ def train_vectors(
     return TrainedVectors(LayerVectors(layers, jobs[0].hook, readouts), quality)
 
 
-def combine_vectors(
-    parts: Sequence[tuple[LayerVectors, float]], orthogonal_to: Sequence[LayerVectors] = ()
-) -> LayerVectors:
-    """Sum vectors by weight, layer by layer, less what the sum shares with `orthogonal_to`.
-
-    A layer that some of the vectors lack sums the others. Readouts are left behind: they are about
-    projections on the vectors as they were. Errors: APIError `invalid_vector` where
-    they do not fit together, or nothing is left.
-    """
-    everything = [vectors for vectors, _ in parts] + list(orthogonal_to)
+def check_parts(parts: Sequence[LayerShape]) -> None:
+    """Make sure that vectors can be combined. Errors: APIError `invalid_vector`."""
     for what, values in (
-        ("hook", sorted({vectors.hook for vectors in everything})),
-        ("width", sorted({vectors.width for vectors in everything})),
+        ("hook", sorted({part.hook for part in parts})),
+        ("width", sorted({part.width for part in parts})),
     ):
         if len(values) > 1:
             shown = ", ".join(map(str, values))
             raise invalid_vector(f"vectors of different {what} cannot be combined: {shown}.")
-    layers: dict[int, Vector] = {}
-    for layer in sorted({layer for vectors, _ in parts for layer in vectors.layers}):
-        terms = [
-            weight * vectors.layers[layer].astype(np.float64)
-            for vectors, weight in parts
-            if layer in vectors.layers
-        ]
-        sum_D = np.sum(terms, axis=0)
-        others = [v.layers[layer] for v in orthogonal_to if layer in v.layers]
-        left_D = _take_away(sum_D, others)
-        size = max(float(np.linalg.norm(term)) for term in terms)
-        if np.linalg.norm(left_D) <= NEGLIGIBLE * size:
-            left_D = np.zeros_like(sum_D)
-        layers[layer] = left_D.astype(np.float32)
-    if not any(vector_D.any() for vector_D in layers.values()):
-        raise invalid_vector("nothing is left of this combination: every layer is zero.")
-    return LayerVectors(layers, everything[0].hook)
+
+
+def combine_layer(
+    terms: Iterable[tuple[Vector, float]], orthogonal_to: Sequence[Vector] = ()
+) -> Vector:
+    """Sum one layer of some vectors by weight, less what the sum shares with `orthogonal_to`: [D].
+
+    A layer that some of the vectors lack sums the others. Terms are held one at a time. What is
+    left of rounding alone is 0.
+    """
+    total_D: Double | None = None
+    size = 0.0
+    for vector_D, weight in terms:
+        term_D = weight * vector_D.astype(np.float64)
+        size = max(size, float(np.linalg.norm(term_D)))
+        total_D = term_D if total_D is None else np.add(total_D, term_D, out=total_D)
+    assert total_D is not None, "a layer is combined that a vector has"
+    left_D = _take_away(total_D, orthogonal_to)
+    if np.linalg.norm(left_D) <= NEGLIGIBLE * size:
+        left_D = np.zeros_like(left_D)
+    return left_D.astype(np.float32)
 
 
 def _take_away(vector_D: Double, others: Sequence[Vector]) -> Double:
@@ -220,8 +231,20 @@ class TrainTask(Task):
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Capture all activations in one batch, then train and store."""
         body = self._body
-        self._stores.vectors.files.check_writing(body.name)
+        store = self._stores.vectors
+        store.files.check_writing(body.name)
         codec, info = self.model.require()
+        asked = body.model_dump(mode="json", exclude={"overwrite", "model"})
+        weights = {"model": self.model.id, "weights_digest": info.weights_digest}
+        request = digest_request("train", **asked, **weights)
+        repeated = await planner.call_long(
+            store.files.find_repeat, body.name, request, overwrite=body.overwrite
+        )
+        if repeated is not None:
+            self._card = repeated
+            stored = await planner.call_long(store.find, body.name)
+            await self._compare(stored.vectors, planner)
+            return
         site = CaptureSite(body.hook, body.layers, body.read)
         limit = planner.settings.max_training_bytes
         texts = list_texts(body.pairs)
@@ -232,14 +255,19 @@ class TrainTask(Task):
         trained = await planner.call_long(
             train_vectors, jobs, collector.outputs, body.method, body.whiten
         )
-        self._similar = await planner.call_long(
-            find_similar, body.name, trained.vectors, self._stores.vectors, planner.settings
-        )
-        self._cosines = compare_layers(trained.vectors)
         about = self._describe(trained, info)
         self._card = await planner.call_long(
-            self._stores.vectors.put, body.name, trained.vectors, about
+            store.put, body.name, trained.vectors, about, request, overwrite=body.overwrite
         )
+        await self._compare(trained.vectors, planner)
+
+    async def _compare(self, vectors: LayerVectors, planner: Planner) -> None:
+        """Compare the vectors with one another, and with those stored."""
+        store, settings = self._stores.vectors, planner.settings
+        self._similar = await planner.call_long(
+            find_similar, self._body.name, vectors, store, settings
+        )
+        self._cosines = compare_layers(vectors)
 
     def _describe(self, trained: TrainedVectors, info: EngineInfo) -> VectorAbout:
         return VectorAbout(

@@ -15,7 +15,6 @@ from logsteer.schemas import AdapterCard
 from logsteer.schemas.steering import VectorName
 from logsteer_server.api.dependencies import (
     AdaptersDep,
-    FileReadersDep,
     ModelsDep,
     SettingsDep,
     StoreThreadsDep,
@@ -24,10 +23,13 @@ from logsteer_server.api.dependencies import (
 from logsteer_server.api.respond import answer, run_within
 from logsteer_server.api.routes.resources import (
     ADAPTER_RESOURCE,
+    OVERWRITE,
+    READ_BYTES,
     UploadLimit,
     make_router,
     open_upload,
     store_upload,
+    take_turn,
 )
 from logsteer_server.contract.check_jobs import CheckAdapterJob, CheckAdapterOutput
 from logsteer_server.contract.parameters import Adapter
@@ -71,13 +73,14 @@ async def upload_adapter(
     settings: SettingsDep,
     store: AdaptersDep,
     threads: StoreThreadsDep,
-    readers: FileReadersDep,
     model: Annotated[str | None, Query(description="Whose adapter; null: the only one.")] = None,
+    overwrite: Annotated[bool, OVERWRITE] = False,
 ) -> Response:
-    """Load the adapter and store it under this name, whatever the name stood for before."""
+    """Load the adapter and store it under this name."""
     owner = models.find(model)
     _, info = owner.require()
     check_feature("adapter", info, "model")
+    weights_digest = owner.provenance().weights_digest
 
     async def check(found: StoredContent, content: AdapterContent) -> AdapterCard:
         fits = await owner.check(CheckAdapterJob(adapter=Adapter(found.source, found.sha256)))
@@ -86,7 +89,7 @@ async def upload_adapter(
             name=name,
             sha256=found.sha256,
             model=owner.id,
-            weights_digest=owner.provenance().weights_digest,
+            weights_digest=weights_digest,
             rank=content.rank,
             alpha=content.alpha,
             modules=content.modules,
@@ -102,9 +105,12 @@ async def upload_adapter(
         open_upload(request, store, name, limit, threads) as upload,
         _open_form(request, limit, upload) as (config, weights),
     ):
-        async with readers:
+        async with take_turn(request, READ_BYTES):
             await threads.run(join_files, await config.read(), weights.file, upload.write)
-        work = store_upload(name, upload, store, threads, readers, read_adapter, check)
+        asked = {"model": owner.id, "weights_digest": weights_digest}
+        work = store_upload(
+            request, name, upload, store, read_adapter, check, overwrite=overwrite, **asked
+        )
         card = await run_within(request, settings.request_timeout_s, work)
     return answer(request, card.model_dump())
 

@@ -141,8 +141,8 @@ async def readyz(
     """Whether every required model answers now: a readiness probe. Status 503 where one does not,
     and at the end.
     """
-    trouble = None if upkeep is None else await upkeep.find_trouble()
-    store = None if upkeep is None else ("away" if trouble else "answers")
+    trouble = await upkeep.find_trouble()
+    store = None if upkeep.is_local else ("away" if trouble else "answers")
     reason = "the server is shutting down" if drain.has_begun else _name_waiting(models)
     response.status_code = 503 if reason else 200
     states = {model.id: model.status[0] for model in models.by_id.values()}

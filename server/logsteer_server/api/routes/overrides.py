@@ -7,7 +7,6 @@ from fastapi import Query, Request, Response
 from logsteer.schemas import OverrideCard
 from logsteer.schemas.steering import VectorName
 from logsteer_server.api.dependencies import (
-    FileReadersDep,
     ModelsDep,
     OverridesDep,
     SettingsDep,
@@ -16,6 +15,7 @@ from logsteer_server.api.dependencies import (
 from logsteer_server.api.respond import answer, run_within
 from logsteer_server.api.routes.resources import (
     OVERRIDE_RESOURCE,
+    OVERWRITE,
     UploadLimit,
     describe_file,
     make_router,
@@ -50,13 +50,14 @@ async def upload_override(
     settings: SettingsDep,
     store: OverridesDep,
     threads: StoreThreadsDep,
-    readers: FileReadersDep,
     model: Annotated[str | None, Query(description="Whose parameters; null: the only one.")] = None,
+    overwrite: Annotated[bool, OVERWRITE] = False,
 ) -> Response:
-    """Store the direction in the file under this name, whatever the name stood for before."""
+    """Store the direction in the file under this name."""
     owner = models.find(model)
     _, info = owner.require()
     check_feature("override", info, "model")
+    weights_digest = owner.provenance().weights_digest
 
     async def check(found: StoredContent, content: TensorContent) -> OverrideCard:
         fit = await owner.check(CheckOverrideJob(shapes=content.shapes))
@@ -65,7 +66,7 @@ async def upload_override(
             name=name,
             sha256=found.sha256,
             model=owner.id,
-            weights_digest=owner.provenance().weights_digest,
+            weights_digest=weights_digest,
             tensors=len(content.shapes),
             moved=fit.moved,
             total=fit.total,
@@ -79,6 +80,9 @@ async def upload_override(
         await write_body(request, upload, limit, threads)
         if not upload.size:
             raise invalid_direction("the body is empty; send the file's bytes")
-        work = store_upload(name, upload, store, threads, readers, read_direction, check)
+        asked = {"model": owner.id, "weights_digest": weights_digest}
+        work = store_upload(
+            request, name, upload, store, read_direction, check, overwrite=overwrite, **asked
+        )
         card = await run_within(request, settings.request_timeout_s, work)
     return answer(request, card.model_dump())

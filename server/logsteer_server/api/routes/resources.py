@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel
 
 from logsteer.schemas import (
@@ -33,14 +33,27 @@ from logsteer_server.api.dependencies import (
     refuse_upload,
 )
 from logsteer_server.api.respond import answer
-from logsteer_server.stores.layout import C
 from logsteer_server.stores.namespace import Namespace
-from logsteer_server.stores.store import ADAPTERS, OVERRIDES, VECTORS, Kind, StoredContent
-from logsteer_server.stores.threads import StoreThreads
+from logsteer_server.stores.store import (
+    ADAPTERS,
+    OVERRIDES,
+    VECTORS,
+    C,
+    Kind,
+    StoredContent,
+    digest_request,
+)
+from logsteer_server.stores.threads import FairTurns, StoreThreads
 from logsteer_server.stores.upload import Upload
 
 WRITTEN_AT_ONCE = 2**22
 """Bytes that are collected before a thread writes them."""
+READ_BYTES = 2**26
+"""Memory for reading a file of tensors in pieces, with a header of the largest size."""
+OVERWRITE = Query(
+    description="Whether to replace what another request has stored under this name, which is else "
+    "refused: `exists`. The same request again gets the same answer."
+)
 
 T = TypeVar("T")
 
@@ -109,8 +122,8 @@ def make_router(resource: Resource[C]) -> APIRouter:
     @router.delete(
         one,
         name=f"delete_{kind.noun}",
-        description="The name is gone, and the content too where it had no other."
-        + resource.deletion,
+        description="The name is gone. Its content goes too where no other name has it: at once "
+        "where it is old, else within a few hours (`store_grace_s`)." + resource.deletion,
         responses={200: {"model": resource.deleted}},
     )
     async def delete(name: VectorName, request: Request, threads: StoreThreadsDep) -> Response:
@@ -180,24 +193,43 @@ async def write_body(
         await threads.run(upload.write, bytes(waiting))
 
 
+@asynccontextmanager
+async def take_turn(request: Request, num_bytes: int) -> AsyncIterator[None]:
+    """Wait for the caller's turn at work on stored files; reserve its memory for so long.
+
+    Errors: APIError `overloaded` and `payload_too_large`, as `Admission.grow`.
+    """
+    state = request.app.state
+    turns: FairTurns = state.store_turns
+    async with turns.take(request.state.caller.lane.tenant):
+        with state.capacity.memory.enter() as room:
+            room.cover(num_bytes)
+            yield
+
+
 async def store_upload(
+    request: Request,
     name: str,
     upload: Upload,
     store: Namespace[C],
-    threads: StoreThreads,
-    readers: asyncio.Semaphore,
     read: Callable[[Path], T],
     check: Callable[[StoredContent, T], Awaitable[C]],
+    *,
+    overwrite: bool,
+    **asked: Any,
 ) -> C:
-    """Store an upload for a name that is written, and return its card.
+    """Store an upload for a name that is written, and return the name's card.
 
     `read` says what the file holds; `check` gets where engines find it and that, has the model's
-    engine look at it, and makes the card.
+    engine look at it, and makes the card. `asked` is what else of the request decides what is made.
     """
-    async with readers:
+    threads: StoreThreads = request.app.state.store_threads
+    async with take_turn(request, READ_BYTES):
         sha256 = await threads.run(upload.finish)
+        digest = digest_request("put", sha256=sha256, **asked)
+        there = await threads.run(store.find_repeat, name, digest, overwrite=overwrite)
+        if there is not None:
+            return there
         content = await threads.run(read, upload.path)
-    source = await threads.run(store.publish, name, upload)
-    card = await check(StoredContent(None, sha256, source), content)
-    await threads.run(store.put, upload, card)
-    return card
+    card = await check(StoredContent(None, sha256, str(upload.path)), content)
+    return await threads.run(store.put, upload, card, digest, overwrite=overwrite)

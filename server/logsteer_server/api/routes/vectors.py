@@ -1,9 +1,14 @@
 """`/vectors`: steering vectors, stored by name: uploaded, downloaded and combined."""
 
-import asyncio
-from typing import Annotated
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Annotated
 
 from fastapi import Query, Request, Response
+from fastapi.responses import StreamingResponse
 
 from logsteer.schemas import (
     CombineRequest,
@@ -15,30 +20,49 @@ from logsteer.schemas import (
 )
 from logsteer.schemas.steering import VectorName
 from logsteer_server.api.dependencies import (
-    FileReadersDep,
+    ContentFilesDep,
     SettingsDep,
     StoreThreadsDep,
     VectorsDep,
 )
 from logsteer_server.api.respond import answer, run_within
 from logsteer_server.api.routes.resources import (
+    OVERWRITE,
     VECTOR_RESOURCE,
     UploadLimit,
     describe_file,
     make_router,
     open_upload,
+    take_turn,
     write_body,
 )
-from logsteer_server.stores.formats.vector_file import MEDIA_TYPES, ReadFile, read_file, write_file
-from logsteer_server.stores.layer_vectors import invalid_vector
+from logsteer_server.stores.contents import ContentFiles, DamagedContentError
+from logsteer_server.stores.formats.vector_file import MEDIA_TYPES, read_file, write_file
+from logsteer_server.stores.layer_vectors import (
+    LayerVectors,
+    Vector,
+    invalid_vector,
+    parse_content,
+    read_layer,
+)
+from logsteer_server.stores.store import StoredContent, digest_request
 from logsteer_server.stores.threads import StoreThreads
-from logsteer_server.stores.upload import Upload
-from logsteer_server.stores.vectors import StoredVectors, VectorStore
-from logsteer_server.tasks.training import combine_vectors
+from logsteer_server.stores.upload import report_faults
+from logsteer_server.stores.vectors import VectorStore
+from logsteer_server.tasks.training import check_parts, combine_layer
 
 router = make_router(VECTOR_RESOURCE)
 
 FORMAT_OF_FILE = Query(description="null: what the file looks like.")
+READ_MEMORY = 8
+"""Bytes that reading a file takes for each of its own: 2 of half precision become 4, which are
+copied to be checked, and again to be stored."""
+CONVERT_MEMORY = 4
+"""The same of writing a content in another format."""
+COPIES = 3
+"""Of a combination, while it is stored: as it was summed, checked, and written."""
+SENT_AT_ONCE = 2**18
+"""Bytes of a download that are held in memory."""
 
 
 @router.get(
@@ -57,13 +81,14 @@ FORMAT_OF_FILE = Query(description="null: what the file looks like.")
 async def download_vector(
     name: VectorName,
     request: Request,
+    settings: SettingsDep,
     store: VectorsDep,
+    files: ContentFilesDep,
     threads: StoreThreadsDep,
     format: Annotated[ContentFormat, Query()] = "safetensors",  # noqa: A002
 ) -> Response:
     """The vector as a file: safetensors, or a GGUF control vector for llama.cpp and repeng."""
-    card = await threads.run(store.files.describe, name)
-    found = await threads.run(store.find, name)
+    card, found = await threads.run(store.files.look_up, name)
     hint = card.about.model_hint or card.about.model
     headers = {
         "ETag": f'"{found.sha256}{"" if format == "safetensors" else "-" + format}"',
@@ -71,16 +96,46 @@ async def download_vector(
     }
     if headers["ETag"] in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers={"ETag": headers["ETag"]})
-    content = await threads.run(write_file, found.vectors, format, hint)
-    return Response(content, headers=headers, media_type=MEDIA_TYPES[format])
+
+    def open_file() -> IO[bytes]:
+        with _VectorFiles(store, files).open(found) as file:
+            if format == "safetensors":
+                return os.fdopen(os.dup(file.fileno()), "rb")
+            return _convert(file, format, hint)
+
+    async def open_in_turn() -> IO[bytes]:
+        async with take_turn(request, CONVERT_MEMORY * card.bytes):
+            return await threads.run(open_file)
+
+    file = await run_within(request, settings.request_timeout_s, open_in_turn())
+    headers["Content-Length"] = str(os.fstat(file.fileno()).st_size)
+    return StreamingResponse(_read_pieces(file), headers=headers, media_type=MEDIA_TYPES[format])
+
+
+def _convert(file: IO[bytes], form: ContentFormat, hint: str | None) -> IO[bytes]:
+    """Return a content in another format, as a file without a name on the disk of the stores.
+
+    So a slow reader of it holds no memory.
+    """
+    written = write_file(parse_content(file.read()), form, hint)
+    directory = Path(file.name).parent
+    with report_faults(directory):
+        converted = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
+        converted.write(written)
+        converted.seek(0)
+    return converted
+
+
+def _read_pieces(file: IO[bytes]) -> Iterator[bytes]:
+    with file:
+        while piece := file.read(SENT_AT_ONCE):
+            yield piece
 
 
 @router.put(
     "/vectors/{name:stored}",
     responses={200: {"model": VectorCard}},
-    openapi_extra=describe_file(
-        "The file as it is: safetensors, GGUF, or a dictionary that torch.save has written."
-    ),
+    openapi_extra=describe_file("The file as it is: safetensors, or a GGUF control vector."),
 )
 async def upload_vector(
     name: VectorName,
@@ -88,28 +143,32 @@ async def upload_vector(
     settings: SettingsDep,
     store: VectorsDep,
     threads: StoreThreadsDep,
-    readers: FileReadersDep,
     format: Annotated[VectorFormat | None, FORMAT_OF_FILE] = None,  # noqa: A002
+    overwrite: Annotated[bool, OVERWRITE] = False,
 ) -> Response:
-    """Store the file's vector under this name, whatever the name stood for before."""
+    """Store the file's vector under this name."""
     limit = UploadLimit(settings.max_vector_bytes, "max_vector_bytes")
     async with open_upload(request, store.files, name, limit, threads) as upload:
         await write_body(request, upload, limit, threads)
         if not upload.size:
             raise invalid_vector("the body is empty; send the file's bytes.")
-        reading = _read(upload, format, threads, readers)
-        read = await run_within(request, settings.request_timeout_s, reading)
-    # What is stored is written anew, in the one form that contents have.
-    about = VectorAbout(source="upload", format=read.format, model_hint=read.model_hint)
-    card = await threads.run(store.put, name, read.vectors, about)
+
+        async def read_and_store() -> VectorCard:
+            sha256 = await threads.run(upload.finish)
+            digest = digest_request("put", sha256=sha256, format=format)
+            there = await threads.run(store.files.find_repeat, name, digest, overwrite=overwrite)
+            if there is not None:
+                return there
+            async with take_turn(request, READ_MEMORY * upload.size):
+                read = await threads.run(lambda: read_file(upload.path.read_bytes(), format))
+                # What is stored is written anew, in the one form that contents have.
+                about = VectorAbout(source="upload", format=read.format, model_hint=read.model_hint)
+                return await threads.run(
+                    store.put, name, read.vectors, about, digest, overwrite=overwrite
+                )
+
+        card = await run_within(request, settings.request_timeout_s, read_and_store())
     return answer(request, card.model_dump())
-
-
-async def _read(
-    upload: Upload, given: VectorFormat | None, threads: StoreThreads, readers: asyncio.Semaphore
-) -> ReadFile:
-    async with readers:
-        return await threads.run(lambda: read_file(upload.path.read_bytes(), given))
 
 
 @router.post(
@@ -120,28 +179,88 @@ async def combine_vector(
     name: VectorName,
     body: CombineRequest,
     request: Request,
+    settings: SettingsDep,
     store: VectorsDep,
+    files: ContentFilesDep,
     threads: StoreThreadsDep,
 ) -> Response:
     """A weighted sum of stored vectors, stored under this name."""
-    card = await threads.run(_combine, name, body, store)
+    store.files.check_writing(name)
+    work = _combine(name, body, request, _VectorFiles(store, files), threads)
+    card = await run_within(request, settings.request_timeout_s, work)
     return answer(request, card.model_dump())
 
 
-def _combine(name: str, body: CombineRequest, store: VectorStore) -> VectorCard:
-    parts = [(store.find(part.name), part.weight) for part in body.vectors]
-    others = [store.find(other) for other in body.orthogonal_to]
-    combined = combine_vectors(
-        [(found.vectors, weight) for found, weight in parts], [found.vectors for found in others]
-    )
+class _VectorFiles:
+    """The files of a caller's vectors."""
+
+    def __init__(self, store: VectorStore, files: ContentFiles) -> None:
+        self.store = store
+        self._files = files
+
+    @contextmanager
+    def open(self, found: StoredContent) -> Iterator[IO[bytes]]:
+        """Give the file of a content, which is whole. Errors: APIError."""
+        try:
+            with self._files.open(found.sha256, found.source) as path, path.open("rb") as file:
+                yield file
+        except (FileNotFoundError, DamagedContentError) as error:
+            raise self.store.files.report_damage(found) from error
+
+    def read_layer(self, found: StoredContent, layer: int, hook: str) -> Vector:
+        """Return one layer of a content. Errors: APIError."""
+        with self.open(found) as file:
+            return read_layer(Path(file.name), layer, hook)
+
+
+async def _combine(
+    name: str, body: CombineRequest, request: Request, files: _VectorFiles, threads: StoreThreads
+) -> VectorCard:
+    """Sum vectors layer by layer, so that memory is needed for the sum alone."""
+    store = files.store
+
+    def look_up(names: Sequence[str]) -> list[tuple[VectorCard, StoredContent]]:
+        return [store.files.look_up(name) for name in names]
+
+    parts = await threads.run(look_up, [part.name for part in body.vectors])
+    weights = [part.weight for part in body.vectors]
+    others = await threads.run(look_up, body.orthogonal_to)
+    cards = [card for card, _ in parts + others]
+    check_parts(cards)
     about = VectorAbout(
         source="combination",
-        parts=[_describe_part(found, weight) for found, weight in parts],
-        orthogonal_to=[_describe_part(found, None) for found in others] or None,
+        parts=[
+            _describe_part(part, weight) for (part, _), weight in zip(parts, weights, strict=True)
+        ],
+        orthogonal_to=[_describe_part(other, None) for other, _ in others] or None,
     )
-    return store.put(name, combined, about)
+    digest = digest_request("combine", **about.model_dump(include={"parts", "orthogonal_to"}))
+    there = await threads.run(store.files.find_repeat, name, digest, overwrite=body.overwrite)
+    if there is not None:
+        return there
+    hook, width = cards[0].hook, cards[0].width
+    chosen = sorted({layer for card, _ in parts for layer in card.layers})
+
+    def combine(layer: int) -> Vector:
+        terms = (
+            (files.read_layer(found, layer, hook), weight)
+            for (card, found), weight in zip(parts, weights, strict=True)
+            if layer in card.layers
+        )
+        taken = [
+            files.read_layer(found, layer, hook) for card, found in others if layer in card.layers
+        ]
+        return combine_layer(terms, taken)
+
+    # A layer's sums are float64; least squares holds the others at that layer three times.
+    needed = 4 * COPIES * width * len(chosen) + 8 * width * (4 + 3 * len(others))
+    async with take_turn(request, needed):
+        layers = {layer: await threads.run(combine, layer) for layer in chosen}
+        if not any(vector_D.any() for vector_D in layers.values()):
+            raise invalid_vector("nothing is left of this combination: every layer is zero.")
+        vectors = LayerVectors(layers, hook)
+        return await threads.run(store.put, name, vectors, about, digest, overwrite=body.overwrite)
 
 
-def _describe_part(found: StoredVectors, weight: float | None) -> VectorPart:
-    assert found.name is not None
-    return VectorPart(name=found.name, sha256=found.sha256, weight=weight)
+def _describe_part(card: VectorCard, weight: float | None) -> VectorPart:
+    return VectorPart(name=card.name, sha256=card.sha256, weight=weight)

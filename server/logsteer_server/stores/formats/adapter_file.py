@@ -51,8 +51,11 @@ def join_files(config: bytes, weights: IO[bytes], write: Callable[[bytes], None]
         header, _ = read_header(weights)
     except (AdapterLayoutError, TensorFileError) as error:
         raise invalid_adapter(str(error)) from error
-    own = json.dumps(json.loads(config), sort_keys=True)
-    text = json.dumps({**header, "__metadata__": {CONFIG_KEY: own}}).encode()
+    try:
+        own = json.dumps(json.loads(config), sort_keys=True)
+        text = json.dumps({**header, "__metadata__": {CONFIG_KEY: own}}).encode()
+    except RecursionError as error:  # writing goes less deep than reading
+        raise invalid_adapter("its JSON is nested too deeply") from error
     text += b" " * (-len(text) % LENGTH_BYTES)  # numbers start at a multiple of their size
     write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
     while piece := weights.read(PIECE):

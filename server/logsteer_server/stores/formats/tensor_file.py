@@ -92,8 +92,9 @@ def read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
         raise TensorFileError("it is no safetensors file; send one as it is")
     try:
         header = json.loads(file.read(size))
-    except ValueError as error:
-        raise TensorFileError(f"it cannot be read as safetensors: {error}") from error
+    except (ValueError, RecursionError) as error:
+        reason = "its header is nested too deeply" if isinstance(error, RecursionError) else error
+        raise TensorFileError(f"it cannot be read as safetensors: {reason}") from error
     if not isinstance(header, dict):
         raise TensorFileError("it cannot be read as safetensors: its header is no object")
     return header, LENGTH_BYTES + size

@@ -2,20 +2,18 @@
 
 | format | names of tensors |
 |---|---|
-| `safetensors`, `pt` | a layer's number, alone or behind `layer.`, `layers.`, `model.layers.`, |
+| `safetensors` | a layer's number, alone or behind `layer.`, `layers.`, `model.layers.`, |
 | | `transformer.h.`, `blocks.` or `direction.`; or TransformerLens' `blocks.N.hook_resid_post` |
 | `gguf` | `direction.N` |
 
 N is the 0-based block whose output the vector is for, whatever the format; `gguf_file` has the
 evidence for control vectors. A tensor is [D], or has further axes of length 1 in front. Readouts
 are an entry `logsteer.readouts` of the metadata of safetensors and of GGUF, whose other readers
-pass over it.
+pass over it. What torch.save has written is a pickle, which is not read here: the client converts
+it on its caller's machine.
 """
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -25,7 +23,6 @@ from safetensors import SafetensorError, deserialize
 
 from logsteer.schemas import ContentFormat, VectorFormat
 from logsteer_server.stores.formats.gguf_file import MAGIC, parse_gguf, render_gguf
-from logsteer_server.stores.formats.pt_file import REFUSED
 from logsteer_server.stores.layer_vectors import (
     MAX_LAYERS,
     READOUTS,
@@ -40,12 +37,6 @@ from logsteer_server.stores.layer_vectors import (
 )
 
 Array = npt.NDArray[np.floating]
-
-PT_TIMEOUT_S = 120.0
-"""For a process that loads torch on a busy machine, and a file that loads in no time."""
-
-PT_ENVIRONMENT = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH")
-"""What that process sees of this one's environment: where things are."""
 
 MEDIA_TYPES: Mapping[ContentFormat, str] = {
     "safetensors": "application/vnd.safetensors",
@@ -75,7 +66,7 @@ class ReadFile:
 def read_file(data: bytes, given: VectorFormat | None = None) -> ReadFile:
     """Return the vectors of a file in the format given, or the one that it looks like.
 
-    It may start a process and wait for it. Errors: APIError `invalid_vector`.
+    Errors: APIError `invalid_vector`.
     """
     name = given or sniff_format(data)
     hint, readouts = None, "{}"
@@ -87,7 +78,11 @@ def read_file(data: bytes, given: VectorFormat | None = None) -> ReadFile:
         tensors, hint = content.tensors, content.model_hint
         readouts = content.fields.get(READOUTS, readouts)
     elif name == "pt":
-        tensors = _read_safetensors(_convert_pt(data))
+        raise invalid_vector(
+            "the file is one of torch.save, which can run code where it is read, so the server "
+            "takes safetensors and GGUF. `logsteer vectors put NAME FILE.pt` converts it on your "
+            "machine."
+        )
     else:
         tensors = _read_safetensors(data)
         readouts = read_metadata(data).get(READOUTS, readouts)
@@ -126,8 +121,7 @@ def sniff_format(data: bytes) -> VectorFormat:
     if data[8:9] == b"{":
         return "safetensors"
     raise invalid_vector(
-        "the body is neither safetensors, nor GGUF, nor a file of torch.save; send the file's "
-        "bytes as they are."
+        "the body is neither safetensors nor GGUF; send the file's bytes as they are."
     )
 
 
@@ -187,32 +181,3 @@ def _place_tensors(tensors: Mapping[str, Array], readouts: Mapping[int, Readout]
             f"it has several hooks, {', '.join(sorted(hooks))}; store one vector for each."
         )
     return LayerVectors(layers, hooks.pop() if hooks else RESID_POST, readouts)
-
-
-def _convert_pt(data: bytes) -> bytes:
-    """Return the tensors of torch's file as safetensors, loaded by a process with bounds."""
-    command = [sys.executable, "-P", "-m", "logsteer_server.stores.formats.pt_file"]
-    # Keys and tokens stay here, should a file get the better of torch's loader after all.
-    environment = {name: os.environ[name] for name in PT_ENVIRONMENT if name in os.environ}
-    try:
-        done = subprocess.run(
-            command,
-            input=data,
-            capture_output=True,
-            timeout=PT_TIMEOUT_S,
-            check=False,
-            env=environment | {"OMP_NUM_THREADS": "1"},
-        )
-    except subprocess.TimeoutExpired as error:
-        raise invalid_vector(
-            f"torch did not read the file within {PT_TIMEOUT_S:g} s; send safetensors."
-        ) from error
-    if done.returncode == REFUSED:
-        reason = done.stderr.decode(errors="replace").strip().splitlines()[-1]
-        raise invalid_vector(f"the file of torch.save was refused: {reason}.")
-    if done.returncode:
-        raise invalid_vector(
-            f"the process that reads torch's files ended with status {done.returncode}: the file "
-            "takes too much memory or time, or is damaged; send safetensors."
-        )
-    return done.stdout

@@ -1,0 +1,304 @@
+"""Objects below one place, by obstore: a directory of this machine, or a bucket of S3, GCS, Azure.
+
+Objects are read and written whole. What is written to a directory is on its disk before it has its
+name, and the name is on the disk before the write returns: obstore's own writes to a directory are
+not synced, so those are made here. What is written to a bucket is the bucket's to keep.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import obstore
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    NotSupportedError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
+from obstore.store import LocalStore, ObjectStore, from_url
+
+from logsteer.errors import APIError, api_error
+from logsteer_server.settings import ConfigurationError, Settings
+from logsteer_server.stores.upload import (
+    OWNER_ONLY_DIRECTORY,
+    Upload,
+    UploadRoom,
+    remove_left_overs,
+    report_faults,
+    sync_directory,
+)
+
+log = logging.getLogger(__name__)
+
+TIMEOUT = timedelta(seconds=10)
+"""For an answer of a bucket, its retries included, and for a connection: a request waits for it."""
+MAX_RETRIES = 3
+REST_S = 2.0
+"""After a call that failed in vain, others fail at once for so long: threads that plan requests
+would else all wait for a bucket that does not answer."""
+PIECE = 4 * 2**20
+"""Bytes of an object that are passed on at once."""
+MULTIPART_BYTES = 16 * 2**20
+"""From this size on, a file is sent in parts, and so without being held in memory."""
+REFUSALS = (PermissionDeniedError, UnauthenticatedError, NotSupportedError)
+"""What a bucket says that trying again does not mend."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectEntry:
+    """An object that a listing has; `version` differs where its bytes do."""
+
+    place: str
+    size: int
+    version: str
+
+    @property
+    def name(self) -> str:
+        """What follows the last slash of its place."""
+        return self.place.rpartition("/")[2]
+
+
+class Objects:
+    """The objects of `store_url`, or of a directory `root` where `url` is None.
+
+    Uploads are written to `<root>/uploads` first. Threads and processes may share it. Errors of all
+    methods: FileNotFoundError; APIError `overloaded` where a bucket does not answer, `internal`
+    where it refuses or a disk fails, with status 507 where that is full. Errors here:
+    ConfigurationError.
+    """
+
+    def __init__(self, root: Path, url: str | None = None, options: dict[str, str] | None = None):
+        self.root = root.absolute()
+        self.url = url
+        self.uploads = self.root / "uploads"
+        self.trouble: str | None = None
+        """Why the last call to a bucket failed; None where it did not."""
+        self._rests_until = 0.0
+        self._bucket = None if url is None else _open_bucket(url, dict(options or {}))
+
+    @classmethod
+    def open(cls, settings: Settings) -> "Objects":
+        """Return the objects of these settings. Errors: ConfigurationError."""
+        return cls(settings.store_path, settings.store_url, settings.store_options)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the objects are files of this machine."""
+        return self._bucket is None
+
+    @cached_property
+    def _store(self) -> ObjectStore:
+        if self._bucket is not None:
+            return self._bucket
+        make_directory(self.root)
+        return LocalStore(self.root)
+
+    def locate(self, place: str) -> str:
+        """Return an object's absolute path, or its place in the bucket."""
+        return str(self.root / place) if self.is_local else place
+
+    def open_upload(self, room: UploadRoom | None = None) -> Upload:
+        """Open a file that `write_file` can give a place."""
+        with report_faults(self.uploads):
+            make_directory(self.uploads)
+            return Upload(self.uploads, room)
+
+    def remove_left_overs(self) -> None:
+        """Remove the uploads of servers that were killed."""
+        with report_faults(self.uploads):
+            for path in remove_left_overs(self.uploads):
+                log.info("removed %s, which a server that was killed had left", path)
+
+    def list(self, prefix: str) -> list[ObjectEntry]:
+        """Return the objects below a prefix, by their places."""
+        if self.is_local and not self.root.exists():
+            return []
+        with self._ask():
+            found = [entry for batch in obstore.list(self._store, prefix) for entry in batch]
+        return sorted(
+            (ObjectEntry(e["path"], e["size"], str(e["e_tag"])) for e in found),
+            key=lambda entry: entry.place,
+        )
+
+    def measure(self, place: str) -> int:
+        """Return an object's size."""
+        with self._ask():
+            return int(obstore.head(self._store, place)["size"])
+
+    def read(self, place: str) -> bytes:
+        """Return an object's bytes."""
+        if self.is_local and not self.root.exists():
+            raise FileNotFoundError(place)
+        with self._ask():
+            return bytes(obstore.get(self._store, place).bytes())
+
+    def download(self, place: str, write: Callable[[bytes], object]) -> None:
+        """Pass an object's bytes on, piece by piece."""
+        with self._ask():
+            pieces = iter(obstore.get(self._store, place).stream(min_chunk_size=PIECE))
+        while True:
+            with self._ask():
+                piece = next(pieces, None)
+            if piece is None:
+                return
+            write(bytes(piece))
+
+    def write_file(self, upload: Upload, place: str, *, create: bool) -> bool:
+        """Give a finished upload its place; return False where `create` finds an object there.
+
+        Without `create` it takes the place of what is there.
+        """
+        if self.is_local:
+            return self._link(upload.path, self.root / place, create=create)
+        large = upload.size >= MULTIPART_BYTES  # a put in parts cannot ask for what is there
+        try:
+            with self._ask():
+                if large:
+                    obstore.put(self._store, place, upload.path)
+                else:
+                    mode: Literal["create", "overwrite"] = "create" if create else "overwrite"
+                    obstore.put(self._store, place, upload.path.read_bytes(), mode=mode)
+        except AlreadyExistsError:
+            return False
+        except FileNotFoundError as error:  # the bucket itself
+            raise self._refuse_for_good(error) from error
+        return True
+
+    def _link(self, source: Path, target: Path, *, create: bool) -> bool:
+        """Give a synced file its place in the directory, and bring that to the disk."""
+        with report_faults(target):
+            make_directory(target.parent)
+            try:
+                if create:
+                    os.link(source, target)
+                else:
+                    os.replace(source, target)  # noqa: PTH105
+            except FileExistsError:
+                return False
+            sync_directory(target.parent)
+        return True
+
+    def write(self, data: bytes, place: str, *, create: bool) -> bool:
+        """Write a small object whole; see `write_file`."""
+        draft = self.open_upload()
+        try:
+            draft.write(data)
+            draft.finish()
+            return self.write_file(draft, place, create=create)
+        finally:
+            draft.discard()
+
+    def remove(self, place: str) -> None:
+        """Remove an object; no room on the disk is needed. A bucket may not tell what is gone."""
+        if not self.is_local:
+            with self._ask():
+                obstore.delete(self._store, place)
+            return
+        path = self.root / place
+        try:
+            os.unlink(path)  # noqa: PTH108
+            sync_directory(path.parent)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            with report_faults(path):
+                raise error
+
+    def probe(self) -> None:
+        """Find out whether the bucket answers: `trouble` says."""
+        with suppress(FileNotFoundError, APIError):
+            self.measure("probe")
+
+    @contextmanager
+    def _ask(self) -> Iterator[None]:
+        """Turn what obstore raises into the errors of this class."""
+        if time.monotonic() < self._rests_until:
+            raise self._refuse()
+        try:
+            yield
+        except (FileNotFoundError, AlreadyExistsError):
+            self.trouble = None
+            raise
+        except REFUSALS as error:
+            raise self._refuse_for_good(error) from error
+        except (BaseError, OSError) as error:
+            if self.is_local:
+                with report_faults(self.root):
+                    raise OSError(str(error)) from error
+            if self.trouble is None:
+                log.error("%s cannot be used: %s", self.url, error)
+            self.trouble = str(error).partition("\n")[0]
+            self._rests_until = time.monotonic() + REST_S
+            raise self._refuse() from error
+        if self.trouble is not None:
+            log.warning("%s answers again", self.url)
+        self.trouble = None
+
+    def _refuse_for_good(self, error: Exception) -> APIError:
+        self.trouble = str(error).partition("\n")[0]
+        log.error("%s refuses: %s", self.url or self.root, error)
+        return api_error("internal", "The store refuses this server; the server's log says why.")
+
+    def _refuse(self) -> APIError:
+        detail = (
+            "The shared store of vectors, overrides and adapters does not answer. Try again; "
+            "requests that name none of them are answered meanwhile."
+        )
+        return api_error("overloaded", detail, retry_after=REST_S)
+
+
+def _open_bucket(url: str, options: dict[str, str]) -> ObjectStore:
+    """Return obstore's store of a URL. Errors: ConfigurationError."""
+    client = {"allow_http": True, "timeout": TIMEOUT, "connect_timeout": TIMEOUT}
+    retry = {"max_retries": MAX_RETRIES, "retry_timeout": TIMEOUT}
+    try:
+        return from_url(url, config=options, client_options=client, retry_config=retry)  # type: ignore[call-overload,no-any-return]
+    except (BaseError, ValueError, TypeError) as error:
+        why = str(error).partition("\n")[0]
+        raise ConfigurationError(
+            f"store_url, store_options: {url} cannot be used: {why}; give s3://, gs:// or az:// "
+            "and obstore's options of it, or leave it out for a directory"
+        ) from error
+
+
+def make_directory(directory: Path) -> None:
+    """Make a directory for its owner alone, and bring it to the disk. Errors: OSError."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(OWNER_ONLY_DIRECTORY, exist_ok=True)
+        sync_directory(path.parent)
+
+
+def check_store_directory(settings: Settings) -> None:
+    """Make sure that the stores can be used, without making them. Errors: ConfigurationError."""
+    objects = Objects.open(settings)
+    if objects.is_local:
+        refuse_old_layout(objects.root)
+    for directory in (objects.uploads, *(objects.root / kind for kind in ("vectors", "fetched"))):
+        there = next(path for path in (directory, *directory.parents) if path.exists())
+        if not (there.is_dir() and os.access(there, os.R_OK | os.W_OK | os.X_OK)):
+            raise ConfigurationError(
+                f"store_directory: {there} is not a directory that can be written to; name another"
+            )
+
+
+def refuse_old_layout(root: Path) -> None:
+    """Refuse a directory of the layout before this one. Errors: ConfigurationError."""
+    for pattern in ("*/lock", "keys/*/*/lock"):
+        if old := next(
+            (path for path in root.glob(pattern) if path.parent.name != "fetched"), None
+        ):
+            raise ConfigurationError(
+                f"store_directory: {old.parent} was written by an earlier version, whose layout is "
+                "not read. Name another directory, and PUT the files again: they are in "
+                f"{old.parent / 'contents'}, and {old.parent / 'names'} says which is which"
+            )
