@@ -21,7 +21,7 @@ from logsteer.errors import APIError, AuthenticationError, OverloadedError, Perm
 from logsteer_server.__main__ import main
 from logsteer_server.contract.lane import Lane
 from logsteer_server.keys.caller import Allowance, Requester
-from logsteer_server.keys.entries import KeyEntry, KeyLimits, change_keys, read_keys
+from logsteer_server.keys.entries import KeyEntry, KeyLimits, change_keys, make_key, read_keys
 from logsteer_server.keys.keyring import HASHES_PER_ID, LOOK_EVERY_S, KeyRing
 from logsteer_server.settings import ConfigurationError, ModelSettings, Settings
 from tests.conftest import Server, fake_model
@@ -369,6 +369,52 @@ def test_guessing_at_an_id_is_bounded(tmp_path: Path, hashes: list[str]) -> None
         assert codes.count("unauthorized") == HASHES_PER_ID
         assert codes.count("rate_limited") == 100 - HASHES_PER_ID
         assert len(hashes) == HASHES_PER_ID + 1
+        ring.close()
+
+    asyncio.run(work())
+
+
+def test_a_key_that_is_revoked_while_its_secret_is_hashed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, clock, hashing, verify = tmp_path / "keys", Clock(), threading.Event(), KeyEntry.verify
+    ann, bob = add_key(path, "ann", "score"), add_key(path, "bob", "score")
+
+    def wait_and_verify(key: KeyEntry, secret: str) -> bool:
+        return hashing.wait(30) and verify(key, secret)
+
+    monkeypatch.setattr(KeyEntry, "verify", wait_and_verify)
+
+    async def work() -> None:
+        ring = make_ring(path, clock)
+        asked = asyncio.create_task(refuse(ring, ann))
+        await asyncio.sleep(0)
+        assert main(["keys", "revoke", "ann", "--file", str(path)]) == 0
+        clock.now += LOOK_EVERY_S
+        other = asyncio.create_task(ring.find(f"Bearer {bob}"))
+        await asyncio.sleep(0)
+        hashing.set()
+        assert await asked == "unauthorized"
+        assert (await other).namespace == "bob"
+        ring.close()
+
+    asyncio.run(work())
+
+
+def test_a_secret_that_was_replaced_is_refused(tmp_path: Path) -> None:
+    path, clock = tmp_path / "keys", Clock()
+    old = add_key(path, "ann", "score")
+
+    async def work() -> None:
+        ring = make_ring(path, clock)
+        assert (await ring.find(f"Bearer {old}")).namespace == "ann"
+        with change_keys(path) as keys:
+            made, token = make_key("ann", ("score",), KeyLimits(), "interactive")
+            keys[0] = made.model_copy(update={"id": keys[0].id})
+            new = token.replace(made.id, keys[0].id)
+        clock.now += LOOK_EVERY_S
+        assert await refuse(ring, old) == "unauthorized"
+        assert (await ring.find(f"Bearer {new}")).namespace == "ann"
         ring.close()
 
     asyncio.run(work())
