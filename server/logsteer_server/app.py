@@ -99,7 +99,7 @@ async def _open_state(app: FastAPI, stack: AsyncExitStack) -> ModelRegistry:
     state, settings = app.state, app.state.settings
     if state.tracer is not None:
         stack.push_async_callback(asyncio.to_thread, state.tracer.close)
-    stack.callback(state.keys.close)
+    stack.push_async_callback(state.keys.close)
     for parent in {None, settings.scratch_directory}:
         for path in await asyncio.to_thread(sweep, parent):
             log.info("removed %s, which a server that was killed had left", path)
