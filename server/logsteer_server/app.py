@@ -77,6 +77,8 @@ def create_app(settings: Settings, reread: Callable[[], Settings] | None = None)
         version=__version__,
         description="Exact log-probabilities and perplexities from resident language models.",
         lifespan=lifespan,
+        docs_url=None,  # FastAPI's page loads scripts from another host
+        redoc_url=None,
         responses={"default": {"model": Problem, "description": "A problem document (RFC 9457)."}},
     )
     app.state.settings = settings

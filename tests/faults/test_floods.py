@@ -86,6 +86,14 @@ def empty_lists() -> Body:
     return {"items": [[]] * 2_000_000}
 
 
+def one_prompt_of_ids() -> Body:
+    return {"prompt": [5] * 3_900_000}
+
+
+def one_long_name() -> Body:
+    return {"a" * 8_000_000: 1}
+
+
 ATTACKS: dict[str, tuple[str, Callable[[], Body]]] = {
     "stride 1": ("/perplexity", windows_of_stride_one),
     "targets": ("/logprob", targets_after_a_long_context),
@@ -100,6 +108,8 @@ ATTACKS: dict[str, tuple[str, Callable[[], Body]]] = {
     "malformed items": ("/logprob", malformed_items),
     "unknown fields": ("/logprob", unknown_fields),
     "empty lists": ("/logprob", empty_lists),
+    "ids": ("/v1/completions", one_prompt_of_ids),
+    "a long name": ("/logprob", one_long_name),
 }
 
 
