@@ -6,7 +6,7 @@ null stands for a field that is left out.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -139,12 +139,7 @@ class CompletionRequest(SamplingRequest):
         "suffix": Unsupported("nothing is inserted before other text; leave it out", ("",)),
     }
 
-    prompt: (  # an error for each of a million ids would take gigabytes
-        str
-        | Annotated[list[str], Field(fail_fast=True)]
-        | Annotated[list[TokenId], Field(fail_fast=True)]
-        | Annotated[list[Annotated[list[TokenId], Field(fail_fast=True)]], Field(fail_fast=True)]
-    )
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     max_tokens: Index = 16
     echo: bool = Field(default=False, description="Give the prompt back before the completion.")
     logprobs: int | None = Field(default=None, ge=0, le=1000, description="Alternatives a token.")
