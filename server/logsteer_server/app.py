@@ -77,6 +77,8 @@ def create_app(settings: Settings, reread: Callable[[], Settings] | None = None)
         version=__version__,
         description="Exact log-probabilities and perplexities from resident language models.",
         lifespan=lifespan,
+        docs_url=None,  # FastAPI's page loads scripts from another host
+        redoc_url=None,
         responses={"default": {"model": Problem, "description": "A problem document (RFC 9457)."}},
     )
     app.state.settings = settings
@@ -99,7 +101,7 @@ async def _open_state(app: FastAPI, stack: AsyncExitStack) -> ModelRegistry:
     state, settings = app.state, app.state.settings
     if state.tracer is not None:
         stack.push_async_callback(asyncio.to_thread, state.tracer.close)
-    stack.callback(state.keys.close)
+    stack.push_async_callback(state.keys.close)
     for parent in {None, settings.scratch_directory}:
         for path in await asyncio.to_thread(sweep, parent):
             log.info("removed %s, which a server that was killed had left", path)

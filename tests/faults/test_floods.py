@@ -86,6 +86,18 @@ def empty_lists() -> Body:
     return {"items": [[]] * 2_000_000}
 
 
+def one_prompt_of_ids() -> Body:
+    return {"prompt": [5] * 3_900_000}
+
+
+def one_target_of_ids() -> Body:
+    return {"items": [{"context_ids": [5], "target_ids": [[5] * 3_900_000]}]}
+
+
+def one_long_name() -> Body:
+    return {"a" * 8_000_000: 1}
+
+
 ATTACKS: dict[str, tuple[str, Callable[[], Body]]] = {
     "stride 1": ("/perplexity", windows_of_stride_one),
     "targets": ("/logprob", targets_after_a_long_context),
@@ -100,6 +112,10 @@ ATTACKS: dict[str, tuple[str, Callable[[], Body]]] = {
     "malformed items": ("/logprob", malformed_items),
     "unknown fields": ("/logprob", unknown_fields),
     "empty lists": ("/logprob", empty_lists),
+    "ids": ("/v1/completions", one_prompt_of_ids),
+    "ids of a target": ("/logprob", one_target_of_ids),
+    "ids to decode": ("/detokenize", lambda: {"token_ids": [[5] * 3_900_000]}),
+    "a long name": ("/logprob", one_long_name),
 }
 
 
@@ -183,7 +199,7 @@ def attack(server: Server, path: str, content: bytes) -> list[str]:
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_bystander_is_answered(server: Server, name: str) -> None:
     path, make = ATTACKS[name]
-    content = json.dumps(make(), ensure_ascii=False).encode()
+    content = json.dumps(make(), ensure_ascii=False, separators=(",", ":")).encode()
     assert server.process is not None
     forget_peak(server.process.pid)
     with Bystander(server.url) as bystander:

@@ -16,7 +16,7 @@ from logsteer import AsyncClient, Client
 from logsteer.errors import LogsteerError
 from logsteer_server.__main__ import main
 from logsteer_server.api.hosts import AllowedHosts
-from logsteer_server.listening import check_exposure
+from logsteer_server.listening import check_exposure, listen_at
 from logsteer_server.settings import ConfigurationError, ModelSettings, Settings
 from tests.conftest import Server, fake_model
 from tests.faults.processes import wait_for
@@ -86,10 +86,19 @@ def test_settings_say_which_names(settings: Any, needs_key: bool, allowed: bool)
 # ------------------------------------------------------------------ origins
 
 
-@pytest.mark.parametrize("origin", [f"https://{EVIL}", "null", "http://127.0.0.1:1", "file://"])
-def test_other_sites_pages_are_refused(http: httpx.Client, origin: str) -> None:
+@pytest.mark.parametrize(
+    "origin",
+    [f"https://{EVIL}", "null", "http://127.0.0.1:1", "file://", "http://[", "http://", "OWN.evil",
+     "OWN0", "OWN@evil.example", "OWN/a"],
+)  # fmt: skip
+def test_other_sites_pages_are_refused(
+    http: httpx.Client, fake_server: Server, origin: str
+) -> None:
     """`text/plain` needs no preflight: any page could have the model read texts."""
-    headers = {"Origin": origin, "Content-Type": "text/plain"}
+    headers = {
+        "Origin": origin.replace("OWN", fake_server.url),
+        "Content-Type": "text/plain",
+    }
     calls = [("POST", "/perplexity/stream"), ("POST", "/logprob"), ("PUT", "/vectors/a"),
              ("DELETE", "/vectors/a"), ("POST", "/v1/completions")]  # fmt: skip
     for method, path in calls:
@@ -148,6 +157,26 @@ def test_the_command_refuses_it(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(command) == 2
     assert "no key is asked for" in capsys.readouterr().err
     assert main([*command, "--insecure"]) == 0
+
+
+def test_answers_do_not_wait_for_acknowledgements() -> None:
+    """Headers and body are two writes: without TCP_NODELAY the second waits 40 ms for an ACK."""
+
+    async def work() -> int:
+        found = asyncio.get_running_loop().create_future()
+
+        async def note(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            own = writer.get_extra_info("socket")
+            found.set_result(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        listener = listen_at("127.0.0.1", 0)
+        async with await asyncio.start_server(note, sock=listener):
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.close()
+            return int(await found)
+
+    assert asyncio.run(work()) != 0
 
 
 class SocketServer(Server):

@@ -397,3 +397,28 @@ class TestDeadline:
 
         with pytest.raises(ValueError, match="told to fail"):
             within(5, fail())
+
+    def test_who_hangs_up_as_the_work_ends_leaves_no_trace(self) -> None:
+        """The deadline was moved after it had ended: one hang-up in ten logged a traceback."""
+        faults: list[dict[str, Any]] = []
+
+        async def run() -> str:
+            asyncio.get_running_loop().set_exception_handler(lambda _, what: faults.append(what))
+            both = asyncio.Event()
+
+            async def receive() -> dict[str, str]:
+                await both.wait()
+                return {"type": "http.disconnect"}
+
+            async def work() -> str:
+                await both.wait()
+                return "done"
+
+            request: Any = SimpleNamespace(receive=receive, headers={})
+            asyncio.get_running_loop().call_later(0.01, both.set)
+            done = await run_within(request, 5, work())
+            await asyncio.sleep(0.01)
+            return done
+
+        assert run_in_own_time(run()) == "done"
+        assert faults == []

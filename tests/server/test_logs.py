@@ -223,6 +223,7 @@ def test_text_has_the_fields_behind_the_message() -> None:
 def test_a_moved_file_is_opened_anew(tmp_path: Path) -> None:
     path = tmp_path / "audit.log"
     log = open_log("logsteer.test", LogStyle("json"), path)
+    assert path.stat().st_mode & 0o007 == 0, "others do not read who asked for what"
     log.info("first")
     path.rename(tmp_path / "old.log")
     log.info("second")

@@ -2,6 +2,7 @@
 
 from typing import Any, get_type_hints
 
+import httpx
 import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_params
@@ -14,6 +15,7 @@ from logsteer.schemas.openai import (
     SamplingRequest,
     Unsupported,
 )
+from tests.conftest import Server
 
 COMPLETION = {"prompt": "Once"}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -101,3 +103,12 @@ def test_what_the_harness_sends_is_taken() -> None:
     generate = {"max_tokens": 256, "temperature": 0, "stop": ["\n\n"], "seed": 1234}
     CompletionRequest(model="m", prompt=["a"], **generate)
     ChatCompletionRequest(model="m", **CHAT, **generate)
+
+
+def test_a_prompt_counts_once_however_many_completions_it_has(fake_server: Server) -> None:
+    body = {"prompt": [[5, 6, 7, 8, 9], [5, 6]], "n": 3, "max_tokens": 4}
+    answer = httpx.post(f"{fake_server.url}/v1/completions", json=body, timeout=60)
+    usage = answer.json()["usage"]
+    assert usage["prompt_tokens"] == 7
+    assert usage["total_tokens"] == 7 + usage["completion_tokens"]
+    assert len(answer.json()["choices"]) == 6

@@ -187,3 +187,13 @@ def test_building_again_gives_the_same_bytes(tmp_path: Path) -> None:
     subprocess.run(build, cwd=SOURCE, check=True, capture_output=True)
     for built in tmp_path.iterdir():
         assert built.read_bytes() == (PAGE.parent / built.name).read_bytes(), built.name
+
+
+def test_the_reference_needs_no_script_and_no_other_host(fake_server: Server) -> None:
+    answer = httpx.get(f"{fake_server.url}/docs", timeout=60)
+    assert answer.status_code == 200
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert not re.search(r"<(script|link|img|iframe)|(src|href)=.?(https?:)?//", answer.text)
+    document = httpx.get(f"{fake_server.url}/openapi.json", timeout=60).json()
+    for name in (*document["paths"], *document["components"]["schemas"]):
+        assert f"{name}</code>" in answer.text

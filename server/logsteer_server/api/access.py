@@ -1,8 +1,7 @@
 """Who may call an endpoint: the key is looked at before anything of the request is read."""
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from fastapi.routing import APIRoute
 from starlette.convertors import Convertor, register_url_convertor
@@ -59,21 +58,23 @@ class KeyedRoute(APIRoute):
         record = find_record(scope)
         record.scope = self._needed
         headers = Headers(scope=scope)
-        caller = await keys.find(headers.get("authorization", ""))
+        caller = keys.identify(
+            headers.get("authorization", ""), _read_priority(headers), scope["state"].get("id", "")
+        )
         record.key = caller.namespace or ""
         caller.require(self._needed)
-        if _read_priority(headers) == "batch":
-            caller.lower()
-        caller.lane = replace(caller.lane, request_id=scope["state"].get("id", ""))
-        scope.setdefault("state", {})["caller"] = caller
-        async with caller.allowance.enter():
+        scope["state"]["caller"] = caller
+        await caller.allowance.begin()
+        try:
             await super().handle(scope, receive, send)
+        finally:
+            caller.allowance.end()
 
 
-def _read_priority(headers: Headers) -> str:
+def _read_priority(headers: Headers) -> Priority:
     """Return the priority that a request asks for. Errors: APIError `invalid_request`."""
     given = headers.get("x-priority", "interactive").strip().lower()
     if given not in get_args(Priority):
         detail = f"X-Priority is {given!r}; send {' or '.join(get_args(Priority))}."
         raise api_error("invalid_request", detail)
-    return given
+    return cast(Priority, given)

@@ -7,7 +7,6 @@ server's is such a page's; so is one that computes or changes something and come
 
 import ipaddress
 import socket
-from urllib.parse import urlsplit
 
 from fastapi import Request
 from starlette.datastructures import Headers
@@ -59,7 +58,7 @@ class AllowedHosts:
         return name in self._names or name.endswith(".localhost") or _is_address(name)
 
     def _is_own_origin(self, origin: str, host: str) -> bool:
-        return origin in self._origins or (bool(host) and urlsplit(origin).netloc == host)
+        return origin in self._origins or origin in (f"http://{host}", f"https://{host}")
 
 
 def _drop_port(host: str) -> str:

@@ -3,7 +3,6 @@
 import difflib
 import logging
 import math
-import re
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -45,11 +44,11 @@ OPENAI_ERROR: dict[str, Any] = {
 }
 """The schema of `describe_openai_error`."""
 RETRY_SPREAD = 0.4
-_PATH = re.compile(
-    r"(?<![\w/.:])/(?!models/[^/\s]+/selftest|perplexity/stream|v1/)"
-    r"(?:[^/\s:'\"<>()]+/)+([^/\s:'\"<>(),;]*)"
-)
-"""An absolute path of two names or more that is none of this API's."""
+MAX_NAME = 80
+"""Characters of a name from a request that a problem repeats: what looks for a resemblance takes
+time by the square of them."""
+MAX_DETAIL = 4000
+"""Characters of a problem's detail: some repeat what a request has sent, which may be megabytes."""
 
 
 def add_handlers(app: FastAPI) -> None:
@@ -63,22 +62,10 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def write_problem(error: APIError, request_id: str) -> dict[str, Any]:
-    """Return an error's problem document; where a fault was on this machine is for the log."""
+    """Return an error's problem document."""
     document: dict[str, Any] = error.problem(request_id).model_dump()
-    document["detail"] = _hide_faults_paths(error, request_id)
+    document["detail"] = error.detail[:MAX_DETAIL]
     return document
-
-
-def _hide_faults_paths(error: APIError, request_id: str) -> str:
-    if error.status < 500 or (detail := hide_paths(error.detail)) == error.detail:
-        return error.detail
-    log.error("request %s: %s", request_id, error.detail)
-    return detail
-
-
-def hide_paths(text: str) -> str:
-    """Return a text with the last names alone of the paths of this machine in it."""
-    return _PATH.sub(lambda found: found[1], text)
 
 
 def _describe_api(describe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -95,12 +82,12 @@ def _describe_api(describe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return document
 
 
-def describe_openai_error(error: APIError, request_id: str) -> dict[str, Any]:
+def describe_openai_error(error: APIError) -> dict[str, Any]:
     """Write an error in OpenAI's shape."""
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
     return {
         "error": {
-            "message": _hide_faults_paths(error, request_id),
+            "message": error.detail[:MAX_DETAIL],
             "type": "rate_limit_error" if error.status == 429 else kind,
             "param": error.param,
             "code": error.code,
@@ -120,7 +107,7 @@ def answer_problem(request: Request, error: APIError) -> Response:
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if request.url.path.startswith(OPENAI_PATHS):
-        body = encode_json(describe_openai_error(error, request_id))
+        body = encode_json(describe_openai_error(error))
         return Response(body, 400 if error.status == 422 else error.status, headers, JSON)
     body = encode_json(write_problem(error, request_id))
     return Response(body, error.status, headers, PROBLEM)
@@ -160,7 +147,7 @@ def _name_field(location: tuple[int | str, ...]) -> str | None:
     """Return `items[0].targets` for ("body", "items", 0, "targets")."""
     name = ""
     for part in location[1:]:
-        name += f"[{part}]" if isinstance(part, int) else f".{part}"
+        name += f"[{part}]" if isinstance(part, int) else f".{part[:MAX_NAME]}"
     return name.removeprefix(".") or None
 
 
@@ -175,8 +162,9 @@ def _suggest(request: Request, location: tuple[int | str, ...]) -> str:
     """Return what to do about an unknown field: send the body's field that it resembles."""
     body = getattr(request.scope.get("route"), "body_field", None)
     known = getattr(body and body.field_info.annotation, "model_fields", {})
-    if len(location) == 2 and (close := difflib.get_close_matches(str(location[1]), known, 1)):
-        return f"did you mean `{close[0]}`?"
+    if len(location) == 2:
+        close = difflib.get_close_matches(str(location[1])[:MAX_NAME], known, 1)
+        return f"did you mean `{close[0]}`?" if close else "remove it."
     return "remove it."
 
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
@@ -59,8 +58,8 @@ def _encode_chunk(event: Event) -> bytes:
     return encode_data(event.document) if event.name == "chunk" else b""
 
 
-def _encode_openai_error(error: APIError, answer_id: str) -> bytes:
-    return encode_data(describe_openai_error(error, answer_id))
+def _encode_openai_error(error: APIError, _answer_id: str) -> bytes:
+    return encode_data(describe_openai_error(error))
 
 
 NAMED_EVENTS = EventShape(_encode_named, _encode_problem)
@@ -247,13 +246,19 @@ async def run_within(request: Request, timeout_s: float, work: Coroutine[Any, An
         work.close()
         raise
     watching = asyncio.create_task(_wait_for_disconnect(request))
+    is_at_work = True
+
+    def end_now(_: "asyncio.Task[None]") -> None:
+        if is_at_work:  # a deadline whose block has ended cannot be changed
+            deadline.reschedule(asyncio.get_running_loop().time())
+
     try:
         async with asyncio.timeout(timeout_s) as deadline:
-            watching.add_done_callback(end_now := partial(_end_now, deadline))
+            watching.add_done_callback(end_now)
             try:
                 return await work
             finally:
-                watching.remove_done_callback(end_now)
+                is_at_work = False
     except TimeoutError:
         if not deadline.expired():
             raise
@@ -268,11 +273,6 @@ async def run_within(request: Request, timeout_s: float, work: Coroutine[Any, An
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-
-
-def _end_now(deadline: asyncio.Timeout, _watching: "asyncio.Task[None]") -> None:
-    """Have a deadline be over."""
-    deadline.reschedule(asyncio.get_running_loop().time())
 
 
 def _read_timeout(request: Request) -> float:

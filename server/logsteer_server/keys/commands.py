@@ -1,4 +1,4 @@
-"""`logsteer-server keys add|list|revoke`: change a key file, which a running server reads again."""
+"""`logsteer-server keys add|list|replace|revoke`: change a key file, which servers read again."""
 
 import argparse
 import sys
@@ -7,8 +7,20 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from logsteer.schemas import SCOPES, KeyScope
-from logsteer_server.keys.entries import KeyEntry, KeyLimits, change_keys, make_key, read_keys
+from logsteer_server.keys.entries import (
+    KeyEntry,
+    change_keys,
+    make_key,
+    read_keys,
+    replace_secret,
+)
+from logsteer_server.keys.limits import KeyLimits
 from logsteer_server.settings import ConfigurationError
+
+CONCURRENCY = 64
+"""Requests at once of a key that is given no other limit: more than one client sends."""
+STORED_BYTES = 8 * 2**30
+"""Bytes of a kind that a key without a limit may store: one override of the largest size."""
 
 
 def main(argv: list[str]) -> int:
@@ -26,19 +38,27 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="logsteer-server keys",
         description="Change the file that the setting key_file names. A running server takes the "
-        "change within a second.",
+        "change at once.",
     )
-    commands = parser.add_subparsers(required=True, metavar="add|list|revoke")
+    commands = parser.add_subparsers(required=True, metavar="add|list|replace|revoke")
     add = commands.add_parser("add", help="make a key and print it, this once")
     add.set_defaults(run=_add)
     add.add_argument("name", help="whose it is; its vectors, overrides and adapters go by it")
     add.add_argument(
         "--scope", required=True, type=_read_scopes, metavar="SCOPE,…", help=", ".join(SCOPES)
     )
-    add.add_argument("--concurrency", type=int, help="requests at work at once")
+    add.add_argument(
+        "--concurrency",
+        type=int,
+        default=CONCURRENCY,
+        help="requests at work at once, on each server (default %(default)s)",
+    )
     add.add_argument("--tokens-per-minute", type=int, help="tokens given to engines")
     add.add_argument(
-        "--stored-bytes", type=int, help="bytes of its vectors, of its overrides, of its adapters"
+        "--stored-bytes",
+        type=int,
+        default=STORED_BYTES,
+        help="bytes of its vectors, of its overrides, of its adapters (default %(default)s)",
     )
     add.add_argument(
         "--priority",
@@ -48,10 +68,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     show = commands.add_parser("list", help="show every key, without secrets")
     show.set_defaults(run=_list)
+    replace = commands.add_parser("replace", help="give a key another secret and print it")
+    replace.set_defaults(run=_replace)
     revoke = commands.add_parser("revoke", help="have a key be refused from now on")
     revoke.set_defaults(run=_revoke)
-    revoke.add_argument("name")
-    for command in (add, show, revoke):
+    for command in (replace, revoke):
+        command.add_argument("name")
+    for command in (add, show, replace, revoke):
         command.add_argument("--file", type=Path, required=True, help="the key file")
     return parser.parse_args(argv)
 
@@ -76,6 +99,10 @@ def _add(arguments: argparse.Namespace) -> int:
             first = error.errors(include_url=False)[0]
             raise ConfigurationError(f"{first['loc'][0]}: {first['msg']}") from None
         keys.append(entry)
+    return _show(token)
+
+
+def _show(token: str) -> int:
     print(token)
     print("This is shown once: the file has a hash of it.", file=sys.stderr)
     return 0
@@ -95,11 +122,23 @@ def _describe(key: KeyEntry) -> str:
     )
 
 
+def _replace(arguments: argparse.Namespace) -> int:
+    with change_keys(arguments.file) as keys:
+        index = _locate(keys, arguments)
+        keys[index], token = replace_secret(keys[index])
+    return _show(token)
+
+
 def _revoke(arguments: argparse.Namespace) -> int:
     with change_keys(arguments.file) as keys:
-        left = [key for key in keys if key.name != arguments.name]
-        if len(left) == len(keys):
-            raise ConfigurationError(f"{arguments.file} has no key {arguments.name}")
-        keys[:] = left
+        del keys[_locate(keys, arguments)]
     print(f"{arguments.name} is revoked; what it stored stays, for a key of the same name.")
     return 0
+
+
+def _locate(keys: list[KeyEntry], arguments: argparse.Namespace) -> int:
+    """Return the index of the key that is named. Errors: ConfigurationError."""
+    names = [key.name for key in keys]
+    if arguments.name not in names:
+        raise ConfigurationError(f"{arguments.file} has no key {arguments.name}")
+    return names.index(arguments.name)

@@ -1,10 +1,10 @@
 """The key file: an entry a key, with the hash of its secret; read, and rewritten whole.
 
-    {"keys": [{"name": "ann", "id": "3f9c52d01b7e", "salt": "…", "hash": "…",
-               "scopes": ["score", "steer"], "limits": {"concurrency": 8}, "created": "…"}]}
+    {"keys": [{"name": "ann", "id": "3f9c52d01b7e", "sha256": "…", "scopes": ["score", "steer"],
+               "limits": {"concurrency": 8}, "created": "…"}]}
 
-A token is `ls_<id>_<secret>`. The id finds the entry without a hash; the secret, 256 random bits,
-is nowhere but in the token.
+A token is `ls_<id>_<secret>`. The secret is nowhere but in the token. It is 256 random bits, which
+nobody guesses however fast the hash is: a slow one, as passwords take, would protect nothing more.
 """
 
 import fcntl
@@ -19,32 +19,26 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import mkstemp
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from logsteer.schemas import KeyScope
 from logsteer_server.contract.lane import Priority
+from logsteer_server.keys.limits import KeyLimits
 from logsteer_server.settings import ConfigurationError, Settings
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
 """A key's name is a directory's, too."""
 TOKEN = re.compile(r"ls_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
-SCRYPT_N, SCRYPT_R, SCRYPT_P = 2**14, 8, 1
-"""16 MiB and some 50 ms a hash; what OWASP asks for short passwords and more than a random secret
-needs."""
 MAX_FILE_BYTES = 16 * 2**20
-
-
-class KeyLimits(BaseModel):
-    """What one key may have at once; null: whatever the server's own bounds leave."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    concurrency: int | None = Field(None, ge=1, description="Requests at work.")
-    tokens_per_minute: int | None = Field(None, ge=1, description="Tokens given to engines.")
-    stored_bytes: int | None = Field(
-        None, ge=1, description="Bytes of each: vectors, overrides, adapters."
-    )
 
 
 class KeyEntry(BaseModel):
@@ -54,24 +48,28 @@ class KeyEntry(BaseModel):
 
     name: str = Field(pattern=NAME)
     id: str = Field(pattern=r"^[0-9a-f]{12}$")
-    salt: str = Field(pattern=r"^[0-9a-f]{32}$")
-    hash: str = Field(pattern=r"^[0-9a-f]{64}$", description="scrypt of the secret.")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$|^$", description="Of the secret.")
     scopes: tuple[KeyScope, ...] = Field(min_length=1)
     limits: KeyLimits = KeyLimits()
     priority: Priority = "interactive"
     created: str = ""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_scrypt(cls, entry: Any) -> Any:
+        """Read an entry as older versions wrote it: one whose secret has to be replaced."""
+        if isinstance(entry, dict) and {"salt", "hash"} <= entry.keys():
+            kept = {name: value for name, value in entry.items() if name not in ("salt", "hash")}
+            return kept | {"sha256": ""}
+        return entry
+
     def verify(self, secret: str) -> bool:
         """Return whether this is the key's secret, in the same time whatever it is."""
-        return hmac.compare_digest(_hash(secret, self.salt), self.hash)
+        return hmac.compare_digest(_hash(secret), self.sha256)
 
 
-def _hash(secret: str, salt: str) -> str:
-    digest = hashlib.scrypt(
-        secret.encode(), salt=bytes.fromhex(salt), n=SCRYPT_N, r=SCRYPT_R, p=SCRYPT_P,
-        maxmem=2**26, dklen=32,
-    )  # fmt: skip
-    return digest.hex()
+def _hash(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
 
 
 class KeyFile(BaseModel):
@@ -95,26 +93,47 @@ def make_key(
     name: str, scopes: tuple[KeyScope, ...], limits: KeyLimits, priority: Priority
 ) -> tuple[KeyEntry, str]:
     """Make a key; return its entry, and its token, which is not kept. Errors: ValidationError."""
-    key_id, salt, secret = secrets.token_hex(6), secrets.token_hex(16), secrets.token_urlsafe(32)
+    key_id, secret = secrets.token_hex(6), secrets.token_urlsafe(32)
     entry = KeyEntry(
         name=name,
         id=key_id,
-        salt=salt,
-        hash=_hash(secret, salt),
+        sha256=_hash(secret),
         scopes=scopes,
         limits=limits,
         priority=priority,
-        created=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        created=_now(),
     )
     return entry, f"ls_{key_id}_{secret}"
+
+
+def replace_secret(key: KeyEntry) -> tuple[KeyEntry, str]:
+    """Return a key with another secret and all else as it was, and its token, which is not kept."""
+    secret = secrets.token_urlsafe(32)
+    entry = key.model_copy(update={"sha256": _hash(secret), "created": _now()})
+    return entry, f"ls_{key.id}_{secret}"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def read_keys(path: Path) -> tuple[list[KeyEntry], os.stat_result]:
     """Return the keys of a file, and what the file was when they were read.
 
     Errors: ConfigurationError for one that cannot be read, is no key file, or that anybody may
-    write to. No part of the file is in the message.
+    write to, or that has secrets as scrypt hashes. No secret is in the message.
     """
+    keys, found = _parse_keys(path)
+    if old := [key.name for key in keys if not key.sha256]:
+        raise ConfigurationError(
+            f"key_file: {path} has scrypt hashes, which are not read, for {', '.join(old)}: "
+            "`logsteer-server keys replace NAME --file FILE` makes each of these keys anew, with "
+            "its scopes and limits"
+        )
+    return keys, found
+
+
+def _parse_keys(path: Path) -> tuple[list[KeyEntry], os.stat_result]:
     try:
         with path.open("rb") as file:
             found = os.fstat(file.fileno())
@@ -145,12 +164,13 @@ def is_open_to_others(found: os.stat_result) -> bool:
 def change_keys(path: Path) -> Iterator[list[KeyEntry]]:
     """Give the keys of a file, to be changed in place, and write them, mode 0600, in one rename.
 
-    Two commands that change one file take turns. Errors: as `read_keys`; OSError.
+    Two commands that change one file take turns. Errors: OSError; as `read_keys`, but
+    keys with scrypt hashes are given, too, so that `replace_secret` can make them anew.
     """
     lock = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        keys = read_keys(path)[0] if path.exists() else []
+        keys = _parse_keys(path)[0] if path.exists() else []
         yield keys
         handle, draft = mkstemp(dir=path.parent, prefix=f".{path.name}.")  # of mode 0600
         try:

@@ -5,11 +5,13 @@ vector's numbers or a key: what is logged of a request is what `RequestRecord` h
 """
 
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from io import TextIOWrapper
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import Any, Literal
@@ -106,6 +108,14 @@ def restyle_libraries(style: LogStyle) -> None:
                 handler.setFormatter(JsonFormatter())
 
 
+class PrivateFileHandler(WatchedFileHandler):
+    """Write to a file that, where this makes it, others than its owner and group may not read."""
+
+    def _open(self) -> TextIOWrapper:
+        os.close(os.open(self.baseFilename, os.O_CREAT | os.O_WRONLY, 0o640))
+        return super()._open()
+
+
 def open_log(name: str, style: LogStyle, path: Path | None) -> logging.Logger:
     """Return the logger of a name, which writes every line: to a file, or to standard error.
 
@@ -115,7 +125,7 @@ def open_log(name: str, style: LogStyle, path: Path | None) -> logging.Logger:
     for old in list(logger.handlers):
         logger.removeHandler(old)
         old.close()
-    handler = logging.StreamHandler(sys.stderr) if path is None else WatchedFileHandler(path)
+    handler = logging.StreamHandler(sys.stderr) if path is None else PrivateFileHandler(path)
     handler.setFormatter(make_formatter(style.format))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

@@ -54,6 +54,14 @@ class Settings(BaseSettings):
     key_file: Path | None = Field(
         None, description="Keys with scopes and limits; `logsteer-server keys` writes it."
     )
+    limits_url: str | None = Field(
+        None,
+        pattern=r"^redis(s|\+unix)?://",
+        repr=False,
+        description="Redis that counts the tokens of keys for all servers that name it; null: each "
+        "counts its own. While it does not answer, requests are served uncounted. Takes "
+        "logsteer[redis].",
+    )
     share_caches: bool = Field(
         False,
         description="Have the keys of a key file share results and prefixes: each may then learn "

@@ -58,12 +58,14 @@ def plan_completions(
     num_planned = 0
     top = None if request.logprobs is None else min(request.logprobs, info.vocab_size)
     for text, ids in read_prompts(request.prompt, codec, info.vocab_size):
-        echo_job, reads_next = None, False
-        if request.echo and top is not None:
-            reads_next = request.max_tokens == 1 and request.temperature == 0 and request.n == 1
-            echo_job = _plan_echo(ids, top, reads_next)
+        scores_echo = request.echo and top is not None
+        is_greedy = request.temperature == 0 and request.n == 1
+        reads_next = scores_echo and request.max_tokens == 1 and is_greedy
         generates = request.max_tokens > 0 and not reads_next
         fit_prompt(ids, request.max_tokens if generates else 0, info.context_length)
+        echo_job = _plan_echo(ids, top, reads_next) if scores_echo and top is not None else None
+        if text is None:  # not before it is known to be short: millions of ids take gigabytes
+            text = codec.decode(ids)
         samples = _plan_samples(request, ids, request.max_tokens, top) if generates else []
         prompts.append(CompletionPrompt(text, ids, echo_job, reads_next, samples))
         num_planned += sum(job.num_expected for job in prompts[-1].jobs)

@@ -241,7 +241,7 @@ class Run:
         self.task.check_limits(self.capacity.settings)
         await self.task.model.come_up()
         self.task.require()
-        self.caller.allowance.check_tokens()
+        await self.caller.allowance.check_tokens()
         with self._room:
             tokens = self._reserve(self.task.model.admission)
             memory = self.memory or self._reserve(self.capacity.memory)
@@ -261,7 +261,8 @@ class Run:
                     needed = max(prepared.num_tokens, batch.room)
                     self._reserve(model.admission).cover(needed)
                     if self.caller.allowance.counts_tokens:
-                        self.caller.allowance.charge(sum(len(job.tokens) for job in prepared.jobs))
+                        num_tokens = sum(len(job.tokens) for job in prepared.jobs)
+                        await self.caller.allowance.charge(num_tokens)
                     planned = now()
                     record.note_phase("planning", moment, planned)
                     if not has_started and not batch.silent:
@@ -272,7 +273,9 @@ class Run:
                         record.usage.cached_results += prepared.num_known
                     async with aclosing(model.run(prepared, timer, lane)) as parts:
                         async for part in parts:
-                            self._count(batch, part)
+                            generated = self._count(batch, part)
+                            if generated and self.caller.allowance.counts_tokens:
+                                await self.caller.allowance.charge(generated)
                             for event in batch.take(part):
                                 yield event
                     moment = self._note_work(planned)
@@ -299,17 +302,17 @@ class Run:
             )
         return self._reservations[admission]
 
-    def _count(self, batch: Batch, part: OutputPart) -> None:
+    def _count(self, batch: Batch, part: OutputPart) -> int:
+        """Count what outputs took; return the tokens that were generated."""
         work = count_work(batch.jobs, part)
-        if work.generated_tokens:
-            self.caller.allowance.charge(work.generated_tokens)
         if batch.purpose == "reference":
-            return
+            return work.generated_tokens
         self.record.usage.add(work)
         for output in find_steered(batch.jobs, part):
             self._applied.add(output)
             if output.trace is not None:
                 self.task.model.tally.steered_tokens += output.trace.tokens
+        return work.generated_tokens
 
     @property
     def _applied(self) -> AppliedReport:

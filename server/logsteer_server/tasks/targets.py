@@ -207,6 +207,8 @@ def _cut_ids(
     cuts = []
     for target_ids in item.target_ids or []:
         _check_ids(target_ids, index, "target_ids", info)
+        if len(target_ids) > info.context_length + 1:  # before millions of ids are decoded
+            fit_context(len(target_ids) - 1, len(target_ids), info.context_length, "error")
         front = context_ids or codec.bos_ids(bos, target_ids)
         if not front:
             detail = f"items[{index}].context_ids is empty: nothing precedes the target; give one."

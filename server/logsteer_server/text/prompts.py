@@ -13,8 +13,8 @@ def read_prompts(
     codec: TextCodec,
     vocab_size: int,
     bos: BosPolicy = "auto",
-) -> Iterator[tuple[str, list[int]]]:
-    """Yield text and tokens of each prompt; ids are taken as they are.
+) -> Iterator[tuple[str | None, list[int]]]:
+    """Yield text and tokens of each prompt; ids are taken as they are, and have no text yet.
 
     Errors: APIError `invalid_request` for ids beyond the vocabulary.
     """
@@ -31,7 +31,7 @@ def read_prompts(
         if not ids or max(ids) >= vocab_size:
             detail = f"prompt must have token ids from 0 to {vocab_size - 1}, at least one."
             raise api_error("invalid_request", detail, param="prompt")
-        yield codec.decode(ids), ids
+        yield None, ids
 
 
 def fit_prompt(

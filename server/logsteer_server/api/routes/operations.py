@@ -26,9 +26,7 @@ from logsteer_server.api.dependencies import (
     UpkeepDep,
 )
 from logsteer_server.api.metrics import render_metrics
-from logsteer_server.api.problems import hide_paths
 from logsteer_server.api.respond import respond
-from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.observation.metrics import METRICS_TYPE
 from logsteer_server.tasks.selftest import SelftestTask
@@ -44,22 +42,13 @@ router = APIRouter(route_class=LimitedRoute, tags=["operations"])
 @router.get("/models")
 async def list_models(models: ModelsDep) -> ModelList:
     """Every configured model and its state."""
-    return ModelList(models=[_describe(model) for model in models.by_id.values()])
+    return ModelList(models=[model.describe() for model in models.by_id.values()])
 
 
 @router.get("/models/{model_id:path}")
 async def get_model(model_id: str, models: ModelsDep) -> ModelCard:
     """One model and its state."""
-    return _describe(models.find(model_id))
-
-
-def _describe(model: ResidentModel) -> ModelCard:
-    """Describe a model; where on this machine its fault was, the log says."""
-    card = model.describe()
-    card.detail = hide_paths(card.detail)
-    for replica in card.replicas:
-        replica.detail = hide_paths(replica.detail)
-    return card
+    return models.find(model_id).describe()
 
 
 @router.post(
@@ -78,7 +67,7 @@ async def selftest(
 async def load(model_id: str, query: WaitDep, models: ModelsDep, changes: ChangesDep) -> ModelCard:
     """Have a model answer that was unloaded, drained or failed."""
     await changes.load(models.find(model_id), query.wait_s)
-    return _describe(models.find(model_id))
+    return models.find(model_id).describe()
 
 
 @router.post("/models/{model_id}/unload")
@@ -90,7 +79,7 @@ async def unload(
     New requests get `model_loading`. A required model that is unloaded fails `/readyz`.
     """
     await changes.unload(models.find(model_id), query.wait_s)
-    return _describe(models.find(model_id))
+    return models.find(model_id).describe()
 
 
 @router.post("/models/{model_id}/drain")
@@ -99,7 +88,7 @@ async def drain_model(
 ) -> ModelCard:
     """Answer what a model has at work, and refuse it new requests; `load` has it take them."""
     await changes.drain(models.find(model_id), query.wait_s)
-    return _describe(models.find(model_id))
+    return models.find(model_id).describe()
 
 
 @router.post("/admin/reload")
@@ -110,14 +99,13 @@ async def reload(query: WaitDep, changes: ChangesDep) -> ReloadAnswer:
     earlier one is at work is taken: what goes on to be wanted goes on, and the rest is given up.
     """
     report = await changes.reload(query.wait_s)
-    failed = {model_id: hide_paths(why) for model_id, why in report.failed.items()}
     return ReloadAnswer(
         added=report.added,
         removed=report.removed,
         replaced=report.replaced,
         unchanged=report.unchanged,
         pending=sorted(report.pending),
-        failed=failed,
+        failed=report.failed,
         needs_restart=report.needs_restart,
     )
 
@@ -129,8 +117,7 @@ async def healthz(models: ModelsDep, response: Response) -> Health:
     if given_up is None:
         return Health(status="ok", version=__version__)
     response.status_code = 503
-    detail = hide_paths(given_up.handle.detail)
-    reason = f"the required model {given_up.id} was given up: {detail}"
+    reason = f"the required model {given_up.id} was given up: {given_up.handle.detail}"
     return Health(status="failing", version=__version__, reason=reason)
 
 
@@ -161,7 +148,7 @@ async def startupz(models: ModelsDep, response: Response) -> Startup:
 def _name_waiting(models: ModelRegistry) -> str | None:
     """Name the required models that do not answer, and why; None where all do."""
     waiting = [model for model in models.required if not model.is_ready]
-    told = (f"{model.id} is {model.status[0]}: {hide_paths(model.status[1])}" for model in waiting)
+    told = (f"{model.id} is {model.status[0]}: {model.status[1]}" for model in waiting)
     return "; ".join(told) or None
 
 

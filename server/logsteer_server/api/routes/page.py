@@ -1,14 +1,18 @@
-"""`GET /`: the playground, one page that holds its own script and style; it needs no key."""
+"""`GET /`, the playground, and `GET /docs`: pages that hold all that they need, and need no key."""
 
 import base64
 import gzip
 import hashlib
+import json
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from html import escape
 from pathlib import Path
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import HTMLResponse
 
 PAGE = Path(__file__).parents[2] / "playground" / "index.html"
 """What `make playground` builds from `server/playground`."""
@@ -75,3 +79,32 @@ def show_page(request: Request) -> Response:
         headers = {**page.headers, "Content-Encoding": "gzip"}
         return Response(page.packed, headers=headers, media_type="text/html; charset=utf-8")
     return Response(page.content, headers=page.headers, media_type="text/html; charset=utf-8")
+
+
+REFERENCE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+@router.get("/docs", include_in_schema=False)
+async def show_reference(request: Request) -> Response:
+    """Every endpoint and schema, as `/openapi.json` has them: a page without script or style."""
+    document = request.app.openapi()
+    parts = [f"<!doctype html><title>{document['info']['title']}</title><h1>Endpoints</h1>"]
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            about = operation.get("description") or operation.get("summary", "")
+            parts.append(_fold(f"{method.upper()} {path}", about, operation))
+    parts.append("<h1>Schemas</h1>")
+    for name, schema in document["components"]["schemas"].items():
+        parts.append(_fold(name, schema.get("description", ""), schema))
+    parts.append('<p>As a document: <a href="openapi.json">openapi.json</a></p>')
+    return HTMLResponse("\n".join(parts), headers=REFERENCE_HEADERS)
+
+
+def _fold(name: str, about: str, document: Any) -> str:
+    """Return an entry that opens to a document."""
+    text = json.dumps(document, indent=2, ensure_ascii=False)
+    summary = f"<summary><code>{escape(name)}</code> {escape(about)}</summary>"
+    return f'<details id="{escape(name)}">{summary}<pre>{escape(text)}</pre></details>'

@@ -106,7 +106,9 @@ async def detokenize(
             detail = f"token_ids[{index}] has id {max(ids)}; the vocabulary ends at "
             detail += f"{info.vocab_size - 1}."
             raise api_error("invalid_request", detail, param=f"token_ids[{index}]")
-    texts = await _run(request, capacity, _decode(codec, sequences))
+    longest = max(map(len, sequences), default=0)
+    takes_long = cover_text(longest, capacity.settings, request.state.memory)
+    texts = await _run(request, capacity, _decode(codec, sequences), takes_long=takes_long)
     document: dict[str, Any] = {"model": model.id, "texts": texts}
     if body.tokens is not None:
         document["prompt"] = texts[0]

@@ -181,7 +181,8 @@ class RowReader:
         except Exception as error:
             if not isinstance(error, OSError) and not (self._is_alone and lacks_memory(error)):
                 raise
-            log.exception("the rows of %d requests could not be read", len(steps))
+            if not isinstance(error, FileNotFoundError):  # as where the request was cancelled
+                log.exception("the rows of %d requests could not be read", len(steps))
             reason = NO_FILE if isinstance(error, OSError) else NO_MEMORY
         else:
             return True
