@@ -50,8 +50,10 @@ def check_loadable(old: ModelSettings, wanted: ModelSettings, settings: Settings
         except Exception as error:  # a tokenizer's own code may raise anything
             raise ValueError(f"{directory}: its tokenizer cannot be read: {error}") from error
     gpus = [] if wanted.engine == "fake" or wanted.devices == "cpu" else list_gpus()
-    if isinstance(wanted.devices, list):
+    if gpus and isinstance(wanted.devices, list):
         gpus = [gpu for gpu in gpus if gpu.index in wanted.devices]
+        if len(gpus) < len(wanted.devices):
+            raise ValueError(f"of devices {wanted.devices} only {len(gpus)} are here")
     if gpus:
         part = needs.weights_bytes // spec.num_ranks
         size = min(gpu.total_bytes for gpu in gpus)
