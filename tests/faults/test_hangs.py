@@ -3,15 +3,15 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
-from logsteer_server.runtime.process import Beat
-from logsteer_server.runtime.watchdog import RestartBudget, Watchdog, WatchLimits, lengthen
+from logsteer_server.runtime.process import Heartbeat
+from logsteer_server.runtime.supervision import RestartBudget, SupervisionLimits, Watchdog
 from tests.conftest import Server, fake_model
 from tests.faults.processes import (
     check_retryable,
@@ -28,7 +28,7 @@ from tests.held import held
 HANG = 77
 SILENCE_S = 2.0
 STEP_S = 5.0
-LIMITS = WatchLimits(heartbeat_timeout_s=10.0, max_step_s=50.0, max_load_s=100.0)
+LIMITS = SupervisionLimits(heartbeat_timeout_s=10.0, max_step_s=50.0, max_load_s=300.0)
 
 
 class TestWatchdog:
@@ -38,56 +38,70 @@ class TestWatchdog:
     def dog(self) -> Watchdog:
         return Watchdog(LIMITS)
 
-    def look(self, dog: Watchdog, beats: Iterator[Beat | None], looks: int) -> tuple[int, str]:
+    def look(self, dog: Watchdog, beats: Iterator[Heartbeat], looks: int) -> tuple[int, str]:
         """The number of the look that finds a hang, and what it says; 0 where none does."""
         for number in range(1, looks + 1):
-            if why := dog.look(next(beats), 1.0):
+            if why := dog.watch_work(next(beats), 1.0):
                 return number, why
         return 0, ""
 
     def test_a_loop_that_turns_does_not_hang(self, dog: Watchdog) -> None:
-        assert self.look(dog, (Beat(n, n, False) for n in range(1000)), 1000) == (0, "")
+        assert self.look(dog, (Heartbeat(n, n, False) for n in range(1000)), 1000) == (0, "")
 
     def test_silence_is_a_hang_even_in_a_step(self, dog: Watchdog) -> None:
-        beats = iter([Beat(1, 1, True)] * 100)
+        beats = iter([Heartbeat(1, 1, True)] * 100)
         assert self.look(dog, beats, 100) == (12, "it was silent for 10 s")
 
     def test_a_loop_that_stands_still_outside_of_the_engine_hangs(self, dog: Watchdog) -> None:
-        beats = (Beat(n, 7, False) for n in range(100))
+        beats = (Heartbeat(n, 7, False) for n in range(100))
         assert self.look(dog, beats, 100) == (12, "its loop has stood still for 10 s")
 
     def test_a_long_step_is_no_hang_and_a_very_long_one_is(self, dog: Watchdog) -> None:
-        beats = (Beat(n, 7, True) for n in range(100))
+        beats = (Heartbeat(n, 7, True) for n in range(100))
         assert self.look(dog, beats, 100) == (52, "one step took 50 s")
-        endless = Watchdog(WatchLimits(10.0, None, None))
-        assert self.look(endless, (Beat(n, 7, True) for n in range(10_000)), 10_000) == (0, "")
+        endless = Watchdog(SupervisionLimits(10.0, None, None))
+        assert self.look(endless, (Heartbeat(n, 7, True) for n in range(10_000)), 10_000) == (0, "")
 
-    def test_loading_may_take_long(self, dog: Watchdog) -> None:
-        assert self.look(dog, iter([None] * 200), 200) == (101, "its model was not loaded in 100 s")
+    @pytest.mark.parametrize(
+        ("progress", "hang"),
+        [
+            (lambda s: 2.0 * s, (301, "its model was not loaded in 300 s")),
+            (lambda s: 30.0 * (s // 30), (301, "its model was not loaded in 300 s")),
+            (lambda s: min(s, 50) + s / 20, (151, "its load made no progress for 100 s")),
+            (
+                lambda _: None,
+                (301, "its model was not loaded in 300 s"),
+            ),
+        ],
+    )
+    def test_a_load_may_take_long_while_it_makes_progress(
+        self, dog: Watchdog, progress: Callable[[float], float | None], hang: tuple[int, str]
+    ) -> None:
+        """A hundredth of a core or a MiB a second is progress, and a twentieth of that is none."""
+        found = (dog.watch_load(progress(float(second)), 1.0) for second in range(1, 1000))
+        assert next((n, why) for n, why in enumerate(found, 1) if why) == hang
 
     def test_what_the_server_slept_through_is_no_silence(self, dog: Watchdog) -> None:
-        assert dog.look(Beat(1, 1, False), 1.0) is None
+        assert dog.watch_work(Heartbeat(1, 1, False), 1.0) is None
         for _ in range(4):
-            assert dog.look(Beat(1, 1, False), 3600.0) is None, "the machine was suspended"
-        assert dog.look(Beat(2, 1, False), 3600.0) is None
-        assert self.look(dog, (Beat(n, n, False) for n in range(3, 100)), 90) == (0, "")
+            assert dog.watch_work(Heartbeat(1, 1, False), 3600.0) is None, (
+                "the machine was suspended"
+            )
+        assert dog.watch_work(Heartbeat(2, 1, False), 3600.0) is None
+        assert self.look(dog, (Heartbeat(n, n, False) for n in range(3, 100)), 90) == (0, "")
 
 
 class TestBudget:
     def test_waits_grow_and_the_budget_ends(self) -> None:
-        budget = RestartBudget(8, window_s=600.0, delay_s=1.0)
-        assert [budget.take(100.0) for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, None]
+        budget = RestartBudget(8, delay_s=1.0)
+        assert [budget.spend(100.0) for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, None]
 
     def test_an_engine_that_dies_now_and_then_is_restarted_for_ever(self) -> None:
-        budget = RestartBudget(2, window_s=600.0, delay_s=1.0)
-        assert [budget.take(1000.0 * hour) for hour in range(50)] == [1.0] * 50
-        assert [budget.take(50_000.0 + s) for s in (0, 1, 2, 599, 600, 601)] == [
+        budget = RestartBudget(2, delay_s=1.0)
+        assert [budget.spend(1000.0 * hour) for hour in range(50)] == [1.0] * 50
+        assert [budget.spend(50_000.0 + s) for s in (0, 1, 2, 599, 600, 601)] == [
             1.0, 2.0, None, None, 2.0, 2.0,
         ]  # fmt: skip
-
-    def test_a_wait_doubles_up_to_its_bound_however_often_it_was_in_vain(self) -> None:
-        found = [lengthen(60.0, count, 960.0) for count in (1, 2, 3, 4, 5, 6, 5000)]
-        assert found == [60, 120, 240, 480, 960, 960, 960]
 
 
 @pytest.fixture(scope="module")
@@ -160,3 +174,29 @@ def test_a_step_that_does_not_end_is_ended(server: Server) -> None:
             assert "one step took 8 s" in read_card(server, "quick")["detail"]
     wait_for_state(server, "quick", "ready")
     assert score(server, "quick").status_code == 200
+
+
+def test_a_load_that_hangs_is_ended_and_the_card_says_why(tmp_path: Path) -> None:
+    """At the first start, and at a restart: it is killed, and the next one is watched anew."""
+    config = {"models": [fake_model(hang_file="hang")], "heartbeat_timeout_s": 0.5}
+    (tmp_path / "hang").touch()
+    with running(config, tmp_path) as server:
+
+        def detail() -> str:
+            return str(read_card(server, "fake")["detail"])
+
+        wait_for(lambda: "starting, without progress for" in detail())
+        assert read_card(server, "fake")["state"] == "loading"
+        assert "loads without progress for 0.5 s" in server.output
+        wait_for(lambda: "its load made no progress for 5 s" in detail())
+        assert "hangs and is killed: its load made no progress for 5 s" in server.output
+        (tmp_path / "hang").unlink()
+        wait_for_state(server, "fake", "ready")
+        assert detail() == "answers"
+        (tmp_path / "hang").touch()
+        os.kill(find_engines(server)[0], signal.SIGKILL)
+        wait_for(lambda: "starting, without progress for" in detail())
+        assert "before that: its process was ended by SIGKILL" in detail()
+        wait_for(lambda: "its load made no progress for 5 s" in detail())
+        (tmp_path / "hang").unlink()
+        wait_for_state(server, "fake", "ready")

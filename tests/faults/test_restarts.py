@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from logsteer_server.contract.engine import EngineSpec
-from logsteer_server.runtime.replica import SupervisionLimits
-from logsteer_server.runtime.supervisor import LocalEngine
+from logsteer_server.runtime.handle import EngineHandle
+from logsteer_server.runtime.supervision import TRANSITIONS, Replica, SupervisionLimits
 from tests.conftest import DEMO_MODEL, VOCAB_SIZE, fake_model
 from tests.faults.processes import (
     check_retryable,
@@ -31,17 +31,47 @@ SPEC = EngineSpec(
 )
 
 
-def test_deaths_that_are_far_apart_are_forgotten(tmp_path: Path) -> None:
-    """Three deaths with a budget of two in two seconds, none of them too soon."""
-    config = {"models": [fake_model()], "max_restarts": 2, "restart_window_s": 2.0}
-    with running(config, tmp_path) as server:
-        server.wait_until_ready()
-        for restarts in (1, 2, 3):
-            os.kill(find_engine(server), signal.SIGKILL)
-            wait_for(lambda n=restarts: read_card(server, "fake")["restarts"] == n)  # type: ignore[misc]
-            wait_for_state(server, "fake", "ready")
-            time.sleep(1.0)
-        assert score(server, "fake").status_code == 200
+LIMITS = SupervisionLimits(max_restarts=1)
+
+
+class TestPhases:
+    def test_only_what_the_table_names_leads_on(self) -> None:
+        phases = {phase for phase, _ in TRANSITIONS} | set(TRANSITIONS.values())
+        for phase in phases:
+            for happening in ("loads", "fails", "ends", "restarts", "exhausts"):
+                replica = Replica(0, SPEC, LIMITS)
+                replica.phase = phase
+                following = TRANSITIONS.get((phase, happening))  # type: ignore[arg-type]
+                assert replica.apply(happening) == (following is not None)  # type: ignore[arg-type]
+                assert replica.phase == (following or phase)
+
+    def test_what_the_card_says_from_start_to_end(self) -> None:
+        replica, found = Replica(0, SPEC, LIMITS), []
+
+        def show() -> None:
+            found.append((replica.phase, replica.state, replica.detail))
+
+        show()
+        for happening, reason in [("fails", "no room"), ("ends", "status 0")]:
+            replica.apply(happening, reason)  # type: ignore[arg-type]
+            show()
+        replica.plan_restart()
+        for happening in ("restarts", "loads", "fails", "ends"):
+            replica.apply(happening, "it broke" if happening == "fails" else "")  # type: ignore[arg-type]
+            show()
+        assert replica.plan_restart() is None
+        show()
+        last = "it was given up after 1 restarts within 600 s; last: it broke"
+        assert found == [
+            ("starting", "loading", "starting"),
+            ("silent", "loading", "no room"),
+            ("ended", "loading", "no room"),
+            ("starting", "restarting", "starting; before that: no room"),
+            ("ready", "ready", "answers"),
+            ("silent", "restarting", "it broke"),
+            ("ended", "restarting", "it broke"),
+            ("given up", "failed", last),
+        ]
 
 
 def test_a_load_that_fails_during_a_restart_is_tried_again(tmp_path: Path) -> None:
@@ -94,7 +124,7 @@ def test_a_start_without_descriptors_is_tried_again() -> None:
 
 
 async def start_without_descriptors() -> None:
-    handle = LocalEngine(SPEC, SupervisionLimits(restart_delay_s=0.2))
+    handle = EngineHandle(SPEC, SupervisionLimits(restart_delay_s=0.2))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(list(Path("/proc/self/fd").iterdir()))
     resource.setrlimit(resource.RLIMIT_NOFILE, (used - 1, limits[1]))
@@ -119,7 +149,7 @@ def test_nothing_of_a_dead_engine_is_left() -> None:
 
 
 async def restart_and_count() -> None:
-    handle = LocalEngine(SPEC, SupervisionLimits(restart_delay_s=0.01, max_restarts=10))
+    handle = EngineHandle(SPEC, SupervisionLimits(restart_delay_s=0.01, max_restarts=10))
     handle.start()
     most_files, most_threads = 10_000, 10_000
 

@@ -10,8 +10,8 @@ from logsteer_server.api.respond import EventBuffer
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob, GenerateOutput
 from logsteer_server.contract.results import ResultPart
-from logsteer_server.runtime.replica import SupervisionLimits
-from logsteer_server.runtime.supervisor import LocalEngine
+from logsteer_server.runtime.handle import EngineHandle
+from logsteer_server.runtime.supervision import SupervisionLimits
 
 NONE = np.zeros((1, 0), np.float32)
 
@@ -23,7 +23,7 @@ def piece(*, ends: bool = False) -> GenerateOutput:
 
 def test_a_call_whose_results_are_not_read_is_ended() -> None:
     limits = SupervisionLimits(max_unread_results=10)
-    handle = LocalEngine(EngineSpec("any", "fake", "here"), limits)
+    handle = EngineHandle(EngineSpec("any", "fake", "here"), limits)
     handle.check_ready = lambda: None  # type: ignore[assignment, method-assign, return-value]
     job = GenerateJob(np.arange(3, dtype=np.int32), 100, stream=True)
 
@@ -43,7 +43,7 @@ def test_a_call_whose_results_are_not_read_is_ended() -> None:
         reading = asyncio.create_task(read())
         await asyncio.sleep(0)
         deliver(1)
-        with pytest.raises(OverloadedError, match="max_unread_results"):
+        with pytest.raises(OverloadedError, match="that were not read"):
             await reading
         assert handle._waiters == {}
 
@@ -52,7 +52,7 @@ def test_a_call_whose_results_are_not_read_is_ended() -> None:
 
 def test_a_reader_who_keeps_up_is_never_ended() -> None:
     limits = SupervisionLimits(max_unread_results=10)
-    handle = LocalEngine(EngineSpec("any", "fake", "here"), limits)
+    handle = EngineHandle(EngineSpec("any", "fake", "here"), limits)
     handle.check_ready = lambda: None  # type: ignore[assignment, method-assign, return-value]
     job = GenerateJob(np.arange(3, dtype=np.int32), 100, stream=True)
 

@@ -5,6 +5,7 @@ of that state. Calls are read as vLLM does it: prefixes that were read before co
 texts are split where a step has no room for them.
 """
 
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,7 +25,6 @@ from logsteer_server.contract.lane import Lane
 from logsteer_server.contract.plan import Site, SteeringPlan, SteeringTrace
 from logsteer_server.contract.results import ResultPart
 from logsteer_server.runtime.handle import ReplicaReading
-from logsteer_server.runtime.supervisor import now
 from tests.server import scripted_model
 from tests.server.scripted_model import ScriptedHandle
 
@@ -204,7 +204,7 @@ class HonestEngine(ScriptedHandle):
                     output = CaptureOutput(np.array([[last_D]]))
                 case _:
                     raise AssertionError(job)
-            yield ResultPart([index], [output], now())
+            yield ResultPart([index], [output], time.monotonic())
 
 
 def apply_site(site: Site, x_D: np.ndarray) -> np.ndarray:

@@ -1,6 +1,7 @@
 """A resident model whose engine is a script in this process: no server, no subprocess."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -33,11 +34,9 @@ from logsteer_server.interventions.interventions import Stores
 from logsteer_server.models.admission import Admission
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.model import ResidentModel
-from logsteer_server.models.registry import ModelRegistry
-from logsteer_server.models.scratch import ScratchSpace
+from logsteer_server.models.registry import ModelRegistry, ScratchSpace
 from logsteer_server.observation.metrics import Metrics
 from logsteer_server.runtime.handle import ReplicaReading
-from logsteer_server.runtime.supervisor import now
 from logsteer_server.settings import ModelSettings, Settings
 from logsteer_server.text.tokenizer import TextCodec
 from tests.conftest import DEMO_MODEL, VOCAB_SIZE
@@ -96,7 +95,7 @@ class ScriptedHandle:
     def __init__(self, info: EngineInfo = INFO, answer: Answer = answer_as_fake) -> None:
         self.info = info
         self.state: ModelState = "ready"
-        self.given_up = self.answers_elsewhere = False
+        self.given_up = False
         self.detail = "answers"
         self.restarts = 0
         self.ready = asyncio.Event()
@@ -138,7 +137,7 @@ class ScriptedHandle:
                     await asyncio.sleep(0)
                     if isinstance(output, JobFailure):
                         raise api_error(output.code, output.detail)
-                    yield ResultPart([index], [output], now())
+                    yield ResultPart([index], [output], time.monotonic())
         finally:
             self.open -= 1
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.doctor import MachineFinding, draw, examine
 from logsteer_server.engines.needs import CPU_CACHE_BYTES, PROCESS_BYTES, estimate
 from logsteer_server.models import fit
-from logsteer_server.models.fit import fits_beside
+from logsteer_server.models.fit import check_loadable, fits_beside
 from logsteer_server.runtime.machine_facts import Gpu, measure_memory, parse_gpus
 from logsteer_server.settings import ModelSettings, Settings
 from tests.conftest import DEMO_MODEL
@@ -202,6 +203,78 @@ class TestBeside:
         one = {"id": "m", "path": str(checkpoint)}
         settings = settings_of(one, reload_beside=wish)
         assert fits_beside(ModelSettings(**one | old), ModelSettings(**one | new), settings) is fits
+
+
+class TestLoadable:
+    """What is known of a model before the one that it replaces ends."""
+
+    def check(
+        self, new: dict[str, Any], monkeypatch: pytest.MonkeyPatch, gpus: Sequence[Gpu] = ()
+    ) -> None:
+        monkeypatch.setattr(fit, "measure_memory", lambda: (16 * GIB, 8 * GIB))
+        monkeypatch.setattr(fit, "list_gpus", lambda: list(gpus))
+        one = {"id": "m", "path": str(DEMO_MODEL), "memory": "4GiB"}
+        settings = settings_of(one)
+        check_loadable(ModelSettings(**one), ModelSettings(**one | new), settings)
+
+    @pytest.fixture
+    def copy(self, tmp_path: Path) -> Path:
+        return Path(shutil.copytree(DEMO_MODEL, tmp_path / "copy"))
+
+    @pytest.mark.parametrize(
+        ("new", "why"),
+        [
+            ({"path": "./nowhere"}, "nowhere: no such directory"),
+            ({"engine": "fake", "path": "./nowhere"}, "nowhere: no such directory"),
+            ({"memory": "13GiB"}, "bytes of memory, and 8589934592 are free"),
+            ({"memory": "7GiB", "replicas": 2}, "bytes of memory"),
+        ],
+    )
+    def test_what_the_machine_lacks_is_said(
+        self, new: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.check({}, monkeypatch)
+        self.check({"memory": "11GiB"}, monkeypatch)  # what the old one has is free by then
+        with pytest.raises(ValueError, match=why):
+            self.check(new, monkeypatch)
+
+    @pytest.mark.parametrize(
+        ("file", "text", "why"),
+        [
+            ("config.json", "{", "config.json cannot be read"),
+            ("tokenizer.json", "{", "tokenizer cannot be read"),
+            ("model.safetensors", None, "has no weights"),
+        ],
+    )
+    def test_a_checkpoint_that_cannot_be_read_is_refused(
+        self,
+        copy: Path,
+        file: str,
+        text: str | None,
+        why: str,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        self.check({"path": str(copy)}, monkeypatch)
+        if text is None:
+            (copy / file).unlink()
+        else:
+            (copy / file).write_text(text)
+        with pytest.raises(ValueError, match=why):
+            self.check({"path": str(copy)}, monkeypatch)
+
+    def test_weights_beyond_a_gpu_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        small = [Gpu(0, "old", 2**20, 2**20, "570")]
+        self.check({"devices": "cpu"}, monkeypatch, small)
+        with pytest.raises(ValueError, match="of each GPU"):
+            self.check({}, monkeypatch, small)
+
+    def test_a_hub_id_that_cannot_be_had_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(hub_id: str, file: str) -> None:
+            raise OSError(f"{hub_id} has no {file}")
+
+        monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
+        with pytest.raises(ValueError, match="cannot be had of the hub: no/such has no config"):
+            self.check({"path": "no/such"}, monkeypatch)
 
 
 def test_a_shared_store_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

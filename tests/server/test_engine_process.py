@@ -35,6 +35,23 @@ def put(root: Path, name: str, text: str) -> Path:
     return path
 
 
+def test_an_engine_has_none_of_the_servers_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys are among them; what libraries read stays."""
+    monkeypatch.setenv("LOGSTEER_API_KEY", "secret")
+    monkeypatch.setenv("OF_LIBRARIES", "kept")
+    messages: queue.SimpleQueue[FromEngine | Ended] = queue.SimpleQueue()
+    process = EngineProcess(SPEC, 0.1, lambda _, message: messages.put(message))
+    try:
+        while not isinstance(messages.get(timeout=START_S), Ready):
+            pass
+        environ = Path(f"/proc/{process.pid}/environ").read_bytes()
+        assert b"LOGSTEER_" not in environ
+        assert b"OF_LIBRARIES=kept" in environ
+        assert os.environ["LOGSTEER_API_KEY"] == "secret"
+    finally:
+        process.kill()
+
+
 def kill(vmstat: Path, counts: int | None, number: signal.Signals = signal.SIGKILL) -> Ended:
     """How the end of an engine is told that a signal ended, when the kernel counted so many."""
     messages: queue.SimpleQueue[FromEngine | Ended] = queue.SimpleQueue()

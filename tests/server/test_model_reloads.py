@@ -9,9 +9,8 @@ import pytest
 from logsteer.errors import APIError
 from logsteer_server.models import changes as changes_module
 from logsteer_server.models.cache import ResultCache
-from logsteer_server.models.changes import ModelChanges
+from logsteer_server.models.changes import ModelChanges, ReloadReport
 from logsteer_server.models.registry import ModelRegistry
-from logsteer_server.models.transitions import ReloadReport
 from logsteer_server.observation.metrics import Metrics
 from logsteer_server.settings import ModelSettings, Settings
 from tests.server.scripted_model import ScriptedHandle, answer_as_fake
@@ -106,8 +105,16 @@ def script(test: Callable[[], Awaitable[None]]) -> None:
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No request is on its way here that a replaced model would have to wait for."""
+    """No request is on its way here that a replaced model would have to wait for; only the version
+    `unreadable` cannot be loaded.
+    """
+
+    def check(_old: ModelSettings, wanted: ModelSettings, _settings: Settings) -> None:
+        if wanted.path == "unreadable":
+            raise ValueError("no such directory")
+
     monkeypatch.setattr(changes_module, "QUIET_S", 0.01)
+    monkeypatch.setattr(changes_module, "check_loadable", check)
 
 
 def test_a_reload_leaves_a_model_alone_that_an_earlier_one_has_begun_to_load() -> None:
@@ -239,6 +246,21 @@ def test_the_one_that_answered_last_comes_back_whatever_was_given_up_between() -
         assert "its replacement failed: it is broken" in machine.models.by_id["a"].note
         again = await machine.reload(model("a", "C"))
         assert again.replaced == ["a"], "one that failed is tried again"
+
+    script(test)
+
+
+@pytest.mark.parametrize("beside", ["always", "never"])
+def test_what_cannot_be_loaded_is_refused_before_the_working_model_ends(beside: str) -> None:
+    async def test() -> None:
+        machine = Machine(model("a"), reload_beside=beside)
+        await machine.begin()
+        working = machine.find("a A")
+        report = await machine.reload(model("a", "unreadable"))
+        await until(lambda: not report.pending)
+        assert report.failed == {"a": "no such directory"}
+        assert (machine.show("a"), machine.handles) == (("A", "ready"), [working])
+        assert machine.models.by_id["a"].note == "its replacement failed: no such directory"
 
     script(test)
 

@@ -14,12 +14,12 @@ from logsteer_server.contract.jobs import Job, JobFailure, JobResult, Output
 from logsteer_server.engines.failures import lacks_memory
 from logsteer_server.runtime.process import (
     Add,
-    Beat,
     Cancel,
     Cancelled,
     Close,
     EngineLoop,
     Finished,
+    Heartbeat,
     JobGroup,
 )
 
@@ -194,9 +194,9 @@ def test_heartbeats_say_how_far_the_loop_is_and_come_from_within_a_step(
     assert not threads[1].is_alive(), "heartbeats end with the other end"
 
 
-def read_beat(connection: Connection) -> Beat:
+def read_beat(connection: Connection) -> Heartbeat:
     """The next heartbeat, past other messages."""
-    while not isinstance(message := connection.recv(), Beat):
+    while not isinstance(message := connection.recv(), Heartbeat):
         pass
     return message
 

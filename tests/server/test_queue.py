@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from logsteer_server.contract.engine import EngineLoad, EngineRoom
 from logsteer_server.contract.jobs import GenerateJob, Job
 from logsteer_server.contract.lane import Lane, Priority
-from logsteer_server.runtime.occupancy import LOOK_AHEAD
-from logsteer_server.runtime.queue import FairQueue
-from logsteer_server.runtime.turns import EngineCall, TurnQueue
+from logsteer_server.runtime.queue import LOOK_AHEAD, FairQueue
+from logsteer_server.runtime.turns import EngineCall
 
 SIZES = st.lists(st.integers(1, 12), max_size=6)
 
@@ -23,7 +22,7 @@ def make_call(first_id: int, *sizes: int) -> EngineCall:
 
 
 def ids(queue: FairQueue) -> list[int]:
-    return queue.take().order
+    return [job_id for own in queue.dequeue().values() for job_id in own.order]
 
 
 def test_calls_take_turns_and_keep_the_order_of_their_jobs() -> None:
@@ -67,10 +66,10 @@ def test_a_call_goes_to_the_replica_that_it_names_while_that_is_open() -> None:
     queue = FairQueue(EngineRoom(4), replicas=2)
     named = Lane(replica=1)
     queue.put(EngineCall(make_call(0, 4, 4, 4).jobs, 0, named))
-    assert queue.take().by_replica.keys() == {1}, "also more than it has room for"
-    queue.places[1].is_open = False
+    assert queue.dequeue().keys() == {1}, "also more than it has room for"
+    queue.replicas[1].is_open = False
     queue.put(EngineCall(make_call(10, 4).jobs, 10, named))
-    assert queue.take().by_replica.keys() == {0}
+    assert queue.dequeue().keys() == {0}
 
 
 def test_a_dropped_call_says_what_the_engine_has_of_it_and_keeps_that_room_till_the_end() -> None:
@@ -94,11 +93,11 @@ def test_a_job_that_another_replica_was_given_is_dropped_there() -> None:
     queue = FairQueue(EngineRoom(10), replicas=2)
     call = make_call(0, 5)
     queue.put(call)
-    assert list(queue.take().by_replica) == [0]
-    queue.places[0].is_open = False
+    assert list(queue.dequeue()) == [0]
+    queue.replicas[0].is_open = False
     queue.lose(0)
-    queue.put_back(call, [0], last=False)
-    assert list(queue.take().by_replica) == [1]
+    queue.put_back(call, [0])
+    assert list(queue.dequeue()) == [1]
     queue.finish([0], 0)
     assert queue.drop(call) == {1: [0]}
     queue.clear()
@@ -249,28 +248,6 @@ def test_every_job_of_every_lane_is_sent_once(calls: list[tuple[str, Priority, l
     assert sorted(drain(queue)) == expected
 
 
-@given(st.data())
-def test_a_call_that_is_passed_by_is_taken_later(data: st.DataObject) -> None:
-    turns = TurnQueue()
-    calls = [
-        lane_call(10 * n, data.draw(st.sampled_from("ab")), 1, 1)
-        for n in range(data.draw(st.integers(1, 5)))
-    ]
-    for call in calls:
-        turns.put(call)
-    assert len(turns) == len(calls)
-    seen = set()
-    for _ in range(4 * len(calls)):
-        call = turns.peek()
-        assert call is not None
-        seen.add(call.first_id)
-        turns.pass_by(call)
-    assert seen == {call.first_id for call in calls}
-    for call in calls:
-        turns.drop(call)
-    assert not turns
-
-
 # ------------------------------------------------------------------ generation
 
 
@@ -286,12 +263,12 @@ def test_generation_is_let_in_by_what_it_holds_now() -> None:
     queue.put(chat_call(0, *[20] * 80))
     first = ids(queue)
     assert first == list(range(1000 // (20 + LOOK_AHEAD)))
-    queue.note_load(EngineLoad(first, held_tokens=35 * len(first)))
+    queue.update(EngineLoad(first, held_tokens=35 * len(first)))
     assert ids(queue) == []
     for job_id in first[4:]:
         queue.finish([job_id])
     assert ids(queue) == [], "that they have ended does not say what is free"
-    queue.note_load(EngineLoad([], held_tokens=4 * 35))
+    queue.update(EngineLoad([], held_tokens=4 * 35))
     assert len(ids(queue)) == (1000 - 4 * 35 - 4 * LOOK_AHEAD) // (20 + LOOK_AHEAD)
 
 
@@ -299,7 +276,7 @@ def test_where_nothing_generates_one_job_may_whatever_it_takes() -> None:
     queue = FairQueue(EngineRoom(10, cache_tokens=20, sequences=1))
     queue.put(chat_call(0, 50, 1))
     assert ids(queue) == [0]
-    queue.note_load(EngineLoad([0], held_tokens=50))
+    queue.update(EngineLoad([0], held_tokens=50))
     assert ids(queue) == []
     queue.finish([0])
     assert ids(queue) == [1], "what is held is told with the next step, which needs a job"
@@ -309,12 +286,12 @@ def test_prompts_that_were_read_make_room_for_the_next() -> None:
     queue = FairQueue(EngineRoom(100, cache_tokens=10_000, sequences=100))
     queue.put(chat_call(0, *[40] * 6))
     assert ids(queue) == [0, 1]
-    queue.note_load(EngineLoad([0], held_tokens=40))
+    queue.update(EngineLoad([0], held_tokens=40))
     assert ids(queue) == [2]
     queue.finish([0])
     assert ids(queue) == [], "its prompt makes room once"
     queue.finish([1])
-    queue.note_load(EngineLoad([1, 2, 77], held_tokens=80))
+    queue.update(EngineLoad([1, 2, 77], held_tokens=80))
     assert ids(queue) == [3, 4]
 
 
@@ -334,12 +311,12 @@ def test_a_generation_waits_for_its_turn_and_is_not_jumped() -> None:
     queue = FairQueue(EngineRoom(10_000, cache_tokens=1000, sequences=100))
     queue.put(chat_call(0, 20))
     assert ids(queue) == [0]
-    queue.note_load(EngineLoad([0], held_tokens=500))
+    queue.update(EngineLoad([0], held_tokens=500))
     queue.put(chat_call(10, 600))
     queue.put(chat_call(20, 20))
     assert ids(queue) == []
     queue.finish([0])
-    queue.note_load(EngineLoad([], held_tokens=0))
+    queue.update(EngineLoad([], held_tokens=0))
     assert ids(queue) == [10, 20]
 
 
@@ -355,7 +332,7 @@ def test_nothing_of_generation_is_left_when_the_engine_is_gone() -> None:
     queue = FairQueue(EngineRoom(100, cache_tokens=200, sequences=2))
     queue.put(chat_call(0, 20, 20, 20))
     assert ids(queue) == [0, 1]
-    queue.note_load(EngineLoad([0], held_tokens=200))
+    queue.update(EngineLoad([0], held_tokens=200))
     queue.clear()
     queue.put(chat_call(10, 20, 20, 20))
     assert ids(queue) == [10, 11]
@@ -399,5 +376,5 @@ def test_reading_and_generation_each_end_within_their_room(
         for job_id in draw.draw(st.sets(st.sampled_from(running), min_size=1)):
             queue.finish([job_id])
             running.remove(job_id)
-        queue.note_load(EngineLoad([chat for chat in chats if chat % 2], held))
+        queue.update(EngineLoad([chat for chat in chats if chat % 2], held))
     assert sorted(seen) == expected

@@ -11,15 +11,13 @@ import numpy as np
 import pytest
 
 from logsteer.errors import APIError
-from logsteer.schemas import ModelState
 from logsteer_server.contract.jobs import GenerateJob, Job, JobResult, ScoreJob
 from logsteer_server.contract.lane import Lane
 from logsteer_server.contract.results import ResultPart
 from logsteer_server.models import model as model_module
 from logsteer_server.models.cache import ResultCache
-from logsteer_server.models.model import PreparedJobs, ResidentModel
+from logsteer_server.models.model import PreparedJobs, ResidentModel, WorkTimer
 from logsteer_server.models.registry import ModelRegistry
-from logsteer_server.models.timer import WorkTimer
 from logsteer_server.observation.metrics import Metrics
 from logsteer_server.settings import ModelSettings, Settings
 from logsteer_server.text.windows import Windowing
@@ -56,38 +54,6 @@ class TestFind:
         with pytest.raises(APIError, match="these are: a, b") as caught:
             registry("a", "b").find(name)
         assert (caught.value.code, caught.value.param) == ("unknown_model", "model")
-
-
-class TestComingUp:
-    """A model that answers another process of the service, and not this one yet."""
-
-    def test_who_asks_waits_for_it(self) -> None:
-        handle = ScriptedHandle()
-        handle.state, handle.answers_elsewhere = "loading", True
-        model = make_model(handle)
-
-        async def work() -> None:
-            waiting = asyncio.create_task(model.come_up(60.0))
-            await asyncio.sleep(0.1)
-            assert not waiting.done()
-            handle.state = "ready"
-            await asyncio.wait_for(waiting, 30)
-
-        asyncio.run(work())
-
-    @pytest.mark.parametrize(
-        ("state", "elsewhere"),
-        [("loading", False), ("restarting", True), ("failed", True), ("ready", True)],
-    )
-    def test_who_asks_for_another_is_told_at_once(self, state: ModelState, elsewhere: bool) -> None:
-        handle = ScriptedHandle()
-        handle.state, handle.answers_elsewhere = state, elsewhere
-        asyncio.run(asyncio.wait_for(make_model(handle).come_up(600.0), 30))
-
-    def test_it_is_waited_for_a_while(self) -> None:
-        handle = ScriptedHandle()
-        handle.state, handle.answers_elsewhere = "loading", True
-        asyncio.run(asyncio.wait_for(make_model(handle).come_up(0.1), 30))
 
 
 class TestReadiness:

@@ -14,7 +14,7 @@ from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from logsteer_server.api.problems import answer_problem
-from logsteer_server.runtime.supervisor import refuse_closing
+from logsteer_server.runtime.handle import refuse_closing
 
 ANSWERED_TO_THE_END = frozenset({"/healthz", "/readyz", "/startupz", "/metrics"})
 

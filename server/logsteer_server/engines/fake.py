@@ -164,9 +164,9 @@ class FakeEngine:
 
     A token id of `crash_id` breaks the engine, `exit_id` ends its process without a word, `hang_id`
     keeps its step from ending, `fail_id` fails its job alone. A start lacks memory until the file
-    `memory_file` exists. While the file `hold_file` exists, no start ends, and no step; given a
-    `hold_id`, no step with this token id. With `reads_files` it takes adapters and overrides, as
-    `fake_change` does.
+    `memory_file` exists, and hangs where `hang_file` does. While the file `hold_file` exists, no
+    start ends, and no step; given a `hold_id`, no step with this token id. With `reads_files` it
+    takes adapters and overrides, as `fake_change` does.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -184,6 +184,8 @@ class FakeEngine:
         memory = args.get("memory_file")
         if memory is not None and not Path(memory).exists():
             raise MemoryError("the fake engine was told to lack memory")
+        if "hang_file" in args and Path(args["hang_file"]).exists():
+            time.sleep(HANG_S)
         self._wait_while_held()
         if not Path(spec.path).is_dir():
             raise ValueError(f"{spec.path}: no such directory")

@@ -2,39 +2,43 @@
 
 No request is lost over a change. What is at work is answered first, for as long as `model_drain_s`;
 who comes meanwhile is either answered by the model that takes the place, or told `model_loading`
-with a time to come back at. A model of other settings is started beside the one that it replaces
-where there is room for both, and takes its place when it answers:
+with a time to come back at. What can be known of other settings is checked before anything ends
+(`check_loadable`). A model of other settings is started beside the one that it replaces where there
+is room for both, and takes its place when it answers:
 
     old   answers  answers  answers its last requests  ends
     new            loads    answers
 
 Without that room the old one ends first. If the new one fails, the old one is kept, or comes back.
+
+Each model has one lock, and each change one task that holds it. The last wish wins: a change that
+leads to it goes on; any other is given up where it waits, and the next one has the lock then:
+
+    reload 1   a: B loads beside A ......... given up, B ends
+    reload 2                                                 a: C loads beside A ... answers, A ends
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from logsteer.errors import APIError, api_error
+from logsteer.errors import api_error
 from logsteer.schemas import ModelState
-from logsteer_server.models.fit import fits_beside
+from logsteer_server.models.fit import check_loadable, fits_beside
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.registry import ModelRegistry, Prove
-from logsteer_server.models.transitions import (
-    ChangeError,
-    ReloadReport,
-    SupersededError,
-    Transition,
-    Transitions,
-    find_fixed,
-    is_same_engine,
-    wait_for_ends,
-)
+from logsteer_server.runtime.engine_process import ENVIRONMENT
 from logsteer_server.settings import ConfigurationError, ModelSettings, Settings
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+OTHERS = {"models", "directory"}
+"""Settings that are no reason to start the server again."""
 QUIET_S = 1.0
 """A replaced model has ended its work when none was there for so long: a request that has found
 it may be on its way."""
@@ -43,6 +47,131 @@ RELOAD_RETRY_S = 5.0
 COMES_UP: tuple[ModelState, ...] = ("loading", "testing", "restarting")
 WAITS: tuple[ModelState, str] = ("loading", "an earlier change of it has to end first")
 """What is said of a model that has not been started yet."""
+
+
+class ChangeError(Exception):
+    """A change that could not be made; the message says why."""
+
+
+class SupersededError(ChangeError):
+    """A change that was given up for a later one of the same model."""
+
+    def __init__(self) -> None:
+        super().__init__("a later change of this model took its place")
+
+
+@dataclass(slots=True)
+class ReloadReport:
+    """What a configuration that was read again changes: ids of models, names of settings.
+
+    `pending` and `failed` also have models that it leaves as an earlier change has them.
+    """
+
+    added: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
+    unchanged: list[str] = field(default_factory=list)
+    pending: set[str] = field(default_factory=set)
+    failed: dict[str, str] = field(default_factory=dict)
+    needs_restart: list[str] = field(default_factory=list)
+
+    @property
+    def by_kind(self) -> dict[str, list[str]]:
+        """What a log tells of it, without what did not change."""
+        named = ("added", "removed", "replaced", "needs_restart")
+        return {name: found for name in named if (found := getattr(self, name))}
+
+
+def compare_models(old: Mapping[str, ModelSettings], new: Iterable[ModelSettings]) -> ReloadReport:
+    """Return which models are added, removed, replaced and left alone by other settings."""
+    wanted = {model.id: model for model in new}
+    return ReloadReport(
+        added=[name for name in wanted if name not in old],
+        removed=[name for name in old if name not in wanted],
+        replaced=[name for name, own in wanted.items() if name in old and old[name] != own],
+        unchanged=[name for name, own in wanted.items() if name in old and old[name] == own],
+    )
+
+
+def is_same_engine(old: ModelSettings, new: ModelSettings) -> bool:
+    """Return whether settings differ at most in whether the model is required."""
+    return old.model_copy(update={"required": new.required}) == new
+
+
+def find_fixed(old: Settings, new: Settings) -> list[str]:
+    """Return the settings of a configuration that are others, and count from the start on."""
+    return [
+        name
+        for name in Settings.model_fields
+        if name not in OTHERS and getattr(new, name) != getattr(old, name)
+    ]
+
+
+class ModelChange:
+    """A change of one model. `aim` is what its settings are to be, None where it goes.
+
+    `only_waits`: all is done, and it waits for the model to answer; who gives it up leaves the
+    model as it is.
+    """
+
+    def __init__(self, model_id: str, aim: ModelSettings | None) -> None:
+        self.model_id = model_id
+        self.aim = aim
+        self.only_waits = False
+        self.task: asyncio.Task[None]
+        self._given_up = asyncio.Event()
+        self._reports: list[ReloadReport] = []
+
+    async def run(
+        self, lock: asyncio.Lock, work: Callable[["ModelChange"], Awaitable[None]]
+    ) -> None:
+        """Do the work once the model's lock is free; have reports say how it ended."""
+        why = None
+        try:
+            async with lock:
+                self.check()
+                await work(self)
+        except ChangeError as error:
+            why = str(error)
+            level = logging.INFO if isinstance(error, SupersededError) else logging.ERROR
+            log.log(level, "model %s: %s", self.model_id, error)
+        except Exception as error:  # whatever it is, reports are to say so, and the next one begins
+            why = f"the change ended with {error!r}"
+            log.exception("model %s: a change broke", self.model_id)
+        for report in self._reports:
+            report.pending.discard(self.model_id)
+            if why is not None:
+                report.failed[self.model_id] = why
+
+    def tell(self, report: ReloadReport) -> None:
+        """Have a report say how this ends."""
+        self._reports.append(report)
+        report.pending.add(self.model_id)
+
+    def give_up(self) -> None:
+        """Have it end at its next wait, or where it already waits."""
+        self._given_up.set()
+
+    def check(self) -> None:
+        """Go on only if it was not given up. Errors: SupersededError."""
+        if self._given_up.is_set():
+            raise SupersededError
+
+    async def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return what comes of work, which is cancelled if this is given up before it ends.
+
+        Errors: SupersededError then; those of the work.
+        """
+        own = asyncio.create_task(work)
+        over = asyncio.create_task(self._given_up.wait())
+        try:
+            await asyncio.wait([own, over], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            own.cancel()
+            over.cancel()
+            await asyncio.gather(own, over, return_exceptions=True)
+        self.check()
+        return own.result()
 
 
 class ModelChanges:
@@ -57,7 +186,8 @@ class ModelChanges:
         self._models = models
         self._settings = settings
         self._reread = reread
-        self._changes = Transitions()
+        self._latest: dict[str, ModelChange] = {}
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._reading = asyncio.Lock()
         """Of two configurations, the one that was read last counts."""
         self._spares: dict[str, ResidentModel] = {}
@@ -69,7 +199,26 @@ class ModelChanges:
 
     def close(self) -> None:
         """Give up all changes: the server ends."""
-        self._changes.close()
+        for change in self._latest.values():
+            change.task.cancel()
+
+    def _begin(
+        self,
+        model_id: str,
+        aim: ModelSettings | None,
+        work: Callable[[ModelChange], Awaitable[None]],
+    ) -> ModelChange:
+        """Begin a change of a model; give up the one that is at work."""
+        if (earlier := self._find(model_id)) is not None:
+            earlier.give_up()
+        change = self._latest[model_id] = ModelChange(model_id, aim)
+        change.task = asyncio.create_task(change.run(self._locks[model_id], work))
+        return change
+
+    def _find(self, model_id: str) -> ModelChange | None:
+        """Return the change of a model that is at work, if there is one."""
+        change = self._latest.get(model_id)
+        return None if change is None or change.task.done() else change
 
     async def drain(self, model: ResidentModel, wait_s: float) -> None:
         """Refuse a model new requests, and wait until those at work are answered."""
@@ -84,16 +233,16 @@ class ModelChanges:
         if model.status[0] == "unloaded":
             return
         model.closed = ("draining", "it is being unloaded")
-        unloading = self._changes.begin(model.id, model.settings, lambda _: self._unload(model))
-        await wait_for_ends([unloading], wait_s)
 
-    async def _unload(self, model: ResidentModel) -> None:
-        await self.end_work(model)
-        await self._models.end_one(model)
-        model.closed = ("unloaded", "it was unloaded: load it to have it answer again")
-        log.info("model %s was unloaded", model.id)
+        async def work(_: ModelChange) -> None:
+            await self._end_work(model)
+            await self._models.end_one(model)
+            model.closed = ("unloaded", "it was unloaded: load it to have it answer again")
+            log.info("model %s was unloaded", model.id)
 
-    async def end_work(self, model: ResidentModel) -> None:
+        await wait_for_ends([self._begin(model.id, model.settings, work)], wait_s)
+
+    async def _end_work(self, model: ResidentModel) -> None:
         """Wait until a model's requests are answered, or their time is over."""
         if not await wait_until(lambda: not model.num_running, self._settings.model_drain_s):
             log.warning(
@@ -103,7 +252,7 @@ class ModelChanges:
 
     async def load(self, model: ResidentModel, wait_s: float) -> None:
         """Have a model answer again: with a new engine where it has none, or one that failed."""
-        if (change := self._changes.find(model.id)) is not None:
+        if (change := self._find(model.id)) is not None:
             if model.status[0] != "draining":
                 self._check_free(model)
             await wait_for_ends([change], wait_s)
@@ -119,8 +268,10 @@ class ModelChanges:
 
     def _check_free(self, model: ResidentModel) -> None:
         """Refuse a second change of a model. Errors: APIError `overloaded`."""
-        if self._changes.is_busy(model.id):
-            raise refuse_second(model.id)
+        change = self._find(model.id)
+        if change is not None and not change.only_waits:
+            detail = f"Another change of model {model.id} is at work; wait for its end."
+            raise api_error("overloaded", detail, retry_after=RELOAD_RETRY_S)
 
     async def reload(self, wait_s: float = 0.0) -> ReloadReport:
         """Read the configuration again and change what is other in it.
@@ -129,20 +280,51 @@ class ModelChanges:
         """
         async with self._reading:
             try:
-                new = await asyncio.to_thread(self._reread)
+                new = await asyncio.to_thread(self._read)
             except ConfigurationError as error:
-                raise refuse_configuration(error) from error
-        by_id = self._models.by_id
-        there = {name: own.settings for name, own in by_id.items()}
-        report, changes = self._changes.take(there, new.models, self._reach)
+                detail = f"The configuration cannot be used, and nothing was changed: {error}"
+                raise api_error("invalid_request", detail) from error
+        report = self._begin_all(new.models)
         report.needs_restart = find_fixed(self._settings, new)
+        by_id = self._models.by_id
         for wanted in new.models:
             if wanted.id not in by_id:
                 self._place(wanted)
             elif is_same_engine(by_id[wanted.id].settings, wanted):
                 by_id[wanted.id].settings = wanted
         self._models.sort([model.id for model in new.models])
-        await wait_for_ends(changes, wait_s)
+        await wait_for_ends(self._at_work, wait_s)
+        return report
+
+    def _read(self) -> Settings:
+        with ENVIRONMENT:
+            return self._reread()
+
+    @property
+    def _at_work(self) -> list[ModelChange]:
+        return [change for name in self._latest if (change := self._find(name)) is not None]
+
+    def _begin_all(self, models: Iterable[ModelSettings]) -> ReloadReport:
+        """Begin the changes that lead to these models; report them and all that are at work.
+
+        A model that is being changed counts as what it becomes. Where one differs only in whether
+        it is required, nothing is begun.
+        """
+        wanted = {model.id: model for model in models}
+        working = {change.model_id: change for change in self._at_work}
+        becomes = {name: own.settings for name, own in self._models.by_id.items()}
+        becomes |= {name: change.aim for name, change in working.items()}  # type: ignore[misc]
+        old = {name: own for name, own in becomes.items() if own is not None}
+        report = compare_models(old, wanted.values())
+        for model_id in (*report.added, *report.removed):
+            self._begin(model_id, wanted.get(model_id), self._reach)
+        for model_id in report.replaced:
+            if not is_same_engine(old[model_id], wanted[model_id]):
+                self._begin(model_id, wanted[model_id], self._reach)
+            elif model_id in working:
+                working[model_id].aim = wanted[model_id]
+        for change in self._at_work:
+            change.tell(report)
         return report
 
     def _place(self, settings: ModelSettings) -> ResidentModel:
@@ -151,12 +333,12 @@ class ModelChanges:
         model.closed = WAITS
         return model
 
-    async def _reach(self, change: Transition) -> None:
+    async def _reach(self, change: ModelChange) -> None:
         """Bring a model from whatever it is to the aim of a change. Errors: ChangeError."""
         aim, model = change.aim, self._models.by_id[change.model_id]
         if aim is None:
             self._spares.pop(model.id, None)
-            await self.retire(self._models.by_id.pop(model.id))
+            await self._retire(self._models.by_id.pop(model.id))
             return
         if model.is_ready:
             self._spares.pop(model.id, None)
@@ -166,6 +348,8 @@ class ModelChanges:
                 closed, model = model.closed, self._place(aim)
                 model.closed = closed
                 return
+            if model.id not in self._spares:  # else none answers that could be lost
+                await self._check_loadable(model, aim, change)
             if state == "ready" and await change.wait(
                 asyncio.to_thread(fits_beside, model.settings, aim, self._settings)
             ):
@@ -182,7 +366,18 @@ class ModelChanges:
             return
         await self._see_answer(model, change)
 
-    async def _replace_beside(self, old: ResidentModel, change: Transition) -> None:
+    async def _check_loadable(
+        self, old: ResidentModel, aim: ModelSettings, change: ModelChange
+    ) -> None:
+        """Refuse settings that cannot be loaded, before the old model ends. Errors: ChangeError."""
+        work = asyncio.to_thread(check_loadable, old.settings, aim, self._settings)
+        try:
+            await change.wait(work)
+        except ValueError as error:
+            old.note = f"its replacement failed: {error}"
+            raise ChangeError(str(error)) from error
+
+    async def _replace_beside(self, old: ResidentModel, change: ModelChange) -> None:
         """Put a model in the place of one that answers meanwhile. Errors: ChangeError."""
         assert change.aim is not None
         new = self._models.make(change.aim)
@@ -197,13 +392,13 @@ class ModelChanges:
             raise
         new.settings = change.aim
         self._models.by_id[old.id] = new
-        await self.retire(old)
+        await self._retire(old)
 
-    async def _end_first(self, old: ResidentModel, change: Transition) -> None:
+    async def _end_first(self, old: ResidentModel, change: ModelChange) -> None:
         """End a model to make room for another. Errors: SupersededError; it goes on then."""
         closed, old.closed = old.closed, ("draining", "it is being replaced")
         try:
-            await change.wait(self.end_work(old))
+            await change.wait(self._end_work(old))
         except SupersededError:
             old.closed = closed
             raise
@@ -212,7 +407,7 @@ class ModelChanges:
         if old.handle.info is not None:
             self._spares[old.id] = old
 
-    async def _see_answer(self, model: ResidentModel, change: Transition) -> None:
+    async def _see_answer(self, model: ResidentModel, change: ModelChange) -> None:
         """Wait until a model answers; what it has replaced comes back if it fails.
 
         Errors: ChangeError.
@@ -232,7 +427,7 @@ class ModelChanges:
             raise
         self._spares.pop(model.id, None)
 
-    async def retire(self, model: ResidentModel) -> None:
+    async def _retire(self, model: ResidentModel) -> None:
         """End a model that requests no longer find, once it has answered those that did."""
         since = time.monotonic()
         deadline = since + self._settings.model_drain_s
@@ -243,18 +438,6 @@ class ModelChanges:
         model.closed = ("unloaded", "it was replaced or removed")
         await self._models.end_one(model)
         log.info("model %s of earlier settings has ended", model.id)
-
-
-def refuse_configuration(error: ConfigurationError) -> APIError:
-    """Return the error of a configuration that is not used."""
-    detail = f"The configuration cannot be used, and nothing was changed: {error}"
-    return api_error("invalid_request", detail)
-
-
-def refuse_second(model_id: str) -> APIError:
-    """Return the error of a change of a model while another one is at work."""
-    detail = f"Another change of model {model_id} is at work; wait for its end."
-    return api_error("overloaded", detail, retry_after=RELOAD_RETRY_S)
 
 
 async def wait_for_answer(model: ResidentModel) -> None:
@@ -274,3 +457,10 @@ async def wait_until(is_so: Callable[[], bool], limit_s: float) -> bool:
     while not (found := is_so()) and time.monotonic() < deadline:
         await asyncio.sleep(POLL_S)
     return found
+
+
+async def wait_for_ends(changes: Iterable[ModelChange], limit_s: float) -> None:
+    """Wait for the end of changes, which go on afterwards, for so long; at least one step."""
+    await asyncio.sleep(0)
+    if limit_s and (tasks := [change.task for change in changes]):
+        await asyncio.wait(tasks, timeout=limit_s)

@@ -26,7 +26,6 @@ from logsteer_server.contract.parameters import Cast
 from logsteer_server.contract.results import OutputPart, WorkCounts, count_work
 from logsteer_server.models.admission import Admission
 from logsteer_server.models.cache import Computed, MissingJob, ResultCache, digest_scope
-from logsteer_server.models.timer import WorkTimer
 from logsteer_server.observation.readings import ModelReading
 from logsteer_server.observation.tallies import ModelTally, TokenTimes
 from logsteer_server.runtime.handle import EngineHandle
@@ -38,9 +37,6 @@ log = logging.getLogger(__name__)
 
 CLOSED_RETRY_S = 5.0
 """When to come back to a model that is drained, replaced or unloaded."""
-COME_UP_S = 5.0
-"""A process that lags behind another has heard of an engine, and read its tokenizer, in less."""
-POLL_S = 0.02
 STORED_AT_ONCE = 1024
 """Results that wait together for the cache, so that a long call does not hold all of its own."""
 
@@ -79,6 +75,47 @@ def _repeat(entries: Sequence[MissingJob], outputs: Sequence[Output]) -> Iterato
     for entry, output in zip(entries, outputs, strict=True):
         if others := entry.indices[1:]:
             yield OutputPart(others, [replace(output, cached_tokens=0)] * len(others))
+
+
+class WorkTimer:
+    """Times of one request: accepted when made, then when the engine took the first job.
+
+    `batch_taken` is when it took the first job of the latest batch; `begin_batch` forgets it.
+    """
+
+    def __init__(self) -> None:
+        self.accepted = time.monotonic()
+        self.batch_taken: float | None = None
+        self._taken: float | None = None
+
+    def begin_batch(self) -> None:
+        """Have what is noted from now on count for the next batch, too."""
+        self.batch_taken = None
+
+    def note(self, taken_at: float) -> bool:
+        """Count finished jobs in, which the engine took then; return whether they are the first."""
+        is_first = self._taken is None
+        self._taken = taken_at if self._taken is None else min(self._taken, taken_at)
+        own = self.batch_taken
+        self.batch_taken = taken_at if own is None else min(own, taken_at)
+        return is_first
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds until the engine took the first job; 0 where it took none."""
+        return 0.0 if self._taken is None else max(0.0, self._taken - self.accepted)
+
+    @property
+    def engine_s(self) -> float | None:
+        """Seconds since then; None where it took no job."""
+        return None if self._taken is None else time.monotonic() - self._taken
+
+    def read(self) -> dict[str, float]:
+        """Return the fields of `Timing`."""
+        return {
+            "queue_ms": round(1e3 * self.queue_s, 3),
+            "engine_ms": round(1e3 * (self.engine_s or 0.0), 3),
+        }
 
 
 class ResidentModel:
@@ -151,19 +188,6 @@ class ResidentModel:
     def is_ready(self) -> bool:
         """Whether requests can be answered."""
         return self.status[0] == "ready"
-
-    async def come_up(self, within_s: float = COME_UP_S) -> None:
-        """Wait a while, at most, for a model that answers another process to answer here, too.
-
-        Several may answer for one service, and what one of them has shown to be ready is ready.
-        """
-        deadline = time.monotonic() + within_s
-        while (
-            self.handle.answers_elsewhere
-            and self.status[0] in ("loading", "testing")
-            and time.monotonic() < deadline
-        ):
-            await asyncio.sleep(POLL_S)
 
     def require(self) -> tuple[TextCodec, EngineInfo]:
         """Return tokenizer and engine. Errors: APIError where the model does not answer now."""

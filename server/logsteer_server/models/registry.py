@@ -1,19 +1,17 @@
 """The models of the configuration, by id: started, found, ended."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from logsteer.errors import api_error
 from logsteer_server.models.admission import Admission
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.model import ResidentModel
-from logsteer_server.models.scratch import ScratchSpace
 from logsteer_server.observation.logs import LogStyle
 from logsteer_server.observation.metrics import Metrics
 from logsteer_server.runtime.handle import EngineHandle
-from logsteer_server.runtime.replica import SupervisionLimits
-from logsteer_server.runtime.supervisor import LocalEngine
-from logsteer_server.runtime.watchdog import WatchLimits
+from logsteer_server.runtime.supervision import SupervisionLimits
 from logsteer_server.settings import ModelSettings, Settings
 from logsteer_server.stores.contents import JobContents
 
@@ -22,27 +20,51 @@ Prove = Callable[[ResidentModel], Awaitable[None]]
 
 MakeHandle = Callable[[ModelSettings], EngineHandle]
 """Makes the handle of a model's engine, which is not started yet."""
+RETRY_AFTER_S = 5.0
 
 
-def make_local_handles(settings: Settings) -> MakeHandle:
-    """Return what makes handles of engines in processes of this machine."""
-    limits = make_limits(settings)
-    contents = JobContents.of_settings(settings)
-    return lambda model: LocalEngine(model.to_spec(settings.directory), limits, contents=contents)
-
-
-def make_limits(settings: Settings) -> SupervisionLimits:
-    """Return how these settings have engines fed, watched and restarted."""
-    return SupervisionLimits(
-        max_unread_results=settings.max_unread_results,
-        watch=WatchLimits(settings.heartbeat_timeout_s, settings.max_step_s, settings.max_load_s),
+def make_handles(settings: Settings) -> MakeHandle:
+    """Return what makes the handles of engines as these settings have them watched."""
+    limits = SupervisionLimits(
+        heartbeat_timeout_s=settings.heartbeat_timeout_s,
+        max_step_s=settings.max_step_s,
+        max_load_s=settings.max_load_s,
         max_restarts=settings.max_restarts,
-        restart_window_s=settings.restart_window_s,
-        poison_s=settings.poison_s,
-        suspect_wait_s=settings.suspect_wait_s,
-        prefix_worth=settings.prefix_worth,
         style=LogStyle(settings.log_format, settings.log_level),
     )
+    contents = JobContents.of_settings(settings)
+    return lambda model: EngineHandle(model.to_spec(settings.directory), limits, contents)
+
+
+class ScratchSpace:
+    """Bytes of files that requests have at once, of at most `max_bytes`; one alone may have more.
+
+    They are what one model leaves on disk for another.
+
+        space = ScratchSpace(100)
+        with space.take(60):        60 of 100
+            with space.take(50):    raises `overloaded`
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.taken_bytes = 0
+
+    @contextmanager
+    def take(self, num_bytes: int) -> Iterator[None]:
+        """Have room while the block runs. Errors: APIError `overloaded` where others have it."""
+        if self.taken_bytes and self.taken_bytes + num_bytes > self.max_bytes:
+            detail = (
+                f"Other requests have {self.taken_bytes} bytes of log-probabilities on disk and "
+                f"this one adds {num_bytes}; the limit is max_reference_bytes, {self.max_bytes}. "
+                "Try again later."
+            )
+            raise api_error("overloaded", detail, retry_after=RETRY_AFTER_S)
+        self.taken_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self.taken_bytes -= num_bytes
 
 
 class ModelRegistry:
@@ -55,7 +77,7 @@ class ModelRegistry:
         metrics: Metrics,
         make_handle: MakeHandle | None = None,
     ) -> None:
-        self._make_handle = make_handle or make_local_handles(settings)
+        self._make_handle = make_handle or make_handles(settings)
         self._settings = settings
         self._results = results
         self._metrics = metrics

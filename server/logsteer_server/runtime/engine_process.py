@@ -6,15 +6,15 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.engines.lifetime import MemoryKills, hold_interrupts, is_stopped
 from logsteer_server.engines.scratch import sweep
 from logsteer_server.observation.logs import LogStyle
-from logsteer_server.runtime.process import Beat, Close, FromEngine, ToEngine, run_engine
+from logsteer_server.runtime.process import Close, FromEngine, Heartbeat, ToEngine, run_engine
 
 CLOSE_TIMEOUT_S = 20.0
 END_TIMEOUT_S = 5.0
@@ -27,6 +27,25 @@ FROM_OUTSIDE = (
     "not by this server, nor by the kernel for want of memory: somebody killed it, or a program "
     "that watches the machine"
 )
+
+
+PREFIX = "LOGSTEER_"
+"""Of variables that are settings of the server, keys among them; engines read none."""
+ENVIRONMENT = threading.Lock()
+"""Held while settings are not in this process's environment, and while they are read there."""
+
+
+@contextmanager
+def hide_settings() -> Iterator[None]:
+    """Keep the server's settings, and so its keys, from processes that the block starts."""
+    with ENVIRONMENT:
+        hidden = {name: text for name, text in os.environ.items() if name.startswith(PREFIX)}
+        for name in hidden:
+            del os.environ[name]
+        try:
+            yield
+        finally:
+            os.environ.update(hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +76,7 @@ class EngineProcess:
         style: LogStyle | None = None,
     ) -> None:
         context = multiprocessing.get_context("spawn")
-        self.beat: Beat | None = None
+        self.beat: Heartbeat | None = None
         self.beat_at = 0.0
         self._receive = receive
         self._pid: int | None = None
@@ -76,7 +95,7 @@ class EngineProcess:
             for work in (self._send_all, self._receive_all)
         )
         try:
-            with remote, hold_interrupts():
+            with remote, hold_interrupts(), hide_settings():
                 self._process.start()
             self._pid = self._process.pid
             self._sender.start()
@@ -109,7 +128,7 @@ class EngineProcess:
                 message: FromEngine = self._connection.recv()
             except (EOFError, OSError):
                 break
-            if isinstance(message, Beat):
+            if isinstance(message, Heartbeat):
                 self.beat, self.beat_at = message, time.monotonic()
                 self._memory_kills.look()
             else:

@@ -104,7 +104,7 @@ class Cancelled:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """A sign of life: its number, how far the loop has got, whether a call of the engine runs.
 
     It brings along what the engine was at when it was last asked, and how long its steps took.
@@ -127,7 +127,7 @@ class Failed:
 
 
 ToEngine = Add | Cancel | Close
-FromEngine = Ready | Finished | EngineLoad | Cancelled | Beat | Failed
+FromEngine = Ready | Finished | EngineLoad | Cancelled | Heartbeat | Failed
 
 
 def build_engine(spec: EngineSpec) -> Engine:
@@ -226,7 +226,7 @@ class EngineLoop:
             while True:
                 serial += 1
                 steps = StepCounts(tuple(self._steps.counts), self._steps.total)
-                self.send(Beat(serial, self._turns, self._in_engine, self._reading, steps))
+                self.send(Heartbeat(serial, self._turns, self._in_engine, self._reading, steps))
                 time.sleep(every_s)
 
     def run(self, max_idle_s: float) -> None:

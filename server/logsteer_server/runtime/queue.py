@@ -1,20 +1,181 @@
-"""A queue of calls in front of an engine: nobody's long call keeps those of others waiting."""
+"""The queue of calls before an engine, and which of its replicas gets a job.
 
+A job goes to the replica with the least of
+
+    tokens that it has still to read and generate  -  PREFIX_WORTH * tokens it need not read again
+
+so a job waits for PREFIX_WORTH tokens of other work rather than have one token of its prefix
+computed a second time. With a context of 384 tokens that replica 0 has read, jobs of that context
+go to 0 until it has 1536 tokens more to do than 1; then 1 reads the context, too, and from then on
+both know it, and share what comes.
+"""
+
+from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from itertools import accumulate
 
 import numpy as np
 
 from logsteer_server.contract.engine import EngineLoad, EngineRoom
-from logsteer_server.runtime.occupancy import FULL, Loads, Occupancy, Tokens, is_full
-from logsteer_server.runtime.routing import BLOCK, Router, hash_blocks
-from logsteer_server.runtime.suspects import Quarantine
-from logsteer_server.runtime.turns import EngineCall, TurnQueue
+from logsteer_server.contract.jobs import Job
+from logsteer_server.runtime.turns import CallQueue, EngineCall
 
-Verdict = Literal["pass", "hold", "refuse"]
-"""What becomes of a job that is not sent: others may go first; nobody goes before; it is poison."""
 PREFIX_WORTH = 4.0
+BLOCK = 32
+"""Tokens that are looked up together: engines share prefixes in blocks of 16 or 32."""
+UNKNOWN_CACHE = 131_072
+"""Tokens that a replica is taken to remember where its engine does not say."""
+LOOK_AHEAD = 16
+"""Tokens that each generation may still grow by when another one is let in."""
+
+
+def hash_blocks(job: Job) -> list[int]:
+    """Return for each whole block of a job's tokens what it and all before it are known by.
+
+    Jobs that change the model in other ways, or whose salt is another, have nothing in common.
+    """
+    tokens = np.ascontiguousarray(job.tokens, dtype=np.int32).tobytes()
+    size = 4 * BLOCK
+    if len(tokens) < size:
+        return []
+    adapter = job.adapter and job.adapter.sha256
+    override = job.override and job.override.identity
+    before = hash((job.salt, adapter, override))
+    first, plan = job.plan_salt or (len(tokens), "")
+    found = []
+    for start in range(0, len(tokens) - size + 1, size):
+        is_steered = first < start // 4 + BLOCK
+        before = hash((before, tokens[start : start + size], plan if is_steered else ""))
+        found.append(before)
+    return found
+
+
+class PrefixMemory:
+    """The blocks that one replica was sent last, at most as many as its cache has tokens for."""
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def count(self, blocks: Sequence[int]) -> int:
+        """Return how many of a job's first blocks it has."""
+        return next((n for n, block in enumerate(blocks) if block not in self._blocks), len(blocks))
+
+    def record(self, blocks: Sequence[int], cache_tokens: int | None) -> None:
+        """Remember a job's blocks, the first one longest, as a cache does."""
+        for block in reversed(blocks):
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+        while len(self._blocks) > (cache_tokens or UNKNOWN_CACHE) // BLOCK:
+            self._blocks.popitem(last=False)
+
+
+class ReplicaLoad:
+    """The jobs that one replica has, by id, and the tokens that they take.
+
+    Of what it has not begun, it has at most `room.ahead_tokens`, or one job. Where it says what
+    generation holds (`update`), a job that generates counts there with its prompt, until that has
+    been read. A further one is let in while the prompts to come fit into the cache beside what is
+    held now, and all may grow by LOOK_AHEAD. The engine preempts some where they grow more. It
+    takes nothing unless it `is_open`.
+    """
+
+    def __init__(
+        self, number: int = 0, room: EngineRoom | None = None, *, is_open: bool = True
+    ) -> None:
+        self.number = number
+        self.room = room or EngineRoom()
+        self.is_open = is_open
+        self.prefixes = PrefixMemory()
+        self.ahead_tokens = 0
+        self._ahead_of: dict[int, int] = {}
+        """Job -> its tokens that count as not begun."""
+        self._to_generate: dict[int, int] = {}
+        """Job that generates -> tokens that are expected of it."""
+        self._generated_ahead = 0
+        self._unread_prompts = 0
+        self._held_tokens = 0
+
+    @property
+    def ids(self) -> Iterable[int]:
+        """The jobs that it has."""
+        return self._ahead_of.keys()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that it has still to read and to generate, as far as is known of the latter."""
+        return self.ahead_tokens + self._generated_ahead
+
+    def measure(self, call: EngineCall) -> int:
+        """Return the tokens of a call's next job that count as not begun."""
+        job_id = call.unsent[0]
+        if self.room.cache_tokens is None or call.only_reads:
+            return call.size(job_id)
+        return len(call.job(job_id).tokens)
+
+    def may_read(self, call: EngineCall) -> bool:
+        """Return whether a call's next job may be sent, as far as what has to be read counts."""
+        if not self.is_open:
+            return False
+        return not self.ahead_tokens or (
+            self.ahead_tokens + self.measure(call) <= self.room.ahead_tokens
+        )
+
+    def may_generate(self, call: EngineCall) -> bool:
+        """Return whether there is room for what a call's next job generates."""
+        cache_tokens, sequences = self.room.cache_tokens, self.room.sequences
+        count = len(self._to_generate)
+        if not count:
+            return True
+        if sequences is not None and count >= sequences:
+            return False
+        if cache_tokens is None:
+            return True
+        to_come = self._unread_prompts + self.measure(call) + LOOK_AHEAD * (count + 1)
+        return self._held_tokens + to_come <= cache_tokens
+
+    def count_due(self, sizes: Sequence[int]) -> int:
+        """Return how many of the next jobs, of these sizes, it has room for: one at least."""
+        room = self.room.ahead_tokens - self.ahead_tokens
+        return max(1, bisect_right(list(accumulate(sizes)), room))
+
+    def add(self, ids: Sequence[int], sizes: Sequence[int]) -> None:
+        """Count jobs of these tokens as its own."""
+        self._ahead_of.update(zip(ids, sizes, strict=True))
+        self.ahead_tokens += sum(sizes)
+
+    def expect(self, job_id: int, size: int, num_generated: int) -> None:
+        """Count tokens that a job which it has, of this size, is expected to generate."""
+        self._to_generate[job_id] = num_generated
+        self._generated_ahead += num_generated
+        self._unread_prompts += size
+
+    def update(self, load: EngineLoad) -> None:
+        """Count what generation holds, and which prompts have been read."""
+        for job_id in load.started:
+            if job_id in self._to_generate:
+                size = self._ahead_of.get(job_id, 0)
+                self.ahead_tokens -= size
+                self._unread_prompts -= size
+                self._ahead_of[job_id] = 0
+        self._held_tokens = load.held_tokens
+
+    def finish(self, job_ids: Collection[int]) -> None:
+        """Free the room of jobs that the replica no longer has."""
+        for job_id in self._to_generate.keys() & job_ids if self._to_generate else ():
+            self._unread_prompts -= self._ahead_of.get(job_id, 0)
+            self._generated_ahead -= self._to_generate.pop(job_id)
+        self.ahead_tokens -= sum(self._ahead_of.pop(job_id, 0) for job_id in job_ids)
+
+
+def choose_replica(blocks: Sequence[int], fit: Sequence[ReplicaLoad]) -> ReplicaLoad:
+    """Return which of these replicas a job of these blocks goes to; the first of equals."""
+
+    def cost(replica: ReplicaLoad) -> float:
+        return replica.tokens - PREFIX_WORTH * BLOCK * replica.prefixes.count(blocks)
+
+    return min(fit, key=cost)
 
 
 @dataclass(slots=True)
@@ -24,65 +185,27 @@ class ReplicaJobs:
     order: list[int] = field(default_factory=list)
     by_call: dict[EngineCall, list[int]] = field(default_factory=dict)
 
-
-@dataclass(slots=True)
-class NextJobs:
-    """The jobs that each replica is sent now, by its number, and those that no engine is given.
-
-    With `wait_s`, jobs are held back that may be sent after so many seconds.
-    """
-
-    by_replica: dict[int, ReplicaJobs] = field(default_factory=dict)
-    refused: list[int] = field(default_factory=list)
-    wait_s: float | None = None
-
-    def add(self, replica: int, call: EngineCall, ids: Sequence[int]) -> None:
+    def add(self, call: EngineCall, ids: Sequence[int]) -> None:
         """Append jobs of a call."""
-        own = self.by_replica.setdefault(replica, ReplicaJobs())
-        own.order += ids
-        own.by_call.setdefault(call, []).extend(ids)
-
-    def wait(self, seconds: float) -> None:
-        """Have the queue looked at again after so many seconds, or earlier."""
-        self.wait_s = seconds if self.wait_s is None else min(self.wait_s, seconds)
-
-    @property
-    def order(self) -> list[int]:
-        """The ids of all jobs that are sent, replica by replica."""
-        return [job_id for own in self.by_replica.values() for job_id in own.order]
+        self.order += ids
+        self.by_call.setdefault(call, []).extend(ids)
 
 
 class FairQueue:
-    """Give an engine's replicas the next jobs, from the calls that wait in turn, as far as there is
-    room.
+    """Send an engine's replicas the next jobs of the calls that wait, in turn, while there is room.
 
-    A job goes where `Router` says, of the replicas that have room for it (`Occupancy`). While
-    generation waits for room, jobs that are only read go past it:
+    A job goes where `choose_replica` says, of the replicas that have room for it (`ReplicaLoad`).
+    While generation waits for room, jobs that are only read go past it:
 
         cache of 1000 tokens          held  to come
         40 prompts of 20 tokens wait     0      540   27 are sent: 27 * (20 + 16) <= 1000
         each has generated 15          945        0   none is sent: 945 + 20 + 28 * 16 > 1000
         22 have ended                  175      400   20 are sent: 175 + 20 * 20 + 25 * 16 <= 1000
-
-    Those that were in an engine as it died are let in as `quarantine` says; where there are several
-    replicas, only while two are open or the others are `gone`: never into the last one that answers
-    while another may come back.
     """
 
-    def __init__(
-        self,
-        room: EngineRoom | None = None,
-        quarantine: Quarantine | None = None,
-        replicas: int = 1,
-        prefix_worth: float = PREFIX_WORTH,
-    ) -> None:
-        self._loads = Loads(replicas)
-        self.places = [Occupancy(number, room, self._loads) for number in range(replicas)]
-        self.gone: set[int] = set()
-        """Numbers of replicas that are not started again."""
-        self._router = Router(replicas, prefix_worth)
-        self._quarantine = quarantine or Quarantine()
-        self._waiting = TurnQueue()
+    def __init__(self, room: EngineRoom | None = None, replicas: int = 1) -> None:
+        self.replicas = [ReplicaLoad(number, room) for number in range(replicas)]
+        self._waiting = CallQueue()
         self._sent: dict[int, int] = {}
         """Job -> the replica that has it."""
 
@@ -96,147 +219,75 @@ class FairQueue:
         if call.unsent:
             self._waiting.put(call)
 
-    def put_back(self, call: EngineCall, ids: Sequence[int], *, last: bool) -> None:
-        """Have jobs of a call that a replica had wait again: as its next, or as its `last`."""
+    def put_back(self, call: EngineCall, ids: Sequence[int]) -> None:
+        """Have jobs of a call that a replica had wait again, as its next."""
         is_waiting = bool(call.unsent)
-        call.put_back(ids, last=last)
+        call.put_back(ids)
         if not is_waiting:
             self._waiting.put(call)
 
-    def take(self) -> NextJobs:
-        """Return the jobs that replicas have room for now, and count them as theirs."""
-        taken = NextJobs()
-        passed: set[EngineCall] = set()
+    def dequeue(self) -> dict[int, ReplicaJobs]:
+        """Return the jobs that replicas, by number, have room for now; count them as theirs."""
+        found: dict[int, ReplicaJobs] = {}
         reading = False
-        while (call := self._waiting.peek(reading)) is not None and call not in passed:
-            work = self._find_work(call)
-            if is_full(work):
+        while (call := self._waiting.peek(reading)) is not None:
+            fit = self._find_room(call)
+            if not fit:
                 break
-            if call.generates:
-                self._leave_out_crowded(call, work)
-                if is_full(work):
-                    reading = True
-                    continue
-            if self._quarantine.is_quiet:
-                if len(self.places) == 1 and len(self._waiting) == 1 and call.only_reads:
-                    self._take_run(call, taken)
-                else:
-                    self._take_one(call, work, taken)
+            if call.generates and not (fit := [own for own in fit if own.may_generate(call)]):
+                reading = True
                 continue
-            deaths = self._quarantine.count_deaths(call.job(call.unsent[0]))
-            found = self._judge(deaths, work, taken)
-            if isinstance(found, np.ndarray):
-                passed.clear()
-                self._take_one(call, found, taken, is_suspect=deaths > 0)
-            elif found == "hold":
-                return taken
-            elif found == "pass":
-                self._waiting.pass_by(call)
-                passed.add(call)
+            if len(self.replicas) == 1 and len(self._waiting) == 1 and call.only_reads:
+                replica, ids = fit[0], self._pop_run(call, fit[0])
             else:
-                passed.clear()
-                taken.refused.append(self._waiting.pop(call))
-        return taken
+                replica, ids = self._pop_one(call, fit)
+            found.setdefault(replica.number, ReplicaJobs()).add(call, ids)
+            self._sent |= dict.fromkeys(ids, replica.number)
+        return found
 
-    def _find_work(self, call: EngineCall) -> Tokens:
-        """Return the work of each replica, FULL of those that may not be sent a call's next job;
-        of all but the one that the call names, which may always be sent it while it is open.
+    def _find_room(self, call: EngineCall) -> list[ReplicaLoad]:
+        """Return the replicas that a call's next job may be sent to; the one that the call names
+        may always be sent it while it is open.
         """
         number = call.lane.replica
-        if number is None or not self.places[number].is_open:
-            return self._loads.find(call)
-        return keep_only([number], self._loads.work)
+        if number is not None and self.replicas[number].is_open:
+            return [self.replicas[number]]
+        return [replica for replica in self.replicas if replica.may_read(call)]
 
-    def _leave_out_crowded(self, call: EngineCall, work: Tokens) -> None:
-        """Set to FULL the work of replicas without room for what a call's next job generates."""
-        for number in np.flatnonzero(work < FULL).tolist():
-            if not self.places[number].may_generate(call):
-                work[number] = FULL
-
-    def _judge(self, deaths: int, work: Tokens, taken: NextJobs) -> Verdict | Tokens:
-        """Return where a job whose turn it is may go while there are suspects, as `work` says it,
-        or what becomes of it; so many engines have died with it.
-        """
-        quarantine = self._quarantine
-        if deaths > 1:
-            return "refuse"
-        fit = [self.places[number] for number in np.flatnonzero(work < FULL).tolist()]
-        if not deaths:
-            free = [place.number for place in fit if not quarantine.keeps_out(place.number)]
-            if not free:
-                taken.wait(min(quarantine.measure_wait(place.number) for place in fit))
-                return "hold"
-            return keep_only(free, work)
-        if quarantine.is_trying or not self._may_try():
-            return "pass"
-        place = min(fit, key=lambda place: (not quarantine.keeps_out(place.number), len(place)))
-        if not len(place) or quarantine.is_settled(place.number):
-            return keep_only([place.number], work)
-        taken.wait(quarantine.measure_wait(place.number))
-        if len(self.places) == 1:
-            return "hold"
-        quarantine.reserve(place.number)
-        return "pass"
-
-    def _may_try(self) -> bool:
-        """Return whether a replica may be lost to a suspect."""
-        is_open = sum(place.is_open for place in self.places)
-        return is_open > 1 or is_open + len(self.gone) == len(self.places)
-
-    def _take_one(
-        self,
-        call: EngineCall,
-        work: Tokens,
-        taken: NextJobs,
-        *,
-        is_suspect: bool = False,
-    ) -> None:
-        """Take a call's next job for one of the replicas whose work is below FULL."""
-        generates, place = call.generates, self.places[0]
-        blocks: Sequence[int] = ()
-        job_id = call.unsent[0]
-        if len(self.places) > 1:
-            if call.size(job_id) >= BLOCK:
-                blocks = hash_blocks(call.job(job_id))
-            place = self.places[self._router.choose(blocks, work)]
-            self._router.note(blocks, place)
-        size = place.measure(call)
+    def _pop_one(
+        self, call: EngineCall, fit: Sequence[ReplicaLoad]
+    ) -> tuple[ReplicaLoad, list[int]]:
+        """Remove a call's next job from those that wait, for one of these replicas."""
+        generates, job_id, replica = call.generates, call.unsent[0], fit[0]
+        if len(self.replicas) > 1:
+            blocks = hash_blocks(call.job(job_id)) if call.size(job_id) >= BLOCK else []
+            replica = choose_replica(blocks, fit)
+            replica.prefixes.record(blocks, replica.room.cache_tokens)
+        size = replica.measure(call)
         self._waiting.pop(call)
-        if is_suspect:
-            self._quarantine.try_job(job_id, place.number)
-        else:
-            self._quarantine.note_sent(place.number)
         if generates:
             job = call.job(job_id)
-            place.expect(job_id, size, job.num_expected - len(job.tokens))
-        place.add([job_id], [size])
-        self._sent[job_id] = place.number
-        taken.add(place.number, call, [job_id])
+            replica.expect(job_id, size, job.num_expected - len(job.tokens))
+        replica.add([job_id], [size])
+        return replica, [job_id]
 
-    def _take_run(self, call: EngineCall, taken: NextJobs) -> None:
-        """Take the next jobs of the only call that waits, as many as there is room for."""
-        (place,) = self.places
+    def _pop_run(self, call: EngineCall, replica: ReplicaLoad) -> list[int]:
+        """Remove the next jobs of the only call that waits, as many as there is room for."""
         sizes = call.unsent_sizes
-        ids = self._waiting.pop_run(call, place.count_due(sizes))
-        self._quarantine.note_sent(place.number)
-        place.add(ids, sizes[: len(ids)])
-        self._sent |= dict.fromkeys(ids, 0)
-        taken.add(0, call, ids)
+        ids = self._waiting.pop_run(call, replica.count_due(sizes))
+        replica.add(ids, sizes[: len(ids)])
+        return ids
 
-    def note_load(self, load: EngineLoad, replica: int = 0) -> None:
-        """Note what generation holds in a replica, and which prompts have been read."""
-        self.places[replica].note_load(load)
+    def update(self, load: EngineLoad, replica: int = 0) -> None:
+        """Count what generation holds in a replica, and which prompts have been read."""
+        self.replicas[replica].update(load)
 
     def finish(self, job_ids: Collection[int], replica: int = 0) -> None:
         """Free the room of jobs that a replica no longer has."""
-        self._forget(job_ids, replica)
-        self.places[replica].finish(job_ids)
-        self._quarantine.note_ended(job_ids)
-
-    def _forget(self, job_ids: Iterable[int], replica: int) -> None:
         for job_id in job_ids:
-            if self._sent.get(job_id) == replica:  # else another one has been given it since
+            if self._sent.get(job_id) == replica:  # else another one has been sent it since
                 del self._sent[job_id]
+        self.replicas[replica].finish(job_ids)
 
     def drop(self, call: EngineCall) -> dict[int, list[int]]:
         """Remove a call; return the ids of its jobs that replicas have, by the replica's number.
@@ -251,21 +302,13 @@ class FairQueue:
         return found
 
     def lose(self, replica: int) -> None:
-        """Remove what a replica has: its process is gone."""
-        self._forget(self.places[replica].ids, replica)
-        self.places[replica].clear()
-        self._router.forget(replica)
-        self._quarantine.clear_engine(replica)
+        """Remove what a replica has, its cache too: its process is gone."""
+        lost = self.replicas[replica]
+        self.finish(list(lost.ids), replica)
+        self.replicas[replica] = ReplicaLoad(replica, lost.room, is_open=lost.is_open)
 
     def clear(self) -> None:
         """Remove all calls and jobs."""
-        self._waiting = TurnQueue()
-        for place in self.places:
-            self.lose(place.number)
-
-
-def keep_only(numbers: Sequence[int], work: Tokens) -> Tokens:
-    """Return the work of these replicas, and FULL for all others."""
-    kept = np.full_like(work, FULL)
-    kept[numbers] = work[numbers]
-    return kept
+        self._waiting = CallQueue()
+        for replica in self.replicas:
+            self.lose(replica.number)

@@ -54,13 +54,10 @@ class EngineCall:
             return self._sizes[len(self._sizes) - len(self.unsent) :]
         return [self.size(job_id) for job_id in self.unsent]
 
-    def put_back(self, ids: Sequence[int], *, last: bool) -> None:
-        """Have jobs that an engine had be sent again, first or `last` of all."""
+    def put_back(self, ids: Sequence[int]) -> None:
+        """Have jobs that an engine had be sent again, before the others."""
         self._is_in_order = False
-        if last:
-            self.unsent.extend(ids)
-        else:
-            self.unsent.extendleft(reversed(ids))
+        self.unsent.extendleft(reversed(ids))
 
     def select(self, ids: Sequence[int]) -> Sequence[Job]:
         """Return the jobs of these ids."""
@@ -154,13 +151,6 @@ class TenantQueue:
             self._forget(tenant)
         return ids
 
-    def pass_by(self, call: EngineCall) -> None:
-        """Have the call that `peek` returned wait until everybody else had a turn."""
-        tenant = call.lane.tenant
-        self._calls[tenant].remove(call)
-        self._calls[tenant].append(call)
-        self._served[tenant] = 1 + max(self._served[other] for other in self._calls)
-
     def drop(self, call: EngineCall) -> None:
         """Remove a call."""
         calls = self._calls.get(call.lane.tenant, deque())
@@ -180,7 +170,7 @@ class TenantQueue:
             }
 
 
-class TurnQueue:
+class CallQueue:
     """All calls that wait for one engine, of which one has the next turn."""
 
     def __init__(self) -> None:
@@ -221,10 +211,6 @@ class TurnQueue:
     def pop_run(self, call: EngineCall, count: int) -> list[int]:
         """Take the next jobs, so many, of the one call that waits; return their ids."""
         return self._take_turn(call).pop_run(count)
-
-    def pass_by(self, call: EngineCall) -> None:
-        """Have the call that `peek` returned wait for a later turn."""
-        self._take_turn(call).pass_by(call)
 
     def drop(self, call: EngineCall) -> None:
         """Remove a call, if it is there."""

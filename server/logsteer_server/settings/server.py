@@ -133,11 +133,6 @@ class Settings(BaseSettings):
     max_unread_bytes: int = Field(
         4 * 2**20, ge=2**10, description="Events of a stream that wait for their reader."
     )
-    max_unread_results: int = Field(
-        131_072,
-        ge=1,
-        description="Results of a call that nobody has read; in streams a token.",
-    )
     planning_threads: int = Field(
         2, ge=1, description="Threads that plan requests, and as many for those that take long."
     )
@@ -229,7 +224,10 @@ class Settings(BaseSettings):
     )
     request_timeout_s: float = Field(600.0, gt=0, description="For one request without streaming.")
     heartbeat_timeout_s: float = Field(
-        30.0, gt=0, description="Silence after which an engine counts as hung and is killed."
+        30.0,
+        gt=0,
+        description="Silence after which an engine counts as hung and is killed; one that loads, "
+        "after ten times as long without progress.",
     )
     max_step_s: float | None = Field(
         600.0, gt=0, description="The longest step of an engine that is no hang; null: any."
@@ -240,10 +238,9 @@ class Settings(BaseSettings):
     max_restarts: int = Field(
         8,
         ge=0,
-        description="Restarts of an engine within restart_window_s; where one more would be "
-        "needed, it is given up.",
+        description="Restarts of an engine within ten minutes; where one more would be needed, it "
+        "is given up.",
     )
-    restart_window_s: float = Field(600.0, gt=0, description="See max_restarts.")
     exit_when_given_up: bool = Field(
         True,
         description="End the server, with status 3, when a required model is given up. A model "
@@ -259,25 +256,6 @@ class Settings(BaseSettings):
         "auto",
         description="Start a model of changed settings beside the one that it replaces; auto: on a "
         "CPU where memory is estimated to be enough, on GPUs where they are others.",
-    )
-    prefix_worth: float = Field(
-        4.0,
-        ge=0,
-        description="Tokens of other work that a job waits for rather than have one token of its "
-        "prefix computed again by another replica; 0: each goes where least is to be done.",
-    )
-    poison_s: float = Field(
-        600.0,
-        gt=0,
-        description="For so long a request is remembered that an engine died with; after a second "
-        "such death it is refused.",
-    )
-    suspect_wait_s: float = Field(
-        60.0,
-        gt=0,
-        description="For so long a request that a replica may have died of waits until it may be "
-        "tried again: another replica answers, and no other suspect is on trial. Then its caller "
-        "is told to come back.",
     )
     drain_s: float = Field(
         30.0, ge=0, description="Time for running requests after SIGTERM or Ctrl-C."

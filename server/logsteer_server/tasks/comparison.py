@@ -19,7 +19,7 @@ from logsteer.errors import api_error
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
 from logsteer_server.engines.scratch import ScratchDirectory
 from logsteer_server.models.model import ResidentModel
-from logsteer_server.models.scratch import RETRY_AFTER_S
+from logsteer_server.models.registry import RETRY_AFTER_S
 from logsteer_server.tasks.planning import Planner
 
 log = logging.getLogger(__name__)

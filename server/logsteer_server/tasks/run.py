@@ -10,6 +10,7 @@ deadline, and a caller who hangs up, cancel the run; what it reserved and starte
                     └── the next batch, after the last output ◄── batch.take ──► Event
 """
 
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,10 +29,8 @@ from logsteer_server.contract.results import OutputPart, count_work, find_steere
 from logsteer_server.interventions.interventions import UNCHANGED, AppliedReport, Interventions
 from logsteer_server.keys.caller import Requester
 from logsteer_server.models.admission import Admission, Reservation
-from logsteer_server.models.model import ResidentModel
-from logsteer_server.models.timer import WorkTimer
+from logsteer_server.models.model import ResidentModel, WorkTimer
 from logsteer_server.observation.requests import RequestRecord
-from logsteer_server.runtime.supervisor import now
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.planning import Capacity, Planner
 from logsteer_server.text.windows import Windowing
@@ -239,7 +238,6 @@ class Run:
         record = self.record
         record.model = self.task.model.id
         self.task.check_limits(self.capacity.settings)
-        await self.task.model.come_up()
         self.task.require()
         await self.caller.allowance.check_tokens()
         with self._room:
@@ -247,7 +245,7 @@ class Run:
             memory = self.memory or self._reserve(self.capacity.memory)
             planner = Planner(self.capacity, tokens, memory, self.packs_arrays)
             has_started = False
-            moment = now()
+            moment = time.monotonic()
             record.note_phase("admission", self._timer.accepted, moment)
             async with aclosing(self.task.plan(planner)) as plan:
                 async for batch in plan:
@@ -263,7 +261,7 @@ class Run:
                     if self.caller.allowance.counts_tokens:
                         num_tokens = sum(len(job.tokens) for job in prepared.jobs)
                         await self.caller.allowance.charge(num_tokens)
-                    planned = now()
+                    planned = time.monotonic()
                     record.note_phase("planning", moment, planned)
                     if not has_started and not batch.silent:
                         has_started = True
@@ -282,12 +280,12 @@ class Run:
             if not has_started:
                 yield self._open()
             result = Event("result", self._write())
-            record.note_phase("answer", moment, now())
+            record.note_phase("answer", moment, time.monotonic())
             yield result
 
     def _note_work(self, planned: float) -> float:
         """Note how long a batch that was planned then waited and was computed; return the time."""
-        ended, taken = now(), self._timer.batch_taken
+        ended, taken = time.monotonic(), self._timer.batch_taken
         if taken is not None:
             self.record.note_phase("queue", planned, max(planned, taken))
             self.record.note_phase("engine", max(planned, taken), ended)
