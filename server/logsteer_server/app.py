@@ -33,13 +33,11 @@ from logsteer_server.api.routes import (
 from logsteer_server.engines.scratch import sweep
 from logsteer_server.interventions.namespaces import NamespaceRegistry
 from logsteer_server.keys.keyring import KeyRing
-from logsteer_server.models.admission import Admission
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.changes import ModelChanges
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.observation.logs import ACCESS, AUDIT, CURRENT_REQUEST, LogStyle, open_log
 from logsteer_server.observation.metrics import Metrics
-from logsteer_server.observation.readings import ServerReading
 from logsteer_server.observation.requests import RequestObserver
 from logsteer_server.observation.tracing import MissingTracingError, RequestTracer
 from logsteer_server.settings import ConfigurationError, Settings
@@ -82,7 +80,7 @@ def create_app(settings: Settings, reread: Callable[[], Settings] | None = None)
     app.state.settings = settings
     app.state.capacity = Capacity(settings)
     app.state.tracer = open_tracer() if settings.tracing else None
-    app.state.metrics = Metrics(settings.max_metric_keys)
+    app.state.metrics = Metrics()
     app.state.drain = Drain()
     app.state.keys = keys = KeyRing(settings)
     for module in (tasks, perplexity, vectors, overrides, adapters, tokens, openai):
@@ -118,7 +116,12 @@ async def _open_state(app: FastAPI, stack: AsyncExitStack) -> ModelRegistry:
     stack.callback(state.capacity.close)
     results = ResultCache.open(settings)
     stack.push_async_callback(asyncio.to_thread, results.close)
-    state.metrics.read_server = partial(_read_server, app, results)
+    metrics, memory = state.metrics, state.capacity.memory
+    metrics.read_disk = lambda: state.disk.reading
+    metrics.pending_bytes.set_function(lambda: memory.pending)
+    metrics.pending_bytes_limit.set(memory.limit)
+    metrics.cache_bytes.set_function(lambda: results.num_bytes)
+    metrics.cache_bytes_limit.set(settings.cache_bytes)
     state.models = models = ModelRegistry(settings, results, state.metrics)
     stack.push_async_callback(models.close)
     return models
@@ -137,17 +140,6 @@ def _add_layers(app: FastAPI, *, needs_key: bool) -> None:
         access=_open_access_log(settings),
         audit=_open_log(AUDIT, settings, settings.audit_log_file),
         tracer=app.state.tracer,
-    )
-
-
-def _read_server(app: FastAPI, results: ResultCache) -> ServerReading:
-    memory: Admission = app.state.capacity.memory
-    return ServerReading(
-        memory.pending,
-        memory.limit,
-        results.num_bytes,
-        app.state.settings.cache_bytes,
-        app.state.disk.reading,
     )
 
 

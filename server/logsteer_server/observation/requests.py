@@ -128,25 +128,20 @@ class RequestObserver:
             record.phases = []
             span = tracer.begin(scope)
         started = time.monotonic()
-        metrics.in_flight += 1
+        metrics.in_flight.inc()
         try:
             await self._app(scope, receive, send_noting)
         finally:
             ended = time.monotonic()
-            metrics.in_flight -= 1
+            metrics.in_flight.dec()
             route = getattr(scope.get("route"), "path", OTHER)
             if status == CRASHED and not record.code:
                 record.code = "internal"
-            metrics.note_request(route, status, ended - started, record.code)
+            metrics.record_request(route, status, ended - started, record.code)
             if record.key:
                 usage = record.usage
-                metrics.note_key(
-                    record.key,
-                    bool(record.code),
-                    usage.prompt_tokens,
-                    usage.scored_tokens,
-                    usage.generated_tokens,
-                )
+                tokens = usage.prompt_tokens, usage.scored_tokens, usage.generated_tokens
+                metrics.record_key(record.key, bool(record.code), tokens)
             if self._access is not None:
                 line = _describe(scope, record, route, status)
                 line |= _describe_work(scope, record, ended - started, sent)
