@@ -6,7 +6,6 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from pathlib import Path
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
@@ -36,7 +35,13 @@ from logsteer_server.keys.keyring import KeyRing
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.changes import ModelChanges
 from logsteer_server.models.registry import ModelRegistry
-from logsteer_server.observation.logs import ACCESS, AUDIT, CURRENT_REQUEST, LogStyle, open_log
+from logsteer_server.observation.logs import (
+    ACCESS,
+    AUDIT,
+    CURRENT_REQUEST,
+    LogStyle,
+    configure_logs,
+)
 from logsteer_server.observation.metrics import Metrics
 from logsteer_server.observation.requests import RequestObserver
 from logsteer_server.observation.tracing import MissingTracingError, RequestTracer
@@ -134,13 +139,9 @@ def _add_layers(app: FastAPI, *, needs_key: bool) -> None:
     app.add_middleware(DrainGate, drain=app.state.drain)
     app.add_middleware(HostCheck, hosts=AllowedHosts(settings, needs_key=needs_key))
     app.add_middleware(RequestIds)
-    app.add_middleware(
-        RequestObserver,
-        metrics=app.state.metrics,
-        access=_open_access_log(settings),
-        audit=_open_log(AUDIT, settings, settings.audit_log_file),
-        tracer=app.state.tracer,
-    )
+    app.add_middleware(RequestObserver, metrics=app.state.metrics, tracer=app.state.tracer)
+    if app.state.tracer is not None:
+        app.add_middleware(app.state.tracer.instrument)
 
 
 def open_tracer() -> RequestTracer:
@@ -151,19 +152,22 @@ def open_tracer() -> RequestTracer:
         raise ConfigurationError(str(error)) from error
 
 
-def _open_access_log(settings: Settings) -> logging.Logger | None:
-    if not settings.access_log:
-        return None
-    return _open_log(ACCESS, settings, settings.access_log_file)
+def open_logs(settings: Settings) -> None:
+    """Configure all logs of this process; called once, by whatever runs the application.
 
-
-def _open_log(name: str, settings: Settings, path: Path | None) -> logging.Logger:
-    """Return the log of a name. Errors: ConfigurationError for a file that cannot be written."""
-    place = None if path is None else settings.directory / path.expanduser()
+    Errors: ConfigurationError for a file that cannot be written to.
+    """
+    asked = {AUDIT: settings.audit_log_file}
+    if settings.access_log:
+        asked[ACCESS] = settings.access_log_file
+    files = {
+        name: None if path is None else settings.directory / path.expanduser()
+        for name, path in asked.items()
+    }
     try:
-        return open_log(name, LogStyle(settings.log_format, settings.log_level), place)
+        configure_logs(LogStyle(settings.log_format, settings.log_level), files)
     except OSError as error:
-        detail = f"{place} cannot be written to ({error.strerror}): name another file"
+        detail = f"{error.filename} cannot be written to ({error.strerror}): name another file"
         raise ConfigurationError(detail) from error
 
 

@@ -14,13 +14,17 @@ import pytest
 from safetensors.numpy import save
 
 from logsteer._endpoints import ENDPOINTS
+from logsteer_server.app import open_logs
 from logsteer_server.observation.logs import (
+    ACCESS,
+    AUDIT,
     FIELDS,
     LogStyle,
+    TextFormatter,
     configure_engine_logs,
-    make_formatter,
-    open_log,
+    configure_logs,
 )
+from logsteer_server.settings import ConfigurationError, Settings
 from tests.conftest import ROOT, fake_model
 from tests.faults.keys import add_key, connect, serve
 from tests.servers import Server
@@ -220,28 +224,46 @@ def test_a_request_is_named_where_its_job_fails_in_the_engine(logged: Server) ->
 def test_text_has_the_fields_behind_the_message() -> None:
     record = logging.LogRecord("x", logging.INFO, "", 0, "request %d", (1,), None)
     setattr(record, FIELDS, {"route": "/logprob", "key": None})
-    assert make_formatter("text").format(record).endswith("INFO x: request 1 route=/logprob")
+    assert TextFormatter().format(record).endswith("INFO x: request 1 route=/logprob")
 
 
-def test_a_moved_file_is_opened_anew(tmp_path: Path) -> None:
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """The logs of this process are afterwards as they were."""
+    root, audit = logging.getLogger(), logging.getLogger(AUDIT)
+    before = root.handlers[:], root.level, audit.handlers[:], audit.propagate
+    yield
+    for handler in audit.handlers:
+        handler.close()
+    root.handlers[:], root.level, audit.handlers[:], audit.propagate = before
+    logging.captureWarnings(False)
+
+
+def test_a_file_is_for_its_owner_alone_and_opened_anew_once_moved(
+    tmp_path: Path, restored: None
+) -> None:
     path = tmp_path / "audit.log"
-    log = open_log("logsteer.test", LogStyle("json"), path)
+    configure_logs(LogStyle("json"), {AUDIT: path})
+    log = logging.getLogger(AUDIT)
     log.info("first")
     path.rename(tmp_path / "old.log")
     log.info("second")
     assert json.loads(path.read_text())["message"] == "second"
-    open_log("logsteer.test", LogStyle("json"), None)
+    assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o600}
+    assert not logging.getLogger(ACCESS).isEnabledFor(logging.INFO)
 
 
-def test_an_engine_logs_warnings_unless_all_is_asked_for() -> None:
-    root = logging.getLogger()
-    before = root.handlers[:], root.level
-    try:
-        levels = {}
-        for level in ("debug", "info", "error"):
-            configure_engine_logs(LogStyle("text", level))
-            levels[level] = root.level
-        assert levels == {"debug": 10, "info": 30, "error": 40}
-    finally:
-        root.handlers[:], root.level = before[0], before[1]
-        logging.captureWarnings(False)
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, restored: None) -> None:
+    settings = Settings(
+        models=[fake_model()], directory=tmp_path, audit_log_file=Path("none/audit.log")
+    )
+    with pytest.raises(ConfigurationError, match=r"none/audit\.log cannot be written"):
+        open_logs(settings)
+
+
+def test_an_engine_logs_warnings_unless_all_is_asked_for(restored: None) -> None:
+    levels = {}
+    for level in ("debug", "info", "error"):
+        configure_engine_logs(LogStyle("text", level))
+        levels[level] = logging.getLogger().level
+    assert levels == {"debug": 10, "info": 30, "error": 40}
