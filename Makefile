@@ -7,8 +7,8 @@ WORKERS ?= 2
 PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --no-loadscope-reorder
 EXACT := $(addprefix tests/contract/test_,exactness.py logprob.py quantized.py tlens.py)
 
-.PHONY: serve demo setup test test-first test-full test-all test-fast test-containers test-avx2 families check format bench \
-	gpu-check openapi client docs playground dashboard lock clean
+.PHONY: serve demo setup test test-first test-full test-all test-fast test-containers test-avx2 families \
+	check format bench gpu-check openapi client docs playground lock clean
 
 serve: ## install what is missing, then serve CONFIG on PORT
 	@requirements/install.sh server
@@ -72,11 +72,7 @@ client: setup ## write the client's methods anew from the table of endpoints and
 
 docs: setup ## write the pages that follow from the code, build the documentation into site/
 	@$(PYTHON) -m logsteer_server.reference docs
-	@$(PYTHON) deploy/observability/write_metrics.py
 	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet
-
-dashboard: setup ## write Grafana's dashboard anew
-	@$(PYTHON) deploy/observability/write_dashboard.py
 
 lock: setup ## write the lock files anew
 	@PATH=$(CURDIR)/.venv/bin:$$PATH requirements/compile.sh

@@ -3,7 +3,7 @@
 A figure is where a row's result in `bench/results.json` has it: [smallest, median, largest].
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +79,7 @@ BARS = (
         "logsteer / hf in-process", least=1.3, all_above=1.0,
     ),
     bar_ratio(
-        "lm_eval", "the same against tuned `local-completions` on stock vLLM, both compiled",
+        "lm_eval", "the same against tuned `local-completions` on stock vLLM",
         "logsteer / local-completions on stock vLLM, 4 x 64", least=6,
     ),
     bar_ratio(
@@ -130,14 +130,6 @@ BARS = (
         for batch in (1, 8, 32)
     ),
     Bar(
-        "bookkeeping", "vLLM's bookkeeping of a short item, against stock vLLM's `LLM`",
-        ("ours_to_stock", "bookkeeping"), most=0.5,
-    ),
-    bar_ratio(
-        "arrivals", "TransformerLens, 32 callers within 5 s, against the same as one batch",
-        "arriving over 5 s / one batch", least=0.8,
-    ),
-    Bar(
         "start", "a start that finds its caches filled, seconds to the first answer",
         ("figures", "s to the first answer"), most=12,
     ),
@@ -151,10 +143,6 @@ BARS = (
             f"{way}, score-file / loop that reads no answer", least=0.95,
         )
         for way in ("fake, logprob", "fake, perplexity", "vllm, logprob", "vllm, perplexity")
-    ),
-    Bar(
-        "client_sampling", "the client, into a file, CPU microseconds a draw",
-        ("ways", "Client, into a file", "us_per_draw"), most=40,
     ),
 )  # fmt: skip
 
@@ -174,16 +162,27 @@ def write_table(results: Mapping[str, Any], rows: set[str] | None = None) -> str
     """Return a table of Markdown: each bar of these rows (None: all), its figure, whether it is
     met.
     """
-    lines = ["| row | what | median | spread | bar | met |", "|---|---|---|---|---|---|"]
+    lines = []
     for bar in BARS:
         if rows is not None and bar.row not in rows:
             continue
-        figure = find_figure(bar, results)
-        if figure is None:
-            cells = ["", "", bar.limit, "not measured"]
-        else:
+        cells = ["", "", bar.limit, "not measured"]
+        if (figure := find_figure(bar, results)) is not None:
             low, median, high = figure
             met = "yes" if bar.is_met(figure) else "**no**"
             cells = [f"{median:g}", f"{low:g} to {high:g}", bar.limit, met]
-        lines.append("| " + " | ".join([f"`{bar.row}`", bar.what, *cells]) + " |")
-    return "\n".join(lines)
+        lines.append((f"`{bar.row}`", bar.what, *cells))
+    return tabulate(("row", "what", "median", "spread", "bar", "met"), lines)
+
+
+def tabulate(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table of Markdown; numbers have three digits, nothing stands for None."""
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(write_cell, cells))} |" for cells in lines)
+
+
+def write_cell(value: object) -> str:
+    """Return a cell's text."""
+    if isinstance(value, float | int) and not isinstance(value, bool):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return "" if value is None else str(value).replace("|", "\\|").replace("\n", " ")

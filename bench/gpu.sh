@@ -2,9 +2,8 @@
 # The benchmarks on a GPU host.
 #
 #   MODEL=Qwen/Qwen3-8B bench/gpu.sh [--only ROW ...] [--runs N]
-#     the rows of bench/run.py with that model (a directory, or a name that is fetched from the Hub),
-#     beside `vllm bench throughput` and lm-evaluation-harness on stock vLLM; writes
-#     bench/gpu-results.json, of the same kind as bench/results.json. DTYPE names another dtype.
+#     the rows of bench/run.py with that model (a directory, or a name that is fetched from the Hub);
+#     writes bench/gpu-results.json, of the same kind as bench/results.json. DTYPE names another dtype.
 #
 #   bench/gpu.sh --bare [--output DIRECTORY]
 #     the steering kernel, scored rows, sampling and the TransformerLens engine, which need PyTorch,

@@ -8,7 +8,7 @@ from typing import Any
 
 from models import DEMO, DEVICE, ROOT
 from timing import compare_with_first, summarize, time_call
-from workplace import ID, Workplace
+from workplace import ID, Workplace, describe_stock
 
 sys.path.insert(0, str(ROOT / "demo"))
 import corpus
@@ -65,10 +65,7 @@ def find_model(place: Workplace) -> Path:
 
 
 def compare_harnesses(place: Workplace, runs: int) -> dict[str, Any]:
-    """LogsteerLM over HTTP, `hf` in-process, `local-completions` on vLLM's own server.
-
-    Both servers run the compiled model.
-    """
+    """LogsteerLM over HTTP, `hf` in-process, `local-completions` on vLLM's own server."""
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
@@ -78,8 +75,8 @@ def compare_harnesses(place: Workplace, runs: int) -> dict[str, Any]:
     dtype = place.settings["dtype"]
     sort, requests = make_requests(COUNT)
     with (
-        place.serve(path, compile=True) as ours,
-        place.serve_stock(path, compiled=True) as stock,
+        place.serve(path) as ours,
+        place.serve_stock(path) as stock,
     ):
 
         def ask_locally(url: str, model: str, at_once: int, batch: int) -> Any:
@@ -114,4 +111,4 @@ def compare_harnesses(place: Workplace, runs: int) -> dict[str, Any]:
         worst = max(abs(a - b) for a, b in zip(values, answers[EXACT], strict=False))
         result["ways"][name]["largest_difference_from_hf_nats"] = float(f"{worst:.2g}")
     notes = [f"{COUNT} sequences of {sort}, {FEW} of them by default settings, model {path.name}"]
-    return result | {"notes": notes}
+    return result | {"notes": [*notes, describe_stock()]}

@@ -19,12 +19,11 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from continuation import GREEDY, generate
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob
 from logsteer_server.contract.plan import Site, SteeringPlan
 from logsteer_server.engines.tlens.engine import TransformerLensEngine
-from models import DEVICE
+from models import DEVICE, GREEDY, generate
 from timing import compare, join_results, summarize, time_in_turn
 
 GENERATED = 150

@@ -1,17 +1,23 @@
-"""Models to measure with: the demo, and random Llamas of a chosen size with its tokenizer."""
+"""Models to measure with: the demo, and random Llamas of a chosen size with its tokenizer; and
+generation by any engine, called where its jobs are made.
+"""
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from logsteer_server.contract.engine import Engine
+from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, Policy
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "demo" / "model"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """Where peers run, as our engines do by default."""
+GREEDY = Policy(temperature=0.0)
 
 
 def make_model(
@@ -53,24 +59,18 @@ def make_model(
     return path
 
 
-def make_adapter(path: Path, directory: Path, seed: int, rank: int = 8) -> Path:
-    """A LoRA adapter of a checkpoint's attention, of random small numbers, as PEFT saves one."""
-    torch.manual_seed(seed)
-    modules = ("q_proj", "k_proj", "v_proj", "o_proj")
-    tensors = {}
-    for name, weight in load_file(path / "model.safetensors").items():
-        module = name.removesuffix(".weight")
-        if module.endswith(modules):
-            key = f"base_model.model.{module}"
-            tensors[f"{key}.lora_A.weight"] = 0.01 * torch.randn(rank, weight.shape[1])
-            tensors[f"{key}.lora_B.weight"] = 0.01 * torch.randn(weight.shape[0], rank)
-    directory.mkdir()
-    save_file(tensors, directory / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": list(modules)}
-    (directory / "adapter_config.json").write_text(json.dumps(config))
-    return directory
-
-
 def read_vocab(path: Path) -> int:
     """The vocabulary size of a checkpoint."""
     return int(json.loads((path / "config.json").read_text())["vocab_size"])
+
+
+def generate(engine: Engine, jobs: Sequence[GenerateJob]) -> list[list[int]]:
+    """Return the tokens of each job. Errors: RuntimeError where one fails."""
+    engine.add(list(enumerate(jobs)))
+    tokens: dict[int, list[int]] = {}
+    while engine.busy:
+        for index, result in engine.step():
+            if not isinstance(result, GenerateOutput):
+                raise RuntimeError(str(result))
+            tokens[index] = result.token_ids.tolist()
+    return [tokens[index] for index in range(len(jobs))]

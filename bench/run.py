@@ -27,8 +27,6 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
-import client
-import growth
 import harness
 import http_process
 import replicas
@@ -37,7 +35,6 @@ import score_file
 import scoring
 import start
 import steering
-import stock
 from bars import BARS, write_table
 from results_page import write_page
 from timing import spread
@@ -49,30 +46,17 @@ BENCH = Path(__file__).resolve().parent
 @dataclass(frozen=True, slots=True)
 class Benchmark:
     """A row: what measures it, how many counted runs of each way, whether it takes a model of the
-    user's, and whether it runs only with one.
+    user's.
     """
 
     measure: Callable[[Workplace, int], dict[str, Any]]
     runs: int = 3
     any_model: bool = False
-    needs_model: bool = False
 
 
 def in_directory(measure: Callable[[Path, int], dict[str, Any]]) -> Benchmark:
     """Return the row of a function that only wants a directory for its files."""
     return Benchmark(lambda place, runs: measure(place.directory, runs))
-
-
-def run_script(script: str, *arguments: str) -> Benchmark:
-    """Return the row of a script that is given the number of runs and prints its result."""
-
-    def measure(_place: Workplace, runs: int) -> dict[str, Any]:
-        command = [sys.executable, str(BENCH / script), *arguments, str(runs)]
-        output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-        found: dict[str, Any] = json.loads(output[("\n" + output).index("\n{\n") :])
-        return found
-
-    return Benchmark(measure)
 
 
 def measure_memory(_place: Workplace, runs: int) -> dict[str, Any]:
@@ -91,28 +75,20 @@ def measure_memory(_place: Workplace, runs: int) -> dict[str, Any]:
 BENCHMARKS = {
     "choices": Benchmark(scoring.compare_choices, any_model=True),
     "overhead": Benchmark(scoring.compare_with_own_engine, runs=5, any_model=True),
-    "growth": Benchmark(growth.measure_growth, any_model=True),
-    "adapters": Benchmark(sampling.compare_adapters),
     "replicas": Benchmark(replicas.compare_replicas, runs=5),
     "lm_eval": Benchmark(harness.compare_harnesses, any_model=True),
     "full_text": Benchmark(scoring.compare_full_text, runs=5, any_model=True),
     "steered_decoding": Benchmark(steering.compare_decoding, runs=5, any_model=True),
-    "steering_cost": Benchmark(steering.measure_cost, any_model=True),
     "steering_tlens": Benchmark(steering.compare_tlens, any_model=True),
     "diagnostics": Benchmark(sampling.compare_diagnostics, any_model=True),
-    "throughput": Benchmark(stock.compare_throughput, any_model=True, needs_model=True),
-    "lm_eval_vllm": Benchmark(stock.compare_harness_on_vllm, any_model=True, needs_model=True),
     "memory": Benchmark(measure_memory, runs=1),
     "http_cpu": in_directory(http_process.measure_cpu),
     "http_memory": in_directory(http_process.measure_memory),
     "score_file": in_directory(score_file.compare_with_loop),
     "score_file_forms": in_directory(score_file.compare_forms),
-    "client_sampling": in_directory(client.measure_sampling),
-    "bookkeeping": run_script("bookkeeping.py", "compare"),
-    "arrivals": run_script("arrivals.py"),
     "start": in_directory(start.measure_start),
 }
-SHARING = ("choices", "overhead", "growth", "adapters")
+SHARING = ("choices", "overhead")
 """Rows whose server is the same one."""
 
 
@@ -188,14 +164,9 @@ def main() -> int:
         print(write_table(json.loads(options.output.read_text())))
         return 0
     wanted = options.only or [
-        name
-        for name, row in BENCHMARKS.items()
-        if (row.any_model if options.model else not row.needs_model)
+        name for name, row in BENCHMARKS.items() if row.any_model or options.model is None
     ]
     failed = run_all(list(filter(wanted.__contains__, BENCHMARKS)), options)
-    if "growth" in wanted and "growth" not in failed:
-        plot = [sys.executable, str(BENCH / "plot.py"), str(options.output)]
-        subprocess.run(plot, check=True)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))

@@ -1,4 +1,4 @@
-"""What diagnostics cost a generation, and what LoRA adapters cost a score."""
+"""What diagnostics cost a generation."""
 
 import itertools
 import random
@@ -6,16 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from logsteer import Client
-from models import make_adapter, read_vocab
+from models import read_vocab
 from timing import compare, join_results, summarize, time_in_turn
 from workplace import Workplace
 
 PROMPTS, PROMPT, SAMPLES, GENERATED = 16, 32, 2, 64
-ITEMS, CONTEXT, TARGET = 32, 200, 20
 POLICY: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9}
-ADAPTERS = 4
-ADAPTER_SEED = 30_000
-"""The first seed of a row that shares its server."""
 
 
 def compare_diagnostics(place: Workplace, runs: int) -> dict[str, Any]:
@@ -48,42 +44,8 @@ def _time_diagnostics(client: Client, vocab: int, runs: int) -> dict[str, Any]:
         "log_q and rb_entropy": generate(diagnostics=True, columns=columns),
         "all columns": generate(diagnostics=True),
     }
-    return _compare(ways, runs, PROMPTS * SAMPLES * GENERATED)
-
-
-def compare_adapters(place: Workplace, runs: int) -> dict[str, Any]:
-    """32 sequences of 220 tokens, 20 scored, on vLLM with and without room for adapters."""
-    path = place.find_model()
-    vocab = read_vocab(path)
-    seeds = itertools.count(ADAPTER_SEED)
-    with (
-        place.serve(path, adapter_slots=ADAPTERS) as roomy,
-        Client(place.share(), timeout=600) as without,
-        Client(roomy, timeout=600) as client,
-    ):
-        client.adapters.put("a", make_adapter(path, place.directory / "a", seed=0))
-
-        def score(client: Client, adapter: str | None = None) -> Callable[[], object]:
-            def run() -> None:
-                both = _draw(next(seeds), vocab, ITEMS, CONTEXT + TARGET)
-                items = [
-                    {"context_ids": ids[:CONTEXT], "target_ids": [ids[CONTEXT:]]} for ids in both
-                ]
-                client.logprob(items, adapter=adapter)
-
-            return run
-
-        ways = {
-            "no slots": score(without),
-            "slots, no adapter": score(client),
-            "slots, one adapter": score(client, "a"),
-        }
-        return _compare(ways, runs, ITEMS * (CONTEXT + TARGET))
-
-
-def _compare(ways: dict[str, Callable[[], object]], runs: int, tokens: int) -> dict[str, Any]:
     seconds = time_in_turn(ways, runs)
-    result = summarize(seconds, tokens, "tokens")
+    result = summarize(seconds, PROMPTS * SAMPLES * GENERATED, "tokens")
     first, *others = ways
     result["ratios"] = {
         f"{name} / {first}": compare(seconds[name], seconds[first]) for name in others

@@ -15,7 +15,7 @@ import httpx
 from logsteer import Client
 from models import read_vocab
 from timing import compare_with_first, summarize, time_call
-from workplace import Workplace
+from workplace import Workplace, describe_stock
 
 Item = dict[str, Any]
 ENGINE = Path(__file__).with_name("engine.py")
@@ -94,6 +94,7 @@ def compare_choices(place: Workplace, runs: int) -> dict[str, Any]:
                 seconds["stock vLLM server"].append(other / CONTEXTS_ON_STOCK)
     result = summarize(seconds, TARGETS, "pairs") | {"ratios": compare_with_first(seconds)}
     result["notes"] = [f"{CONTEXTS} contexts a run; {CONTEXTS_ON_STOCK} on the stock server"]
+    result["notes"].append(describe_stock())
     return result | {"largest_difference_nats": float(f"{difference:.2g}")}
 
 

@@ -75,10 +75,10 @@ def run_logsteer(
 ) -> contextlib.AbstractContextManager[str]:
     """logsteer's own server with these models by id, in float32, without a result cache.
 
-    `server` are settings of the server, `settings` those of each model; on vLLM they run eagerly.
+    `server` are settings of the server, `settings` those of each model.
     """
     if engine == "vllm":
-        settings = {"memory": "1GiB", "compile": False} | settings
+        settings = {"memory": "1GiB"} | settings
     entries = [
         {"id": name, "path": str(path), "dtype": "float32", "engine": engine} | settings
         for name, path in models.items()
@@ -96,23 +96,14 @@ def run_logsteer(
 
 
 def run_stock(
-    path: Path,
-    directory: Path,
-    *,
-    dtype: str = "float32",
-    compiled: bool = False,
-    memory: str | None = None,
+    path: Path, directory: Path, dtype: str, memory: int
 ) -> contextlib.AbstractContextManager[str]:
-    """vLLM's own server with one model, its other settings as they come.
-
-    `memory`: bytes of its cache, where it is not a CPU's of 1 GiB.
-    """
+    """vLLM's own server with one model and its own defaults, but for dtype and bytes of cache."""
     port = find_port()
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path),
         "--served-model-name", "stock", "--dtype", dtype, "--port", str(port),
-        "--host", "127.0.0.1", *([] if compiled else ["--enforce-eager"]),
-        *([] if memory is None else ["--kv-cache-memory-bytes", memory]),
+        "--host", "127.0.0.1", "--kv-cache-memory-bytes", str(memory),
     ]  # fmt: skip
     return run_server(
         command, f"http://127.0.0.1:{port}", "/health", directory / f"stock-{port}.log"

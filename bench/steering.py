@@ -12,44 +12,22 @@ from typing import Any
 from decoding import GENERATED, SEQUENCES, Answer, Work
 from models import DEMO, make_model
 from timing import compare, join_results, summarize
-from workplace import Workplace
+from workplace import Workplace, describe_stock
 
 DECODING = Path(__file__).with_name("decoding.py")
 HOOKED = Path(__file__).with_name("hooked.py")
 UNCOUNTED = 4
 """Batches of each process before those that count: they use all pages of its cache once."""
 SLOTS = 64
-COST_SLOTS = 128
-"""Room for the plans of all ways of `measure_cost` at once, so that none pushes another out."""
-DEPTH = 2
-"""Operations at a layer beside unconditional additions; the server's default."""
-COST_DEPTHS = {"8 conditions": 8}
-"""Ways of `measure_cost` that need more, in a process of their own: room costs time, too."""
-
-COSTS: dict[str, dict[str, Any]] = {
-    "unsteered": {},
-    "add, 1 plan, 1 layer, 1 vector": {"plans": 1},
-    "32 plans, new in each run": {"plans": 32, "fresh": True},
-    "32 plans, all layers": {"plans": 32, "layers": None},
-    "8 vectors": {"plans": 1, "vectors": 8},
-    "ablate, all layers": {"plans": 1, "op": "ablate", "layers": None},
-    "rotate": {"plans": 1, "op": "rotate"},
-    "8 plans, 8 probes": {"plans": 8, "probes": 8},
-    "1 condition": {"plans": 1, "of": "token"},
-    "1 condition on the prompt": {"plans": 1, "of": "prompt"},
-    "8 conditions": {"plans": 1, "vectors": 8, "of": "token"},
-    "8 plans, 1 condition each": {"plans": 8, "of": "token"},
-}
-"""What differs from the second way; `layers` None stands for every layer of the model."""
 
 
 class Decoder:
-    """A process of `bench/decoding.py` that waits for work."""
+    """A process of `bench/decoding.py` that waits for work; `chosen` has stock's own defaults."""
 
     def __init__(self, process: "subprocess.Popen[str]", log: Path) -> None:
         self._process = process
         self._log = log
-        self._read("ready")
+        self.chosen: dict[str, Any] = json.loads(self._read("ready"))
 
     def run(self, work: Work) -> Answer:
         """Do the work there. Errors: RuntimeError where the process ends."""
@@ -59,7 +37,7 @@ class Decoder:
         return Answer(**json.loads(self._read("answer")))
 
     def _read(self, mark: str) -> str:
-        """What stands behind the mark in the next line that begins with it; vLLM prints, too."""
+        """Return what follows the mark in the next line that begins with it; vLLM prints, too."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith(mark):
@@ -68,13 +46,11 @@ class Decoder:
 
 
 @contextlib.contextmanager
-def start_decoder(
-    place: Workplace, kind: str, compiled: bool, slots: int = 0, depth: int = DEPTH
-) -> Iterator[Decoder]:
+def start_decoder(place: Workplace, kind: str, slots: int = 0) -> Iterator[Decoder]:
     """A process with the model loaded and warm; it is stopped at the end."""
-    log = place.directory / f"decoding-{kind}-{slots}-{depth}.log"
-    path, settings = place.find_model(), json.dumps(place.settings | {"compile": compiled})
-    command = [sys.executable, str(DECODING), kind, str(path), str(slots), str(depth), settings]
+    log = place.directory / f"decoding-{kind}-{slots}.log"
+    path, settings = place.find_model(), json.dumps(place.settings)
+    command = [sys.executable, str(DECODING), kind, str(path), str(slots), settings]
     with (
         log.open("w") as errors,
         subprocess.Popen(
@@ -122,29 +98,28 @@ def run_in_turn(
 def compare_decoding(place: Workplace, runs: int) -> dict[str, Any]:
     """32 sequences of 64 tokens, steered and not, with room for steering and not, stock vLLM.
 
-    All run the compiled model. Unsteered, every way is expected to give the same sequences; half
-    steered, those of the steered and of the unsteered way in turn.
+    Unsteered, every way is expected to give the same sequences; half steered, those of the steered
+    and of the unsteered way in turn.
     """
     plain, all_, half = "unsteered, 64 slots", "steered", "half steered"
     without, stock = "unsteered, 0 slots", "stock vLLM"
     ours_bare, bare = (f"{name}, no log-probabilities" for name in (plain, stock))
     with (
-        start_decoder(place, "ours", True, SLOTS) as ours,
-        start_decoder(place, "ours", True) as ours_without,
-        start_decoder(place, "stock", True) as vllm,
+        start_decoder(place, "ours", SLOTS) as ours,
+        start_decoder(place, "ours") as ours_without,
+        start_decoder(place, "stock") as vllm,
     ):
-        found = run_in_turn(
-            {
-                plain: (ours, {}),
-                all_: (ours, {"plans": 1}),
-                half: (ours, {"plans": 1, "every": 2}),
-                without: (ours_without, {}),
-                ours_bare: (ours, {"logprobs": False}),
-                stock: (vllm, {}),
-                bare: (vllm, {"logprobs": False}),
-            },
-            runs,
-        )
+        ways: dict[str, tuple[Decoder, Mapping[str, Any]]] = {
+            plain: (ours, {}),
+            all_: (ours, {"steer_every": 1}),
+            half: (ours, {"steer_every": 2}),
+            without: (ours_without, {}),
+            ours_bare: (ours, {"logprobs": False}),
+            stock: (vllm, {}),
+            bare: (vllm, {"logprobs": False}),
+        }
+        found = run_in_turn(ways, runs)
+        notes = [describe_stock(vllm.chosen)]
     seconds = {name: way.seconds for name, way in found.items()}
     result = summarize(seconds, SEQUENCES * GENERATED, "tokens")
     pairs = [(all_, plain), (half, plain), (plain, without), (plain, stock), (ours_bare, bare)]
@@ -158,40 +133,7 @@ def compare_decoding(place: Workplace, runs: int) -> dict[str, Any]:
         result["ways"][name]["sequences_as_expected"] = same
     changed = sum(a != b for a, b in zip(found[all_].digests, found[plain].digests, strict=True))
     result["ways"][all_]["sequences_changed"] = changed
-    return result
-
-
-def measure_cost(place: Workplace, runs: int) -> dict[str, Any]:
-    """32 sequences of 64 tokens by number of plans, layers and vectors, and by operation.
-
-    `ratios` is how many times as long each way takes as unsteered decoding.
-    """
-    config = json.loads((place.find_model() / "config.json").read_text())
-    layers = int(config["num_hidden_layers"])
-    with contextlib.ExitStack() as stack:
-        decoders = {
-            depth: stack.enter_context(
-                start_decoder(place, "ours", place.settings["compile"], COST_SLOTS, depth)
-            )
-            for depth in sorted({DEPTH, *COST_DEPTHS.values()})
-        }
-        ways = {
-            name: (
-                decoders[COST_DEPTHS.get(name, DEPTH)],
-                settings | ({"layers": layers} if "layers" in settings else {}),
-            )
-            for name, settings in COSTS.items()
-        }
-        found = run_in_turn(ways, runs)
-    seconds = {name: way.seconds for name, way in found.items()}
-    result = summarize(seconds, SEQUENCES * GENERATED, "tokens")
-    plain = seconds["unsteered"]
-    result["ratios"] = {
-        f"{name} / unsteered, time": compare(plain, times)
-        for name, times in seconds.items()
-        if times is not plain
-    }
-    return result
+    return result | {"notes": notes}
 
 
 def compare_tlens(place: Workplace, runs: int) -> dict[str, Any]:

@@ -1,26 +1,26 @@
 """Where benchmarks run: their files, the model they measure with, the servers they share."""
 
 import contextlib
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from models import DEVICE, make_model, read_vocab
+from models import DEVICE, make_model
 from servers import run_logsteer, run_stock
 
 ID = "model"
 """The id of the model in a server of ours."""
-GPU_CACHE = 8 * 2**30
-"""Bytes of cached keys and values on a GPU: several servers with weights of their own share it."""
+MEMORY = 8 * 2**30 if DEVICE == "cuda" else 2**30
+"""Bytes of cached keys and values of a server: several with weights of their own run at once."""
 
 
 @dataclass
 class Workplace:
     """A directory for files, and the model: the user's, or one that is made.
 
-    `dtype` is that of the user's model; the one made is measured in float32, eagerly where it says
-    nothing else. `stack` ends what rows share.
+    `dtype` is that of the user's model; the one made is measured in float32. `stack` ends what rows
+    share.
     """
 
     directory: Path
@@ -37,14 +37,10 @@ class Workplace:
     def settings(self) -> dict[str, Any]:
         """Settings of an engine of ours, under the names of `EngineSpec` and of the configuration.
 
-        The user's model runs as it would be served: compiled.
+        All others are its defaults, as a user has them.
         """
-        found: dict[str, Any] = {"dtype": "float32", "compile": False, "memory": "1GiB"}
-        if self.given is not None:
-            found |= {"dtype": self.dtype, "compile": True}
-        if DEVICE == "cuda":
-            found["memory"] = f"{GPU_CACHE >> 30}GiB"
-        return found
+        dtype = "float32" if self.given is None else self.dtype
+        return {"dtype": dtype, "memory": f"{MEMORY >> 30}GiB"}
 
     def serve(
         self, path: Path, engine: str = "vllm", **settings: Any
@@ -53,17 +49,11 @@ class Workplace:
         own = self.settings if engine == "vllm" else {"dtype": self.settings["dtype"]}
         return run_logsteer({ID: path}, self.directory, engine, **(own | settings))
 
-    def serve_stock(
-        self, path: Path, compiled: bool = False
-    ) -> contextlib.AbstractContextManager[str]:
-        """Return the URL of vLLM's own server with the same settings, which ends with the block."""
-        return run_stock(
-            path,
-            self.directory,
-            dtype=self.settings["dtype"],
-            compiled=compiled or self.settings["compile"],
-            memory=str(GPU_CACHE) if DEVICE == "cuda" else None,
-        )
+    def serve_stock(self, path: Path) -> contextlib.AbstractContextManager[str]:
+        """Return the URL of vLLM's own server, which ends with the block: with its own defaults,
+        but for dtype and memory, which are those of ours.
+        """
+        return run_stock(path, self.directory, self.settings["dtype"], MEMORY)
 
     def share(self) -> str:
         """Return the URL of a server of the model, which is started once for all rows."""
@@ -84,7 +74,7 @@ class Workplace:
         return found
 
 
-def read_size(path: Path) -> tuple[int, int]:
-    """Return the vocabulary and the hidden size of a checkpoint."""
-    config = json.loads((path / "config.json").read_text())
-    return read_vocab(path), int(config["hidden_size"])
+def describe_stock(chosen: Mapping[str, Any] | None = None) -> str:
+    """Return the note that says with which settings stock vLLM ran, and what it chose itself."""
+    words = "".join(f", {name} {value}" for name, value in (chosen or {}).items())
+    return f"stock vLLM has its own defaults, but for our dtype and memory{words}"

@@ -1,8 +1,8 @@
 """Checks and measures logsteer on this machine's GPU: `.venv/bin/python -m bench.gpu_check`.
 
-It writes gpu-check.json and gpu-check.md after each part. Without a CUDA device it runs on the CPU
-as far as that goes, in a quick selection, and says so. A part that fails does not stop the others;
-the exit status is then 1.
+It has parts of LIMIT_S seconds at most, those that need no vLLM first, and writes gpu-check.json
+and gpu-check.md after each. Without a CUDA device it runs on the CPU as far as that goes, in a
+quick selection, and says so. A part that fails does not stop the others; the exit status is then 1.
 """
 
 import argparse
@@ -16,47 +16,59 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from bench.gpu_check.part import ROOT, Findings, run_command
+from bench.bars import BARS
+from bench.gpu_check.part import LIMIT_S, ROOT, Findings, run_command
 from bench.gpu_check.report import PartResult, Report, shorten
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of the check: its title, its module, and seconds after which it is given up."""
+    """A part of the check: its title, its module, and which of the module's cases it is."""
 
     title: str
     module: str
-    timeout_s: float
+    case: str = ""
 
 
-PARTS = {
-    "machine": Part("Machine", "machine", 120),
-    "kernel": Part("Steering kernel", "kernel", 1800),
-    "rows": Part("Reading scored rows", "rows", 1800),
-    "sampling": Part("Sampling", "sampling", 900),
-    "tlens": Part("TransformerLens engine", "tlens", 3600),
-    "contract": Part("Exactness, steering and adapter tests", "contract", 5400),
-    "graphs": Part("CUDA graphs", "graphs", 3600),
-    "families": Part("Five families of models", "families", 3600),
-    "speed": Part("Speed", "speed", 4 * 3600),
+BARE = {
+    "machine": Part("Machine", "machine"),
+    "kernel": Part("Steering kernel", "kernel"),
+    "rows": Part("Reading scored rows", "rows"),
+    "sampling": Part("Sampling", "sampling"),
+    "tlens": Part("TransformerLens engine", "tlens", "scores"),
+    "tlens-speed": Part("TransformerLens engine, speed", "tlens", "speed"),
 }
-BARE = ("machine", "kernel", "rows", "sampling", "tlens")
 """Parts that need neither vLLM nor a network."""
+TESTS = ("exactness", "steering", "adapters")
+"""Files of tests/contract."""
+MODES = ("NONE", "PIECEWISE", "FULL_AND_PIECEWISE")
+DTYPES = ("float32", "bfloat16")
+PARTS = (
+    BARE
+    | {f"graphs-{mode}": Part(f"CUDA graphs, {mode}", "graphs", mode) for mode in MODES}
+    | {f"families-{dtype}": Part(f"Families, {dtype}", "families", dtype) for dtype in DTYPES}
+    | {f"tests-{name}": Part(f"Tests of {name}", "contract", name) for name in TESTS}
+    | {
+        f"speed-{row}": Part(f"Speed, {row}", "speed", row)
+        for row in dict.fromkeys(bar.row for bar in BARS)
+    }
+)
 
 
-def run_one(name: str, device: str, quick: bool, directory: Path) -> PartResult:
+def run_one(result: PartResult, device: str, quick: bool) -> None:
     """Run a part in a process of its own; a process that dies is a part that failed."""
-    part = PARTS[name]
+    part = PARTS[result.name]
     command = [sys.executable, "-m", f"bench.gpu_check.{part.module}", "--device", device]
-    command += ["--directory", str(directory), *(["--quick"] if quick else [])]
-    shown = f".venv/bin/python -m bench.gpu_check --only {name}{' --quick' if quick else ''}"
-    started = time.monotonic()
-    try:
-        found = Findings.decode(run_command(command, part.timeout_s))
-    except (RuntimeError, ValueError) as error:
-        seconds = time.monotonic() - started
-        return PartResult(name, part.title, "failed", str(error), seconds, shown)
-    return PartResult.judge(name, part.title, found, time.monotonic() - started, shown)
+    command += [*(["--case", part.case] if part.case else []), *(["--quick"] if quick else [])]
+    result.command = f".venv/bin/python -m bench.gpu_check --only {result.name}"
+    started, died = time.monotonic(), ""
+    with tempfile.TemporaryDirectory(prefix="logsteer-gpu-check-") as directory:
+        try:
+            run_command([*command, "--directory", directory])
+        except RuntimeError as error:
+            died = str(error)
+        result.seconds = time.monotonic() - started
+        result.judge(Findings.load(Path(directory) / "findings.json"), died)
 
 
 def find_device() -> str:
@@ -77,22 +89,13 @@ def check(names: Sequence[str], quick: bool | None, output: Path) -> Report:
     `quick` None: where there is no CUDA device.
     """
     device = find_device()
-    if quick is None:
-        quick = device == "cpu"
     started = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    results = {
-        name: PartResult(
-            name, part.title, "not run", "its turn never came" if name in names else "not asked for"
-        )
-        for name, part in PARTS.items()
-    }
-    report = Report(device, quick, started, list(results.values()))
-    for name in filter(names.__contains__, PARTS):
-        print(f"{PARTS[name].title} ...", flush=True)
-        with tempfile.TemporaryDirectory(prefix="logsteer-gpu-check-") as directory:
-            found = results[name] = run_one(name, device, quick, Path(directory))
-        print(f"  {found.status} ({found.seconds:.0f} s) {shorten(found.reason)}", flush=True)
-        report.parts = list(results.values())
+    parts = [PartResult(name, PARTS[name].title) for name in PARTS if name in names]
+    report = Report(device, device == "cpu" if quick is None else quick, started, parts)
+    for result in parts:
+        print(f"{result.title} ...", flush=True)
+        run_one(result, device, report.quick)
+        print(f"  {result.status} ({result.seconds:.0f} s) {shorten(result.reason)}", flush=True)
         report.write(output)
     return report
 
@@ -101,12 +104,17 @@ def main() -> int:
     """Run what was asked for, write the report, return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "bench", help="directory")
-    parser.add_argument("--only", nargs="+", choices=list(PARTS))
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART")
     parser.add_argument("--bare", action="store_true", help=f"alone {', '.join(BARE)}")
     parser.add_argument("--quick", action=argparse.BooleanOptionalAction, default=None)
+    parser.add_argument("--list", action="store_true", help="print the parts, run nothing")
     options = parser.parse_args()
+    if options.list:
+        print(*PARTS, sep="\n")
+        return 0
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    names = options.only or (BARE if options.bare else list(PARTS))
+    names = options.only or list(BARE if options.bare else PARTS)
+    print(f"{len(names)} parts of {LIMIT_S} s at most")
     report = check(names, options.quick, options.output)
     print(f"the report is in {options.output}: gpu-check.md and gpu-check.json")
     return report.exit_status

@@ -153,7 +153,7 @@ def check_errors(options: Options, found: Findings, launch: Any) -> None:
                     if not torch.equal(hidden_TD.cpu()[rest], given_TD[rest]):
                         found.failures.append(f"{what}: a token that is not steered has changed")
             table.rows.append([width, name, *errors, limit])
-    found.tables.append(table)
+    found.add(table)
 
 
 def time_kernel(found: Findings, launch: Any) -> None:
@@ -181,18 +181,18 @@ def time_kernel(found: Findings, launch: Any) -> None:
                 )
                 row.append(float(f"{1e3 * milliseconds:.3g}"))
             table.rows.append(row)
-    found.tables.append(table)
+    found.add(table)
 
 
-def measure(options: Options) -> Findings:
+def measure(options: Options, found: Findings) -> None:
     """Compare, and on a GPU time, the kernel."""
     if importlib.util.find_spec("triton") is None:
-        return Findings(not_run=["triton is not installed"])
+        found.not_run.append("triton is not installed")
+        return
     if not options.on_cuda:
         os.environ["TRITON_INTERPRET"] = "1"  # counts only before triton is imported
     from logsteer_server.engines.vllm.kernel import launch
 
-    found = Findings()
     check_errors(options, found, launch)
     if options.on_cuda:
         time_kernel(found, launch)
@@ -202,7 +202,6 @@ def measure(options: Options) -> Findings:
             "where a GPU rounds, hence twice the plain form's error there."
         )
         found.not_run.append(f"time of the kernel: {NO_CUDA}")
-    return found
 
 
 if __name__ == "__main__":

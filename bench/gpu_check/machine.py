@@ -41,7 +41,7 @@ def describe_gpus() -> dict[str, str]:
     return facts
 
 
-def measure(options: Options) -> Findings:
+def measure(options: Options, found: Findings) -> None:
     """Name the device, the versions and the commit."""
     facts = {"device": options.device, "processor": read_processor()}
     facts |= describe_gpus() if options.on_cuda else {"GPU": "none that torch can use"}
@@ -52,14 +52,13 @@ def measure(options: Options) -> Findings:
     changed = ask("git", "status", "--porcelain", "--untracked-files=no")
     commit = ask("git", "rev-parse", "HEAD")
     facts["commit"] = commit + (" with uncommitted changes" if changed else "")
-    found = Findings(facts=facts)
+    found.facts = facts
     if not options.on_cuda and ask("nvidia-smi", "-L"):
         found.failures.append(
             "nvidia-smi lists a GPU and torch cannot use it: install the packages for GPUs with "
             "`make clean` and `LOGSTEER_VARIANT=cuda make setup`, or see whether the driver is "
             "new enough for torch's CUDA"
         )
-    return found
 
 
 if __name__ == "__main__":

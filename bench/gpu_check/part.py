@@ -1,33 +1,36 @@
 """What a part of the check is given, what it finds, and how it runs others' commands.
 
 Each part is a module with a function `measure`, and a process of its own: a GPU that one part has
-left in an unusable state is whole again for the next.
+left in an unusable state is whole again for the next. What it finds it writes down table by table,
+so that a part that dies or takes too long leaves what it has measured.
 """
 
 import argparse
 import json
 import os
 import subprocess
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_CUDA = "no CUDA device"
-MARK = "gpu-check "
-"""Stands before the one line of a process's output that is meant for its caller."""
+LIMIT_S = 480
+"""Seconds that a part may take: machines with a GPU are lent for minutes."""
 
 Cell = str | float | int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Where a part runs, whether it is cut short, and where it may leave files."""
+    """Where a part runs, whether it is cut short, where it may leave files, and which of its cases
+    is asked for; empty where it has one.
+    """
 
     device: str
     quick: bool
     directory: Path
+    case: str = ""
 
     @property
     def on_cuda(self) -> bool:
@@ -46,36 +49,59 @@ class Table:
 
 @dataclass(slots=True)
 class Findings:
-    """What a part found: it passed where it measured something and nothing failed.
+    """What a part has found so far, in the file `path`.
 
     `not_run` says of what could not run here why; `facts` are of the machine.
     """
 
+    path: Path
     tables: list[Table] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     not_run: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
 
+    def add(self, table: Table) -> None:
+        """Add a table, and write down all that was found until now."""
+        self.tables.append(table)
+        self.save()
+
     def need(self, what: str, error: float, limit: float) -> None:
         """Note a failure where an error is above its limit, or no number."""
         if not error <= limit:
             self.failures.append(f"{what}: {error:.3g} where at most {limit:.3g} is allowed")
 
-    def encode(self) -> str:
-        """The line by which a part's process hands over what it found."""
-        return MARK + json.dumps(asdict(self))
+    def save(self) -> None:
+        """Write the file anew."""
+        written = self.path.with_suffix(".new")
+        written.write_text(json.dumps(asdict(self), default=str))
+        written.replace(self.path)
 
     @classmethod
-    def decode(cls, output: str) -> "Findings":
-        """Read what a part's process has printed. Errors: ValueError where it has not."""
-        found = json.loads(find_line(output.splitlines(), MARK))
-        tables = [Table(**table) for table in found.pop("tables")]
-        return cls(tables=tables, **found)
+    def load(cls, path: Path) -> "Findings":
+        """Read what a part has written down; nothing where it has written nothing."""
+        if not path.is_file():
+            return cls(path)
+        found = json.loads(path.read_text()) | {"path": path}
+        return cls(tables=[Table(**table) for table in found.pop("tables")], **found)
 
 
-def find_line(lines: Iterable[str], mark: str) -> str:
-    """What follows the mark in the last line that begins with it; vLLM prints, too.
+def list_result(
+    name: str, values: dict[str, float | Sequence[float] | str | None]
+) -> list[list[Cell]]:
+    """Return the rows of a benchmark's values: name, measure, median, smallest, largest.
+
+    A value is [smallest, median, largest], or one alone, which is taken for the median.
+    """
+    rows: list[list[Cell]] = []
+    for measure, value in values.items():
+        low, median, high = value if isinstance(value, list) else (None, value, None)
+        rows.append([name, measure.replace("_", " "), median, low, high])
+    return rows
+
+
+def find_line(lines: Sequence[str], mark: str) -> str:
+    """Return what follows the mark in the last line that begins with it; vLLM prints, too.
 
     Errors: ValueError where there is no such line.
     """
@@ -85,19 +111,7 @@ def find_line(lines: Iterable[str], mark: str) -> str:
     return found[-1]
 
 
-def spread(name: str, value: float | Sequence[float] | str | None) -> list[Cell]:
-    """Return a measure's name, median, smallest and largest value.
-
-    The value is [smallest, median, largest], or one alone, which is taken for the median.
-    """
-    words = name.replace("_", " ")
-    if isinstance(value, list):
-        low, median, high = map(float, value)
-        return [words, median, low, high]
-    return [words, value, None, None]  # type: ignore[list-item]
-
-
-def run_command(command: Sequence[str], timeout_s: float, **environment: str) -> str:
+def run_command(command: Sequence[str], timeout_s: float = LIMIT_S, **environment: str) -> str:
     """Run a command in the project's directory; return what it printed.
 
     Errors: RuntimeError with the end of its messages where it fails or takes longer.
@@ -120,11 +134,14 @@ def run_command(command: Sequence[str], timeout_s: float, **environment: str) ->
     return done.stdout
 
 
-def run_part(measure: Callable[[Options], Findings]) -> None:
-    """Measure as the command line says, and print what was found."""
+def run_part(measure: Callable[[Options, Findings], None]) -> None:
+    """Measure as the command line says, and write down what was found."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--directory", type=Path, required=True)
-    found = measure(Options(**vars(parser.parse_args())))
-    sys.stdout.write("\n" + found.encode() + "\n")
+    parser.add_argument("--case", default="")
+    options = Options(**vars(parser.parse_args()))
+    found = Findings(options.directory / "findings.json")
+    measure(options, found)
+    found.save()

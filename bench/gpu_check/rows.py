@@ -122,9 +122,8 @@ def find_errors(rows: Rows, spec: RowSpec) -> tuple[float, int]:
     return worst, misplaced
 
 
-def measure(options: Options) -> Findings:
+def measure(options: Options, found: Findings) -> None:
     """Read rows of both vocabularies in each way."""
-    found = Findings()
     device = torch.device(options.device)
     runs = 1 if options.quick else 7
     kind = (
@@ -157,8 +156,7 @@ def measure(options: Options) -> Findings:
                     vocab, len(rows.hidden_RD), columns, round(statistics.median(times), 1),
                     round(statistics.median(product), 1), round(added, 1), error, misplaced,
                 ])  # fmt: skip
-    found.tables.append(table)
-    return found
+    found.add(table)
 
 
 if __name__ == "__main__":

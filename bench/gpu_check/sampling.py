@@ -83,7 +83,7 @@ def check_policies(options: Options, found: Findings) -> None:
             found.need(f"{what}, log q", error, LIMIT)
             found.need(f"{what}, mass misplaced", misplaced, LIMIT)
             table.rows.append([vocab, name, error, misplaced, statistics.median(times)])
-    found.tables.append(table)
+    found.add(table)
 
 
 def check_draws(options: Options, found: Findings) -> None:
@@ -110,16 +110,14 @@ def check_draws(options: Options, found: Findings) -> None:
         ["largest deviation of a frequency, standard deviations", "limit", "unlike the CPU's"],
     )
     table.rows.append([worst, SIGMAS, differ])
-    found.tables.append(table)
+    found.add(table)
 
 
-def measure(options: Options) -> Findings:
+def measure(options: Options, found: Findings) -> None:
     """Check and time the policy and the draw."""
-    found = Findings()
     with torch.inference_mode():
         check_policies(options, found)
         check_draws(options, found)
-    return found
 
 
 if __name__ == "__main__":

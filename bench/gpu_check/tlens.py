@@ -20,9 +20,9 @@ from bench.gpu_check.part import (
     Options,
     Table,
     find_line,
+    list_result,
     run_command,
     run_part,
-    spread,
 )
 from bench.models import make_model
 from logsteer_server.contract.engine import EngineSpec
@@ -34,7 +34,6 @@ NORM = 2.0
 LIMIT = 1e-3
 """Nats a token, in float32."""
 LEAST_EFFECT = 0.01
-TIMEOUT_S = 1800
 
 
 def find_model(options: Options) -> Path:
@@ -105,7 +104,7 @@ def check_scores(options: Options, path: Path, found: Findings) -> None:
         [*errors, "limit", "effect of steering"],
     )
     table.rows.append([*errors.values(), LIMIT, effect])
-    found.tables.append(table)
+    found.add(table)
 
 
 def add_to_output(output: Any, vector: torch.Tensor) -> Any:
@@ -123,31 +122,28 @@ def measure_speed(options: Options, path: Path, found: Findings) -> None:
     server = os.pathsep.join([str(ROOT / "server"), str(ROOT / "client"), *sys.path])
     # The model for CPUs is small: a second thread would mostly wait for the first.
     threads = {} if options.on_cuda else {"OMP_NUM_THREADS": "1"}
-    output = run_command([sys.executable, *command], TIMEOUT_S, PYTHONPATH=server, **threads)
+    output = run_command([sys.executable, *command], PYTHONPATH=server, **threads)
     result = json.loads(find_line(output.splitlines(), "result "))
     table = Table(
         f"150 steered tokens of each sequence, {dtype}.",
         ["way", "measure", "median", "smallest", "largest"],
     )
-    for way, values in result["ways"].items():
-        table.rows.append([way, *spread("tokens_per_s", values["tokens_per_s"])])
-    for name, value in result["ratios"].items():
-        table.rows.append([name, *spread("times as fast", value)])
-    found.tables.append(table)
+    for way, values in (result["ways"] | {"ratios": result["ratios"]}).items():
+        table.rows += list_result(way, values)
+    found.add(table)
     found.notes += result["notes"]
     if not options.on_cuda:
         found.notes.append(f"These are figures of the CPU: {NO_CUDA}.")
 
 
-def measure(options: Options) -> Findings:
-    """Check the engine and time it."""
+def measure(options: Options, found: Findings) -> None:
+    """Check the engine or time it."""
     if importlib.util.find_spec("transformer_lens") is None:
-        return Findings(not_run=["transformer-lens is not installed"])
-    found = Findings()
-    path = find_model(options)
-    check_scores(options, path, found)
-    measure_speed(options, path, found)
-    return found
+        found.not_run.append("transformer-lens is not installed")
+        return
+    (check_scores if options.case == "scores" else measure_speed)(
+        options, find_model(options), found
+    )
 
 
 if __name__ == "__main__":

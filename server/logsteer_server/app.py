@@ -6,7 +6,6 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from pathlib import Path
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
@@ -33,13 +32,17 @@ from logsteer_server.api.routes import (
 from logsteer_server.engines.scratch import sweep
 from logsteer_server.interventions.namespaces import NamespaceRegistry
 from logsteer_server.keys.keyring import KeyRing
-from logsteer_server.models.admission import Admission
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.changes import ModelChanges
 from logsteer_server.models.registry import ModelRegistry
-from logsteer_server.observation.logs import ACCESS, AUDIT, CURRENT_REQUEST, LogStyle, open_log
+from logsteer_server.observation.logs import (
+    ACCESS,
+    AUDIT,
+    CURRENT_REQUEST,
+    LogStyle,
+    configure_logs,
+)
 from logsteer_server.observation.metrics import Metrics
-from logsteer_server.observation.readings import ServerReading
 from logsteer_server.observation.requests import RequestObserver
 from logsteer_server.observation.tracing import MissingTracingError, RequestTracer
 from logsteer_server.settings import ConfigurationError, Settings
@@ -84,7 +87,7 @@ def create_app(settings: Settings, reread: Callable[[], Settings] | None = None)
     app.state.settings = settings
     app.state.capacity = Capacity(settings)
     app.state.tracer = open_tracer() if settings.tracing else None
-    app.state.metrics = Metrics(settings.max_metric_keys)
+    app.state.metrics = Metrics()
     app.state.drain = Drain()
     app.state.keys = keys = KeyRing(settings)
     for module in (tasks, perplexity, vectors, overrides, adapters, tokens, openai):
@@ -118,7 +121,12 @@ async def _open_state(app: FastAPI, stack: AsyncExitStack) -> ModelRegistry:
     stack.callback(state.capacity.close)
     results = ResultCache.open(settings)
     stack.push_async_callback(asyncio.to_thread, results.close)
-    state.metrics.read_server = partial(_read_server, app, results)
+    metrics, memory = state.metrics, state.capacity.memory
+    metrics.read_disk = lambda: state.store_upkeep.reading
+    metrics.pending_bytes.set_function(lambda: memory.pending)
+    metrics.pending_bytes_limit.set(memory.limit)
+    metrics.cache_bytes.set_function(lambda: results.num_bytes)
+    metrics.cache_bytes_limit.set(settings.cache_bytes)
     state.models = models = ModelRegistry(settings, results, state.metrics)
     stack.push_async_callback(models.close)
     return models
@@ -131,24 +139,9 @@ def _add_layers(app: FastAPI, *, needs_key: bool) -> None:
     app.add_middleware(DrainGate, drain=app.state.drain)
     app.add_middleware(HostCheck, hosts=AllowedHosts(settings, needs_key=needs_key))
     app.add_middleware(RequestIds)
-    app.add_middleware(
-        RequestObserver,
-        metrics=app.state.metrics,
-        access=_open_access_log(settings),
-        audit=_open_log(AUDIT, settings, settings.audit_log_file),
-        tracer=app.state.tracer,
-    )
-
-
-def _read_server(app: FastAPI, results: ResultCache) -> ServerReading:
-    memory: Admission = app.state.capacity.memory
-    return ServerReading(
-        memory.pending,
-        memory.limit,
-        results.num_bytes,
-        app.state.settings.cache_bytes,
-        app.state.store_upkeep.reading,
-    )
+    app.add_middleware(RequestObserver, metrics=app.state.metrics, tracer=app.state.tracer)
+    if app.state.tracer is not None:
+        app.add_middleware(app.state.tracer.instrument)
 
 
 def open_tracer() -> RequestTracer:
@@ -159,19 +152,22 @@ def open_tracer() -> RequestTracer:
         raise ConfigurationError(str(error)) from error
 
 
-def _open_access_log(settings: Settings) -> logging.Logger | None:
-    if not settings.access_log:
-        return None
-    return _open_log(ACCESS, settings, settings.access_log_file)
+def open_logs(settings: Settings) -> None:
+    """Configure all logs of this process; called once, by whatever runs the application.
 
-
-def _open_log(name: str, settings: Settings, path: Path | None) -> logging.Logger:
-    """Return the log of a name. Errors: ConfigurationError for a file that cannot be written."""
-    place = None if path is None else settings.directory / path.expanduser()
+    Errors: ConfigurationError for a file that cannot be written to.
+    """
+    asked = {AUDIT: settings.audit_log_file}
+    if settings.access_log:
+        asked[ACCESS] = settings.access_log_file
+    files = {
+        name: None if path is None else settings.directory / path.expanduser()
+        for name, path in asked.items()
+    }
     try:
-        return open_log(name, LogStyle(settings.log_format, settings.log_level), place)
+        configure_logs(LogStyle(settings.log_format, settings.log_level), files)
     except OSError as error:
-        detail = f"{place} cannot be written to ({error.strerror}): name another file"
+        detail = f"{error.filename} cannot be written to ({error.strerror}): name another file"
         raise ConfigurationError(detail) from error
 
 

@@ -1,6 +1,6 @@
 """The pages of the documentation that follow from the code: `python -m logsteer_server.reference`.
 
-Settings, endpoints with the fields of their requests, columns and problem codes, each as Markdown.
+Settings, endpoints with the fields of their requests, problem codes and metrics, as Markdown.
 """
 
 import argparse
@@ -13,6 +13,8 @@ from typing import Any
 from logsteer._endpoints import ENDPOINTS, Endpoint
 from logsteer.errors import KINDS, api_error
 from logsteer_server.api.routes.tasks import TASKS
+from logsteer_server.contract.engine import TIME_BOUNDS_S
+from logsteer_server.observation.metrics import Metrics
 from logsteer_server.settings import ModelSettings, Settings
 
 WRITTEN = "<!-- Written by `make docs` from the code: change that. -->\n"
@@ -73,6 +75,28 @@ def write_endpoints() -> str:
     for endpoint in ENDPOINTS.values():
         parts += _describe(endpoint)
     return "".join(parts).rstrip("\n") + "\n"
+
+
+def write_metrics() -> str:
+    """Return the page of all metrics."""
+    metrics = Metrics()
+    rows = []
+    for family in metrics.registry.collect():
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels = ", ".join(metrics.labels.get(family.name, ()))
+        rows.append((f"`{name}`", family.type, labels, family.documentation))
+    return "".join(
+        [
+            "# Metrics\n\n",
+            WRITTEN,
+            "\n`GET /metrics` answers in Prometheus' text format, on the service's port or on "
+            "`metrics_port`, and asks for `metrics_key` where there is one. `replica` tells the "
+            "engine processes of a model apart. Times are in seconds; their histograms have "
+            f"buckets of {', '.join(f'{bound:g}' for bound in TIME_BOUNDS_S)}. Counters of an "
+            "engine begin anew with its process; the last ones are of the HTTP process.\n\n",
+            *tabulate(("name", "type", "labels", "meaning"), rows),
+        ]
+    )
 
 
 def _describe(endpoint: Endpoint) -> Iterator[str]:
@@ -139,6 +163,7 @@ def write_pages() -> Mapping[str, str]:
         "settings.md": write_settings(),
         "errors.md": write_errors(),
         "endpoints.md": write_endpoints(),
+        "metrics.md": write_metrics(),
     }
 
 

@@ -25,7 +25,7 @@ from logsteer_server import __version__
 from logsteer_server.api.connections import ConnectionLimits, LimitedProtocol
 from logsteer_server.api.drain import Drain
 from logsteer_server.api.metrics import make_metrics_app
-from logsteer_server.app import create_app
+from logsteer_server.app import create_app, open_logs
 from logsteer_server.engines.vllm.arguments import check_arguments
 from logsteer_server.keys.entries import check_key_file
 from logsteer_server.listening import (
@@ -38,7 +38,6 @@ from logsteer_server.listening import (
 )
 from logsteer_server.models.cachefile import check_cache_file
 from logsteer_server.models.registry import ModelRegistry
-from logsteer_server.observation.logs import LogStyle, configure_logs
 from logsteer_server.settings import ConfigurationError, Settings, load_settings
 from logsteer_server.stores.objects import check_store_directory
 
@@ -110,7 +109,11 @@ def main(argv: list[str] | None = None) -> int:
         models = ", ".join(f"{model.id} ({model.engine})" for model in settings.models)
         print(f"The configuration is valid. Models: {models}.")
         return 0
-    configure_logs(LogStyle(settings.log_format, settings.log_level))
+    try:
+        open_logs(settings)
+    except ConfigurationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     place = settings.uds or f"{settings.host}:{settings.port}"
     metrics_listener = None
     try:

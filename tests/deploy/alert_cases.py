@@ -92,7 +92,6 @@ def store(used: int) -> Series:
 UP = 'up{job="logsteer",instance="a"}'
 READY = 'logsteer_model_ready{model="m"}'
 RESTARTS = f"logsteer_engine_restarts_total{{{ENGINE}}}"
-AWAY = 'logsteer_cluster_part_away{part="ledger"}'
 BEAT = f"logsteer_engine_heartbeat_age_seconds{{{ENGINE}}}"
 OF_ENGINE = {"model": "m", "replica": "0"}
 
@@ -103,9 +102,6 @@ CASES = {
     ),
     "LogsteerEngineRestarts": AlertCase(
         {RESTARTS: "0 1 2 3 4x20"}, {RESTARTS: "0 1 2x20"}, 10, OF_ENGINE
-    ),
-    "LogsteerClusterPartAway": AlertCase(
-        {AWAY: "1x9"}, {AWAY: "1 0 1x2 0x9"}, 5, {"part": "ledger"}
     ),
     "LogsteerHeartbeatLate": AlertCase({BEAT: "12x9"}, {BEAT: "9x9"}, 5, OF_ENGINE),
     "LogsteerEngineStuck": AlertCase(stuck("7x40"), stuck("0+1x40"), 20, OF_ENGINE),

@@ -16,14 +16,13 @@ import numpy as np
 import yaml
 from safetensors.numpy import save
 
-from logsteer_server.observation.catalog import METRICS
+from logsteer_server.observation.metrics import Metrics
 from tests.conftest import ROOT
 from tests.ports import find_port
 
 PLACE = ROOT / "deploy" / "observability"
 DASHBOARD = PLACE / "dashboards" / "logsteer.json"
 ALERTS = PLACE / "alerts.yml"
-RAY_CONFIG = ROOT / "deploy" / "ray" / "prometheus.yml"
 SCRAPE_S = 1
 FAIL = 1301
 """A token over which the fake engine fails."""
@@ -51,10 +50,13 @@ def find_empty(prometheus: "Prometheus") -> set[str]:
     return {panel for panel, query in list_queries() if not prometheus.query(fill(query))}
 
 
-def find_missing(prometheus: "Prometheus") -> set[str]:
-    """The service's metrics of which nothing was scraped."""
-    names = {row.full_name + "_count" * (row.kind == "histogram") for row in METRICS.values()}
-    return {name for name in names if not prometheus.query(name)}
+def list_metrics() -> dict[str, set[str]]:
+    """The names under which each metric that /metrics has is queried."""
+    parts = {"counter": ("_total",), "histogram": ("_count", "_sum", "_bucket")}
+    return {
+        family.name: {family.name + part for part in parts.get(family.type, ("",))}
+        for family in Metrics().registry.collect()
+    }
 
 
 def list_alerts() -> list[dict[str, Any]]:
@@ -67,11 +69,6 @@ def drop_threshold(rule: dict[str, Any], rate: str = "20s") -> str:
     """An alert's expression without the thresholds it compares with, over a short time."""
     bare = re.sub(r"(==|>=|<=|>|<)\s*[\d.]+", "", rule["expr"]).replace(">=", "+")
     return re.sub(r"\[\d+m\]", f"[{rate}]", bare)
-
-
-def find_blind(prometheus: "Prometheus") -> set[str]:
-    """The alerts that have no data to look at."""
-    return {rule["alert"] for rule in list_alerts() if not prometheus.query(drop_threshold(rule))}
 
 
 def find_metrics(expression: str) -> set[str]:
@@ -112,18 +109,6 @@ def scrape(
     if key:
         job["authorization"] = {"credentials": key}
     with start_prometheus([job], directory, port) as found:
-        yield found
-
-
-@contextmanager
-def scrape_agents(targets: Path, directory: Path) -> Iterator[Prometheus]:
-    """A Prometheus that scrapes the agents of Ray's nodes that a file names, started from
-    deploy/ray/prometheus.yml.
-    """
-    config = yaml.safe_load(RAY_CONFIG.read_text())
-    (job,) = config["scrape_configs"]
-    job["file_sd_configs"] = [{"files": [str(targets)]}]
-    with start_prometheus([job], directory, None) as found:
         yield found
 
 

@@ -5,117 +5,100 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bench.bars import BARS, Bar, find_figure
-from bench.bars import write_table as write_bars
+from bench.bars import BARS, Bar, find_figure, tabulate, write_table
 from bench.gpu_check import __main__ as gpu_check
-from bench.gpu_check.contract import read_results
+from bench.gpu_check.contract import read_outcomes
 from bench.gpu_check.part import Findings, Table, run_command
-from bench.gpu_check.report import PartResult, Report, write_table
+from bench.gpu_check.report import PartResult, Report
 
-MEASURED = Findings(tables=[Table("Errors.", ["width", "error"], [[24, 1e-7], [16384, 0.25]])])
-FAILED = Findings(tables=MEASURED.tables, failures=["width 16384: 0.25 where 1e-05 is allowed"])
-PARTLY = Findings(tables=MEASURED.tables, not_run=["time: no CUDA device"])
 WRITTEN = ("gpu-check.json", "gpu-check.md")
-NOTHING = Findings(not_run=["no CUDA device"])
+TABLE = Table("Errors.", ["width", "error"], [[24, 1e-7], [16384, 0.25]])
 
 
-def judge(found: Findings) -> PartResult:
-    return PartResult.judge("kernel", "Steering kernel", found, 2.0, "a command")
+def make_findings(path: Path = Path(), **fields: Any) -> Findings:
+    return Findings(path, **fields)
 
 
 @pytest.mark.parametrize(
-    ("found", "status"),
-    [(MEASURED, "passed"), (FAILED, "failed"), (PARTLY, "passed"), (NOTHING, "not run")],
+    ("fields", "died", "status"),
+    [
+        ({"tables": [TABLE]}, "", "passed"),
+        ({"tables": [TABLE], "not_run": ["time: no CUDA device"]}, "", "passed"),
+        ({"tables": [TABLE], "failures": ["width 16384: 0.25"]}, "", "failed"),
+        ({"tables": [TABLE]}, "took longer than 480 s", "failed"),
+        ({"not_run": ["no CUDA device"]}, "", "not run"),
+    ],
 )
-def test_a_part_is_judged_by_what_it_found(found: Findings, status: str) -> None:
-    part = judge(found)
+def test_a_part_is_judged_by_what_it_found(fields: Any, died: str, status: str) -> None:
+    part = PartResult("kernel", "Steering kernel", command="a command")
+    part.judge(make_findings(**fields), died)
     assert part.status == status
-    report = Report("cpu", True, "now", [judge(MEASURED), part])
+    report = Report("cpu", True, "now", [part])
     assert report.exit_status == (status == "failed")
-    assert ("1 of its measurements did not run" in part.reason) == (found is PARTLY)
     text = report.to_markdown()
-    for words in [*found.failures, *found.not_run]:
+    assert ("| 24 | 1e-07 |" in text) == ("tables" in fields), "also of a part that died"
+    for words in [*fields.get("failures", ()), *fields.get("not_run", ()), died]:
         assert words in text
 
 
 def test_a_difference_that_is_no_number_is_a_failure() -> None:
-    found = Findings()
-    found.need("good", 1e-5, 1e-4)
-    assert not found.failures
-    found.need("bad", float("nan"), 1e-4)
-    found.need("worse", 1e-3, 1e-4)
-    assert len(found.failures) == 2
+    found = make_findings()
+    for what, error in (("good", 1e-5), ("bad", float("nan")), ("worse", 1e-3)):
+        found.need(what, error, 1e-4)
+    assert [line.partition(":")[0] for line in found.failures] == ["bad", "worse"]
 
 
-def test_findings_come_back_from_among_what_vllm_prints() -> None:
-    assert Findings.decode(f"INFO gpu-check\n\n{FAILED.encode()}\nbye") == FAILED
-    with pytest.raises(ValueError, match="no line"):
-        Findings.decode("nothing")
-
-
-def test_a_report_of_a_cpu_says_so_and_names_every_part(
+def test_a_part_that_dies_leaves_what_it_has_measured_and_stops_no_other(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """One part dies, one prints nothing, the others pass; none stops another."""
-
-    def pretend(command: list[str], timeout_s: float) -> str:
+    def pretend(command: list[str]) -> str:
         assert command[:2] == [sys.executable, "-m"]
+        path = Path(command[command.index("--directory") + 1]) / "findings.json"
+        if not command[2].endswith("rows"):
+            make_findings(path).add(TABLE)
         if command[2].endswith("kernel"):
             raise RuntimeError("ended with status -11: first line\nSegmentation fault")
-        return "" if command[2].endswith("rows") else MEASURED.encode()
+        return ""
 
     monkeypatch.setattr(gpu_check, "run_command", pretend)
     monkeypatch.setattr(gpu_check, "find_device", lambda: "cpu")
-    names = [name for name in gpu_check.PARTS if name != "speed"]
+    names = [name for name in gpu_check.PARTS if not name.startswith("speed")]
     report = gpu_check.check(names, None, tmp_path / "new")
     assert report.quick
     assert report.exit_status == 1
     numbers, text = ((tmp_path / "new" / name).read_text() for name in WRITTEN)
-    statuses = {part["name"]: part["status"] for part in json.loads(numbers)["parts"]}
-    assert statuses == dict.fromkeys(gpu_check.PARTS, "passed") | {
-        "kernel": "failed", "rows": "failed", "speed": "not run",
-    }  # fmt: skip
+    parts = {part["name"]: part for part in json.loads(numbers)["parts"]}
+    statuses = {name: part["status"] for name, part in parts.items()}
+    assert statuses == dict.fromkeys(names, "passed") | {"kernel": "failed", "rows": "not run"}
+    assert parts["kernel"]["found"]["tables"][0]["rows"] == TABLE.rows
     assert "the CPU: this is not a GPU's report" in text
-    for part in gpu_check.PARTS.values():
-        assert f"## {part.title}" in text
     assert "Segmentation fault" in text
-    assert "not asked for" in text
 
 
-@pytest.mark.parametrize("part", gpu_check.PARTS.values(), ids=lambda part: part.module)
-def test_every_part_has_its_module(part: gpu_check.Part) -> None:
-    assert (Path(gpu_check.__file__).parent / f"{part.module}.py").is_file()
+def test_bare_parts_come_first_and_every_part_has_its_module() -> None:
+    assert list(gpu_check.PARTS)[: len(gpu_check.BARE)] == list(gpu_check.BARE)
+    for part in gpu_check.PARTS.values():
+        assert (Path(gpu_check.__file__).parent / f"{part.module}.py").is_file()
 
 
-def test_columns_are_aligned() -> None:
-    table = Table("", ["what", "value"], [["a|b", 12345.6], ["c", None], ["longer", 1e-7]])
-    lines = write_table(table).splitlines()
-    assert len({len(line) for line in lines}) == 1
-    assert lines[2] == r"| a\|b   | 12,346 |"
-    assert lines[4] == "| longer |  1e-07 |"
+def test_tables_are_markdown() -> None:
+    lines = tabulate(("what", "value"), [["a|b", 12345.6], ["c", None], ["d", 1e-7]]).splitlines()
+    assert lines[2:] == [r"| a\|b | 12,346 |", "| c |  |", "| d | 1e-07 |"]
 
 
 def test_results_of_pytest_are_counted_and_failures_named(tmp_path: Path) -> None:
-    path = tmp_path / "results.xml"
-    case = '<testcase classname="tests.contract.test_steering" name="{}">{}</testcase>'
-    cases = [
-        case.format("a", ""),
-        case.format("b", '<failure message="AssertionError: 2 &lt; 1&#10;more" />'),
-        case.format("c", '<error message="no server" />'),
-        case.format("d", '<skipped message="absent" />'),
-    ]
-    path.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
-    found = read_results(path)
-    assert found.tables[0].rows == [["tests/contract/test_steering.py", 1, 2, 1]]
-    assert found.failures == [
-        "test_steering::b: AssertionError: 2 < 1",
-        "test_steering::c: no server",
-    ]
-    path.write_text(f"<testsuites><testsuite>{cases[3]}</testsuite></testsuites>")
-    assert read_results(path).failures == ["not one test passed"]
+    found = make_findings(tmp_path / "found.json")
+    case = "tests/contract/test_steering.py::"
+    read_outcomes(f"{case}a[b c] PASSED [ 3%]\n{case}d FAILED [ 9%]\n{case}e SKIPPED", found)
+    assert found.tables == [Table("Tests by outcome.", ["PASSED", "FAILED", "SKIPPED"], [[1] * 3])]
+    assert found.failures == [f"FAILED: {case}d"]
+    nothing = make_findings(tmp_path / "found.json")
+    read_outcomes(f"{case}e SKIPPED", nothing)
+    assert "not one test passed" in nothing.failures[0]
 
 
 def test_a_command_that_fails_or_hangs_says_so() -> None:
@@ -126,7 +109,7 @@ def test_a_command_that_fails_or_hangs_says_so() -> None:
 
 
 BARE_IMPORTS = (
-    *(f"bench.gpu_check.{gpu_check.PARTS[name].module}" for name in gpu_check.BARE),
+    *(f"bench.gpu_check.{part.module}" for part in gpu_check.BARE.values()),
     "logsteer_server.engines.vllm.kernel",
     "logsteer_server.engines.tlens.engine",
 )
@@ -148,8 +131,7 @@ def test_the_bare_check_runs_from_its_script(without_vllm: dict[str, str], tmp_p
     subprocess.run(command, cwd=ROOT, env=without_vllm, check=True, timeout=300)
     report = json.loads((output / "gpu-check.json").read_text())
     results = {part["name"]: part["status"] for part in report["parts"]}
-    assert results["machine"] == results["sampling"] == "passed"
-    assert results["kernel"] == "not run"
+    assert results == {"machine": "passed", "sampling": "passed"}
 
 
 def test_the_bare_parts_import_no_vllm(without_vllm: dict[str, str]) -> None:
@@ -191,7 +173,7 @@ def test_every_bar_is_of_a_row_and_what_was_not_measured_is_said() -> None:
     assert {bar.row for bar in BARS} == set(done.stdout.split())
     first = BARS[0]
     results = {first.row: {first.path[0]: {first.path[1]: [1.0, 1.5, 2.5]}}}
-    lines = write_bars(results).splitlines()
+    lines = write_table(results).splitlines()
     assert "| 1.5 | 1 to 2.5 |" in lines[2]
     assert "not measured" in lines[-1]
     assert len(lines) == len(BARS) + 2

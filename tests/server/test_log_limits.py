@@ -2,7 +2,7 @@
 
 import logging
 
-from logsteer_server.observation.log_limits import REMEMBERED, SHOWN, WINDOW_S, RepeatFilter
+from logsteer_server.observation.logs import REMEMBERED, SHOWN, WINDOW_S, RepeatFilter
 
 
 class Clock:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,15 +14,18 @@ import pytest
 from safetensors.numpy import save
 
 from logsteer._endpoints import ENDPOINTS
-from logsteer_server.observation.catalog import LOG_FIELDS
+from logsteer_server.app import open_logs
 from logsteer_server.observation.logs import (
+    ACCESS,
+    AUDIT,
     FIELDS,
     LogStyle,
+    TextFormatter,
     configure_engine_logs,
-    make_formatter,
-    open_log,
+    configure_logs,
 )
-from tests.conftest import fake_model
+from logsteer_server.settings import ConfigurationError, Settings
+from tests.conftest import ROOT, fake_model
 from tests.faults.keys import add_key, connect, serve
 from tests.servers import Server
 
@@ -148,10 +152,13 @@ def test_no_line_has_a_prompt_a_number_of_a_vector_or_a_key(logged: Server) -> N
         assert secret not in text
 
 
-def test_lines_have_the_fields_of_the_catalog(logged: Server) -> None:
-    known = {line: {f.name for f in LOG_FIELDS if {line, "all"} & set(f.lines)}
+def test_lines_have_the_fields_that_the_documentation_lists(logged: Server) -> None:
+    page = (ROOT / "docs" / "logs.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| ([a-z, ]+) \|", page, re.MULTILINE)
+    fields = {name: set(lines.split(", ")) for name, lines in rows}
+    known = {line: {name for name, lines in fields.items() if lines & {line, "all"}}
              for line in ("all", "access", "audit")}  # fmt: skip
-    needed = {line: {f.name for f in LOG_FIELDS if line in f.lines} for line in known}
+    needed = {line: {name for name, lines in fields.items() if line in lines} for line in known}
     seen: set[str] = set()
     for line in [*read_lines(logged), *read_lines(logged, from_file=True)]:
         kind = line["logger"].removeprefix("logsteer.")
@@ -159,7 +166,7 @@ def test_lines_have_the_fields_of_the_catalog(logged: Server) -> None:
         assert set(line) <= known[kind], line
         assert kind == "all" or set(line) >= needed[kind], line
         seen |= set(line)
-    assert seen == {field.name for field in LOG_FIELDS}
+    assert seen == set(fields)
 
 
 def test_a_request_is_one_line_of_the_access_log(logged: Server) -> None:
@@ -217,29 +224,46 @@ def test_a_request_is_named_where_its_job_fails_in_the_engine(logged: Server) ->
 def test_text_has_the_fields_behind_the_message() -> None:
     record = logging.LogRecord("x", logging.INFO, "", 0, "request %d", (1,), None)
     setattr(record, FIELDS, {"route": "/logprob", "key": None})
-    assert make_formatter("text").format(record).endswith("INFO x: request 1 route=/logprob")
+    assert TextFormatter().format(record).endswith("INFO x: request 1 route=/logprob")
 
 
-def test_a_moved_file_is_opened_anew(tmp_path: Path) -> None:
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """The logs of this process are afterwards as they were."""
+    root, audit = logging.getLogger(), logging.getLogger(AUDIT)
+    before = root.handlers[:], root.level, audit.handlers[:], audit.propagate
+    yield
+    for handler in audit.handlers:
+        handler.close()
+    root.handlers[:], root.level, audit.handlers[:], audit.propagate = before
+    logging.captureWarnings(False)
+
+
+def test_a_file_is_for_its_owner_alone_and_opened_anew_once_moved(
+    tmp_path: Path, restored: None
+) -> None:
     path = tmp_path / "audit.log"
-    log = open_log("logsteer.test", LogStyle("json"), path)
-    assert path.stat().st_mode & 0o007 == 0, "others do not read who asked for what"
+    configure_logs(LogStyle("json"), {AUDIT: path})
+    log = logging.getLogger(AUDIT)
     log.info("first")
     path.rename(tmp_path / "old.log")
     log.info("second")
     assert json.loads(path.read_text())["message"] == "second"
-    open_log("logsteer.test", LogStyle("json"), None)
+    assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o600}
+    assert not logging.getLogger(ACCESS).isEnabledFor(logging.INFO)
 
 
-def test_an_engine_logs_warnings_unless_all_is_asked_for() -> None:
-    root = logging.getLogger()
-    before = root.handlers[:], root.level
-    try:
-        levels = {}
-        for level in ("debug", "info", "error"):
-            configure_engine_logs(LogStyle("text", level))
-            levels[level] = root.level
-        assert levels == {"debug": 10, "info": 30, "error": 40}
-    finally:
-        root.handlers[:], root.level = before[0], before[1]
-        logging.captureWarnings(False)
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, restored: None) -> None:
+    settings = Settings(
+        models=[fake_model()], directory=tmp_path, audit_log_file=Path("none/audit.log")
+    )
+    with pytest.raises(ConfigurationError, match=r"none/audit\.log cannot be written"):
+        open_logs(settings)
+
+
+def test_an_engine_logs_warnings_unless_all_is_asked_for(restored: None) -> None:
+    levels = {}
+    for level in ("debug", "info", "error"):
+        configure_engine_logs(LogStyle("text", level))
+        levels[level] = logging.getLogger().level
+    assert levels == {"debug": 10, "info": 30, "error": 40}

@@ -68,7 +68,7 @@ def item(*context: int) -> dict[str, list[int] | list[list[int]]]:
 def test_everything_promised_is_exposed_from_the_start() -> None:
     metrics = Metrics()
     metrics.for_model("a")
-    metrics.note_request("/logprob", 200, 0.1)
+    metrics.record_request("/logprob", 200, 0.1)
     names = {name for name, _ in parse(metrics.render().decode())}
     assert names >= {
         "logsteer_requests_total",

@@ -1,4 +1,4 @@
-"""What is counted and read, piece by piece: tallies, readings of engines, processes and disks."""
+"""What is counted and read, piece by piece: requests, keys, engines, processes and disks."""
 
 import asyncio
 import os
@@ -11,21 +11,19 @@ from pathlib import Path
 
 import httpx
 import pytest
+from logsteer_server.stores.disk import DiskUsage, read_disk
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message, Receive, Scope, Send
 
 from logsteer import Client
 from logsteer.errors import APIError
-from logsteer_server.contract.engine import DeviceMemory, EngineReading, StepCounts
-from logsteer_server.observation.catalog import METRICS
-from logsteer_server.observation.metrics import OTHER_KEYS, Metrics
+from logsteer_server.contract.engine import TIME_BOUNDS_S, DeviceMemory, EngineReading, StepCounts
+from logsteer_server.observation.metrics import ENGINE, OTHER_KEYS, Metrics, TokenTimes
 from logsteer_server.observation.processes import read_family
 from logsteer_server.observation.readings import EngineStatus, ModelReading
 from logsteer_server.observation.requests import RequestObserver, RequestRecord
-from logsteer_server.observation.tallies import SECONDS, ModelTally, Spread, TokenTimes
 from logsteer_server.settings import Settings
 from logsteer_server.stores import disk
-from logsteer_server.stores.disk import DiskUsage, read_disk
 from tests.conftest import Server, ServerFactory, fake_model, tlens_model, vllm_model
 from tests.faults.processes import wait_for
 from tests.held import HOLD, held, may_hold
@@ -40,35 +38,31 @@ def sample(text: str, name: str, **labels: str) -> float | None:
     return None
 
 
-class TestTallies:
-    def test_a_value_on_a_bound_lies_below_it(self) -> None:
-        spread = Spread((1, 2))
-        for value in (0.5, 1, 2, 2.5):
-            spread.note(value)
-        spread.note(2, times=3)
-        assert spread.counts == [2, 4, 1]
-        assert spread.total == 12.0
-
-    def test_buckets_reach_from_a_millisecond_to_ten_minutes(self) -> None:
-        assert (SECONDS[0], SECONDS[-1]) == (0.001, 600)
-        assert list(SECONDS) == sorted(SECONDS)
+class TestCounts:
+    def test_a_step_on_a_bound_lies_below_it(self) -> None:
+        steps = StepCounts()
+        for seconds in (0.001, 0.002, 600, 601):
+            steps.record(seconds)
+        assert (steps.counts[:2], steps.counts[-2:]) == ([1, 1], [1, 1])
+        assert steps.total_s == pytest.approx(1201.003)
 
     def test_the_first_token_is_the_request_and_later_ones_each_sequence(self) -> None:
-        tally = ModelTally()
-        times = TokenTimes(tally, 10.0)
-        times.note(0, 1, 10.3)
-        times.note(1, 1, 10.4)  # its own first one, which nobody has waited for since a token
-        times.note(0, 2, 10.5)  # two tokens, 0.1 s each
-        times.note(1, 1, 10.45)
-        assert sum(tally.first_token.counts) == 1
-        assert tally.first_token.total == pytest.approx(0.3)
-        assert sum(tally.between_tokens.counts) == 3
-        assert tally.between_tokens.total == pytest.approx(0.2 + 0.05)
+        metrics = Metrics()
+        times = TokenTimes(metrics.for_model("m"), 10.0)
+        times.record(0, 1, 10.3)
+        times.record(1, 1, 10.4)  # its own first one, which nobody has waited for since a token
+        times.record(0, 2, 10.5)  # two tokens, 0.1 s each
+        times.record(1, 1, 10.45)
+        text = metrics.render().decode()
+        assert sample(text, "time_to_first_token_seconds_count", model="m") == 1
+        assert sample(text, "time_to_first_token_seconds_sum") == pytest.approx(0.3)
+        assert sample(text, "time_between_tokens_seconds_count", model="m") == 3
+        assert sample(text, "time_between_tokens_seconds_sum") == pytest.approx(0.2 + 0.05)
 
     def test_keys_beyond_the_bound_share_a_series(self) -> None:
         metrics = Metrics(max_keys=2)
         for key in ("ann", "bob", "eve", "dan", "ann", "eve"):
-            metrics.note_key(key, False, 1, 2, 3)
+            metrics.record_key(key, False, (1, 2, 3))
         text = metrics.render().decode()
         counts = {key: sample(text, "key_requests_total", key=key) for key in
                   ("ann", "bob", "eve", "dan", OTHER_KEYS)}  # fmt: skip
@@ -111,7 +105,7 @@ class TestEngines:
 
     def test_all_that_an_engine_has_is_shown(self) -> None:
         memory = [DeviceMemory("0", 4, 5, 10), DeviceMemory("1", 6, 3, 10)]
-        steps = StepCounts([1] + [0] * (len(SECONDS) - 1) + [2], 1300.0)
+        steps = StepCounts([1] + [0] * (len(TIME_BOUNDS_S) - 1) + [2], 1300.0)
         reading = EngineReading(1, 2, 100, 40, 7, 64, 3, 4, 2, memory)
         text = self.render(
             self.status(reading=reading, steps=steps, pid=os.getpid(), heartbeat_age_s=0.5)
@@ -127,8 +121,8 @@ class TestEngines:
         assert sample(text, "engine_step_seconds_count") == 3
         assert sample(text, "engine_step_seconds_sum") == 1300
         assert (sample(text, "engine_process_resident_memory_bytes") or 0) > 2**20
-        given = {row.name for row in METRICS.values() if "replica" in row.labels}
-        assert all(f"\nlogsteer_{name}" in text for name in given)
+        given = {name for name, labels in Metrics().labels.items() if labels[:2] == ENGINE}
+        assert all(f"\n{name}" in text for name in given)
 
 
 @pytest.mark.parametrize(("status", "counted"), [(200, None), (503, None), (500, 1), (None, 1)])

@@ -18,10 +18,10 @@ import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from logsteer_server.stores.formats.pt_file import PickledVector
 
 from logsteer.errors import APIError
 from logsteer_server.stores.formats.gguf_file import parse_gguf, render_gguf
-from logsteer_server.stores.formats.pt_file import PickledVector
 from logsteer_server.stores.formats.vector_file import read_file, write_file
 from logsteer_server.stores.layer_vectors import LayerVectors, Readout
 from tests.server import forked_reader

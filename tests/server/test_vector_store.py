@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from logsteer_server.stores.directory_store import DirectoryStore
 
 from logsteer.errors import APIError, NotFoundError, PayloadTooLargeError
 from logsteer_server.stores import vectors as vectors_module
-from logsteer_server.stores.directory_store import DirectoryStore
 from logsteer_server.stores.layer_vectors import LayerVectors, Readout, parse_content
 from logsteer_server.stores.store import VECTORS, StoredContent, StoreListing
 from logsteer_server.stores.vectors import VectorStore

@@ -4,6 +4,7 @@ An engine lives in a process of its own. Its process gives it jobs, calls `step`
 work, and sends what `step` returns back in batches.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -131,15 +132,26 @@ class EngineReading:
         return not (self.running or self.waiting)
 
 
-@dataclass(frozen=True, slots=True)
-class StepCounts:
-    """How long an engine's steps took so far: how many fell between two bounds, and all seconds.
+TIME_BOUNDS_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600,
+)  # fmt: skip
+"""Upper bounds of histograms of times: a millisecond to the default request_timeout_s."""
 
-    The bounds are those of the histograms of times; the last count is of what took longer.
+
+@dataclass(slots=True)
+class StepCounts:
+    """How long an engine's steps took so far: a histogram of TIME_BOUNDS_S, and all seconds.
+
+    The last count is of steps beyond the last bound. Plain numbers: they go with each heartbeat.
     """
 
-    counts: Sequence[int]
-    total_s: float
+    counts: list[int] = field(default_factory=lambda: [0] * (len(TIME_BOUNDS_S) + 1))
+    total_s: float = 0.0
+
+    def record(self, seconds: float) -> None:
+        """Count one step."""
+        self.counts[bisect_left(TIME_BOUNDS_S, seconds)] += 1
+        self.total_s += seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,8 @@ from logsteer_server.contract.parameters import Cast
 from logsteer_server.contract.results import OutputPart, WorkCounts, count_work
 from logsteer_server.models.admission import Admission
 from logsteer_server.models.cache import Computed, MissingJob, ResultCache, digest_scope
+from logsteer_server.observation.metrics import ModelMetrics, TokenTimes
 from logsteer_server.observation.readings import ModelReading
-from logsteer_server.observation.tallies import ModelTally, TokenTimes
 from logsteer_server.runtime.handle import EngineHandle
 from logsteer_server.settings import ModelSettings
 from logsteer_server.text.tokenizer import TextCodec
@@ -127,13 +127,13 @@ class ResidentModel:
         handle: EngineHandle,
         admission: Admission,
         results: ResultCache,
-        tally: ModelTally,
+        metrics: ModelMetrics,
     ) -> None:
         self.settings = settings
         self.handle = handle
         self.admission = admission
         self._results = results
-        self.tally = tally
+        self.metrics = metrics
         self._codec: TextCodec | None = None
         self._fault: str | None = None
         self._described: tuple[tuple[object, ...], Provenance] | None = None
@@ -228,8 +228,8 @@ class ResidentModel:
         missing = found.missing
         unknown = select_jobs(jobs, [entry.indices[0] for entry in missing])
         prepared = PreparedJobs(unknown, found.hits, missing)
-        self.tally.cache_hits += prepared.num_known
-        self.tally.cache_misses += sum(entry.key is not None for entry in missing)
+        self.metrics.cache_hits.inc(prepared.num_known)
+        self.metrics.cache_misses.inc(sum(entry.key is not None for entry in missing))
         return prepared
 
     async def run(
@@ -270,14 +270,14 @@ class ResidentModel:
         async with aclosing(self.handle.run(jobs, lane)) as parts:
             async for part in parts:
                 if timer is not None and timer.note(part.taken_at):
-                    self.tally.queue.note(timer.queue_s)
+                    self.metrics.queue_s.observe(timer.queue_s)
                 found = OutputPart(part.numbers, cast(Sequence[Output], part.results))
                 self._count(count_work(jobs, found))
                 if times is not None:
                     moment = time.monotonic()
                     for number, output in zip(found.indices, found.outputs, strict=True):
                         if count := output.num_generated:
-                            times.note(number, count, moment)
+                            times.record(number, count, moment)
                 yield found
         num_tokens = sum(count_expected(jobs))
         self.admission.note_speed(num_tokens, time.monotonic() - started)
@@ -287,7 +287,7 @@ class ResidentModel:
         first = None if isinstance(jobs, ScoreJobs) else jobs[0]
         if timer is None or not (isinstance(first, GenerateJob) and first.stream):
             return None
-        return TokenTimes(self.tally, timer.accepted)
+        return TokenTimes(self.metrics, timer.accepted)
 
     async def check(self, job: Job) -> Output:
         """Run one job that reads no tokens. Errors: APIError where it fails."""
@@ -299,11 +299,11 @@ class ResidentModel:
         return cast(Output, output)
 
     def _count(self, work: WorkCounts) -> None:
-        tally = self.tally
-        tally.prompt_tokens += work.prompt_tokens
-        tally.prefix_cached_tokens += work.cached_tokens
-        tally.scored_tokens += work.scored_tokens
-        tally.generated_tokens += work.generated_tokens
+        metrics = self.metrics
+        metrics.prompt_tokens.inc(work.prompt_tokens)
+        metrics.prefix_cached_tokens.inc(work.cached_tokens)
+        metrics.scored_tokens.inc(work.scored_tokens)
+        metrics.generated_tokens.inc(work.generated_tokens)
 
     def read(self) -> ModelReading:
         """Return what the model is at right now."""

@@ -1,13 +1,15 @@
 """Log lines: as text or as JSON, of this process and of engines; requests, and what was changed.
 
-A line of JSON is one object with the fields of `catalog.LOG_FIELDS`. No line has a prompt, a
+A line of JSON is one object with the fields that `docs/logs.md` lists. No line has a prompt, a
 vector's numbers or a key: what is logged of a request is what `RequestRecord` has.
 """
 
 import logging
+import logging.config
 import os
-import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,8 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import orjson
-
-from logsteer_server.observation.log_limits import RepeatFilter
+from cachetools import LRUCache
 
 LogFormat = Literal["text", "json"]
 
@@ -29,6 +30,10 @@ AUDIT = "logsteer.audit"
 """The logger of what keys with the scopes write and admin did, or were refused."""
 FIELDS = "fields"
 """The attribute of a log record that has further fields."""
+SHOWN = 10
+WINDOW_S = 10.0
+REMEMBERED = 1024
+"""Of one message so many lines are shown in WINDOW_S; so many messages are told apart."""
 
 CURRENT_REQUEST: ContextVar[str] = ContextVar("request_id", default="")
 """The id of the request that is at work where a line is logged; empty where none is."""
@@ -63,41 +68,98 @@ class JsonFormatter(logging.Formatter):
         return orjson.dumps(line, default=str).decode()
 
 
-class FieldFormatter(logging.Formatter):
-    """Write a log record as text, with its further fields as `name=value` behind the message."""
+class TextFormatter(logging.Formatter):
+    """Write a log record as text, with its further fields as `name=value` after the message."""
+
+    def __init__(self) -> None:
+        super().__init__(TEXT)
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line, without its end."""
         fields: Mapping[str, Any] = getattr(record, FIELDS, {})
-        told = (f" {name}={value}" for name, value in fields.items() if value is not None)
-        return super().format(record) + "".join(told)
+        shown = (f" {name}={value}" for name, value in fields.items() if value is not None)
+        return super().format(record) + "".join(shown)
 
 
-def make_formatter(format: LogFormat) -> logging.Formatter:  # noqa: A002
-    """Return what writes lines of a format."""
-    return JsonFormatter() if format == "json" else FieldFormatter(TEXT)
+class RepeatFilter(logging.Filter):
+    """Let the first SHOWN records of one message through in WINDOW_S seconds.
 
-
-def configure_logs(style: LogStyle) -> None:
-    """Have this process log to standard error in a style, a few lines of each message.
-
-    In an engine's process lines below a warning are those of libraries, and left out unless all
-    is asked for.
+    Records are of one message where they have the same logger and the same text before its
+    arguments. The first one after the window says how many were left out.
     """
-    handler = logging.StreamHandler()
-    handler.addFilter(RepeatFilter())
-    handler.setFormatter(make_formatter(style.format))
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(style.level.upper())
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._seen: LRUCache[tuple[str, str], tuple[float, int]] = LRUCache(REMEMBERED)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a record is shown."""
+        message, now, left_out = (record.name, str(record.msg)), self._clock(), 0
+        with self._lock:
+            began, count = self._seen.get(message, (now, 0))
+            if now - began >= WINDOW_S:
+                began, count, left_out = now, 0, max(0, count - SHOWN)
+            self._seen[message] = (began, count + 1)
+        if left_out:
+            record.msg = f"{record.getMessage()} ({left_out} more like this were left out)"
+            record.args = None
+        return count < SHOWN
+
+
+class PrivateFileHandler(WatchedFileHandler):
+    """Writes to a file that its owner alone may read where this makes it; an existing one keeps
+    its mode. The file is opened anew where it was moved away, as logrotate does.
+    """
+
+    def _open(self) -> TextIOWrapper:
+        os.close(os.open(self.baseFilename, os.O_CREAT | os.O_WRONLY, 0o600))
+        return super()._open()
+
+
+def configure_logs(style: LogStyle, files: Mapping[str, Path | None] | None = None) -> None:
+    """Configure all logs of this process: standard error in a style, a few lines of each message.
+
+    `files` has loggers of which every line is written, ACCESS and AUDIT: to a file, or to standard
+    error where it is None. ACCESS is silent where it is not among them.
+    Errors: OSError for a file that cannot be written to.
+    """
+    formatter = JsonFormatter if style.format == "json" else TextFormatter
+    handlers: dict[str, dict[str, Any]] = {
+        "stderr": {"class": "logging.StreamHandler", "formatter": "line", "filters": ["repeats"]},
+        "every": {"class": "logging.StreamHandler", "formatter": "line"},
+    }
+    loggers: dict[str, dict[str, Any]] = {"httpx": {"level": "WARNING"}}
+    for name, path in (files or {}).items():
+        loggers[name] = {"level": "INFO", "propagate": False, "handlers": ["every"]}
+        if path is not None:
+            handlers[name] = {"()": PrivateFileHandler, "filename": path, "formatter": "line"}
+            loggers[name]["handlers"] = [name]
+    try:
+        logging.config.dictConfig({
+            "version": 1,
+            "disable_existing_loggers": False,
+            "filters": {"repeats": {"()": RepeatFilter}},
+            "formatters": {"line": {"()": formatter}},
+            "handlers": handlers,
+            "loggers": loggers,
+            "root": {"level": style.level.upper(), "handlers": ["stderr"]},
+        })  # fmt: skip
+    except ValueError as error:
+        raise error.__cause__ or error from None
+    if files is not None and ACCESS not in files:
+        logging.getLogger(ACCESS).setLevel(logging.WARNING)
     logging.captureWarnings(style.format == "json")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 def configure_engine_logs(style: LogStyle) -> None:
-    """Have an engine's process log in a style: its own warnings and errors, or all for debug."""
-    quiet = style.level in ("debug", "error")
-    configure_logs(style if quiet else LogStyle(style.format, "warning"))
+    """Have an engine's process log in a style: its own warnings and errors, or all for debug.
+
+    Lines of lower levels are those of libraries there.
+    """
+    is_as_asked = style.level in ("debug", "error")
+    configure_logs(style if is_as_asked else LogStyle(style.format, "warning"))
 
 
 def restyle_libraries(style: LogStyle) -> None:
@@ -106,28 +168,3 @@ def restyle_libraries(style: LogStyle) -> None:
         for found in list(logging.root.manager.loggerDict.values()):
             for handler in getattr(found, "handlers", ()):
                 handler.setFormatter(JsonFormatter())
-
-
-class PrivateFileHandler(WatchedFileHandler):
-    """Write to a file that, where this makes it, others than its owner and group may not read."""
-
-    def _open(self) -> TextIOWrapper:
-        os.close(os.open(self.baseFilename, os.O_CREAT | os.O_WRONLY, 0o640))
-        return super()._open()
-
-
-def open_log(name: str, style: LogStyle, path: Path | None) -> logging.Logger:
-    """Return the logger of a name, which writes every line: to a file, or to standard error.
-
-    The file is opened anew where it was moved away, as logrotate does. Errors: OSError.
-    """
-    logger = logging.getLogger(name)
-    for old in list(logger.handlers):
-        logger.removeHandler(old)
-        old.close()
-    handler = logging.StreamHandler(sys.stderr) if path is None else PrivateFileHandler(path)
-    handler.setFormatter(make_formatter(style.format))
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    return logger

@@ -1,11 +1,26 @@
-"""What the server counts and what is read when Prometheus asks, as metrics of the catalog."""
+"""What `/metrics` exposes: what this process counts, and what is read from elsewhere at a scrape.
+
+Each metric is defined once: counters as prometheus_client's own objects in a registry of the
+application, values that live elsewhere as rows of the tables below. The documentation page is
+written from both.
+"""
 
 import platform
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import accumulate
+from typing import Any
 
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+import prometheus_client
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -17,201 +32,378 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from logsteer_server import __version__
-from logsteer_server.contract.engine import EngineReading, StepCounts
-from logsteer_server.observation.catalog import METRICS, PREFIX
+from logsteer_server.contract.engine import TIME_BOUNDS_S
 from logsteer_server.observation.processes import read_family
-from logsteer_server.observation.readings import EngineStatus, ModelReading, ServerReading
-from logsteer_server.observation.tallies import SECONDS, KeyTally, ModelTally, Spread
+from logsteer_server.observation.readings import DiskReading, EngineStatus, ModelReading
 
 METRICS_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-MAX_METRIC_KEYS = 100
+PREFIX = "logsteer_"
+MAX_KEYS = 100
+"""Keys with series of their own: a key file may have thousands, and each has five series."""
 OTHER_KEYS = "other"
 """The label of keys that have no series of their own."""
-_FAMILIES = {
-    "counter": CounterMetricFamily,
-    "gauge": GaugeMetricFamily,
-    "histogram": HistogramMetricFamily,
-}
+MODEL = ("model",)
+ENGINE = ("model", "replica")
+DEVICE = ("model", "replica", "device")
+
+# A second series for each counter, with the time of its first increment, which nobody queries.
+prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class LiveMetric:
+    """A metric whose value is read at a scrape, from whatever object `read` takes.
+
+    `read` returns None where there is no such value; the sample is then absent rather than 0.
+    """
+
+    family: type[GaugeMetricFamily] | type[CounterMetricFamily]
+    name: str
+    labels: tuple[str, ...]
+    read: Callable[[Any], float | None]
+    text: str
+
+
+def _gauge(
+    name: str, labels: tuple[str, ...], read: Callable[[Any], float | None], text: str
+) -> LiveMetric:
+    return LiveMetric(GaugeMetricFamily, name, labels, read, text)
+
+
+def _counter(
+    name: str, labels: tuple[str, ...], read: Callable[[Any], float | None], text: str
+) -> LiveMetric:
+    return LiveMetric(CounterMetricFamily, name, labels, read, text)
+
+
+OF_MODELS = (
+    _gauge("model_ready", MODEL, lambda m: m.is_ready, "1 where the model answers, else 0."),
+    _gauge("pending_tokens", MODEL, lambda m: m.pending_tokens,
+           "Tokens of accepted unfinished work."),
+    _gauge("pending_tokens_limit", MODEL, lambda m: m.pending_limit,
+           "Limit of logsteer_pending_tokens: max_pending_tokens for each replica."),
+)  # fmt: skip
+"""Read from a `ModelReading`."""
+
+OF_ENGINES = (
+    _counter("engine_restarts", ENGINE, lambda e: e.restarts, "Restarts of the engine's process."),
+    _gauge("engine_heartbeat_age_seconds", ENGINE, lambda e: e.heartbeat_age_s,
+           "Time since the engine's last heartbeat, one of which comes a second; absent while it "
+           "loads."),
+    _gauge("engine_sequences_queued", ENGINE, lambda e: e.queued,
+           "Sequences that wait before the engine, in the order of keys and priorities."),
+)  # fmt: skip
+"""Read from an `EngineStatus`."""
+
+OF_HEARTBEATS = (
+    _gauge("engine_sequences_running", ENGINE, lambda r: r.running,
+           "Sequences in the engine's batch."),
+    _gauge("engine_sequences_waiting", ENGINE, lambda r: r.waiting,
+           "Sequences that the engine has and has not begun."),
+    _gauge("kv_cache_blocks", ENGINE, lambda r: r.cache_blocks,
+           "Blocks of the key-value cache; vLLM alone has them."),
+    _gauge("kv_cache_blocks_used", ENGINE, lambda r: r.cache_blocks_used,
+           "Blocks that sequences hold; one that only the prefix cache has is free."),
+    _counter("engine_preemptions", ENGINE, lambda r: r.preemptions,
+             "Sequences that had to give their blocks back and are computed again, each time; "
+             "vLLM alone has them."),
+    _gauge("steering_slots", ENGINE, lambda r: r.steering_slots,
+           "Different steering plans that can run at once: steering_slots; vLLM alone has them."),
+    _gauge("steering_slots_used", ENGINE, lambda r: r.steering_slots_used,
+           "Steering plans that run."),
+    _gauge("adapter_slots", ENGINE, lambda r: r.adapter_slots,
+           "Different adapters that can run at once: adapter_slots; vLLM alone has them."),
+    _gauge("adapter_slots_used", ENGINE, lambda r: r.adapter_slots_used, "Adapters that run."),
+)  # fmt: skip
+"""Read from an `EngineReading`, which comes with the engine's heartbeats."""
+
+OF_PROCESSES = (
+    _counter("engine_process_cpu_seconds", ENGINE, lambda p: p.cpu_s,
+             "Processor time of the engine's process and those of its ranks, since it started."),
+    _gauge("engine_process_resident_memory_bytes", ENGINE, lambda p: p.resident_bytes,
+           "Resident memory of these processes; what they share counts for each."),
+)  # fmt: skip
+"""Read from a `ProcessReading`."""
+
+OF_DEVICES = (
+    _gauge("gpu_memory_held_bytes", DEVICE, lambda d: d.held_bytes,
+           "Memory of a GPU that the engine holds; absent without a GPU. Its name is that of "
+           "CUDA_VISIBLE_DEVICES, or its index."),
+    _gauge("gpu_memory_free_bytes", DEVICE, lambda d: d.free_bytes,
+           "Memory of the GPU that nobody holds."),
+    _gauge("gpu_memory_bytes", DEVICE, lambda d: d.size_bytes, "Memory of the GPU."),
+)  # fmt: skip
+"""Read from a `DeviceMemory`."""
+
+OF_DISK = (
+    _gauge("result_cache_file_bytes", (), lambda d: d.cache_file_bytes,
+           "Bytes of cache_file; absent where there is none."),
+    _gauge("store_disk_free_bytes", (), lambda d: d.free_bytes,
+           "Free bytes of the disk that the stores lie on."),
+    _gauge("store_disk_bytes", (), lambda d: d.size_bytes, "Size of that disk."),
+)  # fmt: skip
+"""Read from a `DiskReading`."""
+
+STEP_SECONDS = "engine_step_seconds"
+STEP_SECONDS_TEXT = "Time of one step of the engine, of the process that runs now."
+STORE_BYTES = (
+    "Bytes of stored vectors, overrides and adapters, read now and then; owner: shared, or keys "
+    "for those of all keys together."
+)
+STORE_LIMIT = "Limit of a kind of stored contents: vector_store_bytes and its like."
+
+
+@dataclass(slots=True, eq=False)
+class ModelMetrics:
+    """The counters and histograms of one model."""
+
+    prompt_tokens: Counter
+    scored_tokens: Counter
+    generated_tokens: Counter
+    prefix_cached_tokens: Counter
+    steered_tokens: Counter
+    cache_hits: Counter
+    cache_misses: Counter
+    queue_s: Histogram
+    engine_s: Histogram
+    first_token_s: Histogram
+    between_tokens_s: Histogram
+
+
+@dataclass(slots=True, eq=False)
+class TokenTimes:
+    """When the tokens of one streamed call came, for the two times that its reader feels.
+
+    `accepted`: when the call was accepted, in the clock of `record`.
+    """
+
+    metrics: ModelMetrics
+    accepted: float
+    _latest: dict[int, float] = field(default_factory=dict)
+
+    def record(self, number: int, tokens: int, now: float) -> None:
+        """Record that so many tokens of one of the call's sequences have come."""
+        latest = self._latest
+        before = latest.get(number)
+        if before is not None:
+            for _ in range(tokens):
+                self.metrics.between_tokens_s.observe((now - before) / tokens)
+        elif not latest:
+            self.metrics.first_token_s.observe(now - self.accepted)
+        latest[number] = now
 
 
 class Metrics:
-    """All that one application counts, and where it reads what it does not count.
+    """All metrics of one application, in a registry of its own.
 
-    It is written to from the event loop alone. `read_models` and `read_server` are asked in
-    `render`.
+    `read_models` and `read_disk` are called at each scrape. `labels` has the names of the labels of
+    each metric, for its documentation.
     """
 
-    def __init__(self, max_keys: int = MAX_METRIC_KEYS) -> None:
-        self.in_flight = 0
-        self.requests: defaultdict[tuple[str, int], int] = defaultdict(int)
-        self.errors: defaultdict[tuple[str, str], int] = defaultdict(int)
-        self.seconds: defaultdict[str, Spread] = defaultdict(Spread)
-        self.models: dict[str, ModelTally] = {}
-        self.keys: dict[str, KeyTally] = {}
+    def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self.read_models: Callable[[], Iterable[ModelReading]] = tuple
-        self.read_server: Callable[[], ServerReading] = ServerReading
+        self.read_disk: Callable[[], DiskReading] = DiskReading
+        self.labels: dict[str, tuple[str, ...]] = {}
+        self.registry = CollectorRegistry()
         self._max_keys = max_keys
-        self._registry = CollectorRegistry()
-        self._registry.register(LiveCollector(self))
-        ProcessCollector(registry=self._registry)
+        self._keys: set[str] = set()
+        counter, gauge = partial(self._make, Counter), partial(self._make, Gauge)
+        seconds = partial(self._make, Histogram, buckets=TIME_BOUNDS_S)
+        build = gauge("build_info", ("version", "python"), "1; the labels say what runs.")
+        build.labels(__version__, platform.python_version()).set(1)
+        requests = counter(
+            "requests", ("path", "status"), "Requests answered, by route and status."
+        )
+        request_s = seconds(
+            "request_seconds", ("path",), "Time from a request's arrival to the end of its answer."
+        )
+        errors = counter(
+            "errors",
+            ("path", "code"),
+            "Requests that ended with a problem, by its code; in a stream, too.",
+        )
+        self.in_flight: Gauge = gauge(
+            "requests_in_flight", (), "Requests that have come and are not answered to the end."
+        )
+        self._of_model = (
+            counter("prompt_tokens", MODEL, "Tokens that the engine was given."),
+            counter("scored_tokens", MODEL, "Tokens that the engine scored."),
+            counter("generated_tokens", MODEL, "Tokens that the engine generated."),
+            counter(
+                "prefix_cached_tokens", MODEL, "Prompt tokens that the engine's prefix cache had."
+            ),
+            counter(
+                "steered_tokens",
+                MODEL,
+                "Tokens whose activations were steered, as receipts report them.",
+            ),
+            counter("result_cache_hits", MODEL, "Sequences answered without the engine."),
+            counter("result_cache_misses", MODEL, "Sequences looked up, and given to the engine."),
+            seconds(
+                "queue_seconds",
+                MODEL,
+                "Time from a request's acceptance until the engine took its first job; of requests "
+                "that reached the engine.",
+            ),
+            seconds("engine_seconds", MODEL, "Time from then until the request's last result."),
+            seconds(
+                "time_to_first_token_seconds",
+                MODEL,
+                "Time from a streamed request's acceptance to its first generated token.",
+            ),
+            seconds(
+                "time_between_tokens_seconds",
+                MODEL,
+                "Time between two generated tokens of a streamed sequence; each token counts.",
+            ),
+        )
+        """In the order of the fields of `ModelMetrics`."""
+        self.pending_bytes: Gauge = gauge(
+            "pending_bytes", (), "Memory expected for requests and answers at work."
+        )
+        self.pending_bytes_limit: Gauge = gauge(
+            "pending_bytes_limit", (), "Limit of logsteer_pending_bytes: max_pending_bytes."
+        )
+        self.cache_bytes: Gauge = gauge(
+            "result_cache_bytes", (), "Memory that cached results take."
+        )
+        self.cache_bytes_limit: Gauge = gauge(
+            "result_cache_limit_bytes", (), "Limit of logsteer_result_cache_bytes: cache_bytes."
+        )
+        key_requests = counter(
+            "key_requests",
+            ("key",),
+            f"Requests of a key, by its name; beyond {MAX_KEYS} names: key {OTHER_KEYS}.",
+        )
+        key_errors = counter("key_errors", ("key",), "Requests of a key that ended with a problem.")
+        key_tokens = counter(
+            "key_tokens",
+            ("key", "kind"),
+            "Tokens of a key's answers, those of known results too; kind: prompt, scored, "
+            "generated.",
+        )
 
-    def for_model(self, model: str) -> ModelTally:
-        """Return a model's counts; they are reported from now on, at 0 where nothing happened."""
-        return self.models.setdefault(model, ModelTally())
+        # Finding a child by its labels takes longer than counting with it.
+        @cache
+        def find_route(path: str, status: str) -> tuple[Counter, Histogram]:
+            return requests.labels(path, status), request_s.labels(path)
 
-    def note_request(self, path: str, status: int, seconds: float, code: str = "") -> None:
+        @cache
+        def find_key(key: str) -> tuple[Counter, ...]:
+            kinds = (key_tokens.labels(key, kind) for kind in ("prompt", "scored", "generated"))
+            return key_requests.labels(key), key_errors.labels(key), *kinds
+
+        self._find_route, self._find_key = find_route, find_key
+        self._errors = errors
+        self.registry.register(LiveCollector(self))
+        ProcessCollector(registry=self.registry)
+
+    def _make(
+        self, kind: Callable[..., Any], name: str, labels: tuple[str, ...], text: str, **more: Any
+    ) -> Any:
+        self.labels[PREFIX + name] = labels
+        return kind(PREFIX + name, text, labels, registry=self.registry, **more)
+
+    def for_model(self, model: str) -> ModelMetrics:
+        """Return a model's metrics; they are exposed from now on, at 0 where nothing happened."""
+        return ModelMetrics(*(metric.labels(model) for metric in self._of_model))
+
+    def record_request(self, path: str, status: int, seconds: float, code: str = "") -> None:
         """Count an answered request, with the code of its problem where it ended with one."""
-        self.requests[path, status] += 1
-        self.seconds[path].note(seconds)
+        requests, times = self._find_route(path, str(status))
+        requests.inc()
+        times.observe(seconds)
         if code:
-            self.errors[path, code] += 1
+            self._errors.labels(path, code).inc()
 
-    def note_key(
-        self, key: str, failed: bool, prompt_tokens: int, scored_tokens: int, generated_tokens: int
-    ) -> None:
-        """Count a request of a key, and what was computed for it."""
-        tally = self.keys.get(key)
-        if tally is None:
-            name = key if len(self.keys) < self._max_keys else OTHER_KEYS
-            tally = self.keys.setdefault(name, KeyTally())
-        tally.requests += 1
-        tally.errors += failed
-        tally.prompt_tokens += prompt_tokens
-        tally.scored_tokens += scored_tokens
-        tally.generated_tokens += generated_tokens
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield everything as it is now, family by family."""
-        return iter(self._registry.collect())
+    def record_key(self, key: str, failed: bool, tokens: Sequence[int]) -> None:
+        """Count a request of a key, and its prompt, scored and generated tokens."""
+        if key not in self._keys and len(self._keys) >= self._max_keys:
+            key = OTHER_KEYS
+        self._keys.add(key)
+        requests, errors, *counters = self._find_key(key)
+        requests.inc()
+        errors.inc(failed)
+        for counter, count in zip(counters, tokens, strict=True):
+            counter.inc(count)
 
     def render(self) -> bytes:
         """Return everything in Prometheus' text format, of type METRICS_TYPE."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)
 
 
 class LiveCollector(Collector):
-    """Makes metrics of what `Metrics` has, when Prometheus asks."""
+    """Reads models, engines and the disk at each scrape.
+
+    Every family is there at each scrape, those without a sample too.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._families: dict[str, Metric] = {}
+        for row in (*OF_MODELS, *OF_ENGINES, *OF_HEARTBEATS, *OF_PROCESSES, *OF_DEVICES, *OF_DISK):
+            metrics.labels[PREFIX + row.name] = row.labels
+        metrics.labels[PREFIX + STEP_SECONDS] = ENGINE
+        metrics.labels[PREFIX + "store_bytes"] = ("kind", "owner")
+        metrics.labels[PREFIX + "store_limit_bytes"] = ("kind",)
 
     def describe(self) -> list[Metric]:
         """Return nothing, so that nothing is collected when this is registered."""
         return []
 
-    def collect_engines(self, model: str, engines: Iterable[EngineStatus]) -> Iterator[Metric]:
-        """Yield what is known of a model's engines, and nothing else."""
-        self._begin()
-        for engine in engines:
-            self._add_engine(model, engine)
-        yield from self._families.values()
-
-    def _begin(self) -> None:
-        self._families = {
-            row.name: _FAMILIES[row.kind](PREFIX + row.name, row.text, labels=row.labels)
-            for row in METRICS.values()
-        }
-
     def collect(self) -> Iterator[Metric]:
-        """Yield every family of the catalog, those without a sample too."""
-        self._begin()
-        self._add("build_info", 1, __version__, platform.python_version())
-        self._add_requests()
-        for model, tally in self._metrics.models.items():
-            self._add_model(model, tally)
-        for reading in self._metrics.read_models():
-            self._add_state(reading)
-            for engine in reading.engines:
-                self._add_engine(reading.model, engine)
-        self._add_server(self._metrics.read_server())
-        for key, used in self._metrics.keys.items():
-            self._add("key_requests", used.requests, key)
-            self._add("key_errors", used.errors, key)
-            for kind in ("prompt", "scored", "generated"):
-                self._add("key_tokens", getattr(used, f"{kind}_tokens"), key, kind)
-        yield from self._families.values()
+        """Yield every family with what it is now."""
+        models = list(self._metrics.read_models())
+        engines = [((m.model, e.replica), e) for m in models for e in m.engines]
+        beats = [(labels, e.reading) for labels, e in engines if e.reading is not None]
+        disk = self._metrics.read_disk()
+        yield from _read(OF_MODELS, [((m.model,), m) for m in models])
+        yield from _read(OF_ENGINES, engines)
+        yield _read_steps(engines)
+        yield from _read(OF_HEARTBEATS, beats)
+        yield from _read(
+            OF_PROCESSES,
+            [
+                (labels, process)
+                for labels, e in engines
+                if e.pid is not None and (process := read_family(e.pid)) is not None
+            ],
+        )
+        yield from _read(
+            OF_DEVICES,
+            [((*labels, memory.device), memory) for labels, r in beats for memory in r.memory],
+        )
+        yield from _read(OF_DISK, [((), disk)])
+        yield from _read_stores(disk)
 
-    def _add(self, name: str, value: float | None, *labels: str) -> None:
-        """Add a sample of a counter or gauge; nothing where there is none."""
-        if value is not None:
-            self._families[name].add_metric(labels, value)  # type: ignore[attr-defined]
 
-    def _spread(self, name: str, spread: Spread | StepCounts, *labels: str) -> None:
-        """Add a histogram."""
-        bounds = [*map(floatToGoString, SECONDS), "+Inf"]
-        total = spread.total if isinstance(spread, Spread) else spread.total_s
-        buckets = list(zip(bounds, map(float, accumulate(spread.counts)), strict=True))
-        self._families[name].add_metric(labels, buckets, total)  # type: ignore[attr-defined]
+def _read(
+    rows: Iterable[LiveMetric], sources: Sequence[tuple[tuple[str, ...], Any]]
+) -> Iterator[Metric]:
+    """Yield a family for each row, with a sample for each source that has a value of the kind."""
+    for row in rows:
+        family = row.family(PREFIX + row.name, row.text, labels=row.labels)
+        for labels, source in sources:
+            if (value := row.read(source)) is not None:
+                family.add_metric(labels, float(value))
+        yield family
 
-    def _add_requests(self) -> None:
-        metrics = self._metrics
-        self._add("requests_in_flight", metrics.in_flight)
-        for (path, status), count in metrics.requests.items():
-            self._add("requests", count, path, str(status))
-        for (path, code), count in metrics.errors.items():
-            self._add("errors", count, path, code)
-        for path, spread in metrics.seconds.items():
-            self._spread("request_seconds", spread, path)
 
-    def _add_model(self, model: str, tally: ModelTally) -> None:
-        self._add("prompt_tokens", tally.prompt_tokens, model)
-        self._add("scored_tokens", tally.scored_tokens, model)
-        self._add("generated_tokens", tally.generated_tokens, model)
-        self._add("prefix_cached_tokens", tally.prefix_cached_tokens, model)
-        self._add("steered_tokens", tally.steered_tokens, model)
-        self._add("result_cache_hits", tally.cache_hits, model)
-        self._add("result_cache_misses", tally.cache_misses, model)
-        self._spread("queue_seconds", tally.queue, model)
-        self._spread("engine_seconds", tally.engine, model)
-        self._spread("time_to_first_token_seconds", tally.first_token, model)
-        self._spread("time_between_tokens_seconds", tally.between_tokens, model)
+def _read_steps(engines: Iterable[tuple[tuple[str, str], EngineStatus]]) -> Metric:
+    family = HistogramMetricFamily(PREFIX + STEP_SECONDS, STEP_SECONDS_TEXT, labels=ENGINE)
+    bounds = [*map(floatToGoString, TIME_BOUNDS_S), "+Inf"]
+    for labels, engine in engines:
+        if (steps := engine.steps) is not None:
+            buckets = list(zip(bounds, map(float, accumulate(steps.counts)), strict=True))
+            family.add_metric(labels, buckets, steps.total_s)
+    return family
 
-    def _add_state(self, reading: ModelReading) -> None:
-        self._add("model_ready", float(reading.is_ready), reading.model)
-        self._add("pending_tokens", reading.pending_tokens, reading.model)
-        self._add("pending_tokens_limit", reading.pending_limit, reading.model)
 
-    def _add_engine(self, model: str, engine: EngineStatus) -> None:
-        labels = model, engine.replica
-        self._add("engine_restarts", engine.restarts, *labels)
-        self._add("engine_heartbeat_age_seconds", engine.heartbeat_age_s, *labels)
-        self._add("engine_sequences_queued", engine.queued, *labels)
-        if engine.steps is not None:
-            self._spread("engine_step_seconds", engine.steps, *labels)
-        if engine.reading is not None:
-            self._add_reading(engine.reading, *labels)
-        process = None if engine.pid is None else read_family(engine.pid)
-        if process is not None:
-            self._add("engine_process_cpu_seconds", process.cpu_s, *labels)
-            self._add("engine_process_resident_memory_bytes", process.resident_bytes, *labels)
-
-    def _add_reading(self, reading: EngineReading, *labels: str) -> None:
-        self._add("engine_sequences_running", reading.running, *labels)
-        self._add("engine_sequences_waiting", reading.waiting, *labels)
-        self._add("kv_cache_blocks", reading.cache_blocks, *labels)
-        self._add("kv_cache_blocks_used", reading.cache_blocks_used, *labels)
-        self._add("engine_preemptions", reading.preemptions, *labels)
-        self._add("steering_slots", reading.steering_slots, *labels)
-        self._add("steering_slots_used", reading.steering_slots_used, *labels)
-        self._add("adapter_slots", reading.adapter_slots, *labels)
-        self._add("adapter_slots_used", reading.adapter_slots_used, *labels)
-        for memory in reading.memory:
-            self._add("gpu_memory_held_bytes", memory.held_bytes, *labels, memory.device)
-            self._add("gpu_memory_free_bytes", memory.free_bytes, *labels, memory.device)
-            self._add("gpu_memory_bytes", memory.size_bytes, *labels, memory.device)
-
-    def _add_server(self, server: ServerReading) -> None:
-        self._add("pending_bytes", server.pending_bytes)
-        self._add("pending_bytes_limit", server.pending_bytes_limit)
-        self._add("result_cache_bytes", server.cache_bytes)
-        self._add("result_cache_limit_bytes", server.cache_limit_bytes)
-        self._add("result_cache_file_bytes", server.disk.cache_file_bytes)
-        for store in server.disk.stores:
-            self._add("store_bytes", store.shared_bytes, store.kind, "shared")
-            self._add("store_bytes", store.keys_bytes, store.kind, "keys")
-            self._add("store_limit_bytes", store.limit_bytes, store.kind)
-        self._add("store_disk_free_bytes", server.disk.free_bytes)
-        self._add("store_disk_bytes", server.disk.size_bytes)
-        for part, is_away in server.away.items():
-            self._add("cluster_part_away", float(is_away), part)
+def _read_stores(disk: DiskReading) -> Iterator[Metric]:
+    held = GaugeMetricFamily(PREFIX + "store_bytes", STORE_BYTES, labels=("kind", "owner"))
+    limit = GaugeMetricFamily(PREFIX + "store_limit_bytes", STORE_LIMIT, labels=("kind",))
+    for store in disk.stores:
+        held.add_metric((store.kind, "shared"), store.shared_bytes)
+        held.add_metric((store.kind, "keys"), store.keys_bytes)
+        limit.add_metric((store.kind,), store.limit_bytes)
+    yield held
+    yield limit

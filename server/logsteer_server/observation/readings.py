@@ -1,7 +1,7 @@
-"""What is read at the moment when somebody asks: of models, engines, stores and budgets."""
+"""What metrics read at a scrape: of models, engines and stores."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from logsteer_server.contract.engine import EngineReading, StepCounts
 
@@ -53,18 +53,3 @@ class DiskReading:
     free_bytes: int | None = None
     size_bytes: int | None = None
     cache_file_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ServerReading:
-    """What all models share right now: budgets of memory, the result cache, the disk.
-
-    `away` says of each part of a service on Ray that all ingresses ask whether it does not answer.
-    """
-
-    pending_bytes: int = 0
-    pending_bytes_limit: int = 0
-    cache_bytes: int = 0
-    cache_limit_bytes: int = 0
-    disk: DiskReading = DiskReading()
-    away: Mapping[str, bool] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from logsteer_server.contract.results import WorkCounts
-from logsteer_server.observation.logs import FIELDS
+from logsteer_server.observation.logs import ACCESS, AUDIT, FIELDS
 from logsteer_server.observation.metrics import Metrics
 from logsteer_server.observation.tracing import Phase, RequestTracer
 
@@ -85,25 +85,23 @@ def find_record(scope: Scope) -> RequestRecord:
     return found
 
 
+def find_route(scope: Scope) -> str:
+    """Return the template of the route that answers a request; OTHER where none does."""
+    return str(getattr(scope.get("route"), "path", OTHER))
+
+
 class RequestObserver:
     """ASGI middleware: counts and times every request, and logs and traces it where asked.
 
     Under its route's template, not its path, so that callers cannot make series without end.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        metrics: Metrics,
-        access: logging.Logger | None = None,
-        audit: logging.Logger | None = None,
-        tracer: RequestTracer | None = None,
-    ) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, tracer: RequestTracer | None = None) -> None:
         self._app = app
         self._metrics = metrics
-        self._access = access
-        self._audit = audit
         self._tracer = tracer
+        self._access = logging.getLogger(ACCESS)
+        self._audit = logging.getLogger(AUDIT)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer as the application does."""
@@ -118,47 +116,44 @@ class RequestObserver:
                 status = message["status"]
             else:
                 sent += len(message.get("body", b""))
+                if not message.get("more_body"):
+                    trace()  # because the middleware around this ends the span with this message
             await send(message)
 
-        record = RequestRecord()
+        def trace() -> None:
+            if self._tracer is not None and record.phases is not None:
+                line = _describe(scope, record, find_route(scope), status)
+                line |= _describe_work(scope, record, time.monotonic() - started, sent)
+                self._tracer.describe(line, record.phases)
+                record.phases = None
+
+        metrics, record = self._metrics, RequestRecord()
+        record.phases = None if self._tracer is None else []
         scope.setdefault("state", {})["record"] = record
-        metrics, tracer = self._metrics, self._tracer
-        span = None
-        if tracer is not None:
-            record.phases = []
-            span = tracer.begin(scope)
         started = time.monotonic()
-        metrics.in_flight += 1
+        metrics.in_flight.inc()
         try:
             await self._app(scope, receive, send_noting)
         finally:
             ended = time.monotonic()
-            metrics.in_flight -= 1
-            route = getattr(scope.get("route"), "path", OTHER)
+            metrics.in_flight.dec()
+            route = find_route(scope)
             if status == CRASHED and not record.code:
                 record.code = "internal"
-            metrics.note_request(route, status, ended - started, record.code)
+            metrics.record_request(route, status, ended - started, record.code)
             if record.key:
                 usage = record.usage
-                metrics.note_key(
-                    record.key,
-                    bool(record.code),
-                    usage.prompt_tokens,
-                    usage.scored_tokens,
-                    usage.generated_tokens,
-                )
-            if self._access is not None:
+                tokens = usage.prompt_tokens, usage.scored_tokens, usage.generated_tokens
+                metrics.record_key(record.key, bool(record.code), tokens)
+            if self._access.isEnabledFor(logging.INFO):
                 line = _describe(scope, record, route, status)
                 line |= _describe_work(scope, record, ended - started, sent)
                 self._access.info("request", extra={FIELDS: line})
-            if record.scope in AUDITED and self._audit is not None:
+            if record.scope in AUDITED:
                 line = _describe(scope, record, route, status)
                 line |= _describe_change(scope, record)
                 self._audit.info("change", extra={FIELDS: line})
-            if tracer is not None and span is not None:
-                line = _describe(scope, record, route, status)
-                line |= _describe_work(scope, record, ended - started, sent)
-                tracer.end(span, line, record.phases or [])
+            trace()
 
 
 def _describe(scope: Scope, record: RequestRecord, route: str, status: int) -> dict[str, Any]:

@@ -34,7 +34,6 @@ from logsteer_server.observation.logs import (
     configure_engine_logs,
     restyle_libraries,
 )
-from logsteer_server.observation.tallies import Spread
 
 log = logging.getLogger(__name__)
 
@@ -206,7 +205,7 @@ class EngineLoop:
         self._read_every_s = read_every_s
         self._read_at = 0.0
         self._reading: EngineReading | None = None
-        self._steps = Spread()
+        self._steps = StepCounts()
         self._engine = engine
         self._groups: dict[int, _TakenGroup] = {}
         self._open = True
@@ -225,8 +224,9 @@ class EngineLoop:
         with suppress(OSError):
             while True:
                 serial += 1
-                steps = StepCounts(tuple(self._steps.counts), self._steps.total)
-                self.send(Heartbeat(serial, self._turns, self._in_engine, self._reading, steps))
+                self.send(
+                    Heartbeat(serial, self._turns, self._in_engine, self._reading, self._steps)
+                )
                 time.sleep(every_s)
 
     def run(self, max_idle_s: float) -> None:
@@ -244,7 +244,7 @@ class EngineLoop:
                 began = time.monotonic()
                 with self._call():
                     stepped = self._engine.step()
-                self._steps.note(time.monotonic() - began)
+                self._steps.record(time.monotonic() - began)
                 if (load := self._engine.take_load()) is not None:
                     self.send(load)
                 self._report(stepped)

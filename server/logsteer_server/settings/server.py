@@ -97,9 +97,6 @@ class Settings(BaseSettings):
     metrics_key: str | None = Field(
         None, min_length=1, repr=False, description="Asked for by /metrics as a bearer token."
     )
-    max_metric_keys: int = Field(
-        100, ge=0, description="Keys that have metrics of their own; further ones share a series."
-    )
 
     max_connections: int = Field(
         2048, ge=1, description="Connections at once, as far as the system's descriptors reach."

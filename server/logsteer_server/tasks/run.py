@@ -309,7 +309,7 @@ class Run:
         for output in find_steered(batch.jobs, part):
             self._applied.add(output)
             if output.trace is not None:
-                self.task.model.tally.steered_tokens += output.trace.tokens
+                self.task.model.metrics.steered_tokens.inc(output.trace.tokens)
         return work.generated_tokens
 
     @property
@@ -331,7 +331,7 @@ class Run:
 
     def _write(self) -> dict[str, Any]:
         if (engine_s := self._timer.engine_s) is not None:
-            self.task.model.tally.engine.note(engine_s)
+            self.task.model.metrics.engine_s.observe(engine_s)
         facts = Facts(
             self.record.usage.read(), self._timer.read(), self._applied.write(), self._describe()
         )

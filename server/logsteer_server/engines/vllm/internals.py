@@ -278,7 +278,8 @@ INTERNALS: dict[str, Internal] = {
         "39c27f400e70", "INT8 layers are tried in the model's dtype"
     ),
     "vllm.model_executor.layers.logits_processor.LogitsProcessor._apply_head": Internal(
-        "4213b94abbc0", "computes the head by an attribute that we set, without a copy of its weights"
+        "4213b94abbc0",
+        "computes the head by an attribute that we set, without a copy of its weights",
     ),
     f"{LINEAR}.init_int8_linear_kernel": Internal(
         "b9d73a100cbe", "takes the first kernel of the list that we replace"
