@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from logsteer.errors import api_error
-from logsteer_server.models.admission import Admission
+from logsteer_server.models.admission import KEY_SHARE, Admission
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.scratch import ScratchSpace
@@ -35,7 +35,6 @@ def make_local_handles(settings: Settings) -> MakeHandle:
 def make_limits(settings: Settings) -> SupervisionLimits:
     """Return how these settings have engines fed, watched and restarted."""
     return SupervisionLimits(
-        max_unread_results=settings.max_unread_results,
         watch=WatchLimits(settings.heartbeat_timeout_s, settings.max_step_s, settings.max_load_s),
         max_restarts=settings.max_restarts,
         restart_window_s=settings.restart_window_s,
@@ -75,7 +74,7 @@ class ModelRegistry:
         return ResidentModel(
             model,
             self._make_handle(model),
-            Admission(settings.max_pending_tokens * model.replicas, share=settings.max_key_share),
+            Admission(settings.max_pending_tokens * model.replicas, share=KEY_SHARE),
             self._results,
             self._metrics.for_model(model.id),
         )

@@ -317,7 +317,7 @@ class LocalEngine:
         waiter.results = asyncio.Queue()
         detail = (
             f"More than {self._limits.max_unread_results} results came that were not read: read "
-            "the stream faster, ask for less at once, or raise max_unread_results."
+            "the stream faster, or ask for less at once."
         )
         waiter.results.put_nowait(api_error("overloaded", detail, retry_after=1.0))
 

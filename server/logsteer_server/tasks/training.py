@@ -44,6 +44,8 @@ from logsteer_server.text.tokenizer import TextCodec
 NEGLIGIBLE = 1e-6
 """Of a vector's norm: what is left of it below that is rounding."""
 MAX_SIMILAR = 3
+COMPARED_VECTORS = 256
+"""Stored vectors that a trained one is compared with: each is read from the store."""
 """Stored vectors that an answer names for each layer: the nearest."""
 
 
@@ -165,12 +167,10 @@ def _take_away(vector_D: Double, others: Sequence[Vector]) -> Double:
     return left
 
 
-def find_similar(
-    name: str, vectors: LayerVectors, store: VectorStore, settings: Settings
-) -> SimilarVectors:
+def find_similar(name: str, vectors: LayerVectors, store: VectorStore) -> SimilarVectors:
     """Compare vectors with those stored under other names for the same hook and width.
 
-    No more than `max_compared_vectors` are read, the latest. Blocks while they are.
+    No more than COMPARED_VECTORS are read, the latest. Blocks while they are.
     """
     cards = [
         card
@@ -182,7 +182,7 @@ def find_similar(
     cards.sort(key=lambda card: card.created, reverse=True)
     found: dict[int, list[SimilarVector]] = {layer: [] for layer in vectors.layers}
     compared = 0
-    for card in cards[: settings.max_compared_vectors]:
+    for card in cards[:COMPARED_VECTORS]:
         try:
             stored = store.find(card.name)
         except APIError:  # gone by now, or damaged: its own requests tell
@@ -233,7 +233,7 @@ class TrainTask(Task):
             train_vectors, jobs, collector.outputs, body.method, body.whiten
         )
         self._similar = await planner.call_long(
-            find_similar, body.name, trained.vectors, self._stores.vectors, planner.settings
+            find_similar, body.name, trained.vectors, self._stores.vectors
         )
         self._cosines = compare_layers(trained.vectors)
         about = self._describe(trained, info)
