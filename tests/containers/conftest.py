@@ -148,6 +148,7 @@ class Service:
         _, locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         env = {
             "LOGSTEER_IMAGE": IMAGE,
+            "LOGSTEER_INSECURE": "true",
             "LOGSTEER_PORT": PORT,
             "LOGSTEER_NOFILE": str(min(files, 65536) if files > 0 else 65536),
             "LOGSTEER_MEMLOCK": str(locked),

@@ -70,11 +70,6 @@ def promtool(*arguments: str, given: str | None = None) -> str:
 # ------------------------------------------------------------------ without Prometheus
 
 
-def test_names_are_found_in_expressions() -> None:
-    expression = 'sum by (a, le) (rate(x_total{p=~"y"}[$__rate_interval])) / z > 0 and up == 1'
-    assert find_metrics(expression) == {"x_total", "z", "up"}
-
-
 @pytest.mark.parametrize(("panel", "expression"), list_queries())
 def test_a_query_of_the_dashboard_asks_for_what_there_is(panel: str, expression: str) -> None:
     assert find_metrics(expression), expression

@@ -81,16 +81,13 @@ def test_only_directories_of_ours_are_swept(tmp_path: Path) -> None:
     assert (target / "precious").exists()
 
 
-@pytest.mark.parametrize("place", ["system", "configured"])
-def test_a_server_sweeps_at_its_start(tmp_path: Path, place: str) -> None:
+def test_a_server_sweeps_at_its_start(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     left, process = leave(scratch)
     with process:
         process.kill()
     assert (left / LOCK).exists()
-    settings = {"scratch_directory": str(scratch)} if place == "configured" else {}
-    environment = {"TMPDIR": str(scratch)} if place == "system" else {}
-    with running({"models": [fake_model()]} | settings, tmp_path, **environment) as server:
+    with running({"models": [fake_model()]}, tmp_path, TMPDIR=str(scratch)) as server:
         server.wait_until_ready()
         assert not left.exists()

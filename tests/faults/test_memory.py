@@ -3,6 +3,7 @@
 import asyncio
 import resource
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,10 +108,13 @@ def limit_files(num_bytes: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_disk_without_room_is_found_before_an_engine_writes(tmp_path: Path) -> None:
+def test_a_disk_without_room_is_found_before_an_engine_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     jobs = [ScoreJob(IDS, IDS), ScoreJob(np.arange(999, dtype=np.int32), IDS)]
 
-    capacity = Capacity(SETTINGS.model_copy(update={"scratch_directory": tmp_path}))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    capacity = Capacity(SETTINGS)
     planner = Planner(capacity, capacity.memory.enter(), capacity.memory.enter())
 
     async def reserve() -> list[int]:

@@ -344,7 +344,7 @@ def test_one_tenant_leaves_room_for_others() -> None:
     eve.cover(50)
     assert admission.pending == 100
     ann.release()
-    with pytest.raises(PayloadTooLargeError, match="max_key_share"):
+    with pytest.raises(PayloadTooLargeError, match="max_pending_tokens"):
         admission.enter("ann").cover(51)
     with admission.enter() as everybody:
         everybody.cover(50)

@@ -1,6 +1,7 @@
 """Runs that leave files while they last: comparisons of two models, and sweeps."""
 
 import asyncio
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,10 @@ def finish(task: Task, settings: Settings = SETTINGS) -> dict[str, Any]:
     return asyncio.run(Run(task, Capacity(settings)).finish())
 
 
-def settings_in(scratch: Path, **fields: Any) -> Settings:
-    return SETTINGS.model_copy(update={"scratch_directory": scratch, **fields})
+@pytest.fixture(autouse=True)
+def scratch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Temporary files are in the test's own directory."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 def sweep(model: ResidentModel) -> SweepTask:
@@ -74,7 +77,7 @@ def test_files_of_log_probabilities_are_gone_however_a_run_ends(
     model = make_model(ScriptedHandle(answer=answer))
     reference = make_model(ScriptedHandle(answer=answer), model_id="other")
     task = sweep(model) if kind == "sweep" else compare(model, reference, stream=True)
-    run = Run(task, Capacity(settings_in(tmp_path)))
+    run = Run(task, Capacity(SETTINGS))
 
     async def leave() -> None:
         events = run.events()
@@ -98,7 +101,7 @@ def test_files_of_log_probabilities_are_gone_however_a_run_ends(
 
 def test_a_comparison_reserves_its_largest_part_before_its_stream_opens(tmp_path: Path) -> None:
     """Both models: the first part is not the largest, as its window scores more tokens."""
-    settings = settings_in(tmp_path, max_reference_bytes=4 * INFO.vocab_size * 130)
+    settings = SETTINGS.model_copy(update={"max_reference_bytes": 4 * INFO.vocab_size * 130})
     own, other = ScriptedHandle(), ScriptedHandle()
     model, reference = make_model(own, 10_000), make_model(other, 10_000, model_id="other")
     task = compare(model, reference, context_length=64, stride=16, stream=True)
@@ -123,7 +126,7 @@ def test_a_comparison_counts_its_own_work_alone(tmp_path: Path) -> None:
         make_model(max_tokens=10_000, model_id="other"),
     )
     alone = finish(PerplexityTask(PerplexityRequest(texts=[TEXT]), register(model), STORES))
-    compared = finish(compare(model, reference), settings_in(tmp_path))
+    compared = finish(compare(model, reference))
     assert compared["usage"] == alone["usage"]
     assert compared["divergence"]["num_tokens"] == alone["usage"]["scored_tokens"]
     assert compared["results"] == alone["results"]
@@ -133,6 +136,6 @@ def test_a_text_that_is_too_short_to_score_can_be_compared(tmp_path: Path) -> No
     body = PerplexityRequest(texts=["a"], model="any", reference="other", bos="never")
     models = register(make_model(), make_model(model_id="other"))
     task = PerplexityTask(body, models, STORES)
-    answer = finish(task, settings_in(tmp_path))
+    answer = finish(task)
     assert answer["divergence"]["num_tokens"] == 0
     assert answer["results"][0]["flags"] == ["nothing_scored"]

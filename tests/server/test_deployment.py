@@ -143,71 +143,12 @@ def outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(f"LOGSTEER_{name.upper()}", raising=False)
 
 
-@pytest.mark.parametrize("service", SERVICES)
-def test_a_service_builds_a_stage_of_the_dockerfile(service: str) -> None:
-    assert SERVICES[service]["build"]["target"] in STAGES
-    assert SERVICES[service]["build"]["context"] == "."
-
-
-def test_only_the_cpu_service_starts_by_default() -> None:
-    assert [name for name, service in SERVICES.items() if "profiles" not in service] == ["cpu"]
-
-
 def test_every_copied_file_exists_and_reaches_the_build_context() -> None:
     patterns = read_ignore_patterns()
     local = [source for _, source, _ in list_copies() if ":" not in source]
     assert len(local) >= 10
     assert [source for source in local if not (ROOT / source).exists()] == []
     assert [source for source in local if is_ignored(source, patterns)] == []
-
-
-def test_copies_between_stages_take_what_an_earlier_stage_made() -> None:
-    made = {"python": {"/usr/local/"}, "build-cpu": {"/opt/logsteer", f"{HOME}/sbom.cdx.json"}}
-    made["build-cuda"] = made["build-cpu"]
-    made["build-ray"] = {"/opt/added/", "/opt/state", f"{HOME}/sbom.cdx.json"}
-    made["files"] = {
-        "/".join(destination.split("/")[:3])
-        for stage, _, destination in list_copies()
-        if stage == "files"
-    }
-    for stage, source, _ in list_copies():
-        origin, _, path = source.rpartition(":")
-        if origin:
-            assert path in made[origin], f"{stage} copies {path} from {origin}"
-    for variant in TARGETS:
-        build = STAGES[f"build-{variant}"].last("RUN")
-        assert f"VENV=/opt/logsteer LOGSTEER_VARIANT={variant} deploy/image/slim.sh" in build
-        assert f'deploy/image/sbom.py "$VERSION" > {SBOM.name}' in build
-        install = STAGES[f"build-{variant}"].every("RUN")[0]
-        assert f"VENV=/opt/logsteer LOGSTEER_VARIANT={variant} deploy/image/install.sh" in install
-        assert "/opt/logsteer/bin:" in STAGES[variant].last("ENV")
-        assert STAGES[variant].last("WORKDIR") == HOME == STAGES[f"build-{variant}"].last("WORKDIR")
-        assert f'logsteer.sbom="{SBOM}"' in STAGES[variant].last("LABEL")
-        assert list_copied_to(f"sbom-{variant}") == [f"build-{variant}:{SBOM}"]
-
-
-def list_copied_to(stage: str) -> list[str]:
-    """What is copied to a stage, with the stages that it comes from."""
-    return [source for name, source, _ in list_copies() if name == stage]
-
-
-@pytest.mark.parametrize(
-    ("stage", "script"),
-    [("build-cpu", "install.sh"), ("build-cuda", "install.sh"), ("build-ray", "ray.sh")],
-)
-def test_what_reaches_package_indexes_is_mounted_for_one_step(stage: str, script: str) -> None:
-    steps = [run for one in STAGES.values() for run in one.every("RUN") if "--mount" in run]
-    install = STAGES[stage].every("RUN")[0]
-    assert install in steps and len(steps) == len(TARGETS) + 1
-    script = (ROOT / "deploy/image" / script).read_text()
-    targets = dict(re.findall(r"--mount=type=secret,id=(\w+),target=(\S+)", install))
-    assert targets.keys() == {"ca", "pip_conf", "uv_toml"}
-    assert targets["ca"] in script
-    # A secret that is required would keep everybody else from building.
-    assert "required" not in install
-    assert "--mount=type=bind,from=wheels,target=/wheels" in install
-    assert "PIP_FIND_LINKS=/wheels" in script
-    assert (STAGES["wheels"].base, STAGES["wheels"].instructions) == ("scratch", [])
 
 
 @pytest.mark.parametrize(
@@ -251,17 +192,6 @@ def test_the_container_runs_as_a_numbered_user_who_owns_the_volume(target: str) 
     assert "RUN" not in words[words.index("USER") :]
 
 
-def test_the_targets_differ_only_in_base_and_packages() -> None:
-    def describe(target: str) -> list[tuple[str, str]]:
-        return [
-            (word, argument.replace(f"build-{target}", "build"))
-            for word, argument in STAGES[target].instructions
-            if word != "LABEL"
-        ]
-
-    assert describe("cpu") == describe("cuda")
-
-
 def test_base_images_are_pinned() -> None:
     stages = {*STAGES, "scratch", "${VARIANT}", "build-${VARIANT}"}
     assert ARGUMENTS["VARIANT"] in TARGETS
@@ -301,8 +231,8 @@ def test_an_image_does_not_serve_strangers_unless_told(target: str, outside: Non
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_a_service_says_openly_that_its_loopback_port_takes_no_key(service: str) -> None:
-    assert drop_variables(SERVICES[service]["environment"]["LOGSTEER_INSECURE"]) == "true"
+def test_a_service_takes_a_key_unless_the_user_says_otherwise(service: str) -> None:
+    assert SERVICES[service]["environment"]["LOGSTEER_INSECURE"] is None, "as the user sets it"
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -321,11 +251,6 @@ def test_a_service_publishes_and_mounts_what_its_image_uses(service: str) -> Non
     name, _, target = cache.partition(":")
     assert name in COMPOSE["volumes"]
     assert [target] == json.loads(stage.last("VOLUME"))
-
-
-def test_default_host_ports_differ() -> None:
-    ports = [drop_variables(port) for service in SERVICES.values() for port in service["ports"]]
-    assert len(set(ports)) == len(SERVICES)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -357,14 +282,6 @@ def test_the_health_check_fails_unless_the_answer_is_200(
         server.shutdown()
         thread.join()
     assert done.returncode == exit_status
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_the_health_check_gives_up_before_it_is_killed(target: str) -> None:
-    timeout = re.search(r"--timeout=(\w+)", STAGES[target].last("HEALTHCHECK"))
-    asked = re.search(r"timeout=(\d+)\)", read_health_command(target)[-1])
-    assert timeout and asked
-    assert float(asked[1]) < parse_seconds(timeout[1])
 
 
 @pytest.mark.parametrize("service", SERVICES)

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
+from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.numerics.hidden_rows import RowBounds
 from logsteer_server.numerics.rows import RowSpec
-from logsteer_server.settings import ModelSettings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 MIB = 2**20
 PLAIN, SHAPED = RowSpec(), RowSpec(("log_q",))
-MODEL = ModelSettings(id="a", engine="vllm", path="a")
+MODEL = EngineSpec("a", "vllm", "a")
 DEFAULT = RowBounds(MODEL.chunk_bytes, MODEL.column_bytes)
 
 

@@ -16,6 +16,7 @@ from logsteer_server.contract.lane import Lane
 from logsteer_server.contract.plan import Site
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.settings import Settings
+from logsteer_server.tasks import selftest
 from logsteer_server.tasks.planning import Capacity
 from logsteer_server.tasks.run import Event, Run
 from logsteer_server.tasks.selftest import SelftestTask, prove
@@ -223,11 +224,13 @@ def test_what_an_engine_lacks_is_not_run_and_says_why() -> None:
     assert failed(checks) == set()
 
 
-def test_a_step_that_cannot_be_filled_within_the_limit_is_told() -> None:
-    settings = SETTINGS.model_copy(update={"max_selftest_tokens": 300})
-    checks = run(HonestEngine(), settings=settings)
+def test_a_step_that_cannot_be_filled_within_the_limit_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(selftest, "MAX_TOKENS", 300)
+    checks = run(HonestEngine())
     assert checks["chunked"].verdict == "not_run"
-    assert "max_selftest_tokens is 300; raise that above" in checks["chunked"].reason
+    assert "a self-test at most 300; lower max_num_batched_tokens" in checks["chunked"].reason
 
 
 class TestTexts:
@@ -245,14 +248,16 @@ class TestTexts:
         [
             ({"token_ids": [[5] * 97]}, "context_too_long", "at most 96"),
             ({"token_ids": [[5, INFO.vocab_size]]}, "invalid_request", "vocabulary"),
-            ({"token_ids": [[5] * 90] * 4}, "payload_too_large", "max_selftest_tokens"),
+            ({"token_ids": [[5] * 90] * 4}, "payload_too_large", "at most 300"),
             ({"texts": ["a " * 200]}, "context_too_long", "at most 96"),
         ],
     )
-    def test_refusals(self, fields: dict[str, Any], code: str, words: str) -> None:
-        settings = SETTINGS.model_copy(update={"max_selftest_tokens": 300})
+    def test_refusals(
+        self, fields: dict[str, Any], code: str, words: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(selftest, "MAX_TOKENS", 300)
         with pytest.raises(APIError, match=words) as caught:
-            run(HonestEngine(), settings=settings, **fields)
+            run(HonestEngine(), **fields)
         assert caught.value.code == code
 
     def test_texts_or_ids(self) -> None:

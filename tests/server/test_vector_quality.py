@@ -8,11 +8,11 @@ from sklearn.covariance import ledoit_wolf
 from sklearn.linear_model import LogisticRegression
 
 from logsteer.schemas import LayerQuality, TrainMethod
-from logsteer_server.settings import ModelSettings, Settings
 from logsteer_server.stores.directory_store import DirectoryStore
 from logsteer_server.stores.layer_vectors import LayerVectors
 from logsteer_server.stores.store import VECTORS
 from logsteer_server.stores.vectors import VectorStore
+from logsteer_server.tasks import training
 from logsteer_server.tasks.training import find_similar
 from logsteer_server.tasks.vector_methods import (
     Double,
@@ -237,7 +237,7 @@ def test_cosines_between_layers() -> None:
     ]  # fmt: skip
 
 
-def test_the_nearest_stored_vectors(tmp_path: Path) -> None:
+def test_the_nearest_stored_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = VectorStore(DirectoryStore(VECTORS, tmp_path, 2**20))
     for name, vectors in {
         "same": LayerVectors({1: np.array([2.0, 0, 0]), 2: np.array([0, 0, 1.0])}),
@@ -251,19 +251,19 @@ def test_the_nearest_stored_vectors(tmp_path: Path) -> None:
     }.items():
         store.put(name, vectors, ABOUT)
     new = LayerVectors({1: np.array([1.0, 0, 0]), 2: np.array([1.0, 0, 0]), 3: np.ones(3)})
-    settings = Settings(models=[ModelSettings(id="a", path="p")])
-    found = find_similar("own", new, store, settings)
+    found = find_similar("own", new, store)
     names = {layer: [one.name for one in near] for layer, near in found.layers.items()}
     assert names == {"1": ["same", "against", "near"], "2": ["same"], "3": []}
     assert [one.cosine for one in found.layers["1"]] == pytest.approx(
         [1, -0.9939, 0.9762], abs=1e-4
     )
     assert (found.compared, found.left_out) == (4, 0)
-    few = settings.model_copy(update={"max_compared_vectors": 1})
-    found = find_similar("own", new, store, few)
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "COMPARED_VECTORS", 1)
+        found = find_similar("own", new, store)
     assert [one.name for one in found.layers["1"]] == ["across"]  # the latest
     assert (found.compared, found.left_out) == (1, 3)
     path = store.files.find("near").path
     path.write_bytes(path.read_bytes()[::-1])
     fresh = VectorStore(DirectoryStore(VECTORS, tmp_path, 2**20))
-    assert find_similar("own", new, fresh, settings).left_out == 1
+    assert find_similar("own", new, fresh).left_out == 1

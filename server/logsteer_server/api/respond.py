@@ -29,6 +29,8 @@ from logsteer_server.observation.requests import RequestRecord, find_record
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.run import Event, Run, Task
 
+MAX_UNREAD_BYTES = 4 * 2**20
+"""Events of a stream that wait for their reader: a slow one holds no more of the memory."""
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -95,7 +97,7 @@ async def respond(
         opening = await first
     else:
         opening = await run_within(request, settings.request_timeout_s, _await(first))
-    stream = EventStream(task.id, opening, events, shape, settings.max_unread_bytes)
+    stream = EventStream(task.id, opening, events, shape, MAX_UNREAD_BYTES)
     stream.record = run.record
     return stream
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 from logsteer.errors import APIError, api_error
 
+KEY_SHARE = 0.5
+"""Of a model's budget of tokens for one key: two that fill it both get work done."""
 UNKNOWN_WAIT_S = 5.0
 """What to wait where no speed has been measured yet."""
 NEW_SHARE = 0.2
@@ -68,7 +70,7 @@ class Admission:
         if amount > limit:
             detail = (
                 f"The request needs {amount} {noun}, at most {limit} are taken at once: "
-                f"split it, or raise {setting}{' or max_key_share' if tenant else ''}."
+                f"split it, or raise {setting}."
             )
             raise api_error("payload_too_large", detail)
         if self.pending + added > self.limit or self._by_tenant[tenant] + added > limit:

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from logsteer.errors import api_error
-from logsteer_server.models.admission import Admission
+from logsteer_server.models.admission import KEY_SHARE, Admission
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.observation.logs import LogStyle
@@ -96,7 +96,7 @@ class ModelRegistry:
         return ResidentModel(
             model,
             self._make_handle(model),
-            Admission(settings.max_pending_tokens * model.replicas, share=settings.max_key_share),
+            Admission(settings.max_pending_tokens * model.replicas, share=KEY_SHARE),
             self._results,
             self._metrics.for_model(model.id),
         )

@@ -64,17 +64,8 @@ class LiveMetric:
     text: str
 
 
-def _gauge(
-    name: str, labels: tuple[str, ...], read: Callable[[Any], float | None], text: str
-) -> LiveMetric:
-    return LiveMetric(GaugeMetricFamily, name, labels, read, text)
-
-
-def _counter(
-    name: str, labels: tuple[str, ...], read: Callable[[Any], float | None], text: str
-) -> LiveMetric:
-    return LiveMetric(CounterMetricFamily, name, labels, read, text)
-
+_gauge = partial(LiveMetric, GaugeMetricFamily)
+_counter = partial(LiveMetric, CounterMetricFamily)
 
 OF_MODELS = (
     _gauge("model_ready", MODEL, lambda m: m.is_ready, "1 where the model answers, else 0."),
@@ -207,96 +198,90 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._max_keys = max_keys
         self._keys: set[str] = set()
-        counter, gauge = partial(self._make, Counter), partial(self._make, Gauge)
-        seconds = partial(self._make, Histogram, buckets=TIME_BOUNDS_S)
+        self._counter = partial(self._make, Counter)
+        self._gauge = partial(self._make, Gauge)
+        self._seconds = partial(self._make, Histogram, buckets=TIME_BOUNDS_S)
+        self._define_shared()
+        self._find_route, self._find_error = self._define_requests()
+        self._of_model = self._define_models()
+        self._find_key = self._define_keys()
+        self.registry.register(LiveCollector(self))
+        ProcessCollector(registry=self.registry)
+
+    def _define_shared(self) -> None:
+        gauge = self._gauge
         build = gauge("build_info", ("version", "python"), "1; the labels say what runs.")
         build.labels(__version__, platform.python_version()).set(1)
-        requests = counter(
-            "requests", ("path", "status"), "Requests answered, by route and status."
-        )
-        request_s = seconds(
-            "request_seconds", ("path",), "Time from a request's arrival to the end of its answer."
-        )
-        errors = counter(
-            "errors",
-            ("path", "code"),
-            "Requests that ended with a problem, by its code; in a stream, too.",
-        )
-        self.in_flight: Gauge = gauge(
-            "requests_in_flight", (), "Requests that have come and are not answered to the end."
-        )
-        self._of_model = (
+        text = "Requests that have come and are not answered to the end."
+        self.in_flight: Gauge = gauge("requests_in_flight", (), text)
+        text = "Memory expected for requests and answers at work."
+        self.pending_bytes: Gauge = gauge("pending_bytes", (), text)
+        text = "Limit of logsteer_pending_bytes: max_pending_bytes."
+        self.pending_bytes_limit: Gauge = gauge("pending_bytes_limit", (), text)
+        text = "Memory that cached results take."
+        self.cache_bytes: Gauge = gauge("result_cache_bytes", (), text)
+        text = "Limit of logsteer_result_cache_bytes: cache_bytes."
+        self.cache_bytes_limit: Gauge = gauge("result_cache_limit_bytes", (), text)
+
+    def _define_requests(self) -> tuple[Any, Any]:
+        """Return what finds counter and histogram of a path and status, and the errors of a path
+        and code. Finding a child by its labels takes longer than counting with it.
+        """
+        text = "Requests answered, by route and status."
+        requests = self._counter("requests", ("path", "status"), text)
+        text = "Time from a request's arrival to the end of its answer."
+        seconds = self._seconds("request_seconds", ("path",), text)
+        text = "Requests that ended with a problem, by its code; in a stream, too."
+        errors = self._counter("errors", ("path", "code"), text)
+
+        @cache
+        def find_route(path: str, status: str) -> tuple[Counter, Histogram]:
+            return requests.labels(path, status), seconds.labels(path)
+
+        return find_route, errors.labels
+
+    def _define_models(self) -> tuple[Any, ...]:
+        """Return the metrics of models, in the order of the fields of `ModelMetrics`."""
+        counter, seconds = self._counter, self._seconds
+        return (
             counter("prompt_tokens", MODEL, "Tokens that the engine was given."),
             counter("scored_tokens", MODEL, "Tokens that the engine scored."),
             counter("generated_tokens", MODEL, "Tokens that the engine generated."),
-            counter(
-                "prefix_cached_tokens", MODEL, "Prompt tokens that the engine's prefix cache had."
-            ),
-            counter(
-                "steered_tokens",
-                MODEL,
-                "Tokens whose activations were steered, as receipts report them.",
-            ),
+            counter("prefix_cached_tokens", MODEL,
+                    "Prompt tokens that the engine's prefix cache had."),
+            counter("steered_tokens", MODEL,
+                    "Tokens whose activations were steered, as receipts report them."),
             counter("result_cache_hits", MODEL, "Sequences answered without the engine."),
             counter("result_cache_misses", MODEL, "Sequences looked up, and given to the engine."),
-            seconds(
-                "queue_seconds",
-                MODEL,
-                "Time from a request's acceptance until the engine took its first job; of requests "
-                "that reached the engine.",
-            ),
+            seconds("queue_seconds", MODEL,
+                    "Time from a request's acceptance until the engine took its first job; of "
+                    "requests that reached the engine."),
             seconds("engine_seconds", MODEL, "Time from then until the request's last result."),
-            seconds(
-                "time_to_first_token_seconds",
-                MODEL,
-                "Time from a streamed request's acceptance to its first generated token.",
-            ),
-            seconds(
-                "time_between_tokens_seconds",
-                MODEL,
-                "Time between two generated tokens of a streamed sequence; each token counts.",
-            ),
-        )
-        """In the order of the fields of `ModelMetrics`."""
-        self.pending_bytes: Gauge = gauge(
-            "pending_bytes", (), "Memory expected for requests and answers at work."
-        )
-        self.pending_bytes_limit: Gauge = gauge(
-            "pending_bytes_limit", (), "Limit of logsteer_pending_bytes: max_pending_bytes."
-        )
-        self.cache_bytes: Gauge = gauge(
-            "result_cache_bytes", (), "Memory that cached results take."
-        )
-        self.cache_bytes_limit: Gauge = gauge(
-            "result_cache_limit_bytes", (), "Limit of logsteer_result_cache_bytes: cache_bytes."
-        )
-        key_requests = counter(
-            "key_requests",
-            ("key",),
-            f"Requests of a key, by its name; beyond {MAX_KEYS} names: key {OTHER_KEYS}.",
-        )
-        key_errors = counter("key_errors", ("key",), "Requests of a key that ended with a problem.")
-        key_tokens = counter(
+            seconds("time_to_first_token_seconds", MODEL,
+                    "Time from a streamed request's acceptance to its first generated token."),
+            seconds("time_between_tokens_seconds", MODEL,
+                    "Time between two generated tokens of a streamed sequence; each token counts."),
+        )  # fmt: skip
+
+    def _define_keys(self) -> Any:
+        """Return what finds the counters of a key: requests, errors, three kinds of tokens."""
+        text = f"Requests of a key, by its name; beyond {MAX_KEYS} names: key {OTHER_KEYS}."
+        requests = self._counter("key_requests", ("key",), text)
+        text = "Requests of a key that ended with a problem."
+        errors = self._counter("key_errors", ("key",), text)
+        tokens = self._counter(
             "key_tokens",
             ("key", "kind"),
             "Tokens of a key's answers, those of known results too; kind: prompt, scored, "
             "generated.",
         )
 
-        # Finding a child by its labels takes longer than counting with it.
-        @cache
-        def find_route(path: str, status: str) -> tuple[Counter, Histogram]:
-            return requests.labels(path, status), request_s.labels(path)
-
         @cache
         def find_key(key: str) -> tuple[Counter, ...]:
-            kinds = (key_tokens.labels(key, kind) for kind in ("prompt", "scored", "generated"))
-            return key_requests.labels(key), key_errors.labels(key), *kinds
+            kinds = (tokens.labels(key, kind) for kind in ("prompt", "scored", "generated"))
+            return requests.labels(key), errors.labels(key), *kinds
 
-        self._find_route, self._find_key = find_route, find_key
-        self._errors = errors
-        self.registry.register(LiveCollector(self))
-        ProcessCollector(registry=self.registry)
+        return find_key
 
     def _make(
         self, kind: Callable[..., Any], name: str, labels: tuple[str, ...], text: str, **more: Any
@@ -314,7 +299,7 @@ class Metrics:
         requests.inc()
         times.observe(seconds)
         if code:
-            self._errors.labels(path, code).inc()
+            self._find_error(path, code).inc()
 
     def record_key(self, key: str, failed: bool, tokens: Sequence[int]) -> None:
         """Count a request of a key, and its prompt, scored and generated tokens."""

@@ -85,12 +85,6 @@ class ModelSettings(BaseModel):
         "Each product reads the whole head, so keep it at 256 rows or more: 1024 bytes a token of "
         "the vocabulary.",
     )
-    column_bytes: int = Field(
-        256 * 2**20,
-        ge=2**20,
-        description="Bytes that reading columns of these logits takes beside them, at most; on a "
-        "CPU a few MiB are enough.",
-    )
     steering_slots: int = Field(
         64, ge=0, description="Different steering plans that vLLM runs at once; 0: no steering."
     )

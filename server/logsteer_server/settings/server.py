@@ -127,32 +127,18 @@ class Settings(BaseSettings):
         ge=2**20,
         description="Memory for requests and answers at work, estimated; all models.",
     )
-    max_unread_bytes: int = Field(
-        4 * 2**20, ge=2**10, description="Events of a stream that wait for their reader."
-    )
     planning_threads: int = Field(
         2, ge=1, description="Threads that plan requests, and as many for those that take long."
     )
     max_planned_requests: int = Field(512, ge=1, description="Requests being planned at once.")
-    max_stream_bytes: int = Field(2**40, ge=1024, description="Bytes of a streamed text.")
     max_items: int = Field(16_384, ge=1, description="Items or texts of one request.")
-    max_targets: int = Field(65_536, ge=1, description="Targets of one request, all items.")
     max_pending_tokens: int = Field(
         8_000_000,
         ge=1,
         description="Tokens of accepted unfinished work, per model and replica of it.",
     )
-    max_key_share: float = Field(
-        0.5, gt=0, le=1, description="What one key of a key file may have of max_pending_tokens."
-    )
-    max_windows_in_flight: int = Field(64, ge=1, description="Windows at work, per stream.")
     max_reference_bytes: int = Field(
         2**30, ge=2**20, description="Bytes on disk while models are compared, by all requests."
-    )
-    scratch_directory: Path | None = Field(
-        None,
-        description="For those; null: the system's. Models on several machines take one that all "
-        "of them mount: store_url does not serve for it.",
     )
     cache_bytes: int = Field(
         256 * 2**20, ge=0, description="Memory for results of earlier work; 0: none."
@@ -210,14 +196,8 @@ class Settings(BaseSettings):
     max_training_bytes: int = Field(
         2**30, ge=2**10, description="Bytes of activations held while a vector is trained."
     )
-    max_compared_vectors: int = Field(
-        256, ge=0, description="Stored vectors that a trained one is compared with, the latest."
-    )
     selftest: bool = Field(
         False, description="Test each model at its start; one that fails does not answer."
-    )
-    max_selftest_tokens: int = Field(
-        32_768, ge=64, description="Tokens of a self-test's texts, and those it fills a step with."
     )
     request_timeout_s: float = Field(600.0, gt=0, description="For one request without streaming.")
     heartbeat_timeout_s: float = Field(

@@ -34,10 +34,10 @@ async def export_files(
 ) -> AsyncGenerator[list[str], None]:
     """Give each job a file with room for the log-probabilities of its rows, float32 [R, V].
 
-    They lie in the settings' `scratch_directory` while the block runs, and engines find all of it
-    reserved. Errors: APIError `overloaded` where the disk has no room.
+    They lie in the system's directory for temporary files while the block runs, and engines find
+    all of it reserved. Errors: APIError `overloaded` where the disk has no room.
     """
-    with ScratchDirectory(planner.settings.scratch_directory) as scratch:
+    with ScratchDirectory() as scratch:
         yield await planner.call_long(_reserve_files, scratch, jobs, vocab_size)
 
 

@@ -16,6 +16,7 @@ from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import Batch, Collector, Facts, Task, check_count
+from logsteer_server.tasks.targets import MAX_TARGETS
 from logsteer_server.text.sums import log_sum_exp
 from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, split_sizes
 
@@ -97,7 +98,7 @@ class LabelTask(Task):
         count = 1 if isinstance(items, str) else len(items)
         check_count("items", count, settings.max_items)
         rows = count * len(self._body.label_token_ids)
-        check_count("items x label_token_ids", rows, settings.max_targets)
+        check_count("items x label_token_ids", rows, MAX_TARGETS)
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Score all items in one batch; the prefix cache serves what they begin with."""

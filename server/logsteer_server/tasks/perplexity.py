@@ -35,6 +35,9 @@ from logsteer_server.text.windows import Windowing
 BYTES_PER_WINDOW = 256
 """Of an answer that lists windows."""
 
+WINDOWS_IN_FLIGHT = 64
+"""Windows of one streamed text at work: enough to fill an engine's step, and little to hold."""
+
 
 class WindowTask(Task):
     """Scores windows of texts and sums them up; what the two endpoints share."""
@@ -208,7 +211,7 @@ class PerplexityStreamTask(WindowTask):
         self.windowing = Windowing.of(query).fit(info.context_length)
         text = StreamedText(self.windowing, read, codec, info)
         waiting: list[TextWindow] = []
-        limit = planner.settings.max_windows_in_flight
+        limit = WINDOWS_IN_FLIGHT
         async for piece in self._pieces:
             waiting += await planner.call(text.feed, piece)
             while len(waiting) >= limit:

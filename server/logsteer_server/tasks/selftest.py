@@ -16,7 +16,7 @@ from logsteer_server.tasks.comparison import check_same_vocabulary
 from logsteer_server.tasks.planning import Capacity, Planner
 from logsteer_server.tasks.run import Batch, Event, Run, Task
 from logsteer_server.tasks.selftest_checks import CHECKS, PROMISES, draw
-from logsteer_server.tasks.selftest_trial import Trial, choose_texts
+from logsteer_server.tasks.selftest_trial import MAX_TOKENS, Trial, choose_texts
 from logsteer_server.text.tokenizer import TextCodec
 
 log = logging.getLogger(__name__)
@@ -61,9 +61,7 @@ class SelftestTask(Task):
         if self._other is not None:
             check_same_vocabulary(self.model, self._other, "against")
             context = min(context, self._other.require()[1].context_length)
-        trial = self._trial = await planner.call_long(
-            self._choose, codec, info, context, planner.settings
-        )
+        trial = self._trial = await planner.call_long(self._choose, codec, info, context)
         for batch in draw(trial, context):
             yield batch
         for check in CHECKS:
@@ -75,12 +73,9 @@ class SelftestTask(Task):
                 if self.streams:
                     yield Event("check", self._checks[-1])
 
-    def _choose(
-        self, codec: TextCodec, info: EngineInfo, context: int, settings: Settings
-    ) -> Trial:
-        limit = settings.max_selftest_tokens
-        given = choose_texts(self._body, codec, info, context, limit)
-        return Trial(self.model, info, self._other, given, limit)
+    def _choose(self, codec: TextCodec, info: EngineInfo, context: int) -> Trial:
+        given = choose_texts(self._body, codec, info, context, MAX_TOKENS)
+        return Trial(self.model, info, self._other, given, MAX_TOKENS)
 
     def report(self) -> dict[str, Any]:
         """Return the verdict and the checks."""

@@ -294,8 +294,8 @@ def chunked(trial: Trial) -> Steps:
         kinds.append(list(zip(trial.jobs(trial.plans.whole), trial.steered, strict=True)))
     needed = limit + max(len(job.tokens) for job, _ in kinds[0])
     if len(kinds) * needed > trial.max_tokens:
-        reason = f"a step reads {limit} tokens and max_selftest_tokens is {trial.max_tokens}; "
-        yield skip(trial, "chunked", f"{reason}raise that above {len(kinds) * needed}")
+        reason = f"a step reads {limit} tokens and a self-test at most {trial.max_tokens}; "
+        yield skip(trial, "chunked", f"{reason}lower max_num_batched_tokens to see it")
         return
     # Each kind fills more than a step, so that texts are split of both.
     taken = [pair for kind in kinds for pair in _fill(kind, needed)]

@@ -21,6 +21,8 @@ from logsteer_server.stores.layer_vectors import RESID_POST
 from logsteer_server.tasks.run import Batch, Collector, Purpose
 from logsteer_server.text.tokenizer import TextCodec
 
+MAX_TOKENS = 32_768
+"""Of a self-test's texts, and of those that fill a step: several steps of any usual size."""
 SEED = 20_011
 TEXTS = (
     "Once upon a time there was a little girl who lived near the sea with her old grandfather, "
@@ -241,8 +243,8 @@ def choose_texts(
     param = "token_ids" if body.token_ids else "texts"
     total = sum(map(len, found))
     if total > max_tokens:
-        detail = f"The texts have {total} tokens, at most {max_tokens} are taken: send fewer, or "
-        raise api_error("payload_too_large", f"{detail}raise max_selftest_tokens.", param=param)
+        detail = f"The texts have {total} tokens, at most {max_tokens} are taken: send fewer."
+        raise api_error("payload_too_large", detail, param=param)
     for number, ids in enumerate(found):
         place = f"{param}.{number}"
         if len(ids) > context:

@@ -29,6 +29,9 @@ PAUSE_AFTER = 4096
 STEP_TEXTS = 256
 """Texts that are compared, or put into their places, in a step."""
 
+MAX_TARGETS = 65_536
+"""Targets of one request, all items: four for each of as many items as a request may have."""
+
 
 @dataclass(frozen=True, slots=True)
 class TargetOptions:
@@ -44,7 +47,7 @@ def check_items(items: Sequence[LogprobItem], settings: Settings) -> None:
     """Bound items and targets. Errors: APIError `payload_too_large`."""
     check_count("items", len(items), settings.max_items)
     targets = sum(len(item.targets or item.target_ids or ()) for item in items)
-    check_count("items[].targets", targets, settings.max_targets)
+    check_count("items[].targets", targets, MAX_TARGETS)
 
 
 def find_longest(items: Sequence[LogprobItem]) -> int:

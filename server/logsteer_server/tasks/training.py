@@ -45,6 +45,8 @@ from logsteer_server.text.tokenizer import TextCodec
 NEGLIGIBLE = 1e-6
 """Of a vector's norm: what is left of it below that is rounding."""
 MAX_SIMILAR = 3
+COMPARED_VECTORS = 256
+"""Stored vectors that a trained one is compared with: each is read from the store."""
 """Stored vectors that an answer names for each layer: the nearest."""
 
 
@@ -176,12 +178,10 @@ def _take_away(vector_D: Double, others: Sequence[Vector]) -> Double:
     return left
 
 
-def find_similar(
-    name: str, vectors: LayerVectors, store: VectorStore, settings: Settings
-) -> SimilarVectors:
+def find_similar(name: str, vectors: LayerVectors, store: VectorStore) -> SimilarVectors:
     """Compare vectors with those stored under other names for the same hook and width.
 
-    No more than `max_compared_vectors` are read, the latest. Blocks while they are.
+    No more than COMPARED_VECTORS are read, the latest. Blocks while they are.
     """
     cards = [
         card
@@ -193,7 +193,7 @@ def find_similar(
     cards.sort(key=lambda card: card.created, reverse=True)
     found: dict[int, list[SimilarVector]] = {layer: [] for layer in vectors.layers}
     compared = 0
-    for card in cards[: settings.max_compared_vectors]:
+    for card in cards[:COMPARED_VECTORS]:
         try:
             stored = store.find(card.name)
         except APIError:  # gone by now, or damaged: its own requests tell
@@ -263,9 +263,8 @@ class TrainTask(Task):
 
     async def _compare(self, vectors: LayerVectors, planner: Planner) -> None:
         """Compare the vectors with one another, and with those stored."""
-        store, settings = self._stores.vectors, planner.settings
         self._similar = await planner.call_long(
-            find_similar, self._body.name, vectors, store, settings
+            find_similar, self._body.name, vectors, self._stores.vectors
         )
         self._cosines = compare_layers(vectors)
 

@@ -12,12 +12,13 @@ from logsteer.schemas import PerplexityStreamQuery
 from logsteer_server.api.dependencies import (
     LimitedRoute,
     ModelsDep,
-    SettingsDep,
     StoresDep,
 )
 from logsteer_server.api.respond import respond
 from logsteer_server.tasks.perplexity import PerplexityStreamTask
 
+MAX_STREAM_BYTES = 2**40
+"""Of one text: more than anybody scores; a body without an end has to end somewhere."""
 router = APIRouter(route_class=LimitedRoute, tags=["scoring"])
 
 
@@ -36,7 +37,6 @@ async def perplexity_stream(
     query: Annotated[PerplexityStreamQuery, Query()],
     request: Request,
     models: ModelsDep,
-    settings: SettingsDep,
     stores: StoresDep,
 ) -> Response:
     """Perplexity of the text in the body, of any length; answers with server-sent events.
@@ -44,7 +44,7 @@ async def perplexity_stream(
     The body is read as fast as it is scored. Events follow once it has been read: windows that are
     still at work then, and the result.
     """
-    pieces = _read_text(request, settings.max_stream_bytes)
+    pieces = _read_text(request, MAX_STREAM_BYTES)
     task = PerplexityStreamTask(query, pieces, models, stores)
     return await respond(request, task, reads_body=True)
 
@@ -56,7 +56,7 @@ async def _read_text(request: Request, limit: int) -> AsyncIterator[str]:
     async for chunk in request.stream():
         size += len(chunk)
         if size > limit:
-            detail = f"The text is longer than {limit} bytes: split it, or raise max_stream_bytes."
+            detail = f"The text is longer than {limit} bytes: split it."
             raise api_error("payload_too_large", detail)
         try:
             text = decoder.decode(chunk, final=not chunk)
