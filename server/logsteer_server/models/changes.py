@@ -429,11 +429,13 @@ class ModelChanges:
 
     async def _retire(self, model: ResidentModel) -> None:
         """End a model that requests no longer find, once it has answered those that did."""
-        since = time.monotonic()
-        deadline = since + self._settings.model_drain_s
-        while (now := time.monotonic()) < deadline and now - since < QUIET_S:
+        idle_since = time.monotonic()
+        deadline = idle_since + self._settings.model_drain_s
+        while (now := time.monotonic()) < deadline:
             if model.num_running:
-                since = now
+                idle_since = now
+            elif now - idle_since >= QUIET_S:
+                break
             await asyncio.sleep(POLL_S)
         model.closed = ("unloaded", "it was replaced or removed")
         await self._models.end_one(model)
