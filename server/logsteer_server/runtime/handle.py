@@ -339,9 +339,8 @@ class EngineHandle:
                 why = f"not like the other replicas ({', '.join(differs)}): load it anew"
                 self._fail(replica, why, accuses=False)
                 return
-        else:
-            self.info = info
         if replica.apply("loads"):
+            self.info = self.info if others else info
             load = self._queue.replicas[replica.number]
             load.room, load.is_open = info.room, True
             self.ready.set()
