@@ -254,6 +254,7 @@ class LateHandle(ScriptedHandle):
         self.runs = True
 
     async def close(self) -> None:
+        await asyncio.sleep(0)
         self.runs, self.state = False, "unloaded"
 
     def come_up(self) -> None:
@@ -455,5 +456,19 @@ def test_of_reloads_at_once_the_last_one_counts() -> None:
         await until(lambda: machine.running == ["a=A", "a=E"])
         machine.find("a=E").come_up()
         await until(lambda: "a=E ready" in machine.show() and machine.running == ["a=E"])
+
+    script(test)
+
+
+def test_loads_at_once_start_one_engine() -> None:
+    async def test() -> None:
+        machine = Machine([model("a")])
+        await machine.begin()
+        own = machine.models.by_id["a"]
+        await machine.changes.unload(own, LIMIT_S)
+        await asyncio.gather(*(machine.changes.load(own, 0.0) for _ in range(3)))
+        assert machine.running == ["a=A"]
+        machine.find("a=A").come_up()
+        await until(lambda: own.is_ready)
 
     script(test)

@@ -258,12 +258,13 @@ class ModelChanges:
             await wait_for_ends([change], wait_s)
             if not change.task.done():
                 return
-        state = model.status[0]
-        if state == "draining":
-            model.closed = None
-        elif state in ("unloaded", "failed"):
-            await self._models.end_one(model)
-            self._models.restart(model)
+        async with self._locks[model.id]:
+            state = model.status[0]
+            if state == "draining":
+                model.closed = None
+            elif state in ("unloaded", "failed"):
+                await self._models.end_one(model)
+                self._models.restart(model)
         await wait_until(lambda: model.status[0] in ("ready", "failed"), wait_s)
 
     def _check_free(self, model: ResidentModel) -> None:
