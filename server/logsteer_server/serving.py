@@ -327,11 +327,11 @@ async def report_start(
 ) -> None:
     """Print how each model comes up, and what to ask once all of them have; or log the former."""
 
-    def say(text: str) -> None:
+    def say(text: str, level: int = logging.INFO) -> None:
         if to_log:
-            log.info("%s", text.strip())
+            log.log(level, "%s", text.strip())
         else:
-            print(text, flush=True)
+            print(text, file=sys.stderr if level >= logging.ERROR else sys.stdout, flush=True)
 
     started = time.monotonic()
     say(f"logsteer {__version__} listens on {url}; models are loading.")
@@ -349,10 +349,7 @@ async def report_start(
                 )
                 del waiting[model_id]
             elif card.state == "failed":
-                if to_log:
-                    log.error("%s: failed: %s", model_id, card.detail)
-                else:
-                    print(f"  {model_id}: failed: {card.detail}", file=sys.stderr, flush=True)
+                say(f"  {model_id}: failed: {card.detail}", logging.ERROR)
                 del waiting[model_id]
         if waiting and time.monotonic() - last_report >= PROGRESS_EVERY_S:
             last_report = time.monotonic()

@@ -65,7 +65,7 @@ class TestWatchdog:
     @pytest.mark.parametrize(
         ("progress", "hang"),
         [
-            (lambda s: 2.0 * s, (301, "its model was not loaded in 300 s")),
+            (lambda s: 0.25 * s, (301, "its model was not loaded in 300 s")),
             (lambda s: 30.0 * (s // 30), (301, "its model was not loaded in 300 s")),
             (lambda s: min(s, 50) + s / 20, (151, "its load made no progress for 100 s")),
             (
@@ -77,7 +77,7 @@ class TestWatchdog:
     def test_a_load_may_take_long_while_it_makes_progress(
         self, dog: Watchdog, progress: Callable[[float], float | None], hang: tuple[int, str]
     ) -> None:
-        """A hundredth of a core or a MiB a second is progress, and a twentieth of that is none."""
+        """A fifth of a MiB a second is progress, and a twentieth is none."""
         found = (dog.watch_load(progress(float(second)), 1.0) for second in range(1, 1000))
         assert next((n, why) for n, why in enumerate(found, 1) if why) == hang
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from logsteer_server.models.scratch import ScratchSpace
 from torch import Tensor
 
 from logsteer.errors import APIError
@@ -21,6 +20,7 @@ from logsteer_server.contract.parameters import CONFIG_KEY
 from logsteer_server.engines.tlens.adapters import read_updates
 from logsteer_server.engines.vllm.extra_args import SCORE, describe_rows
 from logsteer_server.engines.vllm.scoring import NO_FILE, NO_MEMORY, PromptPart, RowReader
+from logsteer_server.models.registry import ScratchSpace
 from logsteer_server.numerics.hidden_rows import RowBounds
 from logsteer_server.numerics.lora import AdapterConfig, AdapterLayoutError
 from logsteer_server.numerics.rows import RowSpec

@@ -191,17 +191,29 @@ class TestReload:
             assert read_card(server, "a")["context_length"] == 96
             assert len(find_engines(server)) == 1
 
-    @pytest.mark.parametrize("beside", ["always", "never"])
-    def test_a_replacement_that_fails_leaves_the_old_one(self, tmp_path: Path, beside: str) -> None:
+    @pytest.mark.parametrize(
+        ("beside", "wrong", "why"),
+        [
+            ("always", {"engine_args": {}}, "vocab_size"),
+            ("never", {"engine_args": {}}, "vocab_size"),
+            ("always", {"path": "./nowhere"}, "no such directory"),
+            ("never", {"path": "./nowhere"}, "no such directory"),
+        ],
+    )
+    def test_a_replacement_that_fails_leaves_the_old_one(
+        self, tmp_path: Path, beside: str, wrong: dict[str, Any], why: str
+    ) -> None:
+        """What can be known before, as that there is no such path, ends no engine that works."""
         config = config_of(fake_model("a"), reload_beside=beside)
         with running(config, tmp_path) as server:
             server.wait_until_ready()
-            broken = fake_model("a") | {"path": str(tmp_path / "nowhere")}
-            told = reload(server, config_of(broken, reload_beside=beside))
-            assert "no such directory" in told["failed"]["a"]
+            engines = find_engines(server)
+            told = reload(server, config_of(fake_model("a") | wrong, reload_beside=beside))
+            assert why in told["failed"]["a"]
             wait_for_state(server, "a", "ready")
             assert "its replacement failed" in read_card(server, "a")["detail"]
             assert score(server, "a").status_code == 200
+            assert (find_engines(server) == engines) == (beside == "always" or "path" in wrong)
 
     def test_an_unusable_configuration_changes_nothing(self, server: Server) -> None:
         cases = {
@@ -228,47 +240,6 @@ class TestReload:
         # The port is that of the command line, in front of the file.
         assert told["needs_restart"] == ["max_items"]
         assert told["unchanged"] == ["a", "b", "slow"]
-
-    def test_a_second_reload_is_taken_while_the_first_one_loads(
-        self, server: Server, tmp_path: Path
-    ) -> None:
-        """What is wanted no more is given up, and no request of the others is lost."""
-        assert server.process is not None
-        file = tmp_path / "memory"
-        late, gone = (fake_model(name, memory_file=str(file)) for name in ("late", "gone"))
-        other = fake_model("a", memory_file=str(tmp_path / "never"))
-        with load(server, "a", callers=2) as of_a, load(server, "b", callers=2) as of_b:
-            told = reload(server, config_of(other, fake_model("b"), late, gone), wait_s=0)
-            assert (told["added"], told["removed"]) == (["late", "gone"], ["slow"])
-            assert set(told["pending"]) == {"a", "late", "gone", "slow"}
-            wait_for(lambda: "replacement loads" in read_card(server, "a")["detail"])
-            write(server, config_of(fake_model("a", delay_s=0.05), fake_model("b"), late))
-            server.process.send_signal(signal.SIGHUP)
-            wait_for(lambda: "SIGHUP: removed: gone" in server.output)
-            wait_for(lambda: score(server, "gone").status_code == 404)
-            wait_for(lambda: read_card(server, "a")["detail"] == "answers")
-            file.touch()
-            wait_for_state(server, "late", "ready")
-            wait_for(lambda: len(find_engines(server)) == 3)
-        assert (set(of_a.statuses), set(of_b.statuses)) == ({200}, {200})
-        assert not of_a.wrong
-        assert not of_b.wrong
-
-    def test_an_unloaded_model_stays_so_and_is_loaded_with_its_new_settings(
-        self, server: Server
-    ) -> None:
-        change(server, "/models/a/unload")
-        told = reload(server, config_of(fake_model("a", context_length=96), fake_model("b"), SLOW))
-        assert (told["replaced"], told["failed"]) == (["a"], {})
-        assert read_card(server, "a")["state"] == "unloaded"
-        assert change(server, "/models/a/load").json()["context_length"] == 96
-
-    def test_required_alone_starts_nothing(self, server: Server) -> None:
-        engines = find_engines(server)
-        changed = fake_model("a", delay_s=0.05) | {"required": False}
-        assert reload(server, config_of(changed, fake_model("b"), SLOW))["replaced"] == ["a"]
-        assert find_engines(server) == engines
-        assert not read_card(server, "a")["required"]
 
     def test_sighup_does_the_same(self, server: Server) -> None:
         assert server.process is not None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from logsteer.schemas import ReplicaCard
 from logsteer_server.contract.captures import CaptureJob, CaptureOutput
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import (
@@ -24,7 +25,6 @@ from logsteer_server.contract.jobs import (
 from logsteer_server.contract.lane import Lane
 from logsteer_server.contract.plan import Site, SteeringPlan, SteeringTrace
 from logsteer_server.contract.results import ResultPart
-from logsteer_server.runtime.handle import ReplicaReading
 from tests.server import scripted_model
 from tests.server.scripted_model import ScriptedHandle
 
@@ -81,9 +81,8 @@ class HonestEngine(ScriptedHandle):
         self._known_log_p: dict[bytes, np.ndarray] = {}
         self._serial = 0
 
-    def read(self) -> Sequence[ReplicaReading]:
-        (first,) = super().read()
-        return [first, replace(first, number=1)]
+    def read(self) -> Sequence[ReplicaCard]:
+        return [*super().read()] * 2
 
     def _advance(self, job: Job, x_D: np.ndarray, position: int, token: int) -> np.ndarray:
         x_D = 0.7 * np.tanh(self._step_DD @ x_D + self._embedding_VD[token])

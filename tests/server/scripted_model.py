@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from logsteer.errors import api_error
-from logsteer.schemas import ModelState
+from logsteer.schemas import ModelState, ReplicaCard
 from logsteer_server.contract.captures import CaptureJob, CaptureOutput
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import (
@@ -36,7 +36,6 @@ from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.registry import ModelRegistry, ScratchSpace
 from logsteer_server.observation.metrics import Metrics
-from logsteer_server.runtime.handle import ReplicaReading
 from logsteer_server.settings import ModelSettings, Settings
 from logsteer_server.text.tokenizer import TextCodec
 from tests.conftest import DEMO_MODEL, VOCAB_SIZE
@@ -113,8 +112,8 @@ class ScriptedHandle:
     async def close(self) -> None:
         """There is nothing to close."""
 
-    def read(self) -> Sequence[ReplicaReading]:
-        return [ReplicaReading(self.state, self.detail, self.restarts)]
+    def read(self) -> Sequence[ReplicaCard]:
+        return [ReplicaCard(state=self.state, detail=self.detail, restarts=self.restarts)]
 
     @property
     def num_jobs(self) -> int:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgpack
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -56,28 +55,6 @@ def test_a_second_answer_is_the_first_without_the_engine(client: Client, slow: S
     assert first.usage.prompt_tokens == second.usage.prompt_tokens
     assert (second.timing.queue_ms, second.timing.engine_ms) == (0, 0)
     assert [r.model_dump() for r in first.results] == [r.model_dump() for r in second.results]
-
-
-def test_the_bytes_of_both_answers_are_the_same(slow: Server) -> None:
-    body = {"items": [{"context_ids": [30, 31], "target_ids": [[32, 33]]}]}
-    headers = {"accept": "application/msgpack"}
-    answers = [
-        msgpack.unpackb(httpx.post(f"{slow.url}/logprob", json=body, headers=headers).content)
-        for _ in range(2)
-    ]
-    assert answers[0]["results"] == answers[1]["results"]
-    assert [answer["usage"]["cached_results"] for answer in answers] == [0, 1]
-
-
-def test_more_of_the_same_computes_only_what_is_new(client: Client, slow: Server) -> None:
-    client.logprob([{"context_ids": [40, 41], "target_ids": [[42, 43]]}])
-    before = engine_tokens(slow)
-    items = [{"context_ids": [40, 41 + i], "target_ids": [[42, 43]]} for i in (1, 0, 1)]
-    answer = client.logprob(items)
-    assert engine_tokens(slow) - before == 3
-    assert answer.usage.cached_results == 2  # the known one, and the second of the equal ones
-    alone = client.logprob(items, cache=False)
-    assert [r.model_dump() for r in answer.results] == [r.model_dump() for r in alone.results]
 
 
 def test_cache_false_neither_reads_nor_writes(client: Client, slow: Server) -> None:

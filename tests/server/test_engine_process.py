@@ -108,7 +108,6 @@ def test_kills_of_long_ago_are_no_reason(vmstat: Path) -> None:
     assert kills.have_risen is False
 
 
-V1 = "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n"
 V2 = "low 0\nhigh 0\nmax 9\noom 7\noom_kill 3\noom_group_kill 0\n"
 OWN = "system.slice/docker-1a.scope"
 HOST = "proc/vmstat"
@@ -121,17 +120,6 @@ HOST = "proc/vmstat"
         ("0::/\n", {"memory.events": V2}, "memory.events"),  # a container's own view
         (f"0::/{OWN}\n", {"memory.events": V2}, "memory.events"),  # it sees the host's path
         (f"0::/{OWN}/a\n", {f"{OWN}/memory.events": V2}, f"{OWN}/memory.events"),
-        (
-            f"9:cpu,cpuacct:/x\n4:memory:/{OWN}\n0::/\n",
-            {f"memory/{OWN}/memory.oom_control": V1, "memory/memory.oom_control": V1},
-            f"memory/{OWN}/memory.oom_control",
-        ),
-        (
-            f"4:memory:/{OWN}\n0::/\n",
-            {"memory/memory.oom_control": V1},
-            "memory/memory.oom_control",
-        ),
-        ("4:memory:/\n", {"memory/memory.oom_control": V1[:31]}, None),  # an older kernel's
         ("0::/../b\n", {"memory.events": V2}, None),  # another's
         ("0::/\n", {}, None),
         ("", {"memory.events": V2}, None),

@@ -25,41 +25,85 @@ def ids(queue: FairQueue) -> list[int]:
     return [job_id for own in queue.dequeue().values() for job_id in own.order]
 
 
-def test_calls_take_turns_and_keep_the_order_of_their_jobs() -> None:
-    queue = FairQueue(EngineRoom(100))
-    queue.put(make_call(0, 1, 1, 1, 1))
-    queue.put(make_call(10, 1))
-    queue.put(make_call(20, 1, 1))
-    assert ids(queue) == [0, 10, 20, 1, 21, 2, 3]
+RULES = {
+    "calls take turns and keep the order of their jobs": (
+        EngineRoom(100),
+        "put 0 1 1 1 1 | put 10 1 | put 20 1 1 | sent 0 10 20 1 21 2 3",
+    ),
+    "the engine holds no more than the budget": (
+        EngineRoom(10),
+        "put 0 4 4 4 | sent 0 1 | sent | finish 0 | sent 2",
+    ),
+    "a job beyond the budget runs alone": (
+        EngineRoom(10),
+        "put 0 1 30 1 | sent 0 | finish 0 | sent 1 | finish 1 | sent 2",
+    ),
+    "a turn waits for room and is not jumped": (
+        EngineRoom(10),
+        "put 0 6 | put 10 6 | put 20 1 | sent 0 | finish 0 | sent 10 20",
+    ),
+    "a finished job that is finished again frees nothing more": (
+        EngineRoom(10),
+        "put 0 5 5 5 5 5 | sent 0 1 | finish 0 | finish 0 | finish 99 | sent 2",
+    ),
+    "a call without jobs waits for nothing": (EngineRoom(10), "put 0 | put 0 1 | sent 0"),
+    "nothing is left when the engine is gone": (
+        EngineRoom(10),
+        "put 0 10 10 | sent 0 | clear | sent | put 5 10 | sent 5",
+    ),
+    "where nothing generates one job may, whatever it takes; what is held is told with a step": (
+        EngineRoom(10, cache_tokens=20, sequences=1),
+        "chat 0 50 1 | sent 0 | held 50 0 | sent | finish 0 | sent 1",
+    ),
+    "prompts that were read make room for the next, once": (
+        EngineRoom(100, cache_tokens=10_000, sequences=100),
+        "chat 0 40 40 40 40 40 40 | sent 0 1 | held 40 0 | sent 2 | finish 0 | sent"
+        " | finish 1 | held 80 1 2 77 | sent 3 4",
+    ),
+    "texts are read past generation that waits for room and keeps its turn": (
+        EngineRoom(100, cache_tokens=10_000, sequences=2),
+        "chat 0 5 5 5 5 | chat 10 1 | put 20 5 5 | sent 0 10 20 21 | put 30 5 | sent 30"
+        " | finish 10 | sent 1",
+    ),
+    "a generation waits for its turn and is not jumped": (
+        EngineRoom(10_000, cache_tokens=1000, sequences=100),
+        "chat 0 20 | sent 0 | held 500 0 | chat 10 600 | chat 20 20 | sent | finish 0 | held 0"
+        " | sent 10 20",
+    ),
+    "without a cache that is told of, generation counts with all that it may come to": (
+        EngineRoom(100_050),
+        "chat 0 20 20 | sent 0 | finish 0 | sent 1",
+    ),
+    "nothing of generation is left when the engine is gone": (
+        EngineRoom(100, cache_tokens=200, sequences=2),
+        "chat 0 20 20 20 | sent 0 1 | held 200 0 | clear | chat 10 20 20 20 | sent 10 11",
+    ),
+}
+"""What is put (the first id, and each job's tokens), sent, finished and held (tokens, and the jobs
+whose prompts have been read), in this order.
+"""
 
 
-def test_the_engine_holds_no_more_than_the_budget() -> None:
-    queue = FairQueue(EngineRoom(10))
-    queue.put(make_call(0, 4, 4, 4))
-    assert ids(queue) == [0, 1]
-    assert ids(queue) == []
-    queue.finish([0])
-    assert ids(queue) == [2]
-
-
-def test_a_job_beyond_the_budget_runs_alone() -> None:
-    queue = FairQueue(EngineRoom(10))
-    queue.put(make_call(0, 1, 30, 1))
-    assert ids(queue) == [0]
-    queue.finish([0])
-    assert ids(queue) == [1]
-    queue.finish([1])
-    assert ids(queue) == [2]
-
-
-def test_a_turn_waits_for_room_and_is_not_jumped() -> None:
-    queue = FairQueue(EngineRoom(10))
-    queue.put(make_call(0, 6))
-    queue.put(make_call(10, 6))
-    queue.put(make_call(20, 1))
-    assert ids(queue) == [0]
-    queue.finish([0])
-    assert ids(queue) == [10, 20]
+@pytest.mark.parametrize("rule", RULES)
+def test_what_is_sent_when(rule: str) -> None:
+    room, steps = RULES[rule]
+    queue = FairQueue(room)
+    for step in steps.split("|"):
+        verb, *words = step.split()
+        numbers = [int(word) for word in words]
+        match verb:
+            case "put":
+                queue.put(make_call(*numbers))
+            case "chat":
+                queue.put(chat_call(*numbers))
+            case "sent":
+                assert ids(queue) == numbers
+            case "finish":
+                queue.finish(numbers)
+            case "held":
+                queue.update(EngineLoad(numbers[1:], numbers[0]))
+            case "clear":
+                queue.clear()
 
 
 def test_a_call_goes_to_the_replica_that_it_names_while_that_is_open() -> None:
@@ -102,33 +146,6 @@ def test_a_job_that_another_replica_was_given_is_dropped_there() -> None:
     assert queue.drop(call) == {1: [0]}
     queue.clear()
     assert queue.drop(call) == {}
-
-
-def test_a_finished_job_that_is_finished_again_frees_nothing_more() -> None:
-    queue = FairQueue(EngineRoom(10))
-    queue.put(make_call(0, 5, 5, 5, 5, 5))
-    assert ids(queue) == [0, 1]
-    queue.finish([0])
-    queue.finish([0])
-    queue.finish([99])
-    assert ids(queue) == [2]
-
-
-def test_a_call_without_jobs_waits_for_nothing() -> None:
-    queue = FairQueue(EngineRoom(10))
-    queue.put(make_call(0))
-    queue.put(make_call(0, 1))
-    assert ids(queue) == [0]
-
-
-def test_nothing_is_left_when_the_engine_is_gone() -> None:
-    queue = FairQueue(EngineRoom(10))
-    queue.put(make_call(0, 10, 10))
-    assert ids(queue) == [0]
-    queue.clear()
-    assert ids(queue) == []
-    queue.put(make_call(5, 10))
-    assert ids(queue) == [5]
 
 
 @given(calls=st.lists(SIZES, max_size=5), budget=st.integers(1, 20), draw=st.data())
@@ -270,72 +287,6 @@ def test_generation_is_let_in_by_what_it_holds_now() -> None:
     assert ids(queue) == [], "that they have ended does not say what is free"
     queue.update(EngineLoad([], held_tokens=4 * 35))
     assert len(ids(queue)) == (1000 - 4 * 35 - 4 * LOOK_AHEAD) // (20 + LOOK_AHEAD)
-
-
-def test_where_nothing_generates_one_job_may_whatever_it_takes() -> None:
-    queue = FairQueue(EngineRoom(10, cache_tokens=20, sequences=1))
-    queue.put(chat_call(0, 50, 1))
-    assert ids(queue) == [0]
-    queue.update(EngineLoad([0], held_tokens=50))
-    assert ids(queue) == []
-    queue.finish([0])
-    assert ids(queue) == [1], "what is held is told with the next step, which needs a job"
-
-
-def test_prompts_that_were_read_make_room_for_the_next() -> None:
-    queue = FairQueue(EngineRoom(100, cache_tokens=10_000, sequences=100))
-    queue.put(chat_call(0, *[40] * 6))
-    assert ids(queue) == [0, 1]
-    queue.update(EngineLoad([0], held_tokens=40))
-    assert ids(queue) == [2]
-    queue.finish([0])
-    assert ids(queue) == [], "its prompt makes room once"
-    queue.finish([1])
-    queue.update(EngineLoad([1, 2, 77], held_tokens=80))
-    assert ids(queue) == [3, 4]
-
-
-def test_texts_are_read_past_generation_that_waits_for_room() -> None:
-    queue = FairQueue(EngineRoom(100, cache_tokens=10_000, sequences=2))
-    queue.put(chat_call(0, 5, 5, 5, 5))
-    queue.put(chat_call(10, 1))
-    queue.put(make_call(20, 5, 5))
-    assert ids(queue) == [0, 10, 20, 21]
-    queue.put(make_call(30, 5))
-    assert ids(queue) == [30]
-    queue.finish([10])
-    assert ids(queue) == [1], "generation kept its turn"
-
-
-def test_a_generation_waits_for_its_turn_and_is_not_jumped() -> None:
-    queue = FairQueue(EngineRoom(10_000, cache_tokens=1000, sequences=100))
-    queue.put(chat_call(0, 20))
-    assert ids(queue) == [0]
-    queue.update(EngineLoad([0], held_tokens=500))
-    queue.put(chat_call(10, 600))
-    queue.put(chat_call(20, 20))
-    assert ids(queue) == []
-    queue.finish([0])
-    queue.update(EngineLoad([], held_tokens=0))
-    assert ids(queue) == [10, 20]
-
-
-def test_without_a_cache_that_is_told_of_generation_counts_with_all_that_it_may_come_to() -> None:
-    queue = FairQueue(EngineRoom(100))
-    queue.put(chat_call(0, 20, 20, 20, max_tokens=30))
-    assert ids(queue) == [0, 1]
-    queue.finish([0])
-    assert ids(queue) == [2]
-
-
-def test_nothing_of_generation_is_left_when_the_engine_is_gone() -> None:
-    queue = FairQueue(EngineRoom(100, cache_tokens=200, sequences=2))
-    queue.put(chat_call(0, 20, 20, 20))
-    assert ids(queue) == [0, 1]
-    queue.update(EngineLoad([0], held_tokens=200))
-    queue.clear()
-    queue.put(chat_call(10, 20, 20, 20))
-    assert ids(queue) == [10, 11]
 
 
 def test_batch_work_that_is_due_and_waits_for_room_keeps_nobody_back() -> None:

@@ -103,34 +103,20 @@ class MemoryKills:
 def find_kill_count(root: Path) -> Path:
     """Return the file whose line `oom_kill` counts processes killed for memory near this one.
 
-    That is of the control group of this process, or the nearest one above it that accounts for
-    memory: `memory.events` in version 2 of the kernel's control groups, `memory.oom_control` in
-    version 1. A killed process counts in its group, whichever group or machine lacked the memory.
-    A container may see its own group as the topmost one. Without groups it is `/proc/vmstat`, which
-    counts for the whole machine.
+    That is `memory.events` of the control group (version 2) of this process, or of the nearest one
+    above it that accounts for memory. A killed process counts in its group, whichever group or
+    machine lacked the memory. A container may see its own group as the topmost one. Without groups
+    it is `/proc/vmstat`, which counts for the whole machine.
     """
-    top = root / "sys/fs/cgroup"
-    for controllers, group in _list_groups(root):
-        if "memory" in controllers:
-            place, name = top / "memory", "memory.oom_control"
-        elif controllers == [""]:
-            place, name = top, "memory.events"
-        else:
-            continue
-        parts = [part for part in group.split("/") if part]
-        if ".." in parts:  # it is outside of what this process sees, and so are its counts
-            continue
-        for count in range(len(parts), -1, -1):
-            file = place.joinpath(*parts[:count], name)
-            if "\noom_kill " in f"\n{_read(file)}":
-                return file
+    lines = _read(root / "proc/self/cgroup").splitlines()
+    group = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), None)
+    parts = [part for part in (group or "").split("/") if part]
+    # Where it is outside of what this process sees, so are its counts.
+    for count in range(len(parts), -1, -1) if group and ".." not in parts else ():
+        file = (root / "sys/fs/cgroup").joinpath(*parts[:count], "memory.events")
+        if "\noom_kill " in f"\n{_read(file)}":
+            return file
     return root / "proc/vmstat"
-
-
-def _list_groups(root: Path) -> list[tuple[list[str], str]]:
-    """Return the controllers and the path of each control group that this process is in."""
-    lines = [line.split(":", 2) for line in _read(root / "proc/self/cgroup").splitlines()]
-    return [(line[1].split(","), line[2]) for line in lines if len(line) == 3]
 
 
 def _read(path: Path) -> str:

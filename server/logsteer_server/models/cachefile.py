@@ -271,17 +271,15 @@ def is_damage(error: Exception) -> bool:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged file and its log; return its new path. Errors: OSError."""
+    """Rename a damaged file and its log; return its new path. Errors: OSError.
+
+    One that was set aside in the same second is lost: it is a cache.
+    """
     aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%S')}")
-    number = 1
-    while aside.exists():
-        number += 1
-        aside = aside.with_name(f"{aside.name.partition('_')[0]}_{number}")
     path.rename(aside)
     for suffix in ("-wal", "-shm"):
-        beside = path.with_name(path.name + suffix)
         with suppress(FileNotFoundError):
-            beside.rename(aside.with_name(aside.name + suffix))
+            path.with_name(path.name + suffix).rename(aside.with_name(aside.name + suffix))
     return aside
 
 

@@ -258,12 +258,13 @@ class ModelChanges:
             await wait_for_ends([change], wait_s)
             if not change.task.done():
                 return
-        state = model.status[0]
-        if state == "draining":
-            model.closed = None
-        elif state in ("unloaded", "failed"):
-            await self._models.end_one(model)
-            self._models.restart(model)
+        async with self._locks[model.id]:
+            state = model.status[0]
+            if state == "draining":
+                model.closed = None
+            elif state in ("unloaded", "failed"):
+                await self._models.end_one(model)
+                self._models.restart(model)
         await wait_until(lambda: model.status[0] in ("ready", "failed"), wait_s)
 
     def _check_free(self, model: ResidentModel) -> None:
@@ -429,11 +430,13 @@ class ModelChanges:
 
     async def _retire(self, model: ResidentModel) -> None:
         """End a model that requests no longer find, once it has answered those that did."""
-        since = time.monotonic()
-        deadline = since + self._settings.model_drain_s
-        while (now := time.monotonic()) < deadline and now - since < QUIET_S:
+        idle_since = time.monotonic()
+        deadline = idle_since + self._settings.model_drain_s
+        while (now := time.monotonic()) < deadline:
             if model.num_running:
-                since = now
+                idle_since = now
+            elif now - idle_since >= QUIET_S:
+                break
             await asyncio.sleep(POLL_S)
         model.closed = ("unloaded", "it was replaced or removed")
         await self._models.end_one(model)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import cast
 
 from logsteer.errors import api_error
-from logsteer.schemas import ModelCard, ModelState, Precision, Provenance, ReplicaCard
+from logsteer.schemas import ModelCard, ModelState, Precision, Provenance
 from logsteer_server.contract.batches import (
     ScoreJobs,
     change_all,
@@ -322,15 +322,7 @@ class ResidentModel:
             detail=detail,
             required=self.settings.required,
             restarts=self.handle.restarts,
-            replicas=[
-                ReplicaCard(
-                    state=own.state,
-                    detail=own.detail,
-                    restarts=own.restarts,
-                    num_jobs=own.num_jobs,
-                )
-                for own in self.handle.read()
-            ],
+            replicas=list(self.handle.read()),
         )
         if self.note:
             card.detail = f"{detail}; {self.note}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from logsteer.errors import APIError, api_error
-from logsteer.schemas import ModelState
+from logsteer.schemas import ModelState, ReplicaCard
 from logsteer_server.contract.engine import EngineInfo, EngineLoad, EngineSpec
 from logsteer_server.contract.jobs import Job
 from logsteer_server.contract.lane import Lane
@@ -43,20 +43,6 @@ SAME = ("weights_digest", "engine_version", "dtype", "vocab_size", "context_leng
 SILENT_S = 20.0
 """A process that broke may take so long to end; then it is killed. One that is still there after
 as long again cannot be killed, and another one is started beside it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaReading:
-    """What one replica of an engine is at right now; a lane names it by its `number`.
-
-    `num_jobs` are those that it has.
-    """
-
-    state: ModelState
-    detail: str
-    restarts: int
-    num_jobs: int = 0
-    number: int = 0
 
 
 class ContentSource(Protocol):
@@ -141,10 +127,15 @@ class EngineHandle:
         """Whether no replica is left, and one at least died too often."""
         return self.state == "failed" and any(replica.given_up for replica in self.replicas)
 
-    def read(self) -> Sequence[ReplicaReading]:
-        """Return what each replica is at right now."""
+    def read(self) -> Sequence[ReplicaCard]:
+        """Return what each replica is at right now; a lane names one by its place in the order."""
         return [
-            ReplicaReading(own.state, own.detail, own.restarts, len(own.in_engine), own.number)
+            ReplicaCard(
+                state=own.state,
+                detail=own.detail,
+                restarts=own.restarts,
+                num_jobs=len(own.in_engine),
+            )
             for own in self.replicas
         ]
 
@@ -348,9 +339,8 @@ class EngineHandle:
                 why = f"not like the other replicas ({', '.join(differs)}): load it anew"
                 self._fail(replica, why, accuses=False)
                 return
-        else:
-            self.info = info
         if replica.apply("loads"):
+            self.info = self.info if others else info
             load = self._queue.replicas[replica.number]
             load.room, load.is_open = info.room, True
             self.ready.set()

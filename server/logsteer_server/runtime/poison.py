@@ -50,7 +50,7 @@ class PoisonMemory:
         """Fingerprint -> deaths and the time of the last one; the oldest first."""
 
     def __bool__(self) -> bool:
-        """Whether anything is remembered."""
+        """Return whether anything is remembered."""
         while self._deaths:
             oldest, (_, died_at) = next(iter(self._deaths.items()))
             if len(self._deaths) <= MAX_FINGERPRINTS and self._clock() - died_at < KEEP_S:

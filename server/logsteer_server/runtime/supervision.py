@@ -43,6 +43,9 @@ BEATS_IN_TIMEOUT = 10
 LOAD_TIMEOUTS = 10
 """A load without progress hangs after so many times `heartbeat_timeout_s`: a disk or a hub that
 stalls for minutes comes back, and a kill costs all that was loaded."""
+LEAST_PROGRESS = 0.2
+"""By which `measure_progress` grows in each second of a load that works: MiB of a slow download, or
+hundredths of a core. Threads that wake up now and then in a process that hangs take less."""
 RESTART_WINDOW_S = 600.0
 MAX_DELAY_S = 60.0
 
@@ -91,16 +94,12 @@ class Watchdog:
         self._standing_s = 0.0
 
     def watch_load(self, progress: float | None, elapsed_s: float) -> str | None:
-        """Return why a load hangs, or None; `progress` as `measure_progress` returns it.
-
-        It has to grow by one a second: a hundredth of a core, or a MiB. Threads that wake up now
-        and then in a process that hangs take less.
-        """
+        """Return why a load hangs, or None; `progress` is what `measure_progress` returns."""
         counted_s = self._count(elapsed_s)
         self._loading_s += counted_s
         self.stalled_s += counted_s
         grown = 0.0 if progress is None else progress - self._progress
-        if progress is None or grown < 0 or grown >= max(1.0, self.stalled_s):
+        if progress is None or grown < 0 or grown >= max(1.0, LEAST_PROGRESS * self.stalled_s):
             self._progress, self.stalled_s = progress or 0.0, 0.0
         stall_s = LOAD_TIMEOUTS * self._limits.heartbeat_timeout_s
         return _exceeds(self.stalled_s, stall_s, "its load made no progress for") or _exceeds(

@@ -20,7 +20,6 @@ from logsteer_server.contract.lane import Lane, Priority
 
 BATCH_EVERY = 16
 """So that work of priority batch is slow where others never pause, and does not stand still."""
-REMEMBERED_TENANTS = 1024
 
 
 @dataclass(eq=False)
@@ -135,7 +134,7 @@ class TenantQueue:
         if call.unsent:
             calls.append(call)
         if not calls:
-            self._forget(tenant)
+            del self._calls[tenant]
         return job_id
 
     def pop_run(self, count: int) -> list[int]:
@@ -148,7 +147,7 @@ class TenantQueue:
         self._served[tenant] += sum(sizes) + sizes.count(0)
         if not call.unsent:
             calls.clear()
-            self._forget(tenant)
+            del self._calls[tenant]
         return ids
 
     def drop(self, call: EngineCall) -> None:
@@ -157,17 +156,7 @@ class TenantQueue:
         if call in calls:
             calls.remove(call)
             if not calls:
-                self._forget(call.lane.tenant)
-
-    def _forget(self, tenant: str) -> None:
-        """Let a tenant go that waits for nothing, and at times all whose turns are long past."""
-        del self._calls[tenant]
-        if len(self._served) > REMEMBERED_TENANTS:
-            self._served = {
-                name: count
-                for name, count in self._served.items()
-                if name in self._calls or count > self._reached
-            }
+                del self._calls[call.lane.tenant]
 
 
 class CallQueue:
@@ -181,9 +170,6 @@ class CallQueue:
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
-
-    def __bool__(self) -> bool:
-        return any(self._queues.values())
 
     @property
     def num_jobs(self) -> int:

@@ -15,7 +15,8 @@ from logsteer_server.tasks.selftest_trial import (
 
 def replicas(trial: Trial) -> Steps:
     """Score the texts on each replica that answers, steered and not."""
-    numbers = [own.number for own in trial.model.handle.read() if own.state == "ready"]
+    cards = trial.model.handle.read()
+    numbers = [number for number, card in enumerate(cards) if card.state == "ready"]
     if len(numbers) < 2:
         yield skip(trial, "replicas", f"the model has {len(numbers)} replica that answers")
         return
