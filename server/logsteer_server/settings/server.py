@@ -111,12 +111,6 @@ class Settings(BaseSettings):
         30.0, gt=0, description="In which a caller reads some of the answer."
     )
     max_body_bytes: int = Field(8 * 2**20, ge=1024, description="Bytes of a JSON request.")
-    max_body_brackets: int = Field(
-        262_144, ge=1, description="Opening brackets of a JSON request, those in texts included."
-    )
-    max_body_objects: int = Field(
-        32_768, ge=1, description="Objects of a JSON request: items, messages, pairs."
-    )
     max_text_chars: int = Field(
         1_500_000,
         ge=1024,

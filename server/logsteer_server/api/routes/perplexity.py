@@ -9,8 +9,8 @@ from fastapi.responses import StreamingResponse
 
 from logsteer.errors import api_error
 from logsteer.schemas import PerplexityStreamQuery
+from logsteer_server.api.access import KeyedRoute
 from logsteer_server.api.dependencies import (
-    LimitedRoute,
     ModelsDep,
     SettingsDep,
     StoresDep,
@@ -18,7 +18,7 @@ from logsteer_server.api.dependencies import (
 from logsteer_server.api.respond import respond
 from logsteer_server.tasks.perplexity import PerplexityStreamTask
 
-router = APIRouter(route_class=LimitedRoute, tags=["scoring"])
+router = APIRouter(route_class=KeyedRoute, tags=["scoring"])
 
 
 @router.post(

@@ -7,8 +7,8 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from logsteer._endpoints import ENDPOINTS, Endpoint
+from logsteer_server.api.access import TaskRoute
 from logsteer_server.api.dependencies import (
-    LimitedRoute,
     get_models,
     get_stores,
 )
@@ -52,7 +52,7 @@ OPENAI = "openai"
 
 def make_router() -> APIRouter:
     """Return a router with every endpoint of TASKS."""
-    router = APIRouter(route_class=LimitedRoute)
+    router = APIRouter(route_class=TaskRoute)
     for name, make_task in TASKS.items():
         endpoint = ENDPOINTS[name]
         others = [] if endpoint.tag == OPENAI else ["application/msgpack"]
@@ -80,7 +80,6 @@ def _make_handler(endpoint: Endpoint, make_task: MakeTask) -> Callable[..., Awai
     has_name = endpoint.request is not None and "name" in endpoint.request.model_fields
 
     async def handle(body: BaseModel, request: Request) -> Response:
-        # Looked up here: to solve dependencies takes FastAPI longer, which short requests feel.
         models, stores = await get_models(request), await get_stores(request)
         if has_name:
             find_record(request.scope).stored = body.name  # type: ignore[attr-defined]
