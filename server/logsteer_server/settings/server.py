@@ -124,19 +124,11 @@ class Settings(BaseSettings):
         ge=2**20,
         description="Memory for requests and answers at work, estimated; all models.",
     )
-    max_unread_bytes: int = Field(
-        4 * 2**20, ge=2**10, description="Events of a stream that wait for their reader."
-    )
     max_unread_results: int = Field(
         131_072,
         ge=1,
         description="Results of a call that nobody has read; in streams a token.",
     )
-    planning_threads: int = Field(
-        2, ge=1, description="Threads that plan requests, and as many for those that take long."
-    )
-    max_planned_requests: int = Field(512, ge=1, description="Requests being planned at once.")
-    max_stream_bytes: int = Field(2**40, ge=1024, description="Bytes of a streamed text.")
     max_items: int = Field(16_384, ge=1, description="Items or texts of one request.")
     max_targets: int = Field(65_536, ge=1, description="Targets of one request, all items.")
     max_pending_tokens: int = Field(

@@ -232,7 +232,7 @@ class Run:
         return answer
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """Yield `start` once the first batch is admitted, the task's own events, and `result`.
+        """Yield the task's own events and `result`; in a stream `start` first, after admission.
 
         Errors: as `finish`; those of limits, admission and planning before the first event.
         """
@@ -255,7 +255,9 @@ class Run:
                         yield batch
                         continue
                     model = batch.model or self.task.model
-                    lane = replace(self.caller.lane, replica=batch.replica)
+                    lane = self.caller.lane
+                    if batch.replica is not None:
+                        lane = replace(lane, replica=batch.replica)
                     prepared = await model.prepare(batch.jobs, batch.cache, lane)
                     self.expected_bytes = planner.expected_bytes
                     needed = max(prepared.num_tokens, batch.room)
@@ -267,7 +269,8 @@ class Run:
                     record.note_phase("planning", moment, planned)
                     if not has_started and not batch.silent:
                         has_started = True
-                        yield self._open()
+                        if self.task.streams:
+                            yield self._open()
                     timer = self._timer if batch.purpose != "reference" else None
                     if batch.purpose != "reference":
                         record.usage.cached_results += prepared.num_known
@@ -279,7 +282,7 @@ class Run:
                             for event in batch.take(part):
                                 yield event
                     moment = self._note_work(planned)
-            if not has_started:
+            if not has_started and self.task.streams:
                 yield self._open()
             result = Event("result", self._write())
             record.note_phase("answer", moment, now())

@@ -12,7 +12,6 @@ from logsteer.schemas import PerplexityStreamQuery
 from logsteer_server.api.access import KeyedRoute
 from logsteer_server.api.dependencies import (
     ModelsDep,
-    SettingsDep,
     StoresDep,
 )
 from logsteer_server.api.respond import respond
@@ -36,7 +35,6 @@ async def perplexity_stream(
     query: Annotated[PerplexityStreamQuery, Query()],
     request: Request,
     models: ModelsDep,
-    settings: SettingsDep,
     stores: StoresDep,
 ) -> Response:
     """Perplexity of the text in the body, of any length; answers with server-sent events.
@@ -44,20 +42,17 @@ async def perplexity_stream(
     The body is read as fast as it is scored. Events follow once it has been read: windows that are
     still at work then, and the result.
     """
-    pieces = _read_text(request, settings.max_stream_bytes)
+    pieces = _read_text(request)
     task = PerplexityStreamTask(query, pieces, models, stores)
     return await respond(request, task, reads_body=True)
 
 
-async def _read_text(request: Request, limit: int) -> AsyncIterator[str]:
-    """Yield the body as text. Errors: APIError for bytes beyond the limit or that are not UTF-8."""
+async def _read_text(request: Request) -> AsyncIterator[str]:
+    """Yield the body as text. Errors: APIError for bytes that are not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
-        if size > limit:
-            detail = f"The text is longer than {limit} bytes: split it, or raise max_stream_bytes."
-            raise api_error("payload_too_large", detail)
         try:
             text = decoder.decode(chunk, final=not chunk)
         except UnicodeDecodeError as error:
