@@ -219,6 +219,7 @@ class Run:
     _timer: WorkTimer = field(default_factory=WorkTimer)
     expected_bytes: int = 0
     """What the answer is expected to take, once its jobs are planned."""
+    _shows_start: bool = True
     _report: AppliedReport | None = None
     _reservations: dict[Admission, Reservation] = field(default_factory=dict)
     _room: ExitStack = field(default_factory=ExitStack)
@@ -226,13 +227,14 @@ class Run:
     async def finish(self) -> dict[str, Any]:
         """Return the whole answer. Errors: those of the task, of admission and of engines."""
         answer: dict[str, Any] = {}
+        self._shows_start = False
         async with aclosing(self.events()) as events:
             async for event in events:
                 answer = event.document
         return answer
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """Yield the task's own events and `result`; in a stream `start` first, after admission.
+        """Yield `start` once the first batch is admitted, the task's own events, and `result`.
 
         Errors: as `finish`; those of limits, admission and planning before the first event.
         """
@@ -269,7 +271,7 @@ class Run:
                     record.note_phase("planning", moment, planned)
                     if not has_started and not batch.silent:
                         has_started = True
-                        if self.task.streams:
+                        if self._shows_start:
                             yield self._open()
                     timer = self._timer if batch.purpose != "reference" else None
                     if batch.purpose != "reference":
@@ -282,7 +284,7 @@ class Run:
                             for event in batch.take(part):
                                 yield event
                     moment = self._note_work(planned)
-            if not has_started and self.task.streams:
+            if not has_started and self._shows_start:
                 yield self._open()
             result = Event("result", self._write())
             record.note_phase("answer", moment, now())
