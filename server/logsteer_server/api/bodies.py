@@ -2,8 +2,10 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 from typing import Any
 
+import orjson
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
@@ -94,6 +96,14 @@ def parse_body(body: bytes, kind: type[BaseModel]) -> BaseModel:
             "are taken: split the request."
         )
         raise api_error("payload_too_large", detail)
+    if not body:
+        raise _refuse({"type": "missing", "msg": "Field required"})
+    if b"NaN" in body or b"Infinity" in body:  # which pydantic takes for numbers
+        try:
+            orjson.loads(body)
+        except orjson.JSONDecodeError as error:
+            fault = {"type": "json_invalid", "msg": "invalid JSON", "ctx": {"error": str(error)}}
+            raise _refuse(fault) from None
     try:
         return kind.__pydantic_validator__.validate_json(body)  # type: ignore[no-any-return]
     except ValidationError as error:
@@ -101,5 +111,10 @@ def parse_body(body: bytes, kind: type[BaseModel]) -> BaseModel:
             detail = f"The body has {error.error_count()} faults, such as fields that are unknown."
             raise api_error("payload_too_large", detail) from None
         faults = error.errors(include_url=False, include_input=False)
-        located = [fault | {"loc": ("body", *fault["loc"])} for fault in faults]
-        raise RequestValidationError(located) from None
+        raise _refuse(*faults) from None
+
+
+def _refuse(*faults: Mapping[str, Any]) -> RequestValidationError:
+    """Return the error that FastAPI raises for these faults of a body."""
+    located = [{**fault, "loc": ("body", *fault.get("loc", ()))} for fault in faults]
+    return RequestValidationError(located)

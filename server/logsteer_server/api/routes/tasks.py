@@ -8,10 +8,6 @@ from pydantic import BaseModel
 
 from logsteer._endpoints import ENDPOINTS, Endpoint
 from logsteer_server.api.access import TaskRoute
-from logsteer_server.api.dependencies import (
-    get_models,
-    get_stores,
-)
 from logsteer_server.api.encoding import SAFETENSORS
 from logsteer_server.api.respond import NAMED_EVENTS, OPENAI_CHUNKS, respond
 from logsteer_server.interventions.interventions import Stores
@@ -80,7 +76,9 @@ def _make_handler(endpoint: Endpoint, make_task: MakeTask) -> Callable[..., Awai
     has_name = endpoint.request is not None and "name" in endpoint.request.model_fields
 
     async def handle(body: BaseModel, request: Request) -> Response:
-        models, stores = await get_models(request), await get_stores(request)
+        state = request.app.state
+        models: ModelRegistry = state.models
+        stores: Stores = await state.namespaces.find(request.state.caller)
         if has_name:
             find_record(request.scope).stored = body.name  # type: ignore[attr-defined]
         return await respond(request, make_task(body, models, stores), shape)
