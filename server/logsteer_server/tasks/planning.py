@@ -112,8 +112,8 @@ def cover_text(longest: int, settings: Settings, memory: Reservation) -> bool:
     limit = settings.max_text_chars
     if longest > limit:
         detail = (
-            f"A text has {longest} characters, at most {limit} are encoded at once: split it, send "
-            "it to /perplexity/stream, or raise max_text_chars."
+            f"A text has {longest} characters or ids, at most {limit} are taken at once: split it, "
+            "send it to /perplexity/stream, or raise max_text_chars."
         )
         raise api_error("payload_too_large", detail)
     takes_long = longest > LONG_TEXT
