@@ -41,8 +41,6 @@ MINIMUM, FAKE_ALONE = "tokenising and JSON alone", "the fake engine alone"
 MIB = 2**20
 LARGE_CALL = {
     "max_items": COUNT,
-    "max_body_objects": 4 * COUNT,
-    "max_body_brackets": 8 * COUNT,
     "max_answer_bytes": 2**30,
     "max_pending_bytes": 2**32,
 }

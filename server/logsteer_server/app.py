@@ -2,21 +2,18 @@
 
 import asyncio
 import logging
-import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 from fastapi import FastAPI
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from logsteer.schemas import Problem
 from logsteer_server import __version__
-from logsteer_server.api.dependencies import BodyTurns
-from logsteer_server.api.drain import Drain, DrainGate
-from logsteer_server.api.hosts import AllowedHosts, HostCheck
-from logsteer_server.api.memory import RequestMemory
+from logsteer_server.api.bodies import BodyTurns
+from logsteer_server.api.drain import Drain
+from logsteer_server.api.gate import RequestGate
+from logsteer_server.api.hosts import AllowedHosts
 from logsteer_server.api.problems import add_handlers
 from logsteer_server.api.routes import (
     adapters,
@@ -35,13 +32,7 @@ from logsteer_server.keys.keyring import KeyRing
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.changes import ModelChanges
 from logsteer_server.models.registry import ModelRegistry
-from logsteer_server.observation.logs import (
-    ACCESS,
-    AUDIT,
-    CURRENT_REQUEST,
-    LogStyle,
-    configure_logs,
-)
+from logsteer_server.observation.logs import ACCESS, AUDIT, LogStyle, configure_logs
 from logsteer_server.observation.metrics import Metrics
 from logsteer_server.observation.requests import RequestObserver
 from logsteer_server.observation.tracing import MissingTracingError, RequestTracer
@@ -55,7 +46,6 @@ from logsteer_server.tasks.selftest import prove
 
 log = logging.getLogger(__name__)
 
-MAX_REQUEST_ID = 128
 
 
 def create_app(settings: Settings, reread: Callable[[], Settings] | None = None) -> FastAPI:
@@ -134,10 +124,12 @@ async def _open_state(app: FastAPI, stack: AsyncExitStack) -> ModelRegistry:
 def _add_layers(app: FastAPI, *, needs_key: bool) -> None:
     """Put what every request passes through around the application, the innermost first."""
     settings: Settings = app.state.settings
-    app.add_middleware(RequestMemory, admission=app.state.capacity.memory)
-    app.add_middleware(DrainGate, drain=app.state.drain)
-    app.add_middleware(HostCheck, hosts=AllowedHosts(settings, needs_key=needs_key))
-    app.add_middleware(RequestIds)
+    app.add_middleware(
+        RequestGate,
+        hosts=AllowedHosts(settings, needs_key=needs_key),
+        drain=app.state.drain,
+        admission=app.state.capacity.memory,
+    )
     app.add_middleware(RequestObserver, metrics=app.state.metrics, tracer=app.state.tracer)
     if app.state.tracer is not None:
         app.add_middleware(app.state.tracer.instrument)
@@ -168,28 +160,3 @@ def open_logs(settings: Settings) -> None:
     except OSError as error:
         detail = f"{error.filename} cannot be written to ({error.strerror}): name another file"
         raise ConfigurationError(detail) from error
-
-
-class RequestIds:
-    """ASGI middleware: every request has an id, the caller's own where it sent one."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Put the id into the request's state and into the answer's X-Request-Id."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        sent = Headers(scope=scope).get("x-request-id", "")
-        is_usable = 0 < len(sent) <= MAX_REQUEST_ID and sent.isascii() and sent.isprintable()
-        request_id = sent if is_usable else uuid.uuid4().hex
-        scope.setdefault("state", {})["id"] = request_id
-        CURRENT_REQUEST.set(request_id)
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)

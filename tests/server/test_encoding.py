@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect
 
 from logsteer.errors import KINDS, api_error
 from logsteer.schemas import Problem
+from logsteer_server.api.drain import Drain
 from logsteer_server.api.encoding import (
     DONE,
     JSON,
@@ -33,9 +34,12 @@ from logsteer_server.api.encoding import (
     encode_msgpack,
     encode_tensors,
 )
+from logsteer_server.api.gate import RequestGate
+from logsteer_server.api.hosts import AllowedHosts
 from logsteer_server.api.problems import add_handlers
 from logsteer_server.api.respond import run_within
-from logsteer_server.app import RequestIds
+from logsteer_server.models.admission import Admission
+from logsteer_server.settings import ModelSettings, Settings
 from tests.own_time import run_in_own_time
 
 ODD = np.array([0.5, np.nan, np.inf, -np.inf], dtype=np.float32)
@@ -196,7 +200,9 @@ def make_app() -> FastAPI:
     async def leave() -> None:
         raise ClientDisconnect
 
-    app.add_middleware(RequestIds)
+    settings = Settings(models=[ModelSettings(id="a", path="p")], allowed_hosts=["*"])
+    hosts = AllowedHosts(settings, needs_key=False)
+    app.add_middleware(RequestGate, hosts=hosts, drain=Drain(), admission=Admission(2**20))
     add_handlers(app)
     return app
 

@@ -16,6 +16,7 @@ from logsteer_server.tasks.planning import (
     BYTES_PER_NUMBER,
     LONG_TEXT,
     SLICE_S,
+    THREADS,
     Capacity,
     Planner,
     Steps,
@@ -108,28 +109,6 @@ def test_nobody_plans_for_a_caller_who_has_left(capacity: Capacity) -> None:
     assert asyncio.run(run()) <= 1
 
 
-def test_plans_are_bounded_in_number() -> None:
-    capacity = Capacity(make_settings(max_planned_requests=1))
-    go_on = threading.Event()
-
-    def wait() -> Steps[str]:
-        assert go_on.wait(60)
-        yield 1
-        return "done"
-
-    async def run() -> None:
-        first = asyncio.create_task(capacity.advance(wait(), lambda _: None))
-        await asyncio.sleep(0)
-        with pytest.raises(OverloadedError, match="1 requests"):
-            await capacity.call(int)
-        go_on.set()
-        assert await first == "done"
-        assert await capacity.call(int, "7") == 7
-
-    asyncio.run(run())
-    capacity.close()
-
-
 def make_planner(capacity: Capacity) -> Planner:
     return Planner(capacity, Admission(1000).enter(), capacity.memory.enter())
 
@@ -182,7 +161,7 @@ def test_long_work_leaves_the_threads_of_short_plans_alone(capacity: Capacity) -
     async def run() -> None:
         long = [
             asyncio.create_task(capacity.call_long(go_on.wait, 60))
-            for _ in range(2 * capacity.settings.planning_threads)
+            for _ in range(2 * THREADS)
         ]
         await asyncio.sleep(0)
         assert await capacity.call(int, "7") == 7

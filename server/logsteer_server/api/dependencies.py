@@ -1,17 +1,12 @@
-"""What routes depend on: the JSON body within its limit, models, the caller's stores."""
+"""What routes depend on: models, the caller's stores, the bodies of uploads."""
 
-import asyncio
-import json
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Annotated, Any
+from collections.abc import AsyncIterator
+from typing import Annotated
 
-import orjson
-from fastapi import Depends, Request, Response
+from fastapi import Depends, Request
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import AdapterCard, OverrideCard, VectorCard
-from logsteer_server.api.access import KeyedRoute
 from logsteer_server.api.drain import Drain
 from logsteer_server.interventions.interventions import Stores
 from logsteer_server.interventions.namespaces import NamespaceRegistry
@@ -24,143 +19,6 @@ from logsteer_server.stores.threads import FairTurns, StoreThreads
 from logsteer_server.stores.upkeep import StoreUpkeep
 from logsteer_server.stores.vectors import VectorStore
 from logsteer_server.tasks.planning import Capacity
-
-BODY_MEMORY = 8
-"""Bytes that a parsed body takes for each of its own; measured: 4 for ids, 7 for short strings."""
-LARGE_BODY = 2**20
-"""Bytes of a body from which on it has to wait for its turn."""
-LARGE_BODY_PAUSE = 3
-"""Times as long as a large body took to parse before the next one is."""
-NESTED = (dict, list)
-"""What a parsed body has other values in."""
-MAX_FIELDS = 1024
-"""Fields of one JSON object."""
-
-
-class LimitedRequest(Request):
-    """A request whose body is read up to the limit, and parsed by orjson."""
-
-    async def body(self) -> bytes:
-        """Return the body. Errors: APIError `payload_too_large`, `overloaded`."""
-        if not hasattr(self, "_body"):
-            limit = self.app.state.settings.max_body_bytes
-            chunks, size = [], 0
-            async for chunk in self.stream():
-                size += len(chunk)
-                self.state.memory.cover(min(size, limit) * BODY_MEMORY)
-                if size > limit:
-                    raise api_error(
-                        "payload_too_large",
-                        f"The body is larger than {limit} bytes: split the request, send long text "
-                        "to /perplexity/stream, or raise max_body_bytes.",
-                    )
-                chunks.append(chunk)
-            self._body = b"".join(chunks)
-        return self._body
-
-    async def json(self) -> Any:
-        """Parse the body.
-
-        Errors: json.JSONDecodeError, for broken UTF-8 and surrogates too; APIError
-        `payload_too_large` for a document that would take long to look at.
-        """
-        if not hasattr(self, "_json"):
-            body = await self.body()
-            if len(body) < LARGE_BODY:
-                self._json = self._parse(body)
-            else:
-                async with self.app.state.large_bodies:
-                    self._json = self._parse(body)
-        return self._json
-
-    def _parse(self, body: bytes) -> Any:
-        settings: Settings = self.app.state.settings
-        _check_brackets(body, settings.max_body_brackets)
-        try:
-            document = orjson.loads(body)
-        except orjson.JSONDecodeError as error:
-            raise json.JSONDecodeError(error.msg, error.doc, error.pos) from error
-        # A field has a colon, and an object a bracket: few of them need no closer look.
-        if body.count(b":") > MAX_FIELDS or body.count(b"{") > settings.max_body_objects:
-            _check_objects(document, settings.max_body_objects)
-        return document
-
-
-class BodyTurns:
-    """Turns at parsing large bodies, which keeps the event loop busy.
-
-    One body at a time, and a multiple of the time that it took is left to all else: in that it is
-    also held against its schema.
-    """
-
-    def __init__(self) -> None:
-        self._turn = asyncio.Lock()
-        self._began = 0.0
-
-    async def __aenter__(self) -> None:
-        """Wait for a turn."""
-        await self._turn.acquire()
-        self._began = time.monotonic()
-
-    async def __aexit__(self, *_: object) -> None:
-        """Have the next turn begin after a pause."""
-        pause = LARGE_BODY_PAUSE * (time.monotonic() - self._began)
-        asyncio.get_running_loop().call_later(pause, self._turn.release)
-
-
-def _check_brackets(body: bytes, limit: int) -> None:
-    """Refuse what would take much memory once parsed. Errors: APIError `payload_too_large`."""
-    count = body.count(b"{") + body.count(b"[")
-    if count > limit:
-        detail = (
-            f"The body opens {count} brackets, its texts' own included, and at most {limit} are "
-            "taken: split the request, or raise max_body_brackets."
-        )
-        raise api_error("payload_too_large", detail)
-
-
-def _check_objects(document: Any, limit: int) -> None:
-    """Refuse more objects than are checked at once, and more fields than any of them has.
-
-    Errors: APIError `payload_too_large`.
-    """
-    level, count = [document], 0
-    while level:
-        objects = [entry for entry in level if type(entry) is dict]
-        lists = [entry for entry in level if type(entry) is list and entry]
-        count += len(objects)
-        if count > limit:
-            detail = (
-                f"The body has more than {limit} objects: split the request, or raise "
-                "max_body_objects."
-            )
-            raise api_error("payload_too_large", detail)
-        most = max(map(len, objects), default=0)
-        if most > MAX_FIELDS:
-            detail = f"An object of the body has {most} fields, at most {MAX_FIELDS} are."
-            raise api_error("payload_too_large", detail)
-        level = [
-            value for entry in objects for value in entry.values() if type(value) in NESTED
-        ] + [
-            value
-            for entry in lists
-            if type(entry[0]) in NESTED
-            for value in entry
-            if type(value) in NESTED
-        ]
-
-
-class LimitedRoute(KeyedRoute):
-    """A route that reads its request through `LimitedRequest`."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the handler, given a `LimitedRequest`."""
-        handler = super().get_route_handler()
-
-        async def handle(request: Request) -> Response:
-            return await handler(LimitedRequest(request.scope, request.receive))
-
-        return handle
 
 
 async def get_settings(request: Request) -> Settings:

@@ -10,13 +10,9 @@ end     who still reads a body, or waits within a deadline, gets an error from `
 import asyncio
 from typing import Any, cast
 
-from fastapi import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive
 
-from logsteer_server.api.problems import answer_problem
 from logsteer_server.runtime.handle import refuse_closing
-
-ANSWERED_TO_THE_END = frozenset({"/healthz", "/readyz", "/startupz", "/metrics"})
 
 
 class Drain:
@@ -63,42 +59,3 @@ class Drain:
                 self._receiving.discard(task)
 
         return receive_until_end
-
-
-class DrainGate:
-    """ASGI middleware: counts requests, and refuses new ones once the server's end has begun."""
-
-    def __init__(self, app: ASGIApp, drain: Drain) -> None:
-        self._app = app
-        self._drain = drain
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run a request, or refuse it."""
-        drain = self._drain
-        if scope["type"] != "http" or scope["path"] in ANSWERED_TO_THE_END:
-            await self._app(scope, receive, send)
-            return
-        if drain.has_begun:
-            await self._refuse(scope, receive, send)
-            return
-        has_started = False
-
-        async def send_and_note(message: Message) -> None:
-            nonlocal has_started
-            has_started = True
-            await send(message)
-
-        drain.num_running += 1
-        try:
-            await self._app(scope, drain.limit(receive), send_and_note)
-        except asyncio.CancelledError:
-            if has_started or not drain.has_ended:
-                raise
-            await self._refuse(scope, receive, send)  # what heard of no end by itself
-        finally:
-            drain.num_running -= 1
-
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = answer_problem(Request(scope), refuse_closing())
-        response.headers["Connection"] = "close"
-        await response(scope, receive, send)

@@ -8,12 +8,9 @@ server's is such a page's; so is one that computes or changes something and come
 import ipaddress
 import socket
 
-from fastapi import Request
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from logsteer.errors import APIError, api_error
-from logsteer_server.api.problems import answer_problem
 from logsteer_server.settings import Settings
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -74,23 +71,3 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-class HostCheck:
-    """ASGI middleware: requests for other hosts' names, and of other sites' pages, go no further.
-
-    It stands behind what gives requests their ids.
-    """
-
-    def __init__(self, app: ASGIApp, hosts: AllowedHosts) -> None:
-        self._app = app
-        self._hosts = hosts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with a problem, or as the application does."""
-        if scope["type"] == "http":
-            error = self._hosts.check(scope["method"], Headers(scope=scope))
-            if error is not None:
-                await answer_problem(Request(scope), error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)

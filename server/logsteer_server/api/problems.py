@@ -101,7 +101,7 @@ def answer_problem(request: Request, error: APIError) -> Response:
     find_record(request.scope).code = error.code
     headers = {
         "X-Request-Id": request_id
-    }  # set here too: a crash is answered outside of RequestIds
+    }  # set here too: a crash is answered outside of RequestGate
     if error.retry_after is not None:
         headers["Retry-After"] = str(math.ceil(spread(error.retry_after, request_id)))
     if error.status == 401:
@@ -187,8 +187,11 @@ def _explain(entry: dict[str, object], request: Request) -> str:
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if isinstance(error.__cause__, APIError):  # FastAPI wraps what reading the body raises
-        return answer_problem(request, error.__cause__)
+    cause = error.__cause__  # FastAPI wraps what reading the body raises
+    if isinstance(cause, APIError):
+        return answer_problem(request, cause)
+    if isinstance(cause, RequestValidationError):
+        return await _answer_invalid(request, cause)
     if error.status_code == 405:
         allowed = _find_methods(request)
         detail = f"{request.url.path} does not take {request.method}; send {allowed}."

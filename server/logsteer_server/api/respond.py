@@ -35,6 +35,9 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+MAX_UNREAD_BYTES = 4 * 2**20
+"""Events of a stream that wait for their reader: seconds of any model's tokens, and little enough
+for all streams that there may be."""
 LONG_ANSWER = 2**20
 """Bytes of an answer, as far as they were expected, from which on a thread writes it."""
 
@@ -80,7 +83,7 @@ async def respond(
     is then no deadline, and a caller who hangs up is noticed where the body is read.
     """
     settings: Settings = request.app.state.settings
-    media_type = _choose(request, task)
+    media_type = choose_encoding(request.headers.get("accept", ""), has_file=task.has_file)
     run = Run(
         task,
         request.app.state.capacity,
@@ -90,7 +93,13 @@ async def respond(
         record=find_record(request.scope),
     )
     if not task.streams:
-        return await run_within(request, settings.request_timeout_s, _finish(request, run))
+        document = await run_within(request, settings.request_timeout_s, run.finish())
+        run.record.note_answer(document)
+        if run.expected_bytes < LONG_ANSWER:
+            content = _write(task, document, media_type)
+        else:
+            content = await run.capacity.call_long(_write, task, document, media_type)
+        return Response(content, media_type=media_type)
     events = run.events()
     first = anext(events)
     if reads_body:
@@ -102,24 +111,12 @@ async def respond(
     return stream
 
 
-async def _finish(request: Request, run: Run) -> Response:
-    """Return a run's answer; a long one is written in a thread."""
-    document = await run.finish()
-    if run.expected_bytes < LONG_ANSWER:
-        return _answer_run(request, run.task, document)
-    return await run.capacity.call_long(_answer_run, request, run.task, document)
-
-
-def _choose(request: Request, task: Task) -> str:
-    return choose_encoding(request.headers.get("accept", ""), has_file=task.has_file)
-
-
-def _answer_run(request: Request, task: Task, document: dict[str, Any]) -> Response:
-    """Answer with a run's document, or with the file that it is laid out as."""
-    if _choose(request, task) != SAFETENSORS:
-        return answer(request, document)
+def _write(task: Task, document: dict[str, Any], media_type: str) -> bytes | memoryview:
+    """Write a run's document, or the file that it is laid out as."""
+    if media_type != SAFETENSORS:
+        return encode(document, media_type)
     file = task.lay_out(document)
-    return Response(encode_tensors(file.tensors, file.about), media_type=SAFETENSORS)
+    return encode_tensors(file.tensors, file.about)
 
 
 async def _await(work: Awaitable[T]) -> T:

@@ -36,6 +36,9 @@ from logsteer_server.stores.vectors import VectorStore
 
 J = TypeVar("J", bound=Job)
 
+INTERVENTIONS = ("steering", "override", "adapter", "probes")
+"""Fields of a request that change a model, or read inside it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stores:
@@ -50,7 +53,7 @@ class Stores:
         """Refuse interventions to callers without the scope. Errors: APIError `forbidden`."""
         if self.may_steer:
             return
-        for name in ("steering", "override", "adapter", "probes"):
+        for name in INTERVENTIONS:
             if getattr(asked, name, None) is not None:
                 detail = f"{name} takes a key with the scope steer, which this one lacks."
                 raise api_error("forbidden", detail, param=name)
@@ -72,6 +75,8 @@ class Interventions:
         Errors: APIError `forbidden`, `unknown_vector`, `invalid_vector`, `unknown_override`,
         `unknown_adapter`, `unsupported_by_engine`.
         """
+        if not [name for name in INTERVENTIONS if getattr(asked, name, None) is not None]:
+            return UNCHANGED
         stores.check_use(asked)
         steering = asked.steering if isinstance(asked, InterventionFields) else None
         probes = asked.probes if isinstance(asked, ActivationFields) else None
@@ -126,13 +131,13 @@ class Interventions:
 
     def apply(self, jobs: Sequence[J]) -> Sequence[J]:
         """Return the jobs on the changed model. Errors: as `check_reach`."""
+        if self is UNCHANGED:
+            return jobs
         self.check_reach(jobs)
         return change_all(jobs, self.change)
 
     def change(self, job: J) -> J:
         """Return the job on the changed model."""
-        if self == UNCHANGED:
-            return job
         return replace(
             job,
             plan=self.plan,

@@ -1,11 +1,185 @@
-"""Who calls: what a key may do, and where the work of its request waits."""
+"""Who calls: what a key may do, and how much of it is left, with tokens counted by `limits`.
 
+Tokens are counted in windows of a minute, an hour and a day, each of which begins with the first
+tokens after the one before it. A request may begin while none of the three is full, and is charged
+in full, what it generates as that comes. With 600 tokens a minute:
+
+    at  0 s   a request of 900 begins    minute 900 of 600, hour 900 of 36,000, day 900 of 864,000
+    at 15 s   the next is refused        Retry-After: 45
+    at 60 s   it begins                  the hour still has the 900
+
+So a large request costs the rest of its minute, and many of them the rest of the hour or day.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import TypeVar, cast
+
+from limits import RateLimitItemPerDay, RateLimitItemPerHour, RateLimitItemPerMinute
+from limits.aio.storage import RedisStorage, Storage
+from limits.aio.strategies import FixedWindowRateLimiter
+from limits.errors import StorageError
+from limits.storage import storage_from_string
+from pydantic import BaseModel, ConfigDict, Field
 
 from logsteer.errors import api_error
 from logsteer.schemas import SCOPES, KeyScope
 from logsteer_server.contract.lane import Lane
-from logsteer_server.keys.limits import Allowance
+from logsteer_server.settings import ConfigurationError
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+BUSY_RETRY_S = 1.0
+"""When to come back where all requests of a key are at work; nobody knows when one ends."""
+GRACE_S = 0.05
+"""What a request beyond its key's limit waits: who has just read an answer's end may be back before
+the server has counted that request as done."""
+REDIS_TIMEOUT_S = 0.5
+REDIS_AWAY_S = 5.0
+"""After a call without an answer, Redis is left alone for so long: requests do not wait for it."""
+
+
+class KeyLimits(BaseModel):
+    """What one key may have at once; null: whatever the server's own bounds leave."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    concurrency: int | None = Field(None, ge=1, description="Requests at work.")
+    tokens_per_minute: int | None = Field(None, ge=1, description="Tokens given to engines.")
+    stored_bytes: int | None = Field(
+        None, ge=1, description="Bytes of each: vectors, overrides, adapters."
+    )
+
+
+class TokenCounts:
+    """The tokens that keys have had: in memory, or in Redis, where several servers share them.
+
+    While Redis does not answer, requests are served uncounted, and the log says so.
+    Errors: ConfigurationError for a URL that cannot be used.
+    """
+
+    def __init__(self, url: str | None = None) -> None:
+        options: dict[str, float | str | bool] = {
+            "implementation": "redispy",
+            "socket_timeout": REDIS_TIMEOUT_S,
+            "socket_connect_timeout": REDIS_TIMEOUT_S,
+        }
+        try:
+            storage = storage_from_string(
+                f"async+{url or 'memory://'}", wrap_exceptions=True, **options if url else {}
+            )
+        except Exception as error:  # by scheme: an unknown one, a package that is missing
+            raise ConfigurationError(
+                f"limits_url: {error}; give redis://HOST:PORT/NUMBER and install logsteer[redis]"
+            ) from None
+        self._storage = cast(Storage, storage)
+        self._limiter = FixedWindowRateLimiter(self._storage)
+        self._away_until = 0.0
+
+    async def close(self) -> None:
+        """Close the connections to Redis."""
+        if isinstance(self._storage, RedisStorage):
+            await self._storage.bridge.storage.aclose()  # type: ignore[attr-defined]
+
+    async def measure_wait(self, key: str, rate: int) -> float:
+        """Return in how many seconds a key of so many tokens a minute may begin; 0: now."""
+
+        async def measure() -> float:
+            wait_s = 0.0
+            for window in _list_windows(rate):
+                if not await self._limiter.test(window, key):
+                    reset = (await self._limiter.get_window_stats(window, key)).reset_time
+                    wait_s = max(wait_s, 1.0, reset - time.time())
+            return wait_s
+
+        return await self._ask(measure, 0.0)
+
+    async def charge(self, key: str, rate: int, num_tokens: int) -> None:
+        """Count tokens of a key, more than its limit where they were used."""
+
+        async def charge() -> None:
+            for window in _list_windows(rate):
+                await self._limiter.hit(window, key, cost=num_tokens)
+
+        await self._ask(charge, None)
+
+    async def _ask(self, call: Callable[[], Awaitable[T]], otherwise: T) -> T:
+        if time.monotonic() < self._away_until:
+            return otherwise
+        try:
+            return await call()
+        except StorageError as error:
+            self._away_until = time.monotonic() + REDIS_AWAY_S
+            log.warning("limits_url: no answer (%s); tokens are not counted for now", error)
+            return otherwise
+
+
+def _list_windows(
+    rate: int,
+) -> tuple[RateLimitItemPerMinute, RateLimitItemPerHour, RateLimitItemPerDay]:
+    return (
+        RateLimitItemPerMinute(rate),
+        RateLimitItemPerHour(60 * rate),
+        RateLimitItemPerDay(1440 * rate),
+    )
+
+
+class Allowance:
+    """How much one key may still do, and has at work on this server."""
+
+    def __init__(
+        self, key: str = "", limits: KeyLimits | None = None, counts: TokenCounts | None = None
+    ) -> None:
+        self.limits = limits or KeyLimits()
+        self._key = key
+        self._counts = counts
+        self._at_work = 0
+
+    async def begin(self) -> None:
+        """Count a request as at work, until `end`. Errors: APIError `rate_limited` at the limit."""
+        limit = self.limits.concurrency
+        if limit is not None and self._at_work >= limit:
+            await asyncio.sleep(GRACE_S)
+            if self._at_work >= limit:
+                detail = (
+                    f"{self._at_work} requests of this key are at work, its limit is {limit}: "
+                    "send fewer at once."
+                )
+                raise api_error("rate_limited", detail, retry_after=BUSY_RETRY_S)
+        self._at_work += 1
+
+    def end(self) -> None:
+        """Count a request as done."""
+        self._at_work -= 1
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether tokens are limited."""
+        return self._counts is not None and self.limits.tokens_per_minute is not None
+
+    async def check_tokens(self) -> None:
+        """Refuse a request while a window is full. Errors: APIError `rate_limited`."""
+        rate = self.limits.tokens_per_minute
+        if self._counts is None or rate is None:
+            return
+        if wait_s := await self._counts.measure_wait(self._key, rate):
+            detail = (
+                f"This key has had its {rate} tokens a minute (or 60 times that in an hour, or "
+                f"1,440 times in a day): come back in {wait_s:.0f} s."
+            )
+            raise api_error("rate_limited", detail, retry_after=math.ceil(wait_s))
+
+    async def charge(self, num_tokens: int) -> None:
+        """Count tokens that engines were given, or have generated."""
+        rate = self.limits.tokens_per_minute
+        if self._counts is not None and rate is not None:
+            await self._counts.charge(self._key, rate, num_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from logsteer.schemas import SCOPES, KeyScope
+from logsteer_server.keys.caller import KeyLimits
 from logsteer_server.keys.entries import (
     KeyEntry,
     change_keys,
@@ -14,7 +15,6 @@ from logsteer_server.keys.entries import (
     read_keys,
     replace_secret,
 )
-from logsteer_server.keys.limits import KeyLimits
 from logsteer_server.settings import ConfigurationError
 
 CONCURRENCY = 64

@@ -32,7 +32,7 @@ from pydantic import (
 
 from logsteer.schemas import KeyScope
 from logsteer_server.contract.lane import Priority
-from logsteer_server.keys.limits import KeyLimits
+from logsteer_server.keys.caller import KeyLimits
 from logsteer_server.settings import ConfigurationError, Settings
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from logsteer.errors import APIError, api_error
 from logsteer_server.contract.lane import Lane, Priority
-from logsteer_server.keys.caller import Requester
+from logsteer_server.keys.caller import Allowance, Requester, TokenCounts
 from logsteer_server.keys.entries import (
     TOKEN,
     KeyEntry,
@@ -16,7 +16,6 @@ from logsteer_server.keys.entries import (
     locate_keys,
     read_keys,
 )
-from logsteer_server.keys.limits import Allowance, TokenCounts
 from logsteer_server.settings import ConfigurationError, Settings
 
 log = logging.getLogger(__name__)

@@ -108,12 +108,6 @@ class Settings(BaseSettings):
         30.0, gt=0, description="In which a caller reads some of the answer."
     )
     max_body_bytes: int = Field(8 * 2**20, ge=1024, description="Bytes of a JSON request.")
-    max_body_brackets: int = Field(
-        262_144, ge=1, description="Opening brackets of a JSON request, those in texts included."
-    )
-    max_body_objects: int = Field(
-        32_768, ge=1, description="Objects of a JSON request: items, messages, pairs."
-    )
     max_text_chars: int = Field(
         1_500_000,
         ge=1024,
@@ -127,10 +121,6 @@ class Settings(BaseSettings):
         ge=2**20,
         description="Memory for requests and answers at work, estimated; all models.",
     )
-    planning_threads: int = Field(
-        2, ge=1, description="Threads that plan requests, and as many for those that take long."
-    )
-    max_planned_requests: int = Field(512, ge=1, description="Requests being planned at once.")
     max_items: int = Field(16_384, ge=1, description="Items or texts of one request.")
     max_pending_tokens: int = Field(
         8_000_000,

@@ -111,7 +111,7 @@ class OpenAITask(Task):
     @property
     @abstractmethod
     def _longest(self) -> int:
-        """Characters of the longest prompt."""
+        """Characters, or ids, of the longest prompt."""
 
     @abstractmethod
     def _plan_prompts(self, codec: TextCodec, info: EngineInfo) -> Steps[list[CompletionPrompt]]:
@@ -203,8 +203,9 @@ class CompletionTask(OpenAITask):
     @property
     def _longest(self) -> int:
         given = self._body.prompt
-        texts = [given] if isinstance(given, str) else given
-        return max((len(text) for text in texts if isinstance(text, str)), default=0)
+        if isinstance(given, str) or isinstance(given[0], int):
+            return len(given)
+        return max(len(entry) for entry in given if not isinstance(entry, int))
 
     def _plan_prompts(self, codec: TextCodec, info: EngineInfo) -> Steps[list[CompletionPrompt]]:
         return plan_completions(self._body, codec, info)

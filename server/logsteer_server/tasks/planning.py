@@ -13,9 +13,8 @@ ends there.
 
 import asyncio
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -48,6 +47,8 @@ BYTES_PER_PROBE = 640
 BYTES_PER_ALTERNATIVE = 56
 """An alternative's id, text and log-probability."""
 
+THREADS = 2
+"""One encodes, outside of Python's lock, while the other has that; a third would only wait."""
 SLICE_S = 0.01
 """Seconds after which a request lets others have the thread."""
 LONG_AFTER_S = 0.1
@@ -63,39 +64,19 @@ class Capacity:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.memory = Admission(settings.max_pending_bytes, BYTES)
-        count = settings.planning_threads
-        self._short = ThreadPoolExecutor(count, "planning")
-        self._long = ThreadPoolExecutor(count, "planning-long")
+        self._short = ThreadPoolExecutor(THREADS, "planning")
+        self._long = ThreadPoolExecutor(THREADS, "planning-long")
         self._texts = ThreadPoolExecutor(1, "planning-texts")
-        self._at_work = 0
-
-    @contextmanager
-    def plan_request(self) -> Iterator[None]:
-        """Count a request that is planned. Errors: APIError `overloaded` beyond the bound."""
-        limit = self.settings.max_planned_requests
-        if self._at_work >= limit:
-            detail = f"{limit} requests are being planned, which is the limit. Try again later."
-            raise api_error("overloaded", detail, retry_after=1.0)
-        self._at_work += 1
-        try:
-            yield
-        finally:
-            self._at_work -= 1
 
     async def call(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what blocking work returns that is no longer than a slice, done in a thread.
-
-        Errors: APIError `overloaded`; those of the work.
-        """
-        return await self._run(self._short, partial(work, *args, **kwargs))
+        """Return what blocking work returns that is no longer than a slice, done in a thread."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._short, partial(work, *args, **kwargs))
 
     async def call_long(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what blocking work returns that may take long. Errors: as `call`."""
-        return await self._run(self._long, partial(work, *args, **kwargs))
-
-    async def _run(self, threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
-        with self.plan_request():
-            return await asyncio.get_running_loop().run_in_executor(threads, work)
+        """Return what blocking work returns that may take long, done in a thread."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._long, partial(work, *args, **kwargs))
 
     async def advance(
         self, steps: Steps[T], cover: Callable[[int], None], takes_long: bool = False
@@ -104,19 +85,18 @@ class Capacity:
 
         `takes_long`: a step takes longer than a slice, and much memory; one of those at a time.
 
-        Errors: APIError `overloaded`; those of the steps and of `cover`.
+        Errors: those of the steps and of `cover`.
         """
         loop = asyncio.get_running_loop()
         spent = 0.0
-        with self.plan_request():
-            while True:
-                threads = self._short if spent < LONG_AFTER_S else self._long
-                threads = self._texts if takes_long else threads
-                planned, ended, seconds = await loop.run_in_executor(threads, _run_slice, steps)
-                spent += seconds
-                if ended is not None:
-                    return ended[0]
-                cover(planned)
+        while True:
+            threads = self._short if spent < LONG_AFTER_S else self._long
+            threads = self._texts if takes_long else threads
+            planned, ended, seconds = await loop.run_in_executor(threads, _run_slice, steps)
+            spent += seconds
+            if ended is not None:
+                return ended[0]
+            cover(planned)
 
     def close(self) -> None:
         """End the threads, without waiting for what they do."""
@@ -132,8 +112,8 @@ def cover_text(longest: int, settings: Settings, memory: Reservation) -> bool:
     limit = settings.max_text_chars
     if longest > limit:
         detail = (
-            f"A text has {longest} characters, at most {limit} are encoded at once: split it, send "
-            "it to /perplexity/stream, or raise max_text_chars."
+            f"A text has {longest} characters or ids, at most {limit} are taken at once: split it, "
+            "send it to /perplexity/stream, or raise max_text_chars."
         )
         raise api_error("payload_too_large", detail)
     takes_long = longest > LONG_TEXT

@@ -218,6 +218,7 @@ class Run:
     _timer: WorkTimer = field(default_factory=WorkTimer)
     expected_bytes: int = 0
     """What the answer is expected to take, once its jobs are planned."""
+    _shows_start: bool = True
     _report: AppliedReport | None = None
     _reservations: dict[Admission, Reservation] = field(default_factory=dict)
     _room: ExitStack = field(default_factory=ExitStack)
@@ -225,6 +226,7 @@ class Run:
     async def finish(self) -> dict[str, Any]:
         """Return the whole answer. Errors: those of the task, of admission and of engines."""
         answer: dict[str, Any] = {}
+        self._shows_start = False
         async with aclosing(self.events()) as events:
             async for event in events:
                 answer = event.document
@@ -253,7 +255,9 @@ class Run:
                         yield batch
                         continue
                     model = batch.model or self.task.model
-                    lane = replace(self.caller.lane, replica=batch.replica)
+                    lane = self.caller.lane
+                    if batch.replica is not None:
+                        lane = replace(lane, replica=batch.replica)
                     prepared = await model.prepare(batch.jobs, batch.cache, lane)
                     self.expected_bytes = planner.expected_bytes
                     needed = max(prepared.num_tokens, batch.room)
@@ -265,7 +269,8 @@ class Run:
                     record.note_phase("planning", moment, planned)
                     if not has_started and not batch.silent:
                         has_started = True
-                        yield self._open()
+                        if self._shows_start:
+                            yield self._open()
                     timer = self._timer if batch.purpose != "reference" else None
                     if batch.purpose != "reference":
                         record.usage.cached_results += prepared.num_known
@@ -277,7 +282,7 @@ class Run:
                             for event in batch.take(part):
                                 yield event
                     moment = self._note_work(planned)
-            if not has_started:
+            if not has_started and self._shows_start:
                 yield self._open()
             result = Event("result", self._write())
             record.note_phase("answer", moment, time.monotonic())

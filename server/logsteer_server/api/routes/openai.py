@@ -5,9 +5,10 @@ from typing import Any
 from fastapi import APIRouter
 
 from logsteer.schemas.openai import TokenizerInfo
-from logsteer_server.api.dependencies import LimitedRoute, ModelsDep
+from logsteer_server.api.access import KeyedRoute
+from logsteer_server.api.dependencies import ModelsDep
 
-router = APIRouter(route_class=LimitedRoute, tags=["openai"])
+router = APIRouter(route_class=KeyedRoute, tags=["openai"])
 
 
 @router.get("/v1/models")

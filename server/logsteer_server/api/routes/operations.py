@@ -18,10 +18,10 @@ from logsteer.schemas import (
 )
 from logsteer.schemas.queries import WaitQuery
 from logsteer_server import __version__
+from logsteer_server.api.access import KeyedRoute
 from logsteer_server.api.dependencies import (
     ChangesDep,
     DrainDep,
-    LimitedRoute,
     ModelsDep,
     UpkeepDep,
 )
@@ -36,7 +36,7 @@ ANSWERED_AS: dict[str, Any] = {"application/msgpack": {}, "text/event-stream": {
 
 WaitDep = Annotated[WaitQuery, Query()]
 
-router = APIRouter(route_class=LimitedRoute, tags=["operations"])
+router = APIRouter(route_class=KeyedRoute, tags=["operations"])
 
 
 @router.get("/models")

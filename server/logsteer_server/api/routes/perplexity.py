@@ -9,17 +9,15 @@ from fastapi.responses import StreamingResponse
 
 from logsteer.errors import api_error
 from logsteer.schemas import PerplexityStreamQuery
+from logsteer_server.api.access import KeyedRoute
 from logsteer_server.api.dependencies import (
-    LimitedRoute,
     ModelsDep,
     StoresDep,
 )
 from logsteer_server.api.respond import respond
 from logsteer_server.tasks.perplexity import PerplexityStreamTask
 
-MAX_STREAM_BYTES = 2**40
-"""Of one text: more than anybody scores; a body without an end has to end somewhere."""
-router = APIRouter(route_class=LimitedRoute, tags=["scoring"])
+router = APIRouter(route_class=KeyedRoute, tags=["scoring"])
 
 
 @router.post(
@@ -44,20 +42,17 @@ async def perplexity_stream(
     The body is read as fast as it is scored. Events follow once it has been read: windows that are
     still at work then, and the result.
     """
-    pieces = _read_text(request, MAX_STREAM_BYTES)
+    pieces = _read_text(request)
     task = PerplexityStreamTask(query, pieces, models, stores)
     return await respond(request, task, reads_body=True)
 
 
-async def _read_text(request: Request, limit: int) -> AsyncIterator[str]:
-    """Yield the body as text. Errors: APIError for bytes beyond the limit or that are not UTF-8."""
+async def _read_text(request: Request) -> AsyncIterator[str]:
+    """Yield the body as text. Errors: APIError for bytes that are not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
-        if size > limit:
-            detail = f"The text is longer than {limit} bytes: split it."
-            raise api_error("payload_too_large", detail)
         try:
             text = decoder.decode(chunk, final=not chunk)
         except UnicodeDecodeError as error:

@@ -22,8 +22,8 @@ from logsteer.schemas import (
     VectorList,
 )
 from logsteer.schemas.steering import VectorName
+from logsteer_server.api.access import KeyedRoute
 from logsteer_server.api.dependencies import (
-    LimitedRoute,
     StoreThreadsDep,
     get_adapters,
     get_overrides,
@@ -89,7 +89,7 @@ def make_router(resource: Resource[C]) -> APIRouter:
     """Return a router that lists a resource's cards, shows one and deletes one."""
     kind = resource.kind
     every, one = f"/{kind.plural}", f"/{kind.plural}/{{name:stored}}"
-    router = APIRouter(route_class=LimitedRoute, tags=[kind.plural])
+    router = APIRouter(route_class=KeyedRoute, tags=[kind.plural])
 
     @router.get(
         every,

@@ -7,11 +7,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from logsteer._endpoints import ENDPOINTS, Endpoint
-from logsteer_server.api.dependencies import (
-    LimitedRoute,
-    get_models,
-    get_stores,
-)
+from logsteer_server.api.access import TaskRoute
 from logsteer_server.api.encoding import SAFETENSORS
 from logsteer_server.api.respond import NAMED_EVENTS, OPENAI_CHUNKS, respond
 from logsteer_server.interventions.interventions import Stores
@@ -52,7 +48,7 @@ OPENAI = "openai"
 
 def make_router() -> APIRouter:
     """Return a router with every endpoint of TASKS."""
-    router = APIRouter(route_class=LimitedRoute)
+    router = APIRouter(route_class=TaskRoute)
     for name, make_task in TASKS.items():
         endpoint = ENDPOINTS[name]
         others = [] if endpoint.tag == OPENAI else ["application/msgpack"]
@@ -80,8 +76,9 @@ def _make_handler(endpoint: Endpoint, make_task: MakeTask) -> Callable[..., Awai
     has_name = endpoint.request is not None and "name" in endpoint.request.model_fields
 
     async def handle(body: BaseModel, request: Request) -> Response:
-        # Looked up here: to solve dependencies takes FastAPI longer, which short requests feel.
-        models, stores = await get_models(request), await get_stores(request)
+        state = request.app.state
+        models: ModelRegistry = state.models
+        stores: Stores = await state.namespaces.find(request.state.caller)
         if has_name:
             find_record(request.scope).stored = body.name  # type: ignore[attr-defined]
         return await respond(request, make_task(body, models, stores), shape)

@@ -12,9 +12,9 @@ from logsteer.schemas import (
     TokenizeAnswer,
     TokenizeRequest,
 )
+from logsteer_server.api.access import KeyedRoute
 from logsteer_server.api.dependencies import (
     CapacityDep,
-    LimitedRoute,
     ModelsDep,
 )
 from logsteer_server.api.respond import answer, run_within
@@ -27,7 +27,7 @@ T = TypeVar("T")
 BYTES_PER_TOKEN = 200
 """Of an answer while it is made: the token's id, text and offsets, as objects and as text."""
 
-router = APIRouter(route_class=LimitedRoute, tags=["tokens"])
+router = APIRouter(route_class=KeyedRoute, tags=["tokens"])
 
 
 @router.post("/tokenize", responses={200: {"model": TokenizeAnswer}})
