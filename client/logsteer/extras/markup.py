@@ -21,8 +21,6 @@ _LETTERS_SHOWN = 120
 _MOST = 10.0
 """Surprisal at which the colour is the strongest, in nats."""
 _STRONGEST = 0.6
-_CURVE = (240, 44)
-"""Width and height of a curve in pixels."""
 
 _BOX = "font-family:system-ui,sans-serif;font-size:13px;line-height:1.5;max-width:60em"
 _DIM = "opacity:.7"
@@ -51,13 +49,6 @@ def write_head(text: str) -> str:
     return write_text(text, "font-weight:600;margin-top:.5em")
 
 
-def write_beside(columns: Sequence[Sequence[str]]) -> str:
-    """Return columns side by side, one below the other where there is no room."""
-    style = "flex:1 1 20em;min-width:0"
-    cells = "".join(f'<div style="{style}">{"".join(parts)}</div>' for parts in columns)
-    return f'<div style="display:flex;flex-wrap:wrap;gap:0 2em">{cells}</div>'
-
-
 def write_table(rows: Sequence[Mapping[str, Any]], shown: int = ROWS_SHOWN) -> str:
     """Return the rows as a table, numbers on the right; a line says how many are not shown."""
     if not rows:
@@ -81,25 +72,6 @@ def write_table(rows: Sequence[Mapping[str, Any]], shown: int = ROWS_SHOWN) -> s
 def write_rest(count: int, noun: str) -> str:
     """Return a line that says how many more there are; nothing where there are none."""
     return write_note(f"… and {count:,} more {noun}; to_pandas() has all") if count > 0 else ""
-
-
-def write_bars(names: Sequence[str], shares: Sequence[Float], notes: Sequence[str]) -> str:
-    """Return a bar for each share of 1, with its name, the share in percent, and a note."""
-    best = max((share or 0.0 for share in shares), default=0.0)
-    lines = []
-    for name, share, note in list(zip(names, shares, notes, strict=True))[:ROWS_SHOWN]:
-        width = 100 * min(max(share or 0.0, 0.0), 1.0)
-        weight = "600" if share and share == best else "400"
-        bar = f"width:{width:.2f}%;height:.8em;background:rgba(31,111,180,.75);min-width:1px"
-        lines.append(
-            f'<tr style="font-weight:{weight}">'
-            f'<td style="{_CELL.format("left")}">{escape(name)}</td>'
-            f'<td style="padding-right:10px;width:16em"><div style="{bar}"></div></td>'
-            f'<td style="{_CELL.format("right")}">{_percent(share)}</td>'
-            f'<td style="{_CELL.format("left")};{_DIM}">{escape(note)}</td></tr>'
-        )
-    table = f'<table style="border-collapse:collapse">{"".join(lines)}</table>'
-    return table + write_rest(len(names) - ROWS_SHOWN, "targets")
 
 
 def write_heat(
@@ -127,36 +99,6 @@ def write_legend(signed: float = 0.0, name: str = "") -> str:
     bar = f'<span style="display:inline-block;width:9em;height:.8em;margin:0 .5em;{ramp}"></span>'
     label = escape(name or "surprisal")
     return f'<div style="{_DIM}">{label}: {low}{bar}{high}; point at a token for more</div>'
-
-
-def write_curve(values: Sequence[Float], title: str) -> str:
-    """Return a small curve of the values from left to right, with gaps where there is none."""
-    width, height = _CURVE
-    found = [value for value in values if value is not None and math.isfinite(value)]
-    if len(found) < 2:
-        return ""
-    low, high = min(found), max(found)
-    span = (high - low) or 1.0
-    runs: list[list[str]] = [[]]
-    for place, value in enumerate(values):
-        if value is None or not math.isfinite(value):
-            runs.append([])
-            continue
-        x = 2 + (width - 4) * place / (len(values) - 1)
-        runs[-1].append(f"{x:.1f},{height - 3 - (height - 6) * (value - low) / span:.1f}")
-    lines = "".join(
-        f'<polyline points="{" ".join(run)}" fill="none" stroke="currentColor"/>'
-        for run in runs
-        if run
-    )
-    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-    label = escape(f"{title}: {show_value(found[0])} … {show_value(found[-1])}")
-    told = f"{label}; least {show_value(low)}, most {show_value(high)}"
-    return (
-        f'<div style="display:flex;align-items:center;gap:.8em"><svg {size} role="img" '
-        f'aria-label="{label}" style="flex:none"><title>{label}</title>{lines}</svg>'
-        f'<span style="{_DIM}">{told}</span></div>'
-    )
 
 
 def show_value(value: Any) -> str:
@@ -196,7 +138,3 @@ def _colour(value: Float, signed: float) -> str:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _percent(share: Float) -> str:
-    return "n/a" if share is None else f"{share:.2%}"

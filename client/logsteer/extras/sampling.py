@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from os import PathLike
-from types import TracebackType
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, with_config
@@ -122,13 +121,8 @@ class SamplingRun:
         self._bar.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self._bar.__exit__(*error)
 
     def next_batch(self) -> range | None:
         """Return the draws to ask for next; None where there are none, or too many failed."""
