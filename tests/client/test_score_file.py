@@ -218,7 +218,7 @@ def test_a_pace_grows_while_that_is_faster_and_halves_when_refused() -> None:
         """A server that answers a row a second for each of `at_once` requests, and no faster."""
         for _ in range(answers):
             now += 1 / min(pace.limit, at_once)
-            pace.note(1, now)
+            pace.record(1, now)
         return now
 
     pace = Pace(64)

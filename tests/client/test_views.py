@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from logsteer import LogsteerError
-from logsteer._pairs import LogProbs, pair_records
+from logsteer._pairs import pair_records
 from logsteer.extras.markup import PARTS_SHOWN, ROWS_SHOWN, TOKENS_SHOWN
 from logsteer.extras.rows import list_grains, list_rows
 from logsteer.schemas import (
@@ -262,12 +262,6 @@ def test_numbers_of_items_stay_integers() -> None:
     frame = ANSWERS["sweep"].to_pandas()
     assert list(frame["target"].dropna().unique()) == [0, 1] and frame["target"].dtype == "Int64"
     assert frame["change"].dtype == "float64"
-
-
-def test_records_of_get_log_prob_are_a_list_and_a_table() -> None:
-    records = ANSWERS["log_prob"]
-    assert isinstance(records, LogProbs) and isinstance(records, list)
-    assert list(records.to_pandas()["target"]) == [" glad", " sad"]
 
 
 # ------------------------------------------------------------------ plots

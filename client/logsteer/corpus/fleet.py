@@ -46,8 +46,8 @@ class Pace:
         self._rows = self._count = 0
         self._began: float | None = None
 
-    def note(self, rows: int, now: float) -> None:
-        """Note that a request with so many rows was answered."""
+    def record(self, rows: int, now: float) -> None:
+        """Record that a request with so many rows was answered."""
         if self._began is None:
             self._began = now
             return
@@ -99,12 +99,12 @@ class FleetServer:
         self.free_at = 0.0
         self._failures = 0
 
-    def note_answer(self, rows: int) -> None:
-        """Note that it answered."""
+    def record_answer(self, rows: int) -> None:
+        """Record that it answered."""
         self._failures = 0
-        self.pace.note(rows, time.monotonic())
+        self.pace.record(rows, time.monotonic())
 
-    def note_failure(self, error: LogsteerError) -> None:
+    def record_failure(self, error: LogsteerError) -> None:
         """Leave it alone for a while, as long as it says; once for all that it has now."""
         now = time.monotonic()
         if now < self.free_at:
@@ -149,17 +149,17 @@ class Fleet:
         """
         timeouts = 0
         while True:
-            server = await self._take(first)
+            server = await self._acquire(first)
             try:
                 answer = await server.client._answer(call)
             except (TransportError, OverloadedError, UnavailableError) as error:
-                server.note_failure(error)
+                server.record_failure(error)
                 self.retries += 1
                 timeouts += isinstance(error, RequestTimeoutError)
                 if timeouts == MAX_TIMEOUTS or self._has_no_patience():
                     raise
             else:
-                server.note_answer(rows)
+                server.record_answer(rows)
                 self._failing_since = None
                 return answer.data
             finally:
@@ -172,8 +172,8 @@ class Fleet:
             self._failing_since = now
         return now - self._failing_since > self._patience_s
 
-    async def _take(self, first: int) -> FleetServer:
-        """Wait for a server with room, and take a place of it."""
+    async def _acquire(self, first: int) -> FleetServer:
+        """Wait for a server with room, and take up room of it."""
         future: asyncio.Future[FleetServer] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (first, next(self._numbers), future))
         self._wake()

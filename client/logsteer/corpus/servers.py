@@ -1,8 +1,8 @@
 """A job over one server, or several of the same model."""
 
 import asyncio
-import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -73,7 +73,7 @@ def score_file(
     clients = [partial(_connect, url, priority, transport, **settings) for url in urls]
     switches = {"strict": strict, "restart": restart, "progress": progress}
     make_job = partial(FileJob, form, source, target, limits, **switches)
-    return run_anywhere(_run(make_job, clients, limits))
+    return _run_anywhere(_run(make_job, clients, limits))
 
 
 def _connect(
@@ -102,7 +102,7 @@ async def _run(
             return job.finish(retries=fleet.retries)
 
 
-def run_anywhere(work: Coroutine[Any, Any, FileScores]) -> FileScores:
+def _run_anywhere(work: Coroutine[Any, Any, FileScores]) -> FileScores:
     """Run a coroutine to its end, in a thread where an event loop runs already, as in a notebook.
 
     Errors: those of the coroutine.
@@ -111,18 +111,5 @@ def run_anywhere(work: Coroutine[Any, Any, FileScores]) -> FileScores:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    found: list[FileScores] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.append(asyncio.run(work))
-        except BaseException as error:  # raised by whoever waits
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="logsteer-score-file")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return found[0]
+    with ThreadPoolExecutor(1, "logsteer-score-file") as pool:
+        return pool.submit(asyncio.run, work).result()

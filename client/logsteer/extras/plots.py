@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from logsteer.extras.dose_response import DosePoint, DoseResponse
@@ -196,7 +197,7 @@ class _Sweep:
                     look = {**look, "color": colours[row]}
                     names.append(f"layers {label_layers(layers)}")
                 _draw_line(axes, one, points, ", ".join(names), look, thin=not several)
-        rings = {_mean(one.values(self._unsteered)) for one in series}
+        rings = {fmean(one.values(self._unsteered)) for one in series}
         axes.plot([0] * len(rings), list(rings), label="unsteered", **_RING, clip_on=False)
         keys = [(f"layers {label_layers(one)}", {"color": colours[row]})
                 for row, one in enumerate(self._lines)] if several else []  # fmt: skip
@@ -228,7 +229,7 @@ def _draw_line(
     if thin and len(series.reads) > 1:
         for own in zip(*values, strict=True):
             axes.plot(scales, own, color=look["color"], linewidth=0.7, alpha=0.4, zorder=2)
-    means = [_mean(found) for found in values]
+    means = [fmean(found) for found in values]
     axes.plot(scales, means, **look, linewidth=1.8, label=escape_formula(label), zorder=3)
 
 
@@ -257,7 +258,8 @@ def _add_legend(axes: Axes, keys: Sequence[tuple[str, dict[str, Any]]]) -> None:
 def _group_targets(labels: SweepLabels) -> list[_Series]:
     """Return a series for each distinct target, or for each place where these are too many."""
     groups: dict[str, list[Read]] = {}
-    for names in (labels.targets, [_number_names(len(one)) for one in labels.targets]):
+    numbers = [[f"target {place + 1}" for place in range(len(one))] for one in labels.targets]
+    for names in (labels.targets, numbers):
         groups = {}
         for index, own in enumerate(names):
             for place, name in enumerate(own):
@@ -270,10 +272,6 @@ def _group_targets(labels: SweepLabels) -> list[_Series]:
     ]
 
 
-def _number_names(count: int) -> list[str]:
-    return [f"target {place}" for place in range(1, count + 1)]
-
-
 def _read_change(item: int, target: int) -> Read:
     return lambda point: point.items[item].targets[target].change
 
@@ -284,10 +282,6 @@ def _read_kl(item: int) -> Read:
 
 def _read_text(text: int) -> Read:
     return lambda point: point.texts[text].perplexity
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def _pick_colours(count: int) -> Sequence[Any]:

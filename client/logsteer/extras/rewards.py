@@ -56,13 +56,13 @@ def known_ratings(ratings: Sequence[Rating | Awaitable[Any]]) -> list[Rating] | 
     return known if len(known) == len(ratings) else None
 
 
-async def settle_ratings(ratings: Sequence[Rating | Awaitable[Any]]) -> list[Rating]:
+async def await_ratings(ratings: Sequence[Rating | Awaitable[Any]]) -> list[Rating]:
     """Return the ratings, all that is awaited for them at once."""
     known = known_ratings(ratings)
-    return await asyncio.gather(*map(_settle, ratings)) if known is None else known
+    return await asyncio.gather(*map(_await_rating, ratings)) if known is None else known
 
 
-async def _settle(rating: Rating | Awaitable[Any]) -> Rating:
+async def _await_rating(rating: Rating | Awaitable[Any]) -> Rating:
     if isinstance(rating, Rating):
         return rating
     try:

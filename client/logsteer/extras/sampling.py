@@ -21,7 +21,7 @@ from logsteer._parameters import NOT_GIVEN
 from logsteer._progress import CountingProgress
 from logsteer.errors import DIVISIBLE, AnswerError, LogsteerError
 from logsteer.extras.datasets import Source, check_counts, draw_prompts, read_prompts
-from logsteer.extras.draws import FileDraws, MemoryDraws
+from logsteer.extras.draws import Draws
 from logsteer.extras.rewards import Rating, Reward, call_reward, check_reward
 from logsteer.extras.samples import SampleFailure, Samples
 from logsteer.schemas import GenerateRequest
@@ -104,8 +104,7 @@ class SamplingRun:
         assert isinstance(request, GenerateRequest), "what the endpoint takes"
         self._n = request.n
         self._header = self._describe(request)
-        file = self.options.file
-        self._draws = MemoryDraws() if file is None else FileDraws(file)
+        self._draws = Draws(self.options.file)
         if self._draws.header is not None:
             self._draws.begin(self._header)
         self._batches = self._cut_batches()
