@@ -8,9 +8,8 @@ from contextlib import closing
 from typing import Any, TypeAlias
 
 from logsteer.errors import InvalidRequestError, LogsteerError
-from logsteer.extras.rewards import Rating, await_ratings, known_ratings
 from logsteer.extras.samples import Samples
-from logsteer.extras.sampling import SampledBatch, SamplingRun
+from logsteer.extras.sampling import Rating, SampledBatch, SamplingRun, await_ratings, known_ratings
 
 _Rated: TypeAlias = tuple[SampledBatch, list[Rating]]
 

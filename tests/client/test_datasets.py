@@ -10,8 +10,7 @@ import pytest
 from logsteer import Client
 from logsteer.cli import main
 from logsteer.errors import InvalidRequestError
-from logsteer.extras import hub
-from logsteer.extras.datasets import name_source, read_prompts, register_dataset
+from logsteer.extras.datasets import load_rows, name_source, read_prompts, register_dataset
 from logsteer.extras.texts import JoinedRows
 from logsteer.schemas import PerplexityAnswer
 from tests.conftest import Server
@@ -105,7 +104,7 @@ def test_names_of_the_hub_are_repository_configuration_and_split(
     with pytest.raises(InvalidRequestError, match=r"no data set .* was found"):
         read_prompts(f"hf:{name}")
     with pytest.raises(InvalidRequestError, match="OWNER/NAME/CONFIG"):
-        hub.load_rows("a/b/c/d")
+        load_rows("a/b/c/d")
 
 
 def test_rows_are_one_text(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from logsteer import InvalidRequestError, LogsteerError, NotFoundError, OverloadedError
 from logsteer.cli import main
 from logsteer.corpus import JobLimits
-from logsteer.corpus.fleet import FIRST_LIMIT, Pace
+from logsteer.corpus.servers import FIRST_LIMIT, Pace
 
 from .corpus_server import BAD, CorpusServer, serve_corpus, value_of
 from .score_file_cases import read_rows, score, texts, write_rows

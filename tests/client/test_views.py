@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from logsteer import LogsteerError
 from logsteer._pairs import pair_records
-from logsteer.extras.markup import PARTS_SHOWN, ROWS_SHOWN, TOKENS_SHOWN
+from logsteer.extras.html import PARTS_SHOWN, ROWS_SHOWN, TOKENS_SHOWN
 from logsteer.extras.rows import list_grains, list_rows
 from logsteer.schemas import (
     Completion,

@@ -15,7 +15,7 @@ from rich.text import Text
 from logsteer.cli.terminal import TerminalConsole
 from logsteer.errors import LogsteerError
 from logsteer.extras.answer_plots import plot_answer
-from logsteer.extras.figures import check_plot_path
+from logsteer.extras.plots import check_plot_path
 from logsteer.extras.rows import FlatRow, list_grains, list_rows
 
 FORMATS = ("table", "json", "jsonl", "csv", "parquet")

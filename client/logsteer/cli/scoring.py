@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 from logsteer._calls import fits_query
 from logsteer._pairs import pair_scores
 from logsteer._progress import ScoringProgress
-from logsteer.cli import tables, token_tables
+from logsteer.cli import continuations, tables
 from logsteer.cli.heat import Sparklines, draw_targets
 from logsteer.cli.items import LINES, add_item_arguments, answer_items, read_item_arguments
 from logsteer.cli.options import add_options
@@ -87,7 +87,7 @@ def _score(client: Client, arguments: argparse.Namespace) -> None:
     drawn: list[Any] = [*tables.draw_scores(result), draw_targets(result)]
     if arguments.probes:
         drawn += [
-            token_tables.draw_token_columns(target.tokens or [], target.logprobs or [], target)
+            continuations.draw_token_columns(target.tokens or [], target.logprobs or [], target)
             for target in result.targets
         ]
     show(arguments, answer, *drawn, *tables.draw_changes(answer))

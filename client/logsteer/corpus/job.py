@@ -17,12 +17,18 @@ from pathlib import Path
 from typing import Any, Self
 
 from logsteer._progress import CorpusProgress
-from logsteer.corpus.answers import Ask, ScoredChunk, describe_difference, score_chunk
+from logsteer.corpus.answers import (
+    Ask,
+    FileScores,
+    ScoredChunk,
+    describe_difference,
+    score_chunk,
+    sum_up,
+)
 from logsteer.corpus.form import RowForm
 from logsteer.corpus.output import check_target, place
 from logsteer.corpus.record import JobRecord, Record
 from logsteer.corpus.source import Chunk, RowSource, find_format
-from logsteer.corpus.summary import FileScores, sum_up
 from logsteer.errors import LogsteerError
 
 CHUNKS_AHEAD = 2

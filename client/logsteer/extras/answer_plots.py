@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from logsteer._pairs import LogProbs
 from logsteer.errors import LogsteerError
 from logsteer.extras.dose_response import DoseResponse
-from logsteer.extras.figures import (
+from logsteer.extras.labels import shorten
+from logsteer.extras.plots import (
     COLOURS,
     GREY,
     MARKERS,
@@ -21,10 +22,10 @@ from logsteer.extras.figures import (
     dress_axes,
     escape_formula,
     finish_figure,
+    plot_doses,
+    plot_sweep,
     prepare_figure,
 )
-from logsteer.extras.labels import shorten
-from logsteer.extras.plots import plot_doses, plot_sweep
 from logsteer.extras.strips import Strip, list_strips
 from logsteer.schemas import (
     Completion,
