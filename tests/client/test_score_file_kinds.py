@@ -4,13 +4,16 @@ Files that cannot be read, a package that is missing, and the memory that a file
 """
 
 import gzip
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from logsteer import LogsteerError
+from logsteer.corpus import output
 
 from .corpus_server import CorpusServer, serve_corpus, value_of
 from .score_file_cases import interrupt, read_rows, score, texts, write_rows
@@ -60,6 +63,41 @@ def test_parquet_has_errors_and_ids_in_columns_of_their_own(tmp_path: Path) -> N
     assert one["result"]["targets"][0]["logprob"] == value_of('"a" b')
     assert (other["id"], other["result"], other["error"]["code"]) == (8, None, "invalid_request")
     assert parquet.read_schema(target).field("id").type == table.schema.field("n").type
+
+
+@pytest.mark.parametrize(
+    ("ids", "by_arrow"),
+    [
+        (["7", None, "a\u00e9\n"], True),
+        ([7, None, 9], True),
+        ([7, "8", None], False),
+        ([{"a": 1}, [2], "x"], False),
+        ([0.5, 2, None], False),
+    ],
+    ids=["text", "numbers", "mixed", "structures", "decimals"],
+)
+@pytest.mark.parametrize("endpoint", ["logprob", "perplexity"])
+def test_parquet_is_the_same_however_lines_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str, ids: list[Any], by_arrow: bool
+) -> None:
+    source = tmp_path / "in.jsonl"
+    rows = [
+        {"context": "a\u2028\ud83d\ude00", "targets": [" b\\"], "text": '"q"', "n": n} for n in ids
+    ]
+    rows.append({"context": "a", "targets": [], "n": None})
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read, reads = output._read_group, []
+
+    def watch(*given: Any) -> Any:
+        reads.append(read(*given))
+        return reads[-1]
+
+    monkeypatch.setattr(output, "_read_group", watch)
+    score(source, tmp_path / "one.parquet", CorpusServer(), endpoint, id_column="n")
+    monkeypatch.setattr(output, "_read_group", lambda *_: None)
+    score(source, tmp_path / "other.parquet", CorpusServer(), endpoint, id_column="n")
+    assert (tmp_path / "one.parquet").read_bytes() == (tmp_path / "other.parquet").read_bytes()
+    assert [own is not None for own in reads] == [by_arrow]
 
 
 @pytest.mark.parametrize(
