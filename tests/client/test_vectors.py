@@ -16,6 +16,7 @@ from safetensors.numpy import load
 
 from logsteer import AnswerError, InvalidRequestError, NotFoundError
 from logsteer.cli import main
+from logsteer.extras.tensors import convert_upload
 
 from .documents import ANSWER
 from .scripted import Caller, Script, problem
@@ -373,6 +374,12 @@ def test_what_torch_saved_and_no_vector_is_refused(call: Caller, tmp_path: Path)
     assert not mark.exists()
     with pytest.raises(InvalidRequestError, match="give a path, an open file or bytes"):
         call(answer(CARD), lambda client: client.vectors.put("happy", [b"PK"], "pt"))
+
+
+def test_a_pipe_is_not_looked_into(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)  # opened for reading, it would be waited for
+    assert convert_upload(pipe, None) == (pipe, None)
 
 
 def test_what_needs_torch_says_so(

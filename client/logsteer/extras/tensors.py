@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,9 @@ def convert_upload(source: Any, form: Any) -> tuple[Any, Any]:
     """
     if isinstance(source, bytes):
         data, beginning = source, source[:4]
-    elif isinstance(source, str | Path):
+    elif isinstance(source, str | PathLike):
+        if form != TORCH and not Path(source).is_file():
+            return source, form  # a pipe can be read once only
         with Path(source).open("rb") as file:
             beginning = file.read(4)
             data = beginning + file.read() if _is_torch(beginning, form) else b""
