@@ -20,8 +20,8 @@ from logsteer._upload import AsyncSource
 from logsteer.extras.activations import Activations
 from logsteer.extras.datasets import PROMPT
 from logsteer.extras.datasets import Source as PromptSource
-from logsteer.extras.rewards import Reward
 from logsteer.extras.samples import Samples
+from logsteer.extras.sampling import Reward
 from logsteer.extras.shards import ActivationShards
 from logsteer.schemas import (
     ActivationItem,

@@ -6,21 +6,52 @@ is raised before anything is sent.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, SupportsFloat, SupportsIndex, TypeVar, get_args
+from typing import Any, Generic, SupportsFloat, SupportsIndex, TypeVar, get_args
 from urllib.parse import quote, urlencode
 
 from pydantic import BaseModel, Json, ValidationError, create_model
 from pydantic_core import PydanticSerializationError
 
-from logsteer._call import ApiCall, Download
-from logsteer._endpoints import ENDPOINTS, SAFETENSORS_TYPE, Endpoint
+from logsteer._endpoints import ENDPOINTS, LAST_EVENT, SAFETENSORS_TYPE, Endpoint
 from logsteer._parameters import NOT_GIVEN, SOURCES, list_parameters, strip_type, takes_texts
 from logsteer._upload import Form, UploadBody
 from logsteer.errors import InvalidRequestError
 from logsteer.schemas.common import Request
+
+A_co = TypeVar("A_co", bound=BaseModel, covariant=True)
+
+
+class Download(BaseModel):
+    """An answer that is a file."""
+
+    data: bytes
+
+
+@dataclass(frozen=True)
+class ApiCall(Generic[A_co]):
+    """One request, ready to be sent, and the types of what comes back.
+
+    A call with `events` is answered by server-sent events of these names, `last_event` at the end;
+    any other call by one document of type `answer`, or by a file of `file_type` as `Download`.
+    """
+
+    method: str
+    path: str
+    answer: type[A_co] | None = None
+    body: bytes | None = None
+    upload: UploadBody | None = None
+    upload_type: str = "text/plain; charset=utf-8"
+    file_type: str | None = None
+    params: Mapping[str, str | list[str]] = field(default_factory=dict)
+    events: Mapping[str, type[A_co]] = field(default_factory=dict)
+    last_event: str = LAST_EVENT
+    answer_statuses: frozenset[int] = frozenset()
+    """Statuses beside 2xx whose body is an answer too."""
+    retry_safe: bool = True
+
 
 R = TypeVar("R", bound=BaseModel)
 

@@ -43,14 +43,14 @@ class EventParser:
         for end in ends:
             line = "".join([*self._pieces, end])
             self._pieces = []
-            event = self._take(line)
+            event = self._read_line(line)
             if event is not None:
                 events.append(event)
         if rest:
             self._pieces.append(rest)
         return events
 
-    def _take(self, line: str) -> ServerSentEvent | None:
+    def _read_line(self, line: str) -> ServerSentEvent | None:
         if not line:
             return self._dispatch()
         field, _, value = line.partition(":")

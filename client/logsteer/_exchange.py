@@ -18,7 +18,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from logsteer import _arrays
-from logsteer._call import ApiCall
+from logsteer._calls import ApiCall
 from logsteer._events import ServerSentEvent
 from logsteer._upload import UploadBody
 from logsteer.errors import (

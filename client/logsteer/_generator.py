@@ -86,7 +86,7 @@ from logsteer._upload import AsyncSource
 from logsteer.extras.activations import Activations
 from logsteer.extras.datasets import PROMPT
 from logsteer.extras.datasets import Source as PromptSource
-from logsteer.extras.rewards import Reward
+from logsteer.extras.sampling import Reward
 from logsteer.extras.samples import Samples
 from logsteer.extras.shards import ActivationShards
 from logsteer.schemas import (
@@ -99,7 +99,7 @@ def render_methods() -> str:
     """Return the source of `_async_methods.py`."""
     text = "".join(_write_classes())
     used = sorted(name for name in schemas.__all__ if re.search(rf"\b{name}\b", text))
-    return _HEAD.format(schemas="\n".join(f"    {name}," for name in used)) + text
+    return _tidy(_HEAD.format(schemas="\n".join(f"    {name}," for name in used)) + text)
 
 
 def render_blocking(name: str, text: str) -> str:

@@ -2,8 +2,8 @@
 
 import os
 import time
-from types import TracebackType
-from typing import BinaryIO, Self
+from collections.abc import Iterable
+from typing import Any, BinaryIO, Self, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -38,12 +38,7 @@ class _Bars:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
 
@@ -53,16 +48,17 @@ class ScoringProgress(_Bars):
     The file is not closed.
     """
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, source: BinaryIO | Iterable[bytes]) -> None:
         super().__init__(
             TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}")
         )
-        size = _size(file)
+        size = _size(source)
         self._sent = self._progress.add_task("sending", total=size, note="")
         self._scored = self._progress.add_task("scoring", total=None, note="", start=False)
         # rich counts a file whose size it knows; a pipe's bar only shows that something moves.
-        self.source: BinaryIO = file
+        self.source = source
         if size is not None:
+            file = cast(BinaryIO, source)
             self.source = self._progress.wrap_file(file, total=size, task_id=self._sent)
 
     def show(self, event: StreamStart | WindowEvent) -> None:
@@ -81,32 +77,21 @@ class ScoringProgress(_Bars):
 
 
 class CountingProgress(_Bars):
-    """A bar of texts that are done, drawn only where it is wanted and stderr is a terminal.
+    """A bar of what is done, drawn only where it is wanted and stderr is a terminal.
 
-    `title` says what is done, `noun` with what; `done` of them are at the beginning.
+    `title` says what is done, `noun` with what; `done` of `total` are at the beginning. Where the
+    total is not known, the count alone moves.
     """
 
-    def __init__(self, title: str, noun: str, total: int, done: int, wanted: bool) -> None:
-        count = TextColumn(f"{{task.completed:.0f}}/{{task.total:.0f}} {noun}")
-        super().__init__(TextColumn(title), BarColumn(), count, wanted=wanted)
+    def __init__(self, title: str, noun: str, total: int | None, done: int, wanted: bool) -> None:
+        known = [SpinnerColumn()] if total is None else [TextColumn(title), BarColumn()]
+        whole = "" if total is None else f"/{total}"
+        count = TextColumn(f"{{task.completed:.0f}}{whole} {noun}")
+        super().__init__(*known, count, wanted=wanted)
         self._task = self._progress.add_task(title, total=total, completed=done)
 
     def advance(self, count: int) -> None:
         """Count so many more as done."""
-        self._progress.advance(self._task, count)
-
-
-class LineProgress(_Bars):
-    """A count of answered lines, drawn only where it is wanted and stderr is a terminal."""
-
-    def __init__(self, wanted: bool) -> None:
-        super().__init__(
-            SpinnerColumn(), TextColumn("{task.completed:.0f} lines answered"), wanted=wanted
-        )
-        self._task = self._progress.add_task("", total=None)
-
-    def advance(self, count: int) -> None:
-        """Count so many more as answered."""
         self._progress.advance(self._task, count)
 
 
@@ -141,8 +126,8 @@ class Waiting(_Bars):
         self._progress.add_task(title, total=None)
 
 
-def _size(file: BinaryIO) -> int | None:
+def _size(source: Any) -> int | None:
     try:
-        return os.fstat(file.fileno()).st_size or None
-    except OSError:
+        return os.fstat(source.fileno()).st_size or None
+    except (AttributeError, OSError):
         return None

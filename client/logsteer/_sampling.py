@@ -8,9 +8,8 @@ from contextlib import closing
 from typing import Any, TypeAlias
 
 from logsteer.errors import InvalidRequestError, LogsteerError
-from logsteer.extras.rewards import Rating, known_ratings, settle_ratings
 from logsteer.extras.samples import Samples
-from logsteer.extras.sampling import SampledBatch, SamplingRun
+from logsteer.extras.sampling import Rating, SampledBatch, SamplingRun, await_ratings, known_ratings
 
 _Rated: TypeAlias = tuple[SampledBatch, list[Rating]]
 
@@ -43,7 +42,7 @@ def sample_in_threads(run: SamplingRun, ask: Callable[..., SampledBatch]) -> Sam
                     except LogsteerError as error:
                         run.fail(batch, error)
                     else:
-                        run.keep(batch, answer, _settle_here(ratings, runner))
+                        run.keep(batch, answer, _await_here(ratings, runner))
                 begin()
             return run.finish()
         finally:
@@ -51,14 +50,14 @@ def sample_in_threads(run: SamplingRun, ask: Callable[..., SampledBatch]) -> Sam
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _settle_here(ratings: list[Rating | Awaitable[Any]], runner: asyncio.Runner) -> list[Rating]:
+def _await_here(ratings: list[Rating | Awaitable[Any]], runner: asyncio.Runner) -> list[Rating]:
     known = known_ratings(ratings)
     if known is not None:
         return known
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return runner.run(settle_ratings(ratings))
+        return runner.run(await_ratings(ratings))
     for rating in ratings:
         if inspect.iscoroutine(rating):
             rating.close()
@@ -72,7 +71,7 @@ async def sample_in_tasks(run: SamplingRun, ask: Callable[..., Awaitable[Sampled
 
     async def work(batch: range) -> _Rated:
         answer = await ask(**run.arguments(batch))
-        return answer, await settle_ratings(run.rate(batch, answer))
+        return answer, await await_ratings(run.rate(batch, answer))
 
     def begin() -> None:
         while len(under_way) < run.options.concurrency and (batch := run.next_batch()):

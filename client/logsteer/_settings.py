@@ -4,7 +4,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 from urllib.request import getproxies
 
 import httpx
@@ -24,21 +24,6 @@ _PROBES = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """After 15 s of silence the peer's machine is asked every 5 s whether it is there, three times."""
 
 
-class TransportArguments(TypedDict):
-    """What a transport of httpx is made with."""
-
-    uds: str | None
-    socket_options: list[tuple[int, int, int]]
-
-
-class HttpArguments(TypedDict):
-    """What both httpx clients are made with."""
-
-    base_url: str
-    headers: dict[str, str]
-    timeout: httpx.Timeout
-
-
 @dataclass(frozen=True)
 class ClientSettings:
     """The settings that both clients share; `model` is the default model of every request."""
@@ -52,14 +37,14 @@ class ClientSettings:
     uds: str | None = None
     """The Unix domain socket of a `unix://` address, in place of the network."""
 
-    def http_arguments(self) -> HttpArguments:
+    def http_arguments(self) -> dict[str, Any]:
         """Return the arguments of `httpx.Client` and `httpx.AsyncClient`."""
         headers = {"User-Agent": f"logsteer/{__version__}"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
         return {"base_url": self.base_url, "headers": headers, "timeout": self.timeout}
 
-    def transport_arguments(self) -> TransportArguments | None:
+    def transport_arguments(self) -> dict[str, Any] | None:
         """Return the arguments of httpx's transport; None where httpx is to make its own.
 
         A server's machine that is gone without a word would be waited for as long as for an answer.

@@ -18,8 +18,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import httpx
 from pydantic import BaseModel
 
-from logsteer._call import ApiCall
-from logsteer._calls import as_list, build_call, build_file_call
+from logsteer._calls import ApiCall, as_list, build_call, build_file_call
 from logsteer._events import EventParser, ServerSentEvent
 from logsteer._exchange import Deliver, Pause, Send, Terms, exchange, is_event_stream
 from logsteer._pairs import LogProbs, pair_items, pair_records, pair_scores

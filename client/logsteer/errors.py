@@ -82,8 +82,8 @@ class APIError(LogsteerError):
     read from the wire. Raises ValueError for a code that belongs to another subclass.
     """
 
-    codes: ClassVar[frozenset[str]] = frozenset()
     statuses: ClassVar[frozenset[int]] = frozenset()
+    """Statuses that a class stands for, and so the codes of `KINDS` that have one of them."""
 
     def __init__(
         self,
@@ -96,8 +96,9 @@ class APIError(LogsteerError):
         status: int | None = None,
         retryable: bool | None = None,
     ) -> None:
-        if self.codes and code in KINDS and code not in self.codes:
-            raise ValueError(f"{type(self).__name__} does not stand for {code}: {set(self.codes)}")
+        if self.statuses and code in KINDS and KINDS[code].status not in self.statuses:
+            known = [code for code, kind in KINDS.items() if kind.status in self.statuses]
+            raise ValueError(f"{type(self).__name__} does not stand for {code}: {known}")
         super().__init__(detail, request_id=request_id)
         # Pickle calls the class with `args`, and engine processes send these errors that way.
         self.args = (code, detail)
@@ -129,41 +130,24 @@ class APIError(LogsteerError):
 class InvalidRequestError(APIError):
     """The request cannot be answered as it stands: change it as `detail` says."""
 
-    codes = frozenset(
-        {
-            "invalid_request",
-            "context_too_long",
-            "boundary_empty",
-            "unsupported_by_engine",
-            "invalid_vector",
-            "invalid_adapter",
-            "non_finite",
-            "method_not_allowed",
-        }
-    )
     statuses = frozenset({400, 405, 422})
 
 
 class AuthenticationError(APIError):
     """The API key is missing or wrong."""
 
-    codes = frozenset({"unauthorized"})
     statuses = frozenset({401})
 
 
 class PermissionDeniedError(APIError):
     """The API key may not do this, or a page of another site sent the request."""
 
-    codes = frozenset({"forbidden"})
     statuses = frozenset({403})
 
 
 class NotFoundError(APIError):
     """The server has no such model, vector, override, adapter or path."""
 
-    codes = frozenset(
-        {"not_found", "unknown_model", "unknown_vector", "unknown_override", "unknown_adapter"}
-    )
     statuses = frozenset({404})
 
 
@@ -177,7 +161,6 @@ class ConflictError(APIError):
 class PayloadTooLargeError(APIError):
     """The request is larger than the server takes."""
 
-    codes = frozenset({"payload_too_large"})
     statuses = frozenset({413})
 
 
@@ -188,28 +171,24 @@ DIVISIBLE = (InvalidRequestError, PayloadTooLargeError)
 class OverloadedError(APIError):
     """The server, or this key, has too much to do; `retry_after` says when to come back (s)."""
 
-    codes = frozenset({"overloaded", "rate_limited"})
     statuses = frozenset({429})
 
 
 class UnavailableError(APIError):
     """The model does not answer now: it is loading, restarting, or out of memory."""
 
-    codes = frozenset({"model_loading", "engine_restarting", "out_of_memory"})
     statuses = frozenset({502, 503})
 
 
 class DeadlineError(APIError):
     """The server gave up because its own time limit for the request ran out."""
 
-    codes = frozenset({"deadline_exceeded"})
     statuses = frozenset({504})
 
 
 class InternalError(APIError):
     """A fault of the server; its log has the details under the request id."""
 
-    codes = frozenset({"internal"})
     statuses = frozenset({500})
 
 
@@ -229,7 +208,8 @@ def api_error(
         status = KINDS[cast(ProblemCode, code)].status if known else 500
     if retryable is None and not known:
         retryable = status in _PASSING_STATUSES
-    error = next((c for c in APIError.__subclasses__() if _stands_for(c, code, status)), APIError)
+    own = KINDS[cast(ProblemCode, code)].status if known else status
+    error = next((c for c in APIError.__subclasses__() if own in c.statuses), APIError)
     return error(
         cast(ProblemCode, code),
         detail,
@@ -269,7 +249,3 @@ def problem_error(
         retry_after=retry_after,
         request_id=field("request_id", str) or request_id,
     )
-
-
-def _stands_for(error: type[APIError], code: str, status: int) -> bool:
-    return code in error.codes if code in KINDS else status in error.statuses

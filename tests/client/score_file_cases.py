@@ -43,16 +43,16 @@ def interrupt(corpus: Path, target: Path, after: int) -> None:
     from logsteer.corpus.job import FileJob
 
     count = 0
-    take, commit = FileJob.take, FileJob.commit
+    write, commit = FileJob.write, FileJob.commit
 
     def stop(self: FileJob, scored: Any) -> None:
         nonlocal count
-        take(self, scored)
+        write(self, scored)
         commit(self)
         count += 1
         if count == after:
             raise PowerCutError
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(PowerCutError):
-        patch.setattr(FileJob, "take", stop)
+        patch.setattr(FileJob, "write", stop)
         score(corpus, target, CorpusServer(), id_column="id")

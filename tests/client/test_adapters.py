@@ -1,6 +1,5 @@
 """`client.adapters`, `logsteer adapters` and `--adapter`: what is sent, and what comes back."""
 
-import inspect
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -12,8 +11,6 @@ import httpx
 import pytest
 
 from logsteer import InvalidRequestError, NotFoundError, OverloadedError, TransportError
-from logsteer._async_methods import AsyncAdapters
-from logsteer._sync_methods import Adapters
 from logsteer.cli import main
 from logsteer.schemas import UsedAdapter
 
@@ -119,16 +116,6 @@ def test_the_model_is_the_clients_own_or_the_given(call: Caller, directory: Path
     call(server, lambda client: client.adapters.put("lora", directory), model="mine")
     call(server, lambda client: client.adapters.put("lora", directory, "other"), model="mine")
     assert [dict(r.url.params) for r in server.requests] == [{"model": "mine"}, {"model": "other"}]
-
-
-def test_whole_files_are_sent_again_after_a_refusal(
-    call: Caller, pauses: list[float], directory: Path
-) -> None:
-    server = Script(BUSY, httpx.Response(200, json=CARD))
-    call(server, lambda client: client.adapters.put("lora", directory))
-    assert len(server.requests) == 2
-    for request, body in zip(server.requests, server.bodies, strict=True):
-        assert parts_of(request, body) == WHOLE
 
 
 class Breaking(httpx.BaseTransport, httpx.AsyncBaseTransport):
@@ -240,12 +227,6 @@ def test_a_missing_file_is_told_before_anything_is_sent(
     assert server.requests == []
 
 
-def test_a_file_in_place_of_a_directory_has_no_files(call: Caller, directory: Path) -> None:
-    file = directory / "adapter_config.json"
-    with pytest.raises(InvalidRequestError, match="no adapter_config"):
-        call(answer(CARD), lambda client: client.adapters.put("lora", file))
-
-
 def test_an_adapter_is_deleted_once(call: Caller, pauses: list[float], directory: Path) -> None:
     server = answer(GONE)
     assert call(server, lambda client: client.adapters.delete("lora")).sha256 == "ab" * 32
@@ -261,16 +242,6 @@ def test_an_adapter_is_deleted_once(call: Caller, pauses: list[float], directory
         with pytest.raises(InvalidRequestError, match="name is empty"):
             call(server, use)
     assert len(server.requests) == 1
-
-
-def test_the_two_have_the_same_methods_and_options() -> None:
-    def methods(kind: type) -> dict[str, list[inspect.Parameter]]:
-        found = inspect.getmembers(kind, inspect.isfunction)
-        public = {n: m for n, m in found if not n.startswith("_")}
-        return {n: list(inspect.signature(m).parameters.values()) for n, m in public.items()}
-
-    assert methods(Adapters) == methods(AsyncAdapters)
-    assert methods(Adapters).keys() == {"list", "get", "put", "delete"}
 
 
 ITEMS = [{"context": "a", "targets": ["b"]}]
@@ -330,12 +301,6 @@ def test_the_commands_about_adapters(capsys: Output, run: Any, directory: Path) 
     assert json.loads(capsys.readouterr().out) == LIST
 
 
-def test_a_directory_of_something_else_is_told(capsys: Output, run: Any, tmp_path: Path) -> None:
-    assert run(answer(CARD), "adapters", "put", "lora", str(tmp_path)) == 1
-    out, err = capsys.readouterr()
-    assert out == "" and "has no adapter_config.json" in err and str(tmp_path) in err
-
-
 @pytest.mark.parametrize("argv", [[], ["put", "lora"], ["delete"], ["get", "lora"]])
 def test_wrong_usage_is_2(run: Any, capsys: Output, argv: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -358,17 +323,6 @@ def test_scores_under_an_adapter_say_so(capsys: Output, run: Any) -> None:
     assert "adapter" not in capsys.readouterr().out
 
 
-def test_perplexity_under_an_adapter_is_streamed(capsys: Output, run: Any, tmp_path: Path) -> None:
-    path = tmp_path / "text"
-    path.write_text("some text")
-    result = events(("start", START), ("result", PERPLEXITY | USED))
-    server = Script(event_stream(result))
-    assert run(server, "perplexity", str(path), "--adapter", "lora") == 0
-    assert server.requests[0].url.path == "/perplexity/stream"
-    assert dict(server.requests[0].url.params) == {"adapter": "lora"}
-    assert "under adapter lora (abababababab)" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("count", ["1", "2"])
 def test_steering_under_an_adapter_says_so(capsys: Output, run: Any, count: str) -> None:
     result = events(("start", START), ("result", steer_answer(int(count)) | USED))
@@ -381,11 +335,3 @@ def test_steering_under_an_adapter_says_so(capsys: Output, run: Any, count: str)
     assert out.index("under adapter lora") < out.index("steered 5 tokens")
     with pytest.raises(SystemExit):
         run(server, "steer", "a", "--adapter", "lora")
-
-
-def test_a_sweep_under_an_adapter_says_so(capsys: Output, run: Any) -> None:
-    server = answer(SWEEP | USED)
-    argv = ["--vector", "mood", "--scales=1", "--item", "a", "b", "c", "--text", __file__]
-    assert run(server, "sweep", *argv, "--adapter", "lora") == 0
-    assert json.loads(server.bodies[0])["adapter"] == "lora"
-    assert "under adapter lora (abababababab)" in capsys.readouterr().out

@@ -94,12 +94,6 @@ def test_activations_are_a_table_of_their_norms() -> None:
     assert "resid_post of demo: 5 rows of 3 numbers a layer" in page and "norm@1" in page
 
 
-def test_one_string_is_one_text(call: Caller) -> None:
-    server = CaptureServer()
-    call(server, lambda client: client.activations("abc", [1]))
-    assert server.asked[0]["items"] == ["abc"]
-
-
 def file_of(header: Any, data: bytes = b"") -> bytes:
     """A safetensors file with this header, right or wrong."""
     head = json.dumps(header).encode()
@@ -144,12 +138,6 @@ def test_places_outside_the_numbers_are_an_error(tmp_path: Path) -> None:
             continue
         with pytest.raises(AnswerError, match="not all numbers of tensor token_ids"):
             open_activations(path)
-
-
-def test_a_server_without_files_is_told_of(call: Caller) -> None:
-    reply = httpx.Response(200, json={})
-    with pytest.raises(AnswerError, match="safetensors"):
-        call(lambda request: reply, lambda client: client.activations("a", [1]))
 
 
 def capture(call: Caller, server: CaptureServer, directory: Path, **options: Any) -> Any:

@@ -238,10 +238,3 @@ def test_interruption_is_130() -> None:
         raise KeyboardInterrupt
 
     assert run(Script(interrupt), "models") == 130
-
-
-def test_help_shows_examples(capsys: Output) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--help"])
-    assert caught.value.code == 0
-    assert 'logsteer score "The capital of France is"' in capsys.readouterr().out

@@ -1,6 +1,5 @@
 """What each method sends, and what it makes of the answer."""
 
-import inspect
 import json
 import struct
 from typing import Any
@@ -11,8 +10,6 @@ import pytest
 
 from logsteer import (
     AnswerError,
-    AsyncClient,
-    Client,
     InvalidRequestError,
     UnavailableError,
 )
@@ -185,29 +182,8 @@ def test_messagepack_client_reads_json_and_problems(call: Caller) -> None:
         )
 
 
-def test_json_is_asked_for_by_default(call: Caller) -> None:
-    server = answering(HEALTH)
-    call(server, lambda client: client.health())
-    assert "msgpack" not in server.requests[0].headers["Accept"]
-
-
 def test_broken_messagepack_is_no_answer(call: Caller) -> None:
     headers = {"Content-Type": "application/msgpack"}
     server = Script(httpx.Response(200, content=msgpack.packb(ANSWER)[:-1], headers=headers))
     with pytest.raises(AnswerError, match="MessagePack"):
         call(server, lambda client: client.logprob([{"context": "", "targets": ["x"]}]))
-
-
-def test_both_clients_have_the_same_methods_and_arguments() -> None:
-    def signatures(client: type) -> dict[str, list[str]]:
-        methods = inspect.getmembers(client, inspect.isfunction)
-        return {
-            name: [str(p).replace("Async", "") for p in inspect.signature(f).parameters.values()]
-            for name, f in methods
-            if not name.startswith("_") and "close" not in name
-        }
-
-    assert signatures(Client).keys() == signatures(AsyncClient).keys()
-    source = "perplexity_stream"
-    for name in signatures(Client).keys() - {source}:
-        assert signatures(Client)[name] == signatures(AsyncClient)[name]

@@ -1,6 +1,5 @@
 """Data sets by name: repositories, configurations, splits and directories; and as one text."""
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ import pytest
 from logsteer import Client
 from logsteer.cli import main
 from logsteer.errors import InvalidRequestError
-from logsteer.extras import hub
-from logsteer.extras.datasets import name_source, read_prompts, register_dataset
+from logsteer.extras.datasets import load_rows, name_source, read_prompts, register_dataset
 from logsteer.extras.texts import JoinedRows
 from logsteer.schemas import PerplexityAnswer
 from tests.conftest import Server
@@ -106,24 +104,23 @@ def test_names_of_the_hub_are_repository_configuration_and_split(
     with pytest.raises(InvalidRequestError, match=r"no data set .* was found"):
         read_prompts(f"hf:{name}")
     with pytest.raises(InvalidRequestError, match="OWNER/NAME/CONFIG"):
-        hub.load_rows("a/b/c/d")
+        load_rows("a/b/c/d")
 
 
 def test_rows_are_one_text(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     texts = ["One é", "", "Two " * 40_000, "Three"]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    file = JoinedRows(name_source(str(path), None), "text")
+    rows = JoinedRows(name_source(str(path), None), "text")
     whole = "\n\n".join(texts).encode()
-    assert (file.read(5), file.tell()) == (whole[:5], 5)
-    assert file.seekable() and file.seek(0) == 0
-    assert b"".join(iter(lambda: file.read(1000), b"")) == whole
-    assert JoinedRows(path, "text", " | ").read(100_000).startswith("One é |  | Two".encode())
-    assert not JoinedRows(iter(["a"]), "text").seekable()
-    with pytest.raises(io.UnsupportedOperation):
-        file.seek(3)
+    assert b"".join(rows) == b"".join(rows) == whole
+    assert b"".join(JoinedRows(path, "text", " | ")).startswith("One é |  | Two".encode())
+    once = JoinedRows(iter(["a"]), "text")
+    assert list(once) == [b"a"]
+    with pytest.raises(InvalidRequestError, match="cannot be read again"):
+        list(once)
     with pytest.raises(InvalidRequestError, match="row 0 has no text under 'body', only text"):
-        JoinedRows(path, "body").read(1)
+        list(JoinedRows(path, "body"))
     with pytest.raises(InvalidRequestError, match="has no splits"):
         name_source(str(path), "test")
 
@@ -161,7 +158,7 @@ def test_lines_that_are_texts(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('"one"\r\n{"question": "two"}')
     assert questions(str(path)) == ["one", "two"]
-    assert JoinedRows(path, "question").read(100) == b"one\n\ntwo"
+    assert b"".join(JoinedRows(path, "question")) == b"one\n\ntwo"
 
 
 @pytest.mark.parametrize(
@@ -184,7 +181,7 @@ def test_rows_that_no_text_is_made_of(
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"text": "a"}\n\n' + line.encode("latin-1") + b"\n")
     with pytest.raises(InvalidRequestError, match=told):
-        JoinedRows(path, "text").read(100)
+        list(JoinedRows(path, "text"))
     if "surrogate" not in told:
         with pytest.raises(InvalidRequestError, match=told.replace("column; ", "field")[:30]):
             read_prompts(path, "text")

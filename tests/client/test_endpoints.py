@@ -13,7 +13,7 @@ import pytest
 from logsteer import AsyncClient, Client, _generator
 from logsteer._endpoints import ENDPOINTS, Endpoint
 from logsteer._generator import BLOCKING, main
-from logsteer._parameters import NOT_GIVEN, SOURCES, list_parameters
+from logsteer._parameters import NOT_GIVEN, SOURCES
 from tests.conftest import ROOT
 
 OPENAPI = json.loads((ROOT / "openapi.json").read_text())
@@ -141,12 +141,6 @@ def test_what_is_stale_is_told(
     assert main([]) == 0
     assert main(["--check"]) == 0
     assert "class Client(" in (tmp_path / "client.py").read_text()
-
-
-def test_a_positional_parameter_is_one_of_the_endpoint() -> None:
-    for endpoint in ASKED:
-        names = {parameter.name for parameter in list_parameters(endpoint)}
-        assert set(endpoint.optional) <= set(endpoint.positional) <= names
 
 
 def test_the_table_loads_without_a_client() -> None:

@@ -1,8 +1,6 @@
 """The exception tree and its table."""
 
 import pickle
-import re
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -116,7 +114,3 @@ def test_a_timeout_is_caught_as_the_builtin_one() -> None:
         raise errors.RequestTimeoutError("late", request_id="abc")
     assert isinstance(caught.value, errors.TransportError)
     assert caught.value.request_id == "abc"
-
-
-def test_no_address_is_invented() -> None:
-    assert not re.search(r"https?://", Path(errors.__file__).read_text())

@@ -1,14 +1,31 @@
 """The examples in the commands' help, which the parser takes; and the notebook as it is kept."""
 
+import argparse
 import json
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .test_completion import COMMANDS, PARSER
+from logsteer.cli.command import _build_parser
+
+PARSER = _build_parser()
+
+
+def list_commands(
+    parser: argparse.ArgumentParser, words: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], argparse.ArgumentParser]]:
+    yield words, parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, command in action.choices.items():
+                yield from list_commands(command, (*words, name))
+
+
+COMMANDS = dict(list_commands(PARSER))
 
 EXAMPLES = {
     " ".join(words): [

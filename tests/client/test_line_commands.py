@@ -212,14 +212,6 @@ def test_wrong_usage_is_2(capsys: Output, argv: list[str]) -> None:
     assert "usage: logsteer" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["generate", "diagnostics", "gradient", "overrides"])
-def test_help_ends_in_examples(capsys: Output, command: str) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([command, "--help"])
-    assert caught.value.code == 0
-    assert f"examples:\n  logsteer {command}" in capsys.readouterr().out
-
-
 # ------------------------------------------------------------------ lines
 
 

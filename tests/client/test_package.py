@@ -1,9 +1,7 @@
 """What `import logsteer` gives, and what it leaves alone."""
 
-import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -75,17 +73,3 @@ def test_using_all_of_it_loads_no_server() -> None:
         "logsteer_server",
     }
     assert not (heavy | {"logsteer_server"}) & loaded
-
-
-def is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any(isinstance(one, ast.Name) and one.id == "property" for one in node.decorator_list)
-
-
-def test_docstrings_of_functions_begin_with_a_verb() -> None:
-    others = {"A", "All", "An", "As", "Each", "How", "Nothing", "Nothing;", "One", "That", "The",
-              "What", "Whether"}  # fmt: skip
-    for path in Path(logsteer.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_property(node):
-                first = (ast.get_docstring(node) or "-").split()[0]
-                assert first not in others, f"{path}: {node.name}"

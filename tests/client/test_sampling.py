@@ -16,7 +16,7 @@ import pytest
 from logsteer import AsyncClient, Client
 from logsteer.errors import InvalidRequestError, OverloadedError
 from logsteer.extras.datasets import draw_prompts, read_prompts, register_dataset
-from logsteer.extras.draws import FileDraws
+from logsteer.extras.draws import Draws
 from logsteer.extras.samples import Samples
 from tests.client.documents import ANSWER, PROVENANCE
 from tests.own_time import run_in_own_time
@@ -359,7 +359,7 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path, content: str) ->
     path = tmp_path / "prompts.jsonl"
     path.write_text(content)
     with pytest.raises(InvalidRequestError, match="line 1, is no line that sampling has written"):
-        FileDraws(path)
+        Draws(path)
     assert path.read_text() == content
 
 
@@ -371,7 +371,7 @@ def test_a_torn_first_line_is_begun_again(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 3
     path.write_text(path.read_text().replace('"index":1', '"index":"x"'))
     with pytest.raises(InvalidRequestError, match=r"line 3, is no line .*index"):
-        FileDraws(path)
+        Draws(path)
 
 
 def test_wrong_options_are_told_before_anything_is_sent(sample: Use, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from logsteer import InvalidRequestError, LogsteerError, NotFoundError, OverloadedError
 from logsteer.cli import main
 from logsteer.corpus import JobLimits
-from logsteer.corpus.fleet import FIRST_LIMIT, Pace
+from logsteer.corpus.servers import FIRST_LIMIT, Pace
 
 from .corpus_server import BAD, CorpusServer, serve_corpus, value_of
 from .score_file_cases import read_rows, score, texts, write_rows
@@ -218,7 +218,7 @@ def test_a_pace_grows_while_that_is_faster_and_halves_when_refused() -> None:
         """A server that answers a row a second for each of `at_once` requests, and no faster."""
         for _ in range(answers):
             now += 1 / min(pace.limit, at_once)
-            pace.note(1, now)
+            pace.record(1, now)
         return now
 
     pace = Pace(64)

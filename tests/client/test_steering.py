@@ -6,29 +6,22 @@ from typing import Any
 import httpx
 import pytest
 
-from logsteer import AnswerError, InvalidRequestError, NotFoundError, TransportError
+from logsteer import AnswerError, InvalidRequestError
 from logsteer.schemas import (
     LogprobItem,
     Message,
-    SteerAnswer,
     Steering,
-    SteerPiece,
-    SteerStart,
 )
 
 from .documents import (
     PERPLEXITY,
-    START,
-    STEER_EVENTS,
     SWEEP,
-    events,
     logprob_answer,
-    piece,
     steer_answer,
     steering_receipt,
     target,
 )
-from .scripted import Caller, Script, event_stream, problem
+from .scripted import Caller, Script
 
 MOOD: dict[str, Any] = {"vectors": [{"name": "mood", "scale": 2}], "positions": "prompt"}
 
@@ -98,35 +91,6 @@ def test_a_wrong_argument_is_told_before_anything_is_sent(
     with pytest.raises(InvalidRequestError, match=reason):
         call(server, lambda client: client.steer_events(prompt, steering, **options))
     assert server.requests == []
-
-
-def test_events_are_typed_and_in_order(call: Caller) -> None:
-    server = Script(event_stream(STEER_EVENTS))
-    start, part, last = call(
-        server, lambda client: client.steer_events(["I am"], MOOD, max_tokens=3)
-    )
-    assert isinstance(start, SteerStart) and start.model == "demo"
-    assert isinstance(part, SteerPiece) and (part.text, part.steered) == (" glad", True)
-    assert isinstance(last, SteerAnswer) and last.steering.tokens_steered == 5
-    assert sent(server) == {
-        "prompts": ["I am"],
-        "steering": MOOD,
-        "max_tokens": 3,
-        "stream": True,
-    }
-    assert server.requests[0].headers["Accept"].startswith("text/event-stream")
-
-
-def test_a_stream_without_its_result_is_an_error(call: Caller, pauses: list[float]) -> None:
-    text = events(("start", START), ("piece", piece(" half")))
-    server = Script(event_stream(text))
-    with pytest.raises(TransportError, match="ended before its result"):
-        call(server, lambda client: client.steer_events("I am", MOOD))
-    assert len(server.requests) == 1
-    error = json.loads(problem("unknown_vector", 404).content)
-    with pytest.raises(NotFoundError):
-        server = Script(event_stream(text + events(("error", error))))
-        call(server, lambda client: client.steer_events("I am", MOOD))
 
 
 def test_an_answer_without_a_receipt_is_none(call: Caller) -> None:

@@ -1,6 +1,5 @@
 """`client.vectors` and `logsteer vectors`: what is sent, and what comes of the answers."""
 
-import inspect
 import io
 import json
 import os
@@ -16,10 +15,8 @@ import torch
 from safetensors.numpy import load
 
 from logsteer import AnswerError, InvalidRequestError, NotFoundError
-from logsteer.async_client import AsyncVectors
 from logsteer.cli import main
-from logsteer.client import Vectors
-from logsteer.schemas import TrainRequest
+from logsteer.extras.tensors import convert_upload
 
 from .documents import ANSWER
 from .scripted import Caller, Script, problem
@@ -111,13 +108,6 @@ def test_a_file_is_put(call: Caller, tmp_path: Path, kind: str) -> None:
     assert server.bodies == [b"GGUF and so on"]
 
 
-def test_bytes_are_sent_again_after_a_failure(call: Caller, pauses: list[float]) -> None:
-    server = Script(problem("overloaded", 429, retryable=True), httpx.Response(200, json=CARD))
-    call(server, lambda client: client.vectors.put("happy", b"data"))
-    assert server.bodies == [b"data", b"data"]
-    assert not server.requests[0].url.params
-
-
 def test_a_file_is_downloaded(call: Caller) -> None:
     server = file_answer(b"\x00\xff\x80 bytes")
     data = call(server, lambda client: client.vectors.download("happy"))
@@ -182,20 +172,6 @@ def test_combining(call: Caller) -> None:
         "vectors": [{"name": "a", "weight": 1.0}, {"name": "b", "weight": -0.5}],
         "orthogonal_to": ["d"],
     }
-
-
-def test_the_two_have_the_same_methods_and_options() -> None:
-    def methods(kind: type) -> dict[str, list[inspect.Parameter]]:
-        found = inspect.getmembers(kind, inspect.isfunction)
-        public = {n: m for n, m in found if not n.startswith("_")}
-        return {n: list(inspect.signature(m).parameters.values()) for n, m in public.items()}
-
-    one, other = methods(Vectors), methods(AsyncVectors)
-    assert one.keys() == other.keys()
-    for name in one.keys() - {"put"}:
-        assert one[name] == other[name]
-    options = {parameter.name for parameter in one["train"]} - {"self"}
-    assert options == set(TrainRequest.model_fields)
 
 
 Output = pytest.CaptureFixture[str]
@@ -398,6 +374,12 @@ def test_what_torch_saved_and_no_vector_is_refused(call: Caller, tmp_path: Path)
     assert not mark.exists()
     with pytest.raises(InvalidRequestError, match="give a path, an open file or bytes"):
         call(answer(CARD), lambda client: client.vectors.put("happy", [b"PK"], "pt"))
+
+
+def test_a_pipe_is_not_looked_into(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)  # opened for reading, it would be waited for
+    assert convert_upload(pipe, None) == (pipe, None)
 
 
 def test_what_needs_torch_says_so(

@@ -10,8 +10,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from logsteer import LogsteerError
-from logsteer._pairs import LogProbs, pair_records
-from logsteer.extras.markup import PARTS_SHOWN, TOKENS_SHOWN
+from logsteer._pairs import pair_records
+from logsteer.extras.html import PARTS_SHOWN, ROWS_SHOWN, TOKENS_SHOWN
 from logsteer.extras.rows import list_grains, list_rows
 from logsteer.schemas import (
     Completion,
@@ -157,9 +157,8 @@ def test_a_heat_map_has_titles_and_a_legend() -> None:
     assert "mood@2: projection 1.5" in lines and "mood@2: projection after 2.5" in lines
     assert "surprisal: 0" in found.text and "mood at layer 2: -2.5" in found.text
     assert "<script>alert('&')</script>\\x1b[1m\\u202e" in found.text
-    assert "joins tokens with the context's end" in found.text
     assert "steered 5 tokens by mood x 2 (abababababab)" in found.text
-    assert "50.00%" in found.text
+    assert "choice_prob" in found.text and "merged" in found.text
 
 
 def test_what_is_not_finite_has_a_colour_of_its_own() -> None:
@@ -177,19 +176,22 @@ def test_a_page_is_bounded_and_says_what_is_left_out() -> None:
     assert page.count("surprisal 1\n") == TOKENS_SHOWN
     text = Reader(page).text
     assert f"and {count - TOKENS_SHOWN:,} more tokens" in text
-    assert f"and {40 - PARTS_SHOWN} more items" in text
+    assert f"and {30 - PARTS_SHOWN} more sequences" in text
+    assert f"and {30 + 39 * 30 - ROWS_SHOWN:,} more rows" in text
 
 
-def test_steered_and_unsteered_stand_side_by_side() -> None:
+def test_steered_and_unsteered_have_heads_of_their_own() -> None:
     found = Reader(steered(probes=[PROBE])._repr_html_())
-    assert found.text.count("unsteered") == 2 and "glad 1" in found.text and "sad 1" in found.text
+    assert found.text.count("unsteered completion") == 2
+    assert "glad 1" in found.text and "sad 1" in found.text
     assert "abababababab" in found.text
 
 
-def test_windows_and_sweeps_are_curves() -> None:
-    assert "mean surprisal of 3 windows: 0.5 … 1.5" in perplexity(windows=WINDOWS)._repr_html_()
-    page = ANSWERS["sweep"]._repr_html_()
-    assert page.count("<svg") == 6 and "change of item 0, target 1, scales -1 to 1" in page
+def test_windows_and_what_is_known_of_a_vector_are_told() -> None:
+    assert "mean_logprob" in perplexity(windows=WINDOWS)._repr_html_()
+    page = Reader(CARD._repr_html_()).text
+    for words in ("4 folds", "try mood:1@3 to mood:2", "it is <best>", "caution: few pairs"):
+        assert words in page
 
 
 # ------------------------------------------------------------------ rows and tables
@@ -262,12 +264,6 @@ def test_numbers_of_items_stay_integers() -> None:
     assert frame["change"].dtype == "float64"
 
 
-def test_records_of_get_log_prob_are_a_list_and_a_table() -> None:
-    records = ANSWERS["log_prob"]
-    assert isinstance(records, LogProbs) and isinstance(records, list)
-    assert list(records.to_pandas()["target"]) == [" glad", " sad"]
-
-
 # ------------------------------------------------------------------ plots
 
 
@@ -306,5 +302,5 @@ def test_an_item_without_arrays_has_bars() -> None:
     plain = ItemScore.model_validate(
         {"targets": [target("a", -1.0), target("b", None)], "best": 0, "choice_probs": [1.0, None]}
     )
-    assert "heat" not in plain._repr_html_() and "100.00%" in plain._repr_html_()
+    assert "surprisal" not in plain._repr_html_() and "choice_prob" in plain._repr_html_()
     assert len(plain.plot().axes[0].patches) == 2

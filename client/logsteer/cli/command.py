@@ -11,14 +11,13 @@ import httpx
 
 import logsteer
 from logsteer.cli import tables
-from logsteer.cli.adapters import add_adapter_commands
 from logsteer.cli.capture import add_capture
 from logsteer.cli.completion import add_completion
 from logsteer.cli.generation import add_generate
 from logsteer.cli.items import add_diagnostics, add_gradient
 from logsteer.cli.models import add_model_commands
 from logsteer.cli.output import add_output_options, check_output, show
-from logsteer.cli.overrides import add_override_commands
+from logsteer.cli.parameters import add_adapter_commands, add_override_commands
 from logsteer.cli.score_file import add_score_file
 from logsteer.cli.scoring import add_perplexity, add_score
 from logsteer.cli.selftest import add_selftest

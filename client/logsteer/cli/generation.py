@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
-from logsteer.cli import tables, token_tables
+from logsteer.cli import continuations, tables
 from logsteer.cli.continuations import stream_one
 from logsteer.cli.lines import (
     AnsweredLines,
@@ -88,11 +88,11 @@ def _generate(client: Client, arguments: argparse.Namespace) -> None:
         console = TerminalConsole()
         with closing(client.generate_events(**form, **options)) as events:
             answer = stream_one(events, console, "" if arguments.chat else prompts[0])
-        drawn = token_tables.draw_end(answer.results[0].completions[0])
+        drawn = continuations.draw_end(answer.results[0].completions[0])
         show(arguments, answer, *drawn, *tables.draw_changes(answer))
         return
     answer = client.generate(**form, **options)
-    drawn = token_tables.draw_generated(prompts, answer)
+    drawn = continuations.draw_generated(prompts, answer)
     show(arguments, answer, *drawn, *tables.draw_changes(answer))
 
 

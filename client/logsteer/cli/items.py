@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from logsteer.cli import tables, token_tables
+from logsteer.cli import continuations, tables
 from logsteer.cli.lines import (
     AnsweredLines,
     Row,
@@ -113,7 +113,7 @@ def _diagnose(client: Client, arguments: argparse.Namespace) -> None:
         answer_items(arguments, lambda items: client.diagnostics(items, **options))
         return
     answer = client.diagnostics(items, **options)
-    drawn = token_tables.draw_diagnostics(answer.results[0], arguments.columns is not None)
+    drawn = continuations.draw_diagnostics(answer.results[0], arguments.columns is not None)
     show(arguments, answer, *drawn, *tables.draw_changes(answer))
 
 
@@ -132,7 +132,7 @@ def _differentiate(client: Client, arguments: argparse.Namespace) -> None:
         answer_items(arguments, lambda items: client.gradient(items, wrt, **options))
         return
     answer = client.gradient(items, wrt, **options)
-    show(arguments, answer, *token_tables.draw_gradients(answer), *tables.draw_changes(answer))
+    show(arguments, answer, *continuations.draw_gradients(answer), *tables.draw_changes(answer))
 
 
 def read_item_arguments(arguments: argparse.Namespace) -> list[dict[str, Any]] | None:

@@ -8,7 +8,7 @@ from typing import Any, Self, TypeAlias
 from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError, to_json
 
-from logsteer._progress import LineProgress
+from logsteer._progress import CountingProgress
 from logsteer.cli.output import RowSink, choose_format
 from logsteer.errors import DIVISIBLE, LogsteerError
 from logsteer.extras.json_files import read_json_lines
@@ -68,7 +68,8 @@ class AnsweredLines:
         self._name, self._per = name, arguments.per
         arguments.output_format = "jsonl" if self._nested else form
         self._sink = RowSink(arguments)
-        self._progress = LineProgress(wanted=not sys.stdout.isatty() or arguments.output)
+        wanted = not sys.stdout.isatty() or arguments.output
+        self._progress = CountingProgress("", "lines answered", None, 0, wanted)
 
     def __enter__(self) -> Self:
         self._progress.__enter__()

@@ -5,8 +5,8 @@ import csv
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 from pydantic import BaseModel
@@ -15,7 +15,7 @@ from rich.text import Text
 from logsteer.cli.terminal import TerminalConsole
 from logsteer.errors import LogsteerError
 from logsteer.extras.answer_plots import plot_answer
-from logsteer.extras.figures import check_plot_path
+from logsteer.extras.plots import check_plot_path
 from logsteer.extras.rows import FlatRow, list_grains, list_rows
 
 FORMATS = ("table", "json", "jsonl", "csv", "parquet")
@@ -130,20 +130,10 @@ def _print_tables(arguments: argparse.Namespace, tables: Iterable[Any]) -> None:
             console.print(table)
 
 
-class _StandardOutput:
-    """Standard output as a context, which does not end with it."""
-
-    def __enter__(self) -> TextIO:
-        return sys.stdout
-
-    def __exit__(self, *_: object) -> None:
-        sys.stdout.flush()
-
-
 def _open_output(arguments: argparse.Namespace) -> Any:
     path = getattr(arguments, "output", None)
     if path is None or not hasattr(arguments, "output_format"):
-        return _StandardOutput()
+        return nullcontext(sys.stdout)  # which does not end with the context
     return Path(path).open("w", encoding="utf-8", newline="")
 
 
@@ -164,15 +154,10 @@ class RowSink:
         self._file: TextIO | None = None if self._output is None else self._output.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self._output is not None:
-            self._output.__exit__(kind, error, trace)
-        elif error is None:
+            self._output.__exit__(*error)
+        elif error == (None, None, None):
             self._write_parquet()
 
     def write(self, rows: Sequence[FlatRow]) -> None:

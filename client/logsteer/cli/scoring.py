@@ -2,15 +2,15 @@
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from logsteer._calls import fits_query
 from logsteer._pairs import pair_scores
 from logsteer._progress import ScoringProgress
-from logsteer.cli import tables, token_tables
+from logsteer.cli import continuations, tables
 from logsteer.cli.heat import Sparklines, draw_targets
 from logsteer.cli.items import LINES, add_item_arguments, answer_items, read_item_arguments
 from logsteer.cli.options import add_options
@@ -87,7 +87,7 @@ def _score(client: Client, arguments: argparse.Namespace) -> None:
     drawn: list[Any] = [*tables.draw_scores(result), draw_targets(result)]
     if arguments.probes:
         drawn += [
-            token_tables.draw_token_columns(target.tokens or [], target.logprobs or [], target)
+            continuations.draw_token_columns(target.tokens or [], target.logprobs or [], target)
             for target in result.targets
         ]
     show(arguments, answer, *drawn, *tables.draw_changes(answer))
@@ -101,7 +101,7 @@ def _measure(client: Client, arguments: argparse.Namespace) -> None:
         if arguments.dataset is not None:
             source = name_source(arguments.dataset, rows.get("split"))
             joined = JoinedRows(source, rows.get("column", "text"), rows.get("join", JOIN))
-            answer = _score_file(client, cast(BinaryIO, joined), options, windows)
+            answer = _score_file(client, joined, options, windows)
         elif rows:
             raise LogsteerError(f"--{next(iter(rows))} goes with --dataset; leave it out")
         elif arguments.file == STDIN:
@@ -191,14 +191,17 @@ def _merge(windows: Sequence[WindowScore]) -> WindowScore:
 
 
 def _score_file(
-    client: Client, file: BinaryIO, options: Mapping[str, Any], windows: _Windows
+    client: Client,
+    source: BinaryIO | Iterable[bytes],
+    options: Mapping[str, Any],
+    windows: _Windows,
 ) -> PerplexityAnswer:
-    with ScoringProgress(file) as progress:
+    with ScoringProgress(source) as progress:
         if fits_query("perplexity_stream", options):
             events = client.perplexity_stream(progress.source, **options)
         else:
             # Vectors by value may be too long for a query; a body takes them beside a whole text.
-            text = decode_text(progress.source.read(), getattr(file, "name", "the text"))
+            text = decode_text(b"".join(progress.source), getattr(source, "name", "the text"))
             events = client.perplexity_events(text, **options)
         with closing(events):
             for event in events:

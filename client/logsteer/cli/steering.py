@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from logsteer._progress import Waiting
-from logsteer.cli import tables, token_tables
+from logsteer.cli import continuations, tables
 from logsteer.cli.continuations import draw_completions, stream_one, stream_side_by_side
 from logsteer.cli.heat import draw_sweep_curves
 from logsteer.cli.items import ITEM_FORM
@@ -130,7 +130,7 @@ def _steer(client: Client, arguments: argparse.Namespace) -> None:
             answer = stream_side_by_side(events, console, bool(arguments.baseline))
     (result,) = answer.results
     if alone:
-        drawn = token_tables.draw_end(result.completions[0])
+        drawn = continuations.draw_end(result.completions[0])
         show(arguments, answer, *drawn, *tables.draw_changes(answer))
     else:
         table = draw_completions(result)

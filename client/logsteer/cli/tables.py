@@ -11,7 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from logsteer.extras.labels import SweepLabels, label_layers
+from logsteer.extras.labels import SweepLabels, describe_changes, label_layers
 from logsteer.schemas import (
     AdapterCard,
     AppliedInterventions,
@@ -22,7 +22,6 @@ from logsteer.schemas import (
     PerplexityAnswer,
     Provenance,
     SelftestCheck,
-    SteeringReceipt,
     SweepAnswer,
     SweepPoint,
     TargetScore,
@@ -76,7 +75,6 @@ def draw_scores(result: ItemScore) -> Iterator[Table | Text]:
 def draw_perplexity(answer: PerplexityAnswer) -> Table:
     """Draw a row per statistic of the whole."""
     total = answer.total
-    table = start_table("statistic", ">value")
     interval = "" if total.stderr is None else f" ± {show_number(total.stderr)}"
     rows = {
         "perplexity": f"{show_number(total.perplexity)}{interval}",
@@ -91,9 +89,7 @@ def draw_perplexity(answer: PerplexityAnswer) -> Table:
     }
     if total.flags:
         rows["flags"] = ", ".join(total.flags)
-    for name, value in rows.items():
-        table.add_row(name, Text(value))
-    return table
+    return draw_rows(["statistic", ">value"], rows.items())
 
 
 def _describe_windows(made: Provenance) -> str:
@@ -108,13 +104,14 @@ def _describe_windows(made: Provenance) -> str:
 
 def draw_tokens(encoded: Encoded) -> Table:
     """Draw a row per token."""
-    table = start_table(">id", "token", ">start", ">end")
-    for token_id, token, span in zip(
-        encoded.token_ids, encoded.tokens, encoded.offsets, strict=True
-    ):
-        start, end = ("", "") if span is None else map(str, span)
-        table.add_row(*map(Text, [str(token_id), repr(token), start, end]))
-    return table
+    spans = [span or ("", "") for span in encoded.offsets]
+    return draw_rows(
+        [">id", "token", ">start", ">end"],
+        (
+            [str(number), repr(token), *map(str, span)]
+            for number, token, span in zip(encoded.token_ids, encoded.tokens, spans, strict=True)
+        ),
+    )
 
 
 def draw_rows(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
@@ -127,35 +124,46 @@ def draw_rows(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 
 def draw_vectors(cards: Sequence[VectorCard]) -> Table:
     """Draw a row per vector."""
-    table = start_table("name", "hook", "layers", ">width", "created", "from", "sha256")
-    for card in cards:
-        source = " ".join(filter(None, [card.about.source, card.about.method, card.about.format]))
-        layers = label_layers(card.layers)
-        cells = [card.name, card.hook, layers, str(card.width), _show_time(card.created), source]
-        cells.append(card.sha256[:12])
-        table.add_row(*map(Text, cells))
-    return table
+    return draw_rows(
+        ["name", "hook", "layers", ">width", "created", "from", "sha256"],
+        (
+            [
+                card.name, card.hook, label_layers(card.layers), str(card.width),
+                _show_time(card.created),
+                " ".join(filter(None, [card.about.source, card.about.method, card.about.format])),
+                card.sha256[:12],
+            ]
+            for card in cards
+        ),
+    )  # fmt: skip
 
 
 def draw_adapters(cards: Sequence[AdapterCard]) -> Table:
     """Draw a row per adapter."""
-    table = start_table("name", "model", ">rank", ">alpha", "modules", "created", "sha256")
-    for card in cards:
-        sizes = [str(card.rank), show_number(card.alpha)]
-        cells = [card.name, card.model, *sizes, ", ".join(card.modules)]
-        cells += [_show_time(card.created), card.sha256[:12]]
-        table.add_row(*map(Text, cells))
-    return table
+    return draw_rows(
+        ["name", "model", ">rank", ">alpha", "modules", "created", "sha256"],
+        (
+            [
+                card.name, card.model, str(card.rank), show_number(card.alpha),
+                ", ".join(card.modules), _show_time(card.created), card.sha256[:12],
+            ]
+            for card in cards
+        ),
+    )  # fmt: skip
 
 
 def draw_overrides(cards: Sequence[OverrideCard]) -> Table:
     """Draw a row per direction of the parameters."""
-    table = start_table("name", "model", ">tensors", ">moved", ">norm", "created", "sha256")
-    for card in cards:
-        moved = f"{card.moved} of {card.total}"
-        cells = [card.name, card.model, str(card.tensors), moved, show_number(card.norm)]
-        table.add_row(*map(Text, [*cells, _show_time(card.created), card.sha256[:12]]))
-    return table
+    return draw_rows(
+        ["name", "model", ">tensors", ">moved", ">norm", "created", "sha256"],
+        (
+            [
+                card.name, card.model, str(card.tensors), f"{card.moved} of {card.total}",
+                show_number(card.norm), _show_time(card.created), card.sha256[:12],
+            ]
+            for card in cards
+        ),
+    )  # fmt: skip
 
 
 _WHOLE = ("name", "created", "sha256", ">scale")
@@ -183,29 +191,16 @@ def draw_checks(checks: Sequence[SelftestCheck]) -> Table:
 
 
 def draw_changes(answer: AppliedParameters) -> Iterator[Table | Text]:
-    """Draw what an answer was computed under, where that is not the model as it is."""
-    if answer.adapter is not None:
-        yield Text(f"under adapter {answer.adapter.name} ({answer.adapter.sha256[:12]})")
-    if answer.override is not None:
-        used = answer.override
-        cast = f" in {used.cast}" if used.cast else ""
-        yield Text(f"under override {used.name} x {used.eta:g}{cast} ({used.sha256[:12]})")
+    """Draw what an answer was computed under, and what steering did at each layer."""
+    yield from map(Text, describe_changes(answer))
     if isinstance(answer, AppliedInterventions) and answer.steering is not None:
-        yield from _draw_receipt(answer.steering)
-
-
-def _draw_receipt(receipt: SteeringReceipt) -> Iterator[Table | Text]:
-    """Draw what was applied, and what it did at each layer."""
-    used = ", ".join(
-        f"{vector.name or 'a vector'} x {vector.scale:g} ({vector.sha256[:12]})"
-        + ("" if vector.passed is None else f" where its condition held, at {vector.passed} tokens")
-        for vector in receipt.vectors
-    )
-    yield Text(f"steered {receipt.tokens_steered} tokens by {used}")
-    table = start_table("layer", ">tokens", ">|change| / |activation|")
-    for layer, site in receipt.layers.items():
-        table.add_row(*map(Text, [layer, str(site.tokens), show_number(site.relative_norm)]))
-    yield table
+        yield draw_rows(
+            ["layer", ">tokens", ">|change| / |activation|"],
+            (
+                [layer, str(site.tokens), show_number(site.relative_norm)]
+                for layer, site in answer.steering.layers.items()
+            ),
+        )
 
 
 def draw_sweep(answer: SweepAnswer, labels: SweepLabels) -> RenderableType:

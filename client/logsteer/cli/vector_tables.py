@@ -7,7 +7,7 @@ from rich.text import Text
 
 from logsteer.cli.tables import draw_rows, show_number
 from logsteer.extras.dose_response import DoseResponse
-from logsteer.extras.labels import label_layers
+from logsteer.extras.labels import describe_card, label_layers
 from logsteer.schemas import LayerQuality, TrainAnswer, VectorCard
 
 _MAX_COMPARED = 16
@@ -28,19 +28,8 @@ def draw_card(card: VectorCard) -> Iterator[Table | Text]:
             cells += _describe(found, norm)
         rows.append(cells)
     yield draw_rows(heads, rows)
-    if validation := card.about.validation:
-        yield Text(
-            f"measured on pairs held out, {validation.folds} folds"
-            if validation.folds
-            else f"nothing was held out: {validation.reason}",
-            "dim",
-        )
-    if advice := card.about.recommendation:
-        first, last = advice.scales
-        yield Text(f"try {card.name}:{first:.3g}@{advice.layer} to {card.name}:{last:.3g}", "bold")
-        yield Text(advice.reason)
-        if advice.caution:
-            yield Text(f"caution: {advice.caution}", "yellow")
+    for line, style in describe_card(card):
+        yield Text(line, style)
     if lines := describe_readouts(card):
         yield Text("\n".join(lines))
 

@@ -3,16 +3,16 @@
     source     rows of JSON lines or Parquet, as bytes of JSON
     form       what is asked of each row, and which item of the endpoint a row is
     answers    chunks of rows -> requests; their answers -> a line for each row
-    fleet      one server or several: who is asked next, and how much at once
     record     lines as they are finished, how far they reach, and the lock on both
     output     the finished lines as the file that was asked for
-    job        all of it, in order and within bounds; `servers` has it answered over HTTP
+    job        all of it, in order and within bounds
+    servers    one server or several: who is asked next, and how much at once
 
 Several servers of one model share the rows of a file.
 """
 
+from logsteer.corpus.answers import FileScores
 from logsteer.corpus.job import JobLimits
 from logsteer.corpus.servers import score_file
-from logsteer.corpus.summary import FileScores
 
 __all__ = ["FileScores", "JobLimits", "score_file"]

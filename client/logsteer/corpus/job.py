@@ -17,12 +17,18 @@ from pathlib import Path
 from typing import Any, Self
 
 from logsteer._progress import CorpusProgress
-from logsteer.corpus.answers import Ask, ScoredChunk, describe_difference, score_chunk
+from logsteer.corpus.answers import (
+    Ask,
+    FileScores,
+    ScoredChunk,
+    describe_difference,
+    score_chunk,
+    sum_up,
+)
 from logsteer.corpus.form import RowForm
 from logsteer.corpus.output import check_target, place
 from logsteer.corpus.record import JobRecord, Record
 from logsteer.corpus.source import Chunk, RowSource, find_format
-from logsteer.corpus.summary import FileScores, sum_up
 from logsteer.errors import LogsteerError
 
 CHUNKS_AHEAD = 2
@@ -58,7 +64,7 @@ class JobLimits:
 class FileJob:
     """A job between its beginning and its end, whoever scores the chunks.
 
-    `chunks` yields what is left; `take` is given each with its lines, in their order; `finish`
+    `chunks` yields what is left; `write` is given each with its lines, in their order; `finish`
     makes the file. Errors: LogsteerError for a file that cannot be read, that has changed, or that
     another job writes.
     """
@@ -142,7 +148,7 @@ class FileJob:
             return iter(())
         return self.source.cut(self.tally.rows, self.limits.batch_size, self.limits.batch_bytes)
 
-    def take(self, scored: ScoredChunk) -> None:
+    def write(self, scored: ScoredChunk) -> None:
         """Write the lines of the next chunk.
 
         Errors: OSError; LogsteerError for another model than before, and where it is to end.
@@ -170,7 +176,7 @@ class FileJob:
         """Make sure that one model answers all rows. Errors: LogsteerError for another."""
         known = self.record.identity
         if known is None:
-            self.record.note_identity(identity)
+            self.record.record_identity(identity)
         elif known != identity:
             raise LogsteerError(
                 f"{describe_difference(known, identity)}: go on with that one, or --restart"
@@ -245,7 +251,7 @@ async def run_chunks(job: FileJob, ask: Ask, limit: Callable[[], int]) -> None:
     broken = asyncio.get_running_loop().create_future()
     held = 0
 
-    def note_end(task: asyncio.Task[ScoredChunk]) -> None:
+    def count_end(task: asyncio.Task[ScoredChunk]) -> None:
         nonlocal held
         if task.cancelled():
             return
@@ -266,7 +272,7 @@ async def run_chunks(job: FileJob, ask: Ask, limit: Callable[[], int]) -> None:
                     is_open = False
                     break
                 task = asyncio.create_task(score_chunk(job.form, chunk, ask))
-                task.add_done_callback(note_end)
+                task.add_done_callback(count_end)
                 begun.append(task)
                 held += CHUNK_MEMORY * chunk.num_bytes
             if not begun:
@@ -275,7 +281,7 @@ async def run_chunks(job: FileJob, ask: Ask, limit: Callable[[], int]) -> None:
             if not begun[0].done():
                 raise next(e for e in map(_find_error, begun) if e is not None)
             scored = begun[0].result()
-            job.take(scored)
+            job.write(scored)
             begun.popleft()
             held -= CHUNK_MEMORY * scored.chunk.num_bytes + len(scored.lines)
             if job.is_due():

@@ -95,8 +95,8 @@ class JobRecord:
         """Append lines, which count from the next record on. Errors: OSError."""
         write_all(self._part, lines, self.part_path)
 
-    def note_identity(self, identity: Mapping[str, Any]) -> None:
-        """Note which model answers."""
+    def record_identity(self, identity: Mapping[str, Any]) -> None:
+        """Record which model answers."""
         self.identity = dict(identity)
         self._append({"identity": self.identity})
 
@@ -108,14 +108,14 @@ class JobRecord:
         self.records[:] = [record]
 
     def end(self) -> None:
-        """Note that no row is left."""
+        """Record that no row is left."""
         if not self.is_whole:
             self._append({"whole": True})
             os.fsync(self._file)
             self.is_whole = True
 
     def finish(self, told: Mapping[str, Any]) -> None:
-        """Note that the target has its name, and what was told; the lines are not needed more."""
+        """Record that the target has its name, and what was told; the lines are not needed more."""
         self.part_path.unlink(missing_ok=True)
         done = {"done": {**told, "bytes": self.target.stat().st_size}}
         lines = [self.header, {"identity": self.identity}, done]
@@ -160,7 +160,7 @@ class JobRecord:
             with checked:
                 while (document := _parse(file.readline())) is not None:
                     if "done" in document:
-                        self._take_done(document["done"])
+                        self._check_done(document["done"])
                     elif "identity" in document:
                         self.identity = document["identity"]
                     elif "whole" in document:
@@ -178,7 +178,7 @@ class JobRecord:
                 self.records, self.is_whole = [], False
         os.ftruncate(self._file, kept)
 
-    def _take_done(self, done: dict[str, Any]) -> None:
+    def _check_done(self, done: dict[str, Any]) -> None:
         size = self.target.stat().st_size if self.target.exists() else None
         if size != done["bytes"]:
             was = "is gone" if size is None else f"has {size} bytes, not {done['bytes']}"

@@ -98,7 +98,7 @@ class Activations(Sequence[ActivationsOfItem]):
         Path(path).write_bytes(memoryview(self.file))
 
     def _repr_html_(self) -> str:
-        from logsteer.extras.markup import write_box, write_note, write_table
+        from logsteer.extras.html import write_box, write_note, write_table
 
         rows, width = next(iter(self.layers.values())).shape
         note = f"{self.answer.hook} of {self.answer.model}: {rows} rows of {width} numbers a layer"

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from logsteer._pairs import LogProbs
 from logsteer.errors import LogsteerError
 from logsteer.extras.dose_response import DoseResponse
-from logsteer.extras.figures import (
+from logsteer.extras.labels import shorten
+from logsteer.extras.plots import (
     COLOURS,
     GREY,
     MARKERS,
@@ -21,10 +22,11 @@ from logsteer.extras.figures import (
     dress_axes,
     escape_formula,
     finish_figure,
+    plot_doses,
+    plot_sweep,
     prepare_figure,
 )
-from logsteer.extras.labels import shorten
-from logsteer.extras.plots import plot_doses, plot_sweep
+from logsteer.extras.strips import Strip, list_strips
 from logsteer.schemas import (
     Completion,
     GenerateAnswer,
@@ -40,7 +42,7 @@ from logsteer.schemas import (
     VectorCard,
     WindowScore,
 )
-from logsteer.schemas.common import Float, ProbeReadings
+from logsteer.schemas.common import Float
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,9 +57,6 @@ _FEW_TOKENS = 3
 """Targets that are no longer than this are told by their sums."""
 _WIDE = 8.0
 _QUALITY = ("accuracy", "auc", "pair_accuracy")
-
-Strip = tuple[str, Sequence[str], Sequence[Float], Sequence[ProbeReadings]]
-"""A sequence: its title, its tokens, their log-probabilities, and what probes have read."""
 
 
 def plot_answer(answer: Any, path: str | Path | None = None, **options: Any) -> Figure:
@@ -111,10 +110,10 @@ def _mean_surprisal(windows: Sequence[WindowScore]) -> float:
 
 def _plot_strips(strips: Sequence[Strip], title: str, path: str | Path | None) -> Figure:
     """Draw a panel for each sequence: a bar a token, and lines of what probes have read."""
-    shown = [strip for strip in strips if strip[1] and strip[2]][:_MAX_PANELS]
+    shown = [strip for strip in strips if strip.tokens and strip.logprobs][:_MAX_PANELS]
     if not shown:
         raise LogsteerError("there are no tokens to draw: ask for them (per_token, tokens)")
-    width = min(14.0, max(4.0, 0.24 * max(len(tokens) for _, tokens, _, _ in shown)))
+    width = min(14.0, max(4.0, 0.24 * max(len(strip.tokens) for strip in shown)))
     figure, places = prepare_figure(None, len(shown), None, width=width, rows=len(shown))
     for axes, strip in zip(places, shown, strict=True):
         _draw_strip(axes, strip)
@@ -123,8 +122,8 @@ def _plot_strips(strips: Sequence[Strip], title: str, path: str | Path | None) -
 
 
 def _draw_strip(axes: Axes, strip: Strip) -> None:
-    title, tokens, logprobs, probes = strip
-    surprisals = [math.nan if value is None else -value for value in logprobs]
+    tokens, probes = strip.tokens, strip.found.probes
+    surprisals = [math.nan if value is None else -value for value in strip.logprobs]
     ticks = range(len(tokens))
     axes.bar(ticks, surprisals, color=COLOURS[0], alpha=0.75, width=0.85, label="surprisal")
     below = "token"
@@ -132,7 +131,7 @@ def _draw_strip(axes: Axes, strip: Strip) -> None:
         names = [escape_formula(repr(token)[1:-1].replace(" ", "·")) for token in tokens]
         axes.set_xticks(ticks, names, rotation=60, ha="right", fontsize=8)
         below = ""
-    dress_axes(axes, shorten(title), "surprisal, nats", below)
+    dress_axes(axes, shorten(strip.title), "surprisal, nats", below)
     if not probes:
         return
     right = axes.twinx()
@@ -149,26 +148,6 @@ def _draw_strip(axes: Axes, strip: Strip) -> None:
     right.spines[["top"]].set_visible(False)
     right.set_ylabel("reading at the token in front")
     right.legend(fontsize=8, frameon=False)
-
-
-def _strip_target(target: TargetScore, name: str = "") -> Strip:
-    title = f"{name}{target.target!r}"
-    return title, target.tokens or [], target.logprobs or [], target.probes or []
-
-
-def _strip_completion(made: Completion, name: str) -> Strip:
-    return name, made.tokens, made.logprobs, made.probes or []
-
-
-def _strip_prompt(result: PromptCompletions, name: str = "") -> list[Strip]:
-    strips = []
-    for number, made in enumerate(result.completions):
-        steered = "steered " if result.baseline is not None else ""
-        strips.append(_strip_completion(made, f"{name}{steered}completion {number}"))
-        if result.baseline is not None:
-            plain = result.baseline[number]
-            strips.append(_strip_completion(plain, f"{name}unsteered completion {number}"))
-    return strips
 
 
 def _plot_choices(
@@ -199,41 +178,29 @@ def _plot_item(item: ItemScore, path: str | Path | None) -> Figure:
     if longest <= (0 if probed or len(item.targets) == 1 else _FEW_TOKENS):
         names = [repr(target.target) for target in item.targets]
         return _plot_choices(names, [target.logprob for target in item.targets], path)
-    return _plot_strips([_strip_target(target) for target in item.targets], "Targets", path)
+    return _plot_strips(list_strips(item), "Targets", path)
 
 
 def _plot_logprob(answer: LogprobAnswer, path: str | Path | None) -> Figure:
     if len(answer.results) == 1:
         return _plot_item(answer.results[0], path)
-    strips = [
-        _strip_target(target, f"item {number}, ")
-        for number, item in enumerate(answer.results)
-        for target in item.targets
-    ]
-    return _plot_strips(strips, f"Targets on {answer.model}", path)
+    return _plot_strips(list_strips(answer), f"Targets on {answer.model}", path)
 
 
 def _plot_text(text: TextResult, path: str | Path | None, name: str = "Text") -> Figure:
     title = f"{name}, perplexity {text.perplexity or math.nan:.5g}"
     if text.windows is not None:
         return plot_windows(text.windows, title, path)
-    found = text.tokens
-    if found is None:
+    if text.tokens is None:
         raise LogsteerError("there is nothing to draw: ask with windows=True or tokens=True")
-    names = found.tokens or [str(number) for number in found.token_ids]
-    return _plot_strips([("", names, found.logprobs, found.probes or [])], title, path)
+    return _plot_strips(list_strips(text), title, path)
 
 
 def _plot_perplexity(answer: PerplexityAnswer, path: str | Path | None) -> Figure:
     if len(answer.results) == 1:
         return _plot_text(answer.results[0], path, f"Text on {answer.model}")
     if any(text.tokens is not None for text in answer.results):
-        strips = [
-            (f"text {number}", found.tokens or [], found.logprobs, found.probes or [])
-            for number, text in enumerate(answer.results)
-            if (found := text.tokens) is not None
-        ]
-        return _plot_strips(strips, f"Texts on {answer.model}", path)
+        return _plot_strips(list_strips(answer), f"Texts on {answer.model}", path)
     names = [f"text {number}" for number in range(len(answer.results))]
     means = [
         None if text.sum_logprob is None or not text.num_scored
@@ -243,14 +210,9 @@ def _plot_perplexity(answer: PerplexityAnswer, path: str | Path | None) -> Figur
     return _plot_choices(names, means, path)
 
 
-def _plot_generated(answer: SteerAnswer | GenerateAnswer, path: str | Path | None) -> Figure:
-    several = len(answer.results) > 1
-    strips = [
-        strip
-        for number, result in enumerate(answer.results)
-        for strip in _strip_prompt(result, f"prompt {number}, " if several else "")
-    ]
-    return _plot_strips(strips, f"Completions on {answer.model}", path)
+def _title_completions(made: Any) -> str:
+    model = getattr(made, "model", None)
+    return "Completions" + (f" on {model}" if model else "")
 
 
 def _plot_card(card: VectorCard, path: str | Path | None) -> Figure:
@@ -279,15 +241,15 @@ _PLOTS: Mapping[type, Callable[..., Figure]] = {
     SweepAnswer: plot_sweep,
     DoseResponse: plot_doses,
     LogProbs: _plot_records,
-    TargetScore: lambda one, path: _plot_strips([_strip_target(one)], "Target", path),
+    TargetScore: lambda one, path: _plot_strips(list_strips(one), "Target", path),
     ItemScore: _plot_item,
     LogprobAnswer: _plot_logprob,
     TextResult: _plot_text,
     PerplexityAnswer: _plot_perplexity,
-    Completion: lambda one, path: _plot_strips([_strip_completion(one, "")], "Completion", path),
-    PromptCompletions: lambda one, path: _plot_strips(_strip_prompt(one), "Completions", path),
-    SteerAnswer: _plot_generated,
-    GenerateAnswer: _plot_generated,
+    **dict.fromkeys(
+        (Completion, PromptCompletions, SteerAnswer, GenerateAnswer),
+        lambda one, path: _plot_strips(list_strips(one), _title_completions(one), path),
+    ),
     VectorCard: _plot_card,
     TrainAnswer: lambda answer, path: _plot_card(answer.vector, path),
 }

@@ -5,7 +5,6 @@ every further one is a `DrawnPrompt`. They are appended as they come.
 """
 
 import io
-from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
@@ -37,12 +36,25 @@ class DrawnPrompt(PromptCompletions):
     reward_errors: list[str | None] | None = None
 
 
-class Draws(Sequence[DrawnPrompt], ABC):
-    """Drawn prompts in the order of their `index`, and what the run was that drew them."""
+class Draws(Sequence[DrawnPrompt]):
+    """Drawn prompts in the order of their `index`, and what the run was that drew them.
 
-    def __init__(self) -> None:
+    They are kept in memory; or in the file of a path, of which memory holds where each begins. What
+    an earlier run has left there is kept, but for a last line that it was stopped in. Raises
+    InvalidRequestError for a file of something else, or in no directory; OSError.
+    """
+
+    def __init__(self, path: str | PathLike[str] | None = None) -> None:
         self.header: Header | None = None
+        self._path = None if path is None else Path(path)
+        self._lines: dict[int, bytes | int] = {}
         self._order = array("q")
+        if self._path is None:
+            return
+        if self._path.exists():
+            self._load(self._path)
+        elif not self._path.parent.is_dir():
+            raise _refuse(f"{self._path.parent} is no directory; make it, or name another file")
 
     @overload
     def __getitem__(self, place: int) -> DrawnPrompt: ...
@@ -50,7 +62,7 @@ class Draws(Sequence[DrawnPrompt], ABC):
     def __getitem__(self, place: slice) -> list[DrawnPrompt]: ...
     def __getitem__(self, place: int | slice) -> DrawnPrompt | list[DrawnPrompt]:
         if len(self._order) != len(self):
-            self._order = array("q", sorted(self._indices()))
+            self._order = array("q", sorted(self._lines))
         found = self._order[place]
         if isinstance(found, array):
             return [_read_draw(self._read(index)) for index in found]
@@ -58,101 +70,48 @@ class Draws(Sequence[DrawnPrompt], ABC):
 
     def has(self, index: int) -> bool:
         """Return whether the draw of this index is there."""
-        return index in self._indices()
+        return index in self._lines
 
     def __len__(self) -> int:
-        return len(self._indices())
+        return len(self._lines)
 
     def begin(self, header: Header) -> None:
-        """Note what the run is; where that is known, compare them.
+        """Record what the run is; where that is known, compare them.
 
         Raises InvalidRequestError where the draws are of another run, and names what differs.
         """
         if self.header is None:
             self.header = header
+            if self._path is not None:
+                self._append(self._path, [_MARK + to_json(header).removeprefix(b"{")])
             return
         for name, was, now in _compare(self.header, header, header):
             raise _refuse(
-                f"{self} has samples of another run: {name} was {_shorten(was)} and is "
-                f"{_shorten(now)}; name another file, or ask as before"
+                f"{self._path or 'this call'} has samples of another run: {name} was "
+                f"{_shorten(was)} and is {_shorten(now)}; name another file, or ask as before"
             )
 
-    @abstractmethod
     def add(self, lines: Mapping[int, bytes]) -> None:
-        """Keep the lines of these indices."""
-
-    @abstractmethod
-    def _indices(self) -> Mapping[int, Any]:
-        """Return what has each index that is there as a key."""
-
-    @abstractmethod
-    def _read(self, index: int) -> bytes:
-        """Return the line of an index."""
-
-
-class MemoryDraws(Draws):
-    """Draws in memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._lines: dict[int, bytes] = {}
-
-    def __str__(self) -> str:
-        """Return what an error calls it."""
-        return "this call"
-
-    def add(self, lines: Mapping[int, bytes]) -> None:
-        """Keep the lines of these indices."""
-        self._lines |= lines
-
-    def _indices(self) -> Mapping[int, bytes]:
-        return self._lines
+        """Keep the lines of these indices; in a file, by one write."""
+        if self._path is None:
+            self._lines |= lines
+        else:
+            starts = self._append(self._path, list(lines.values()))
+            self._lines |= zip(lines, starts, strict=True)
 
     def _read(self, index: int) -> bytes:
-        return self._lines[index]
-
-
-class FileDraws(Draws):
-    """Draws in a file; memory holds where each begins.
-
-    What an earlier run has left is kept, but for a last line that it was stopped in.
-    Raises InvalidRequestError for a file of something else, or in no directory; OSError.
-    """
-
-    def __init__(self, path: str | PathLike[str]) -> None:
-        super().__init__()
-        self.path = Path(path)
-        self._starts: dict[int, int] = {}
-        if self.path.exists():
-            self._load()
-        elif not self.path.parent.is_dir():
-            raise _refuse(f"{self.path.parent} is no directory; make it, or name another file")
-
-    def __str__(self) -> str:
-        """Return what an error calls it."""
-        return str(self.path)
-
-    def begin(self, header: Header) -> None:
-        """Note what the run is, in a file that is new; else compare them, as `Draws.begin`."""
-        if self.header is None:
-            self._append([_MARK + to_json(header).removeprefix(b"{")])
-        super().begin(header)
-
-    def add(self, lines: Mapping[int, bytes]) -> None:
-        """Append the lines, in one write."""
-        self._starts |= zip(lines, self._append(list(lines.values())), strict=True)
-
-    def _indices(self) -> Mapping[int, int]:
-        return self._starts
-
-    def _read(self, index: int) -> bytes:
-        with self.path.open("rb") as file:
-            file.seek(self._starts[index])
+        line = self._lines[index]
+        if isinstance(line, bytes):
+            return line
+        assert self._path is not None, "only a file has places"
+        with self._path.open("rb") as file:
+            file.seek(line)
             return file.readline()
 
-    def _append(self, lines: Sequence[bytes]) -> list[int]:
+    @staticmethod
+    def _append(path: Path, lines: Sequence[bytes]) -> list[int]:
         """Append the lines; return where each begins."""
-        with self.path.open("ab", buffering=0) as file:
+        with path.open("ab", buffering=0) as file:
             place = file.seek(0, io.SEEK_END)
             starts = []
             for line in lines:
@@ -163,10 +122,10 @@ class FileDraws(Draws):
                 rest = rest[file.write(rest) :]
         return starts
 
-    def _load(self) -> None:
+    def _load(self, path: Path) -> None:
         """Read what is there; cut off a last line that has no end."""
         place = 0
-        with self.path.open("r+b") as file:
+        with path.open("r+b") as file:
             for number, line in enumerate(file, start=1):
                 try:
                     if number == 1 and not line.startswith(_MARK[: len(line)]):
@@ -178,10 +137,10 @@ class FileDraws(Draws):
                         self.header = from_json(line)
                     else:
                         index = DrawnPrompt.model_validate_json(line).index
-                        self._starts.setdefault(index, place)
+                        self._lines.setdefault(index, place)
                 except ValueError as error:
                     raise _refuse(
-                        f"{self.path}, line {number}, is no line that sampling has written: "
+                        f"{path}, line {number}, is no line that sampling has written: "
                         f"{_name_fault(error)}; name another file"
                     ) from error
                 place += len(line)

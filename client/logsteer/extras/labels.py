@@ -1,10 +1,16 @@
 """What the parts of a sweep are called, in tables and in plots: its answer holds numbers alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from logsteer.schemas import LogprobItem, SweepAnswer
+from logsteer.schemas import (
+    AppliedParameters,
+    LogprobItem,
+    SteeringReceipt,
+    SweepAnswer,
+    VectorCard,
+)
 
 _LONGEST = 48
 ItemLike = LogprobItem | Mapping[str, Any]
@@ -56,6 +62,44 @@ def label_layers(layers: Sequence[int] | None) -> str:
         else:
             runs.append([number])
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def describe_changes(answer: AppliedParameters) -> list[str]:
+    """Return what an answer was computed under, where that is not the model as it is."""
+    lines = []
+    if (used := answer.adapter) is not None:
+        lines.append(f"under adapter {used.name} ({used.sha256[:12]})")
+    if (moved := answer.override) is not None:
+        cast = f" in {moved.cast}" if moved.cast else ""
+        lines.append(f"under override {moved.name} x {moved.eta:g}{cast} ({moved.sha256[:12]})")
+    if (receipt := getattr(answer, "steering", None)) is not None:
+        lines.append(describe_receipt(receipt))
+    return lines
+
+
+def describe_receipt(receipt: SteeringReceipt) -> str:
+    """Return which vectors were applied, and to how many tokens."""
+    used = ", ".join(
+        f"{vector.name or 'a vector'} x {vector.scale:g} ({vector.sha256[:12]})"
+        + ("" if vector.passed is None else f" where its condition held, at {vector.passed} tokens")
+        for vector in receipt.vectors
+    )
+    return f"steered {receipt.tokens_steered} tokens by {used}"
+
+
+def describe_card(card: VectorCard) -> Iterator[tuple[str, str]]:
+    """Yield how a trained vector was measured and where to begin with it, each line with the style
+    that a terminal gives it.
+    """
+    if validation := card.about.validation:
+        held = f"measured on pairs held out, {validation.folds} folds"
+        yield held if validation.folds else f"nothing was held out: {validation.reason}", "dim"
+    if advice := card.about.recommendation:
+        first, last = advice.scales
+        yield f"try {card.name}:{first:.3g}@{advice.layer} to {card.name}:{last:.3g}", "bold"
+        yield advice.reason, ""
+        if advice.caution:
+            yield f"caution: {advice.caution}", "yellow"
 
 
 def shorten(text: str) -> str:

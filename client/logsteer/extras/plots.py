@@ -9,27 +9,110 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from io import BytesIO
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from logsteer.errors import LogsteerError
 from logsteer.extras.dose_response import DosePoint, DoseResponse
-from logsteer.extras.figures import (
-    COLOURS,
-    GREY,
-    MARKERS,
-    check_plot_path,
-    dress_axes,
-    escape_formula,
-    finish_figure,
-    prepare_figure,
-    save_figure,
-)
 from logsteer.extras.labels import ItemLike, SweepLabels, label_layers, label_sweep
 from logsteer.schemas import SweepAnswer, SweepPoint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#1f6fb4", "#d9541e", "#2f9e5b", "#8e5bb5", "#c2971a", "#4aa8b8", "#c04d7d", "#6b6b6b")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+GREY = "#8a8a8a"
+_DPI = 150
+
+
+def prepare_figure(
+    axes: Axes | Sequence[Axes] | None,
+    count: int,
+    title: str | None,
+    *,
+    width: float = 4.3,
+    rows: int = 1,
+) -> tuple[Figure, Sequence[Axes]]:
+    """Return the figure, and its axes for the panels: `rows` of them, `width` inches each."""
+    if axes is None:
+        columns = -(-count // rows)
+        size = (1.2 + width * columns, 1.0 + 3.0 * rows)
+        figure = load_figure()(figsize=size, layout="constrained")
+        # No backend is chosen, which is what would have a notebook show the figure.
+        figure._repr_png_ = partial(_draw_png, figure)  # type: ignore[attr-defined]
+        places = [one for row in figure.subplots(rows, columns, squeeze=False) for one in row]
+        return figure, places
+    places = list(axes) if isinstance(axes, Iterable) else [axes]
+    if not 0 < len(places) <= count:
+        raise ValueError(f"{len(places)} axes for {count} panels")
+    found = places[0].get_figure(root=True)
+    assert found is not None, "axes belong to a figure"
+    if title is not None:
+        found.suptitle(escape_formula(title))
+    return found, places
+
+
+def finish_figure(figure: Figure, title: str, path: str | Path | None) -> Figure:
+    """Give a figure its title, write it where a path is given, and return it."""
+    figure.suptitle(escape_formula(title), fontsize=12, x=0.01, ha="left")
+    return save_figure(figure, path)
+
+
+def save_figure(figure: Figure, path: str | Path | None) -> Figure:
+    """Write a figure where a path is given, and return it."""
+    if path is not None:
+        figure.savefig(path, dpi=_DPI)
+    return figure
+
+
+def dress_axes(axes: Axes, title: str, unit: str, below: str) -> None:
+    """Write what axes show over them, the unit beside them, and what runs along them below."""
+    axes.set_title(escape_formula(title), fontsize=10.5, loc="left", pad=8)
+    axes.set_ylabel(unit)
+    axes.set_xlabel(below)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def check_plot_path(path: str | Path) -> None:
+    """Check that a plot can be written there; else raise LogsteerError, which says what to do."""
+    from_suffix = load_figure()(figsize=(1, 1)).canvas.get_supported_filetypes()
+    if Path(path).suffix.lstrip(".").lower() not in from_suffix:
+        raise LogsteerError(f"{path}: give a name that ends in .png, .svg or .pdf")
+    if not Path(path).absolute().parent.is_dir():
+        raise LogsteerError(f"{path}: there is no directory {Path(path).absolute().parent}")
+
+
+def escape_formula(text: str) -> str:
+    """Return the text as matplotlib shows it: a dollar sign would begin a formula."""
+    return text.replace("$", r"\$")
+
+
+def load_figure() -> type[Figure]:
+    """Return matplotlib's class; LogsteerError that says what to install where it is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise LogsteerError(
+            'plots need matplotlib, which is not installed: pip install "logsteer[plot]"'
+        ) from error
+    return Figure
+
+
+def _draw_png(figure: Figure) -> bytes:
+    file = BytesIO()
+    figure.savefig(file, format="png", dpi=96)
+    return file.getvalue()
+
 
 LayerSet: TypeAlias = tuple[int, ...] | None
 Read: TypeAlias = Callable[[SweepPoint], float | None]
@@ -196,7 +279,7 @@ class _Sweep:
                     look = {**look, "color": colours[row]}
                     names.append(f"layers {label_layers(layers)}")
                 _draw_line(axes, one, points, ", ".join(names), look, thin=not several)
-        rings = {_mean(one.values(self._unsteered)) for one in series}
+        rings = {fmean(one.values(self._unsteered)) for one in series}
         axes.plot([0] * len(rings), list(rings), label="unsteered", **_RING, clip_on=False)
         keys = [(f"layers {label_layers(one)}", {"color": colours[row]})
                 for row, one in enumerate(self._lines)] if several else []  # fmt: skip
@@ -228,7 +311,7 @@ def _draw_line(
     if thin and len(series.reads) > 1:
         for own in zip(*values, strict=True):
             axes.plot(scales, own, color=look["color"], linewidth=0.7, alpha=0.4, zorder=2)
-    means = [_mean(found) for found in values]
+    means = [fmean(found) for found in values]
     axes.plot(scales, means, **look, linewidth=1.8, label=escape_formula(label), zorder=3)
 
 
@@ -257,7 +340,8 @@ def _add_legend(axes: Axes, keys: Sequence[tuple[str, dict[str, Any]]]) -> None:
 def _group_targets(labels: SweepLabels) -> list[_Series]:
     """Return a series for each distinct target, or for each place where these are too many."""
     groups: dict[str, list[Read]] = {}
-    for names in (labels.targets, [_number_names(len(one)) for one in labels.targets]):
+    numbers = [[f"target {place + 1}" for place in range(len(one))] for one in labels.targets]
+    for names in (labels.targets, numbers):
         groups = {}
         for index, own in enumerate(names):
             for place, name in enumerate(own):
@@ -270,10 +354,6 @@ def _group_targets(labels: SweepLabels) -> list[_Series]:
     ]
 
 
-def _number_names(count: int) -> list[str]:
-    return [f"target {place}" for place in range(1, count + 1)]
-
-
 def _read_change(item: int, target: int) -> Read:
     return lambda point: point.items[item].targets[target].change
 
@@ -284,10 +364,6 @@ def _read_kl(item: int) -> Read:
 
 def _read_text(text: int) -> Read:
     return lambda point: point.texts[text].perplexity
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def _pick_colours(count: int) -> Sequence[Any]:

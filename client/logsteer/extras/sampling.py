@@ -4,14 +4,16 @@ It does no input or output but to its file: `logsteer._sampling` sends the batch
 in tasks.
 """
 
+import asyncio
 import hashlib
+import inspect
+import math
 import warnings
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from os import PathLike
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, with_config
 from pydantic_core import to_json
@@ -20,12 +22,84 @@ from typing_extensions import TypedDict
 from logsteer._calls import read_request
 from logsteer._parameters import NOT_GIVEN
 from logsteer._progress import CountingProgress
-from logsteer.errors import DIVISIBLE, AnswerError, LogsteerError
-from logsteer.extras.datasets import Source, check_counts, draw_prompts, read_prompts
-from logsteer.extras.draws import FileDraws, MemoryDraws
-from logsteer.extras.rewards import Rating, Reward, call_reward, check_reward
+from logsteer.errors import DIVISIBLE, AnswerError, InvalidRequestError, LogsteerError
+from logsteer.extras.datasets import Row, Source, check_counts, draw_prompts, read_prompts
+from logsteer.extras.draws import Draws
 from logsteer.extras.samples import SampleFailure, Samples
 from logsteer.schemas import GenerateRequest
+
+Reward: TypeAlias = Callable[[Row, str, str], float | Awaitable[float]]
+"""A number for a row of the source, its prompt, and the text of one continuation; or what is
+awaited for it."""
+
+
+def check_reward(reward: Reward) -> None:
+    """Refuse what cannot be called as a reward is; one that does not say how it is called passes.
+
+    Raises InvalidRequestError.
+    """
+    try:
+        inspect.signature(reward).bind({}, "", "")
+    except ValueError:  # it has no signature, as some functions written in C
+        return
+    except TypeError as error:
+        detail = f"a reward is called with (row, prompt, text), and {reward!r} is not: {error}"
+        raise InvalidRequestError("invalid_request", detail, param="reward") from error
+
+
+class Rating(NamedTuple):
+    """A reward, or None and why there is none."""
+
+    value: float | None
+    error: str | None = None
+
+
+def call_reward(reward: Reward, row: Row, prompt: str, text: str) -> Rating | Awaitable[Any]:
+    """Return the rating of one text, or what is awaited for its reward.
+
+    An exception of the function, and a value that is no finite number, are that text's alone.
+    """
+    try:
+        value = reward(row, prompt, text)
+        # Most are numbers, and asking whether one can be awaited takes longer than all else here.
+        if not isinstance(value, float | int) and inspect.isawaitable(value):
+            return value
+        return _judge(value)
+    except Exception as error:
+        return _blame(error)
+
+
+def known_ratings(ratings: Sequence[Rating | Awaitable[Any]]) -> list[Rating] | None:
+    """Return the ratings where none is awaited, else None."""
+    known = [rating for rating in ratings if isinstance(rating, Rating)]
+    return known if len(known) == len(ratings) else None
+
+
+async def await_ratings(ratings: Sequence[Rating | Awaitable[Any]]) -> list[Rating]:
+    """Return the ratings, all that is awaited for them at once."""
+    known = known_ratings(ratings)
+    return await asyncio.gather(*map(_await_rating, ratings)) if known is None else known
+
+
+async def _await_rating(rating: Rating | Awaitable[Any]) -> Rating:
+    if isinstance(rating, Rating):
+        return rating
+    try:
+        return _judge(await rating)
+    except Exception as error:
+        return _blame(error)
+
+
+def _judge(value: Any) -> Rating:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"the reward is {number}")
+    return Rating(number)
+
+
+def _blame(error: Exception) -> Rating:
+    return Rating(None, f"{type(error).__name__}: {error}")
+
 
 _keep_all = with_config(ConfigDict(extra="allow"))
 
@@ -105,8 +179,7 @@ class SamplingRun:
         assert isinstance(request, GenerateRequest), "what the endpoint takes"
         self._n = request.n
         self._header = self._describe(request)
-        file = self.options.file
-        self._draws = MemoryDraws() if file is None else FileDraws(file)
+        self._draws = Draws(self.options.file)
         if self._draws.header is not None:
             self._draws.begin(self._header)
         self._batches = self._cut_batches()
@@ -122,13 +195,8 @@ class SamplingRun:
         self._bar.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self._bar.__exit__(*error)
 
     def next_batch(self) -> range | None:
         """Return the draws to ask for next; None where there are none, or too many failed."""

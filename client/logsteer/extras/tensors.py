@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def import_numpy() -> Any:
 # ------------------------------------------------------------------ torch.save
 
 
-class PickledVector:
+class SavedVector:
     """Stands in for the class of the package steering-vectors, whose objects are pickled whole."""
 
     layer_activations: Any = None
@@ -126,7 +127,9 @@ def convert_upload(source: Any, form: Any) -> tuple[Any, Any]:
     """
     if isinstance(source, bytes):
         data, beginning = source, source[:4]
-    elif isinstance(source, str | Path):
+    elif isinstance(source, str | PathLike):
+        if form != TORCH and not Path(source).is_file():
+            return source, form  # a pipe can be read once only
         with Path(source).open("rb") as file:
             beginning = file.read(4)
             data = beginning + file.read() if _is_torch(beginning, form) else b""
@@ -157,7 +160,7 @@ def convert_torch(data: bytes) -> bytes:
             "a file of torch is converted on this machine, which takes torch: pip install torch; "
             "or save the vector as safetensors"
         ) from error
-    known: Any = (PickledVector, "steering_vectors.steering_vector.SteeringVector")
+    known: Any = (SavedVector, "steering_vectors.steering_vector.SteeringVector")
     try:
         with torch.serialization.safe_globals([known]):
             loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -193,7 +196,7 @@ def _is_torch(beginning: bytes, form: Any) -> bool:
 
 def _name_tensors(loaded: Any) -> dict[str, Any]:
     """Return what was loaded as named tensors."""
-    if isinstance(loaded, PickledVector):
+    if isinstance(loaded, SavedVector):
         loaded = vars(loaded)
     if isinstance(loaded, Mapping) and "layer_activations" in loaded:
         kind = loaded.get("layer_type", "decoder_block")

@@ -22,7 +22,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, warni
 from pydantic import BaseModel
 from tqdm import tqdm
 
-from logsteer._call import ApiCall
+from logsteer._calls import ApiCall
 from logsteer._endpoints import ENDPOINTS
 from logsteer.client import Client
 from logsteer.errors import AnswerError, InvalidRequestError, LogsteerError
@@ -35,7 +35,6 @@ from logsteer.lm_eval.batches import (
     make_batches,
     run_concurrently,
 )
-from logsteer.lm_eval.chat import render_chat
 from logsteer.lm_eval.settings import (
     SteeringLike,
     check_adapter,
@@ -44,6 +43,7 @@ from logsteer.lm_eval.settings import (
     read_batch_size,
     read_max_length,
     read_steering,
+    render_chat,
 )
 from logsteer.schemas import BosPolicy
 from logsteer.schemas.openai import CompletionAnswer, TokenizerInfo

@@ -16,11 +16,13 @@ from logsteer.schemas.activations import (
 from logsteer.schemas.adapters import AdapterCard, AdapterList, DeletedAdapter, UsedAdapter
 from logsteer.schemas.common import (
     ALL_COLUMNS,
+    SCOPES,
     Aggregate,
     Answer,
     BosPolicy,
     Column,
     EngineKind,
+    KeyScope,
     Message,
     OverflowPolicy,
     Precision,
@@ -48,7 +50,6 @@ from logsteer.schemas.interventions import (
     InterventionFields,
     ParameterFields,
 )
-from logsteer.schemas.keys import SCOPES, KeyScope
 from logsteer.schemas.logprob import (
     Boundary,
     BoundaryFinding,

@@ -1,7 +1,7 @@
 """What several endpoints share: options of a request, and what every answer carries."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -12,6 +12,13 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError
+
+KeyScope = Literal["score", "steer", "write", "admin"]
+"""`score`: read models and what is stored. `steer`: change a model for a request, by steering, an
+override or an adapter. `write`: store vectors, overrides and adapters. `admin`: write to `shared/`,
+and test models."""
+
+SCOPES: Final[tuple[KeyScope, ...]] = ("score", "steer", "write", "admin")
 
 BosPolicy = Literal["auto", "always", "never"]
 OverflowPolicy = Literal["error", "truncate_left"]

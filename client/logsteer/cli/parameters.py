@@ -1,0 +1,84 @@
+"""`logsteer adapters …` and `logsteer overrides …`: LoRA adapters, directions of the parameters."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from logsteer.cli import tables
+from logsteer.cli.options import add_options
+from logsteer.cli.output import add_output_options, show
+from logsteer.cli.stored import add_stored_commands
+from logsteer.cli.terminal import add_examples, given
+from logsteer.client import Client
+from logsteer.schemas import AdapterList, OverrideCard, OverrideList
+
+ADAPTER_EXAMPLES = """
+  logsteer adapters put story adapter
+  logsteer adapters list
+"""
+PUT_ADAPTER_EXAMPLES = """
+  logsteer adapters put story adapter
+  logsteer score "I feel" " happy" " sad" --adapter story
+"""
+OVERRIDE_EXAMPLES = """
+  logsteer overrides put gradient direction.safetensors
+  logsteer overrides show gradient
+  logsteer score "I feel" " happy" " sad" --override gradient:1e-3
+"""
+SHOW_OVERRIDE_EXAMPLES = """
+  logsteer overrides show gradient
+"""
+PUT_OVERRIDE_EXAMPLES = """
+  logsteer overrides put gradient direction.safetensors
+"""
+
+
+def add_adapter_commands(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
+    """Give the parser of `logsteer adapters` its commands."""
+    add_examples(parser, ADAPTER_EXAMPLES)
+    add = add_stored_commands(
+        parser, common, "adapters", tables.draw_adapters, AdapterList, "story"
+    )
+    text = "upload what PEFT has saved as an adapter"
+    put = add("put", _put_adapter, text, PUT_ADAPTER_EXAMPLES)
+    put.add_argument(
+        "directory",
+        metavar="DIRECTORY",
+        help="has adapter_config.json and adapter_model.safetensors",
+    )
+    add_options(put, "adapters.put", {"overwrite": None})
+
+
+def add_override_commands(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
+    """Give the parser of `logsteer overrides` its commands."""
+    add_examples(parser, OVERRIDE_EXAMPLES)
+    add = add_stored_commands(
+        parser, common, "overrides", tables.draw_overrides, OverrideList, "gradient"
+    )
+    text = "one direction: what it moves, and how far"
+    showing = add("show", _show_override, text, SHOW_OVERRIDE_EXAMPLES)
+    add_output_options(showing, OverrideCard)
+    put = add("put", _put_override, "upload a file as a direction", PUT_OVERRIDE_EXAMPLES)
+    put.add_argument(
+        "file",
+        metavar="FILE",
+        help="safetensors, a tensor for each parameter that moves, under its name in transformers",
+    )
+    add_options(put, "overrides.put", {"overwrite": None})
+
+
+def _put_adapter(client: Client, arguments: argparse.Namespace) -> None:
+    options: Any = given(arguments, "overwrite")
+    card = client.adapters.put(arguments.name, Path(arguments.directory), **options)
+    show(arguments, card, tables.draw_adapters([card]))
+
+
+def _show_override(client: Client, arguments: argparse.Namespace) -> None:
+    card = client.overrides.get(arguments.name)
+    show(arguments, card, tables.draw_overrides([card]))
+
+
+def _put_override(client: Client, arguments: argparse.Namespace) -> None:
+    options: Any = given(arguments, "overwrite")
+    card = client.overrides.put(arguments.name, Path(arguments.file), **options)
+    show(arguments, card, tables.draw_overrides([card]))
