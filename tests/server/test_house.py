@@ -165,7 +165,7 @@ def test_files_and_functions_are_of_readable_size() -> None:
         if path.name in WRITTEN:
             continue
         text = path.read_text()
-        assert len(text.splitlines()) <= 400, path
+        assert len(text.splitlines()) <= 600, path
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert (node.end_lineno or 0) - node.lineno < 60, f"{path}: {node.name}"
