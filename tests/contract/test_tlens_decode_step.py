@@ -14,7 +14,16 @@ from logsteer_server.contract.jobs import GenerateJob, Policy
 from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
 from logsteer_server.engines.tlens.decode_step import DecodeStep, NextTokens
 from tests.conftest import DEMO_MODEL
-from tests.contract.tlens_cases import GREEDY, add_plan, build, draw_ids, draw_vector, run
+from tests.contract.tlens_cases import (
+    GREEDY,
+    add_plan,
+    build,
+    draw_ids,
+    draw_vector,
+    run,
+    score,
+    whole,
+)
 from tests.families.checkpoints import FAMILIES
 
 pytestmark = pytest.mark.engine
@@ -84,6 +93,23 @@ def test_a_family_decodes_as_by_its_modules(
             for name, (count, ratio) in wanted.trace.sites.items():
                 assert found.trace.sites[name] == (count, pytest.approx(ratio, rel=1e-4))
     assert alone.token_ids.tolist() == expected[2].token_ids.tolist()
+
+
+def test_bfloat16_within_its_own_noise(reads: list[int]) -> None:
+    """Beside the same tokens in float32, the step is as far off as the modules are."""
+    coarse, exact = build(dtype="bfloat16"), build()
+    ids = draw_ids(np.random.default_rng(5), 20)
+    jobs = [GenerateJob(ids[: 20 - 4 * i], 60, seed=i, ignore_eos=True) for i in range(3)]
+    reads.clear()
+    found = run(coarse, *jobs)
+    assert reads == [3] * 59
+    errors = []
+    for job, output in zip(jobs, found, strict=True):
+        text = np.concatenate([job.tokens, output.token_ids])
+        wanted, by_modules = (score(e, whole(text))[0][-60:] for e in (exact, coarse))
+        errors.append([output.logprobs - wanted, by_modules - wanted])
+    own, modules = np.sqrt((np.array(errors) ** 2).mean((0, 2)))
+    assert own <= 1.5 * modules
 
 
 def test_who_joins_a_running_batch_gets_what_it_gets_alone(reads: list[int]) -> None:

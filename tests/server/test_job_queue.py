@@ -8,24 +8,24 @@ import pytest
 from logsteer_server.contract.check_jobs import CheckOverrideJob, CheckOverrideOutput
 from logsteer_server.contract.jobs import Job, Output
 from logsteer_server.engines.tlens.queue import (
-    CheckEntry,
     CheckQueue,
     EngineLimits,
+    Entry,
     JobQueue,
     Results,
 )
 
 
-class PlainQueue(JobQueue[CheckEntry]):
+class PlainQueue(JobQueue[Entry]):
     """Jobs whose first token is their group."""
 
-    def _accept(self, job_id: int, job: Any) -> CheckEntry:
-        return CheckEntry(job_id, job)
+    def _accept(self, job_id: int, job: Any) -> Entry:
+        return Entry(job_id, job)
 
-    def _group(self, entry: CheckEntry) -> object:
+    def _group(self, entry: Entry) -> object:
         return int(entry.job.tokens[0])
 
-    def _run(self, batch: list[CheckEntry]) -> Results:
+    def _run(self, batch: list[Entry]) -> Results:
         return [(entry.job_id, Output()) for entry in batch]
 
 

@@ -218,6 +218,12 @@ class ScoreJob(Job):
         return self.prompt_len - 1
 
     @property
+    def rows(self) -> npt.NDArray[np.int64]:
+        """The rows [R] that are scored, one for each target."""
+        count = len(self.targets)
+        return np.arange(count) * (not self.shares_row) + self.first_row
+
+    @property
     def num_scored(self) -> int:
         """Tokens whose log-probability is read."""
         return len(self.targets)

@@ -36,7 +36,7 @@ from logsteer_server.engines.tlens.generation import GenerationRow, RunningBatch
 from logsteer_server.engines.tlens.live import LiveModel
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.points import Point, RefusedJobError
-from logsteer_server.engines.tlens.scoring import ScoreEntry
+from logsteer_server.engines.tlens.queue import Entry
 from logsteer_server.engines.tlens.steering import SteeredRow
 from logsteer_server.engines.weights import locate_model
 from logsteer_server.interventions.receipt import check_reach
@@ -224,7 +224,7 @@ class LocalModel:
 
     def _accept(
         self, contexts: Sequence[Ids], targets: Sequence[Ids], changes: Changes
-    ) -> list[ScoreEntry]:
+    ) -> list[Entry]:
         """Return a job for each pair, with how it is steered."""
         if len(contexts) != len(targets) or not contexts:
             raise ValueError(f"{len(contexts)} contexts and {len(targets)} targets; give pairs")
@@ -236,17 +236,17 @@ class LocalModel:
             tokens = np.concatenate([before, scored[:-1]])
             jobs.append(ScoreJob(tokens, scored, plan=_plan(steering)))
         _check_reach(steering, jobs)
-        entries = [ScoreEntry(i, job, accept_row(self._model, job)) for i, job in enumerate(jobs)]
+        entries = [Entry(i, job, accept_row(self._model, job)) for i, job in enumerate(jobs)]
         given, hooks = self._fit(changes), self._find_hooks(changes)
         self._check_changes([entry.steered for entry in entries], given, hooks)
         return entries
 
-    def _read(self, entries: Sequence[ScoreEntry], changes: Changes) -> list[DifferentiableRows]:
+    def _read(self, entries: Sequence[Entry], changes: Changes) -> list[DifferentiableRows]:
         model, hooks = self._model, self._find_hooks(changes)
 
         def call() -> list[Tensor]:
             hidden_BTD = read_batch(model, entries, hooks)
-            return [model.project(hidden_BTD[b, entry.rows]) for b, entry in enumerate(entries)]
+            return [model.project(hidden_BTD[b, entry.job.rows]) for b, entry in enumerate(entries)]
 
         found = model.parameters.call_with(self._fit(changes), call)
         return [
@@ -260,7 +260,7 @@ class LocalModel:
 
     def _read_columns(
         self,
-        entries: Sequence[ScoreEntry],
+        entries: Sequence[Entry],
         names: Sequence[str],
         policy: Policy,
         changes: Changes,
@@ -334,7 +334,7 @@ def _check_reach(steering: ResolvedSteering | None, jobs: Sequence[Job]) -> None
         check_reach(steering, jobs)
 
 
-def _split(entries: Sequence[ScoreEntry], batch_tokens: int | None) -> list[list[ScoreEntry]]:
+def _split(entries: Sequence[Entry], batch_tokens: int | None) -> list[list[Entry]]:
     """Return the sequences in parts of at most so many tokens, neighbours of like length.
 
     Five of 6, 2, 5, 3 and 2 tokens, at most 10 a part, are read as
@@ -345,7 +345,7 @@ def _split(entries: Sequence[ScoreEntry], batch_tokens: int | None) -> list[list
         return [list(entries)]
     if batch_tokens < 1:
         raise ValueError(f"batch_tokens is {batch_tokens}; give at least 1, or leave it out")
-    parts: list[list[ScoreEntry]] = []
+    parts: list[list[Entry]] = []
     for entry in sorted(entries, key=lambda entry: len(entry.job.tokens), reverse=True):
         longest = len(parts[-1][0].job.tokens) if parts else 0
         if not parts or longest * (len(parts[-1]) + 1) > batch_tokens:

@@ -15,7 +15,7 @@ from logsteer_server.settings import Settings
 from logsteer_server.tasks.comparison import check_same_vocabulary
 from logsteer_server.tasks.planning import Capacity, Planner
 from logsteer_server.tasks.run import Batch, Event, Run, Task
-from logsteer_server.tasks.selftest_checks import CHECKS, PROMISES, draw
+from logsteer_server.tasks.selftest_checks import PROMISES, draw, run_checks
 from logsteer_server.tasks.selftest_trial import MAX_TOKENS, Trial, choose_texts
 from logsteer_server.text.tokenizer import TextCodec
 
@@ -64,14 +64,13 @@ class SelftestTask(Task):
         trial = self._trial = await planner.call_long(self._choose, codec, info, context)
         for batch in draw(trial, context):
             yield batch
-        for check in CHECKS:
-            for step in check(trial):
-                if isinstance(step, Batch):
-                    yield step
-                    continue
-                self._checks.append(step.write(PROMISES[step.name]))
-                if self.streams:
-                    yield Event("check", self._checks[-1])
+        for step in run_checks(trial):
+            if isinstance(step, Batch):
+                yield step
+                continue
+            self._checks.append(step.write(PROMISES[step.name]))
+            if self.streams:
+                yield Event("check", self._checks[-1])
 
     def _choose(self, codec: TextCodec, info: EngineInfo, context: int) -> Trial:
         given = choose_texts(self._body, codec, info, context, MAX_TOKENS)

@@ -1,4 +1,4 @@
-"""The checks of a self-test: each yields the batches that it needs, then what it has found.
+"""The checks of a self-test: each yields the batches that it needs, and returns what it measured.
 
 They run in the order of CHECKS, because later ones compare with what earlier ones have scored:
 
@@ -16,25 +16,25 @@ import numpy as np
 from logsteer.schemas.selftest import PromiseName
 from logsteer_server.contract.jobs import GenerateOutput, Job, ScoreJob, ScoreOutput
 from logsteer_server.contract.plan import SteeringPlan
+from logsteer_server.stores.layer_vectors import RESID_POST
 from logsteer_server.tasks.run import Batch, Collector
-from logsteer_server.tasks.selftest_peers import against, against_steered, replicas
 from logsteer_server.tasks.selftest_trial import (
     CUT_POLICY,
     SEED,
+    CheckEndedError,
     Discrepancy,
     DrawnTexts,
     Finding,
     Logprobs,
+    Measurement,
     Noise,
     Steps,
     Trial,
     TrialPlans,
     capture_norm,
-    compare,
     plan_samples,
     read_logprobs,
     score_all,
-    skip,
 )
 
 PROMISES: Mapping[PromiseName, str] = {
@@ -104,16 +104,15 @@ def repeat(trial: Trial) -> Steps:
     ]
     trial.logit_scale = float(np.sqrt(np.concatenate(squares).mean()))
     trial.noise = Noise.measure(trial.logit_scale, trial.info)
-    discrepancy = Discrepancy()
-    discrepancy.add_all(again, trial.plain)
-    yield discrepancy.judge("repeated", trial.noise, f"{len(again)} texts, each alone, twice")
+    discrepancy = Discrepancy.of(again, trial.plain)
+    return Measurement(discrepancy, f"{len(again)} texts, each alone, twice")
 
 
 def batched(trial: Trial) -> Steps:
     """Score all texts in one batch."""
     found = yield from score_all(trial.jobs())
     evidence = f"{len(found)} texts in one batch against each alone"
-    yield compare(trial, "batched", read_logprobs(found), trial.plain, evidence)
+    return Measurement(Discrepancy.of(read_logprobs(found), trial.plain), evidence)
 
 
 def shuffled(trial: Trial) -> Steps:
@@ -127,7 +126,7 @@ def shuffled(trial: Trial) -> Steps:
     by_place = dict(zip(order.tolist(), read_logprobs(found), strict=True))
     own = [by_place[n] for n in range(len(jobs))]
     evidence = f"{len(jobs)} texts among {len(strangers)} others, in another order"
-    yield compare(trial, "shuffled", own, trial.plain, evidence)
+    return Measurement(Discrepancy.of(own, trial.plain), evidence)
 
 
 def _cut(job: ScoreJob, length: int) -> ScoreJob:
@@ -140,7 +139,7 @@ def target_rows(trial: Trial) -> Steps:
     found = yield from score_all(jobs)
     wanted = [whole[TARGET_ROW:] for whole in trial.plain if len(whole) > TARGET_ROW]
     evidence = f"{len(jobs)} texts, scored behind their first {TARGET_ROW + 1} tokens"
-    yield compare(trial, "target_rows", read_logprobs(found), wanted, evidence)
+    return Measurement(Discrepancy.of(read_logprobs(found), wanted), evidence)
 
 
 def sampled(trial: Trial) -> Steps:
@@ -150,28 +149,27 @@ def sampled(trial: Trial) -> Steps:
     evidence = f"{len(found)} continuations, drawn beside steered ones and scored again"
     if trial.plans is None:
         evidence = f"{len(found)} continuations, scored again"
-    yield compare(
-        trial, "sampled", samples.logprobs, read_logprobs(found), evidence, "continuation"
-    )
+    return _compare_drawn(samples, found, evidence)
+
+
+def _compare_drawn(samples: DrawnTexts, found: Sequence[ScoreOutput], evidence: str) -> Measurement:
+    """Compare what continuations were drawn with and what they score."""
+    apart = Discrepancy.of(samples.logprobs, read_logprobs(found), "continuation")
+    return Measurement(apart, evidence)
 
 
 def steered_sampled(trial: Trial) -> Steps:
     """Score the steered continuations under their steering; and without, to see that it acts."""
-    name: PromiseName = "steered_sampled"
-    if trial.plans is None:
-        yield skip(trial, name, trial.why_unsteered)
-        return
-    samples = trial.samples[name]
+    trial.require_plans()
+    samples = trial.samples["steered_sampled"]
     found = yield from score_all(samples.reread())
     plain = yield from score_all(samples.reread(steered=False))
-    effect = Discrepancy()
-    effect.add_all(read_logprobs(found), read_logprobs(plain))
-    if effect.largest <= trial.noise.tolerance:
-        reason = f"steering moves no log-probability by more than {effect.largest:.3g} nats"
-        yield Finding(name, "failed", reason, trial.noise)
-        return
-    evidence = f"{len(found)} continuations; steering moves them by up to {effect.largest:.3g} nats"
-    yield compare(trial, name, samples.logprobs, read_logprobs(found), evidence, "continuation")
+    effect = Discrepancy.of(read_logprobs(found), read_logprobs(plain)).largest
+    if effect <= trial.noise.tolerance:
+        reason = f"steering moves no log-probability by more than {effect:.3g} nats"
+        raise CheckEndedError("failed", reason)
+    evidence = f"{len(found)} continuations; steering moves them by up to {effect:.3g} nats"
+    return _compare_drawn(samples, found, evidence)
 
 
 def drawn(trial: Trial) -> Steps:
@@ -180,8 +178,7 @@ def drawn(trial: Trial) -> Steps:
     A token that q leaves out is as many nats off as it lacks to the k-th most probable.
     """
     if "drawn" not in trial.samples:
-        yield skip(trial, "drawn", "the engine does not read the column log_q")
-        return
+        raise CheckEndedError("not_run", "the engine does not read the column log_q")
     count = min(CUT_POLICY.top_k, trial.info.vocab_size)
     options: dict[str, Any] = {"columns": ("logprob", "log_q"), "policy": CUT_POLICY, "top": count}
     found = yield from score_all(trial.samples["drawn"].reread(**options))
@@ -194,47 +191,36 @@ def drawn(trial: Trial) -> Steps:
         outside += int(is_out.sum())
     evidence = f"{outside} tokens drawn with top_k {count} lie outside when they are scored again"
     wanted = [np.zeros_like(own) for own in lacking]
-    yield compare(trial, "drawn", lacking, wanted, evidence, "continuation")
+    return Measurement(Discrepancy.of(lacking, wanted, "continuation"), evidence)
 
 
 def zero_scale(trial: Trial) -> Steps:
     """Steer the texts, at every layer, by a vector of scale 0 and an operation that keeps all."""
-    name: PromiseName = "zero_scale"
-    if trial.plans is None:
-        yield skip(trial, name, trial.why_unsteered)
-        return
-    jobs = trial.jobs(trial.plans.nothing)
+    jobs = trial.jobs(trial.require_plans().nothing)
     found = yield from score_all(jobs)
     wanted = sum(len(job.tokens) for job in jobs)
     steered = sum(output.trace.tokens for output in found if output.trace is not None)
     evidence = f"{steered} of {wanted} tokens went through steering, at {trial.info.num_layers} "
     evidence += "layers"
-    finding = compare(trial, name, read_logprobs(found), trial.plain, evidence)
-    is_unreached = finding.verdict == "passed" and steered != wanted
-    yield replace(finding, verdict="failed") if is_unreached else finding
+    apart = Discrepancy.of(read_logprobs(found), trial.plain)
+    return Measurement(apart, evidence, has_reached=steered == wanted)
 
 
 def steered_neighbour(trial: Trial) -> Steps:
     """Score each text unsteered beside steered ones, in batches that one step reads."""
-    name: PromiseName = "steered_neighbour"
-    if trial.plans is None:
-        yield skip(trial, name, trial.why_unsteered)
-        return
     plain: list[ScoreOutput] = []
     steered: list[ScoreOutput] = []
-    pairs = list(zip(trial.jobs(trial.plans.whole), trial.jobs(), strict=True))
+    pairs = list(zip(trial.jobs(trial.require_plans().whole), trial.jobs(), strict=True))
     for group in _group(pairs, trial.info.step_tokens):
         found = yield from score_all([job for pair in group for job in pair])
         steered += found[::2]
         plain += found[1::2]
     trial.steered = read_logprobs(steered)
-    effect = Discrepancy()
-    effect.add_all(trial.steered, trial.plain)
-    evidence = f"steering moves their neighbours by up to {effect.largest:.3g} nats"
-    if effect.largest <= trial.noise.tolerance:
-        yield skip(trial, name, f"it could not show: {evidence}")
-        return
-    yield compare(trial, name, read_logprobs(plain), trial.plain, evidence)
+    effect = Discrepancy.of(trial.steered, trial.plain).largest
+    evidence = f"steering moves their neighbours by up to {effect:.3g} nats"
+    if effect <= trial.noise.tolerance:
+        raise CheckEndedError("not_run", f"it could not show: {evidence}")
+    return Measurement(Discrepancy.of(read_logprobs(plain), trial.plain), evidence)
 
 
 def _group(
@@ -261,15 +247,12 @@ def prefix_cached(trial: Trial) -> Steps:
     cached = sum(output.cached_tokens for output in found)
     if not cached:
         reason = "no token came from a prefix cache: the engine has none, or its blocks are longer "
-        yield skip(trial, "prefix_cached", f"{reason}than the texts")
-        return
+        raise CheckEndedError("not_run", f"{reason}than the texts")
     hits = [n for n, output in enumerate(found) if output.cached_tokens]
     wanted = [values for _, values in (*plain, *steered)]
     evidence = f"{cached} tokens of {len(hits)} texts came from the prefix cache"
     own = read_logprobs(found)
-    yield compare(
-        trial, "prefix_cached", [own[n] for n in hits], [wanted[n] for n in hits], evidence
-    )
+    return Measurement(Discrepancy.of([own[n] for n in hits], [wanted[n] for n in hits]), evidence)
 
 
 def _tails(
@@ -287,27 +270,25 @@ def chunked(trial: Trial) -> Steps:
     """Score so many texts at once that a step has no room for all, and splits some."""
     limit = trial.info.step_tokens
     if limit is None:
-        yield skip(trial, "chunked", "this engine reads every text in one step")
-        return
+        raise CheckEndedError("not_run", "this engine reads every text in one step")
     kinds = [list(zip(trial.jobs(), trial.plain, strict=True))]
     if trial.plans is not None:
         kinds.append(list(zip(trial.jobs(trial.plans.whole), trial.steered, strict=True)))
     needed = limit + max(len(job.tokens) for job, _ in kinds[0])
     if len(kinds) * needed > trial.max_tokens:
         reason = f"a step reads {limit} tokens and a self-test at most {trial.max_tokens}; "
-        yield skip(trial, "chunked", f"{reason}lower max_num_batched_tokens to see it")
-        return
+        raise CheckEndedError("not_run", f"{reason}lower max_num_batched_tokens to see it")
     # Each kind fills more than a step, so that texts are split of both.
     taken = [pair for kind in kinds for pair in _fill(kind, needed)]
     found = yield from score_all([job for job, _ in taken])
     split = [n for n, output in enumerate(found) if output.was_split]
     if not split:
         reason = f"none of {len(taken)} texts was split, at {limit} tokens a step; send longer ones"
-        yield skip(trial, "chunked", reason)
-        return
+        raise CheckEndedError("not_run", reason)
     own = read_logprobs(found)
     evidence = f"{len(split)} of {len(taken)} texts were read in several steps of {limit} tokens"
-    yield compare(trial, "chunked", [own[n] for n in split], [taken[n][1] for n in split], evidence)
+    wanted = [taken[n][1] for n in split]
+    return Measurement(Discrepancy.of([own[n] for n in split], wanted), evidence)
 
 
 def _fill(
@@ -322,7 +303,79 @@ def _fill(
     return taken
 
 
+def replicas(trial: Trial) -> Steps:
+    """Score the texts on each replica that answers, steered and not."""
+    cards = trial.model.handle.read()
+    numbers = [number for number, card in enumerate(cards) if card.state == "ready"]
+    if len(numbers) < 2:
+        raise CheckEndedError("not_run", f"the model has {len(numbers)} replica that answers")
+    jobs, wanted = trial.jobs(), [*trial.plain]
+    if trial.plans is not None:
+        jobs += trial.jobs(trial.plans.whole)
+        wanted += trial.steered
+    discrepancy = Discrepancy()
+    for number in numbers:
+        found = yield from score_all(jobs, replica=number)
+        discrepancy.add_all(read_logprobs(found), wanted)
+    evidence = f"{len(jobs)} texts on each of {len(numbers)} replicas"
+    return Measurement(discrepancy, evidence)
+
+
+def against(trial: Trial) -> Steps:
+    """Score the texts on the other model."""
+    if trial.other is None:
+        raise CheckEndedError("not_run", "no second model is named; name one as against")
+    _, info = trial.other.require()
+    found = yield from score_all(trial.jobs(), trial.other)
+    noise = Noise.measure(trial.logit_scale, trial.info, info)
+    apart = Discrepancy.of(read_logprobs(found), trial.plain)
+    return Measurement(apart, _describe_other(trial), noise)
+
+
+def against_steered(trial: Trial) -> Steps:
+    """Score the texts on both models under plans of each kind."""
+    own_plans = trial.require_plans()
+    if trial.other is None:
+        raise CheckEndedError("not_run", "no second model is named as against")
+    _, info = trial.other.require()
+    sizes = [(one.num_layers, one.hidden_size) for one in (trial.info, info)]
+    if RESID_POST not in info.hooks or "steering" in info.lacks or sizes[0] != sizes[1]:
+        reason = f"{trial.other.id} has no such layers to be steered, or no hook for them"
+        raise CheckEndedError("not_run", reason)
+    plans = (own_plans.add, own_plans.turn, own_plans.ablate)
+    jobs = [job for plan in plans for job in trial.jobs(plan)]
+    own = yield from score_all(jobs)
+    found = yield from score_all(jobs, trial.other)
+    noise = Noise.measure(trial.logit_scale, trial.info, info)
+    evidence = f"added, turned and ablated at layer {trial.info.num_layers // 2}; "
+    apart = Discrepancy.of(read_logprobs(found), read_logprobs(own))
+    return Measurement(apart, evidence + _describe_other(trial), noise)
+
+
+def _describe_other(trial: Trial) -> str:
+    assert trial.other is not None
+    _, info = trial.other.require()
+    text = f"{trial.other.id} is {info.engine} in {info.dtype}"
+    same = trial.info.weights_digest == info.weights_digest
+    return text if same else f"{text}, of other weights"
+
+
 CHECKS: tuple[Callable[[Trial], Steps], ...] = (
     repeat, batched, shuffled, target_rows, sampled, steered_sampled, drawn, zero_scale,
     steered_neighbour, prefix_cached, chunked, replicas, against, against_steered,
 )  # fmt: skip
+"""The check of each of PROMISES, in their order."""
+
+
+def run_checks(trial: Trial) -> Iterator[Batch | Finding]:
+    """Yield the batches of one check after the other, and behind them what it has found."""
+    for name, check in zip(PROMISES, CHECKS, strict=True):
+        try:
+            measured = yield from check(trial)
+        except CheckEndedError as ended:
+            yield Finding(name, ended.verdict, str(ended), trial.noise)
+            continue
+        noise = measured.noise or trial.noise
+        finding = measured.discrepancy.judge(name, noise, measured.evidence)
+        is_unreached = finding.verdict == "passed" and not measured.has_reached
+        yield replace(finding, verdict="failed") if is_unreached else finding

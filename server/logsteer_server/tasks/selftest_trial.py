@@ -135,6 +135,15 @@ class Discrepancy:
     largest: float = 0.0
     where: str = ""
 
+    @classmethod
+    def of(
+        cls, found: Sequence[npt.ArrayLike], wanted: Sequence[npt.ArrayLike], noun: str = "text"
+    ) -> "Discrepancy":
+        """Compare the values of each text with what is wanted of it."""
+        discrepancy = cls()
+        discrepancy.add_all(found, wanted, noun)
+        return discrepancy
+
     def add(self, found: npt.ArrayLike, wanted: npt.ArrayLike, where: str) -> None:
         """Compare values of one text; one that is no number differs infinitely."""
         a, b = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
@@ -214,6 +223,12 @@ class Trial:
         if lacking := self.info.lacks.get("steering"):
             return lacking
         return "" if RESID_POST in self.info.hooks else "the model offers no hook resid_post"
+
+    def require_plans(self) -> "TrialPlans":
+        """Return the plans. Errors: CheckEndedError where the model cannot be steered."""
+        if self.plans is None:
+            raise CheckEndedError("not_run", self.why_unsteered)
+        return self.plans
 
     def jobs(self, plan: SteeringPlan | None = None, first_row: int = 0) -> list[ScoreJob]:
         """Return jobs that score each text from the token behind this row on, if it has one."""
@@ -327,7 +342,29 @@ def plan_samples(trial: Trial, context: int) -> dict[PromiseName, list[GenerateJ
     return found
 
 
-Steps: TypeAlias = Generator[Batch | Finding, None, None]
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What a check has measured: how far values are apart, and `evidence` of what was compared.
+
+    `noise` is the trial's own where it is None. Where the check did not reach what it is about, it
+    fails even without a difference.
+    """
+
+    discrepancy: Discrepancy
+    evidence: str
+    noise: Noise | None = None
+    has_reached: bool = True
+
+
+class CheckEndedError(Exception):
+    """A check has no values to compare: its verdict, and why."""
+
+    def __init__(self, verdict: Verdict, reason: str) -> None:
+        super().__init__(reason)
+        self.verdict = verdict
+
+
+Steps: TypeAlias = Generator[Batch, None, Measurement]
 
 
 def score_all(
@@ -343,22 +380,3 @@ def score_all(
 def read_logprobs(outputs: Sequence[ScoreOutput]) -> list[Logprobs]:
     """Return the log-probabilities of each output, a row a token."""
     return [output.columns["logprob"] for output in outputs]
-
-
-def compare(
-    trial: Trial,
-    name: PromiseName,
-    found: Sequence[Logprobs],
-    wanted: Sequence[Logprobs],
-    evidence: str,
-    noun: str = "text",
-) -> Finding:
-    """Return what comes of a check that compares values with those that are wanted."""
-    discrepancy = Discrepancy()
-    discrepancy.add_all(found, wanted, noun)
-    return discrepancy.judge(name, trial.noise, evidence)
-
-
-def skip(trial: Trial, name: PromiseName, reason: str) -> Finding:
-    """Return that a check was not run, and why."""
-    return Finding(name, "not_run", reason, trial.noise)

@@ -4,9 +4,9 @@ Sequences are padded on the right, where no token looks, so padding needs no mas
 nothing. Axis letters: B sequences, T tokens, D hidden size.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,22 +15,11 @@ from torch import Tensor
 from logsteer_server.contract.jobs import Job
 from logsteer_server.engines.tlens.cache import RowCache
 from logsteer_server.engines.tlens.causal import CausalModel
+from logsteer_server.engines.tlens.model import BridgeModel
+from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.points import HookFunction, Point
+from logsteer_server.engines.tlens.queue import EngineLimits, Entry, JobQueue, Results
 from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow, TokenRange
-
-
-class SteerableEntry(Protocol):
-    """A job's row of a batch; `steered` is None where the job has no plan."""
-
-    @property
-    def job(self) -> Job:
-        """The job."""
-        ...
-
-    @property
-    def steered(self) -> SteeredRow | None:
-        """How its row is steered."""
-        ...
 
 
 def accept_row(model: CausalModel, job: Job) -> SteeredRow | None:
@@ -47,6 +36,23 @@ def accept_row(model: CausalModel, job: Job) -> SteeredRow | None:
     return steered
 
 
+class ModelQueue(JobQueue[Entry]):
+    """Jobs that are read by the model in batches, under the parameters that they have in common."""
+
+    def __init__(self, model: BridgeModel, deltas: DeltaCache, limits: EngineLimits) -> None:
+        super().__init__(limits)
+        self._model = model
+        self._deltas = deltas
+
+    def _run(self, batch: list[Entry]) -> Results:
+        parameters = self._deltas.apply(batch[0].job.delta)
+        return self._model.parameters.call_with(parameters, lambda: self._compute(batch))
+
+    @abstractmethod
+    def _compute(self, batch: Sequence[Entry]) -> Results:
+        """Return the results of a batch, whose parameters the model has now."""
+
+
 def pad_right(sequences: Sequence[np.ndarray]) -> Tensor:
     """Return the sequences as rows of one int64 tensor [B, T], zeros behind the shorter ones."""
     tokens_BT = torch.zeros((len(sequences), max(map(len, sequences))), dtype=torch.int64)
@@ -57,7 +63,7 @@ def pad_right(sequences: Sequence[np.ndarray]) -> Tensor:
 
 def read_batch(
     model: CausalModel,
-    batch: Sequence[SteerableEntry],
+    batch: Sequence[Entry],
     hooks: Sequence[tuple[Point, HookFunction]] = (),
 ) -> Tensor:
     """Return the hidden states [B, T, D] of a batch, steered, with `hooks` after the steering.
@@ -76,7 +82,7 @@ def read_batch(
 
 
 def read_behind_contexts(
-    model: CausalModel, batch: Sequence[SteerableEntry], lengths: Sequence[int], owners: list[int]
+    model: CausalModel, batch: Sequence[Entry], lengths: Sequence[int], owners: list[int]
 ) -> Tensor:
     """Return the hidden states [B, T, D] of what follows each sequence's context.
 
@@ -116,7 +122,7 @@ def read_behind_contexts(
 
 
 def _read_on(
-    model: CausalModel, batch: Sequence[SteerableEntry], lengths: Sequence[int], cache: RowCache
+    model: CausalModel, batch: Sequence[Entry], lengths: Sequence[int], cache: RowCache
 ) -> Tensor:
     """Return the hidden states of what follows the contexts, which the cache has."""
     rest = [entry.job.tokens[n:] for entry, n in zip(batch, lengths, strict=True)]

@@ -5,7 +5,6 @@ activation.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,34 +12,15 @@ import torch
 from torch import Tensor
 
 from logsteer_server.contract.captures import CaptureJob, CaptureOutput
-from logsteer_server.contract.finite import find_failure
-from logsteer_server.engines.tlens.batch import accept_row, read_batch
-from logsteer_server.engines.tlens.model import BridgeModel
-from logsteer_server.engines.tlens.parameters import DeltaCache
-from logsteer_server.engines.tlens.points import Point, RefusedJobError
-from logsteer_server.engines.tlens.queue import EngineLimits, JobQueue, Results
-from logsteer_server.engines.tlens.steering import SteeredRow
+from logsteer_server.engines.tlens.batch import ModelQueue, accept_row, read_batch
+from logsteer_server.engines.tlens.points import RefusedJobError
+from logsteer_server.engines.tlens.queue import Entry, Results
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureEntry:
-    """A capture job that is ready to run, with the activations that it captures."""
-
-    job_id: int
-    job: CaptureJob
-    steered: SteeredRow | None
-    points: tuple[Point, ...]
-
-
-class CaptureQueue(JobQueue[CaptureEntry]):
+class CaptureQueue(ModelQueue):
     """Sequences whose activations are to be captured."""
 
-    def __init__(self, model: BridgeModel, deltas: DeltaCache, limits: EngineLimits) -> None:
-        super().__init__(limits)
-        self._model = model
-        self._deltas = deltas
-
-    def _accept(self, job_id: int, job: CaptureJob) -> CaptureEntry:
+    def _accept(self, job_id: int, job: CaptureJob) -> Entry:
         steered = accept_row(self._model, job)
         if not job.layers:
             raise RefusedJobError("invalid_request", "layers: name at least one")
@@ -52,17 +32,13 @@ class CaptureQueue(JobQueue[CaptureEntry]):
             raise RefusedJobError("invalid_request", detail)
         if job.delta:
             self._model.check_delta(list(points))
-        return CaptureEntry(job_id, job, steered, points)
+        return Entry(job_id, job, steered, points)
 
-    def _group(self, entry: CaptureEntry) -> object:
+    def _group(self, entry: Entry) -> object:
         return entry.job.delta, entry.job.layers, entry.job.hook, entry.job.read
 
-    def _run(self, batch: list[CaptureEntry]) -> Results:
-        parameters = self._deltas.apply(batch[0].job.delta)
-        return self._model.parameters.call_with(parameters, lambda: self._capture(batch))
-
     @torch.inference_mode()
-    def _capture(self, batch: Sequence[CaptureEntry]) -> Results:
+    def _compute(self, batch: Sequence[Entry]) -> Results:
         points, takes_mean = batch[0].points, batch[0].job.read == "mean"
         found: dict[str, Tensor] = {}
         width = max(len(entry.job.tokens) for entry in batch)
@@ -86,8 +62,7 @@ class CaptureQueue(JobQueue[CaptureEntry]):
         end = 0
         for entry in batch:
             begin, end = end, end + entry.job.num_rows
-            trace = entry.steered.trace(len(entry.job.tokens)) if entry.steered else None
             # A copy, which holds nothing of the others in the batch.
-            output = CaptureOutput(captured_LND[:, begin:end].numpy().copy(), trace=trace)
-            results.append((entry.job_id, find_failure(entry.job, output) or output))
+            own_LTD = captured_LND[:, begin:end].numpy().copy()
+            results.append(entry.conclude(CaptureOutput(own_LTD, trace=entry.trace)))
         return results

@@ -73,10 +73,11 @@ class DecodeStep:
             raise UnknownBlockError(config.model_type)
         devices = {parameter.device for parameter in body.parameters()}
         dtypes = {parameter.dtype for parameter in body.parameters()}
-        if len(devices) > 1 or dtypes != {torch.float32}:
-            raise UnknownBlockError("several devices, or not float32")
+        if len(devices) > 1 or dtypes not in ({torch.float32}, {torch.bfloat16}):
+            raise UnknownBlockError("several devices, or neither float32 nor bfloat16")
         self._embed: Change = body.embed_tokens.forward
-        self._angles = _Angles(body.rotary_emb, config.max_position_embeddings)
+        most = config.max_position_embeddings
+        self._angles = _Angles(body.rotary_emb, most, dtypes.pop())
         self._blocks = [_Block.read(block) for block in blocks]
         self._norm = _read_norm(body.norm, config.hidden_size)
         self._block_size = sum(parameter.numel() for parameter in blocks[0].parameters())
@@ -132,17 +133,18 @@ class _Angles:
     here have that sign, so that it is (a, b) * cosines + (b, a) * sines.
     """
 
-    def __init__(self, rotary: Any, most: int) -> None:
+    def __init__(self, rotary: Any, most: int, dtype: torch.dtype) -> None:
         if rotary.rope_type not in STILL_ROTATIONS:
             raise UnknownBlockError(f"angles of type {rotary.rope_type}")
         self._rotary = rotary
         self._most = most
+        self._dtype = dtype
         self.device: torch.device = rotary.inv_freq.device
         self._known_P2S = self._compute(min(FIRST_ANGLES, most))
 
     def _compute(self, count: int) -> Tensor:
         positions_1P = torch.arange(count, device=self.device)[None]
-        like = torch.zeros((), device=self.device)
+        like = torch.zeros((), dtype=self._dtype, device=self.device)
         cos_PS, sin_PS = (x_1PS[0].clone() for x_1PS in self._rotary(like, positions_1P))
         sin_PS[:, : sin_PS.shape[-1] // 2] *= -1
         return torch.stack([cos_PS, sin_PS], dim=1)
@@ -289,7 +291,10 @@ def _read_head_norm(attention: Any, heads: int, key_heads: int, size: int) -> Ch
 
 
 class _RmsNorm:
-    """x w / sqrt(mean(x^2) + eps), over the last axis, in fewer operations than torch's own."""
+    """x w / sqrt(mean(x^2) + eps), over the last axis, in fewer operations than torch's own.
+
+    In float32, and rounded once to the dtype of x.
+    """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self._weight = weight
@@ -298,10 +303,10 @@ class _RmsNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x normalised."""
-        norm = vector_norm(x, 2, -1, True)
-        return x.mul(torch.addcmul(self._eps, norm, norm, value=self._share).rsqrt_()).mul_(
-            self._weight
-        )
+        wide = x.float()
+        norm = vector_norm(wide, 2, -1, True)
+        inverse = torch.addcmul(self._eps, norm, norm, value=self._share).rsqrt_()
+        return wide.mul(inverse).mul_(self._weight).to(x.dtype)
 
 
 def _read_norm(module: Any, size: int) -> Change:
@@ -316,7 +321,7 @@ def _read_rms(module: Any, size: int) -> tuple[Tensor, float]:
         raise UnknownBlockError(type(module).__name__)
     trial = torch.linspace(-1, 2, 3 * size, device=weight.device).view(3, size)
     wanted = module(trial)
-    for found in (weight.detach(), 1 + weight.detach()):
+    for found in (weight.detach().float(), 1 + weight.detach().float()):
         if torch.allclose(_RmsNorm(found, eps)(trial), wanted, NORM_TOLERANCE, NORM_TOLERANCE):
             return found, eps
     raise UnknownBlockError(type(module).__name__)

@@ -8,13 +8,14 @@ row.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from logsteer_server.contract.finite import describe_non_finite, find_failure
+from logsteer_server.contract.finite import describe_non_finite
 from logsteer_server.contract.jobs import (
     GenerateJob,
     GenerateOutput,
@@ -27,23 +28,89 @@ from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.decode_step import NextTokens
 from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.points import HookFunction, Point, RefusedJobError
-from logsteer_server.engines.tlens.queue import BatchRun, EngineLimits, JobQueue, Results
+from logsteer_server.engines.tlens.queue import BatchRun, EngineLimits, Entry, JobQueue, Results
 from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow, TokenRange
-from logsteer_server.engines.tlens.text import GrowingText
 from logsteer_server.numerics.drawing import RowSampler, spec_of_draw
 from logsteer_server.numerics.rows import RowSpec
 
+CONTEXT_TOKENS = 8
+"""Tokens of the prompt that are decoded with the first new ones, for the spaces between them."""
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+LONGEST_CHARACTER = 4
+"""Bytes of a character, and so the tokens that one may take; more that give none are no text."""
 
-@dataclass(slots=True)
-class GenerationRow:
+
+class GrowingText:
+    """Text that grows by tokens; what comes out of it never has to be taken back.
+
+    A token's text depends on the one before it (a leading space) and may be part of a character.
+    So each new piece is what decoding adds to tokens whose text is already out, and it waits until
+    its last character is whole. Special tokens are left out.
+    """
+
+    def __init__(
+        self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str], include_stop: bool
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(prompt[-CONTEXT_TOKENS:])
+        self._begin = 0
+        self._done = len(self._ids)
+        self._stop = stop
+        self._include_stop = include_stop
+        # A stop string may begin in one token and end in a later one.
+        self._held = max(map(len, stop), default=1) - 1
+        self._text = ""
+        self._out = 0
+
+    def add(self, token: int) -> bool:
+        """Take a token in, and return whether a stop string ends the text here."""
+        self._ids.append(token)
+        before = self._decode(self._ids[self._begin : self._done])
+        text = self._decode(self._ids[self._begin :])
+        waits = len(text) <= len(before) or text.endswith(INCOMPLETE)
+        if waits and len(self._ids) - self._done <= LONGEST_CHARACTER:
+            return False
+        self._begin, self._done = self._done, len(self._ids)
+        return self._extend(text[len(before) :])
+
+    def end(self) -> bool:
+        """Take in what is left of a character that no token completed, and return as `add` does."""
+        before = self._decode(self._ids[self._begin : self._done])
+        text = self._decode(self._ids[self._begin :])
+        self._begin = self._done = len(self._ids)
+        return self._extend(text[len(before) :])
+
+    def _extend(self, piece: str) -> bool:
+        searched = max(0, len(self._text) - self._held)
+        self._text += piece
+        found = [
+            (at, at + len(stop) if self._include_stop else at)
+            for stop in self._stop
+            if (at := self._text.find(stop, searched)) >= 0
+        ]
+        if found:
+            _, end = min(found)
+            self._text = self._text[:end]
+        return bool(found)
+
+    def take(self, is_last: bool) -> str:
+        """Return the text that is new and certain; all that is left where it is the last."""
+        end = len(self._text) if is_last else max(self._out, len(self._text) - self._held)
+        piece = self._text[self._out : end]
+        self._out = end
+        return piece
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+
+@dataclass(slots=True, kw_only=True)
+class GenerationRow(Entry):
     """One job's row of a batch: its tokens so far, and those that no output has had yet.
 
     One that is `alone` shares no batch.
     """
 
-    job_id: int
-    job: GenerateJob
-    steered: SteeredRow | None
     text: GrowingText
     spec: RowSpec
     values: DrawnValues
@@ -59,7 +126,7 @@ class GenerationRow:
         prompt = job.tokens.tolist()
         text = GrowingText(model.tokenizer, prompt, job.stop, job.include_stop)
         spec = spec_of_draw(job, model.eos_ids)
-        return cls(job_id, job, steered, text, spec, DrawnValues(spec))
+        return cls(job_id, job, steered, text=text, spec=spec, values=DrawnValues(spec))
 
     def add(self, token: int, values_1W: np.ndarray, eos_ids: tuple[int, ...]) -> str | None:
         """Take a token in, with what was read with it.
@@ -131,7 +198,8 @@ class RunningBatch:
     @property
     def delta(self) -> ParameterDelta:
         """What is added to the parameters for all rows, of which there must be one."""
-        return self.rows[0].job.delta
+        delta: ParameterDelta = self.rows[0].job.delta
+        return delta
 
     @property
     def has_work(self) -> bool:
@@ -171,19 +239,17 @@ class RunningBatch:
                 results.append((row.job_id, row.take(None)))
         if ended:
             self._steering.collect()
-            results += [(self.rows[b].job_id, self._end(b, why)) for b, why in ended.items()]
+            results += [self._end(self.rows[b], why) for b, why in ended.items()]
         self._next_BT = torch.from_numpy(ids_B.astype(np.int64))[:, None]
         self._num_columns += 1
         self._select([b for b in range(len(self.rows)) if b not in ended])
         return results
 
-    def _end(self, b: int, why: str) -> JobResult:
-        row = self.rows[b]
+    def _end(self, row: GenerationRow, why: str) -> tuple[int, JobResult]:
         if why != "broken":
-            output = row.take(why)
-            return find_failure(row.job, output) or output
+            return row.conclude(row.take(why))
         found = f"after {len(row.job.tokens) + row.num_tokens} tokens the logits are not finite"
-        return describe_non_finite(row.job, found)
+        return row.job_id, describe_non_finite(row.job, found)
 
     def _read(self) -> Tensor:
         """Return the logits of each row's newest token; the cache then holds all tokens."""

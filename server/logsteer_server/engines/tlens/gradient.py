@@ -15,30 +15,18 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from logsteer_server.contract.finite import find_failure
 from logsteer_server.contract.jobs import GradientJob, GradientOutput, JobFailure
-from logsteer_server.engines.tlens.batch import accept_row, read_batch
+from logsteer_server.engines.tlens.batch import ModelQueue, accept_row, read_batch
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.points import HookFunction, Point, RefusedJobError
-from logsteer_server.engines.tlens.queue import EngineLimits, JobQueue, Results
-from logsteer_server.engines.tlens.steering import SteeredRow
+from logsteer_server.engines.tlens.queue import EngineLimits, Entry, Results
 from logsteer_server.numerics.hidden_rows import split_chunks
 
 BYTES_PER_LOGIT = 48
 """Peak bytes per logit of a chunk: float64 values, their tangents, temporaries."""
 BATCH_SHARE = 4
 """By how much smaller a batch is than one that is scored: it is stored for the backward pass."""
-
-
-@dataclass(frozen=True, slots=True)
-class GradientEntry:
-    """A gradient job that is ready to run, with the activations of its derivatives."""
-
-    job_id: int
-    job: GradientJob
-    steered: SteeredRow | None
-    points: tuple[Point, ...]
 
 
 @dataclass(slots=True)
@@ -50,25 +38,23 @@ class _ScoredRows:
     owners: list[slice]
 
 
-class GradientQueue(JobQueue[GradientEntry]):
+class GradientQueue(ModelQueue):
     """Sequences to be differentiated; logits take at most `chunk_bytes` at a time."""
 
     def __init__(
         self, model: BridgeModel, deltas: DeltaCache, limits: EngineLimits, chunk_bytes: int
     ) -> None:
         tokens = max(1, limits.max_batch_tokens // BATCH_SHARE)
-        super().__init__(replace(limits, max_batch_tokens=tokens))
-        self._model = model
-        self._deltas = deltas
+        super().__init__(model, deltas, replace(limits, max_batch_tokens=tokens))
         self._chunk_bytes = chunk_bytes
 
-    def _accept(self, job_id: int, job: GradientJob) -> GradientEntry:
+    def _accept(self, job_id: int, job: GradientJob) -> Entry:
         steered = accept_row(self._model, job)
         points = self._find_points(job)
         if job.delta or job.along:
             hooked = [*(steered.points if steered else ()), *points]
             self._model.check_delta(hooked, job.delta.cast)
-        return GradientEntry(job_id, job, steered, points)
+        return Entry(job_id, job, steered, points)
 
     def _find_points(self, job: GradientJob) -> tuple[Point, ...]:
         points = tuple(self._model.points.find(layer, hook) for layer, hook in job.sites)
@@ -84,16 +70,16 @@ class GradientQueue(JobQueue[GradientEntry]):
             raise RefusedJobError("payload_too_large", detail)
         return points
 
-    def _group(self, entry: GradientEntry) -> object:
+    def _group(self, entry: Entry) -> object:
         return entry.job.delta, entry.job.along, tuple(point.key for point in entry.points)
 
-    def _run(self, batch: list[GradientEntry]) -> Results:
+    def _run(self, batch: list[Entry]) -> Results:
         first = batch[0].job
-        direction = self._deltas.load(first.along) if first.along else {}
+        if first.along is None:
+            return super()._run(batch)
+        direction = self._deltas.load(first.along)
         parameters = self._deltas.apply(first.delta)
         call_with = self._model.parameters.call_with
-        if not direction:
-            return call_with(parameters, lambda: self._run_reverse_mode(batch))
         try:
             with forward_ad.dual_level(), torch.no_grad():
                 duals = self._make_duals(parameters, direction)
@@ -121,7 +107,7 @@ class GradientQueue(JobQueue[GradientEntry]):
                 duals[own] = dual
         return duals
 
-    def _run_reverse_mode(self, batch: Sequence[GradientEntry]) -> Results:
+    def _compute(self, batch: Sequence[Entry]) -> Results:
         leaves: dict[str, Tensor] = {}
 
         def add_zeros(activation: Tensor, hook: Any) -> Tensor:
@@ -152,12 +138,11 @@ class GradientQueue(JobQueue[GradientEntry]):
                 _widen(gradient[b, :length][mask_T.to(gradient.device)].flatten(1)).cpu().numpy()
                 for gradient in found
             )
-            trace = entry.steered.trace(length) if entry.steered else None
-            output = GradientOutput(logprob_R[own], gradients, trace=trace)
-            results.append((entry.job_id, find_failure(entry.job, output) or output))
+            output = GradientOutput(logprob_R[own], gradients, trace=entry.trace)
+            results.append(entry.conclude(output))
         return results
 
-    def _run_forward_mode(self, batch: Sequence[GradientEntry]) -> Results:
+    def _run_forward_mode(self, batch: Sequence[Entry]) -> Results:
         hidden_BTD, rows = self._read(batch, [])
         logprobs, derivatives = [], []
         for part, dual_rV in self._project(hidden_BTD, rows):
@@ -171,15 +156,15 @@ class GradientQueue(JobQueue[GradientEntry]):
             derivatives.append(change_rV.gather(-1, targets_r1)[:, 0] - mean_r)
             logprobs.append(log_p_rV.gather(-1, targets_r1)[:, 0])
         logprob_R, derivative_R = (torch.cat(x).cpu().numpy() for x in (logprobs, derivatives))
-        results: Results = []
-        for entry, own in zip(batch, rows.owners, strict=True):
-            trace = entry.steered.trace(len(entry.job.tokens)) if entry.steered else None
-            output = GradientOutput(logprob_R[own], directional=derivative_R[own], trace=trace)
-            results.append((entry.job_id, find_failure(entry.job, output) or output))
-        return results
+        return [
+            entry.conclude(
+                GradientOutput(logprob_R[own], directional=derivative_R[own], trace=entry.trace)
+            )
+            for entry, own in zip(batch, rows.owners, strict=True)
+        ]
 
     def _read(
-        self, batch: Sequence[GradientEntry], hooks: Sequence[tuple[Point, HookFunction]]
+        self, batch: Sequence[Entry], hooks: Sequence[tuple[Point, HookFunction]]
     ) -> tuple[Tensor, _ScoredRows]:
         """Return the hidden states [B, T, D] of the batch and its scored rows."""
         hidden_BTD = read_batch(self._model, batch, hooks)

@@ -17,9 +17,13 @@ from torch import Tensor, nn
 
 from logsteer_server.contract.check_jobs import CheckOverrideOutput
 from logsteer_server.contract.parameters import Adapter, Direction, ParameterDelta
-from logsteer_server.engines.tlens.adapters import read_updates
 from logsteer_server.engines.tlens.points import RefusedJobError
-from logsteer_server.numerics.lora import AdapterLayoutError
+from logsteer_server.numerics.lora import (
+    AdapterConfig,
+    AdapterLayoutError,
+    check_shapes,
+    pair_factors,
+)
 
 T = TypeVar("T")
 
@@ -237,6 +241,29 @@ class DeltaCache:
             except AdapterLayoutError as error:
                 detail = f"the adapter does not fit the model: {error}"
                 raise RefusedJobError("invalid_adapter", detail) from error
+
+
+def read_updates(file: Any, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return scale * B A of every update, float64, by the name of its parameter.
+
+    `file` is an opened safetensors file. Errors: AdapterLayoutError for one that does not fit.
+    """
+    config = AdapterConfig.read(file.metadata() or {})
+    updates = {}
+    for factors in pair_factors(file.keys()):
+        name = f"{factors.module}.weight"
+        parameter = parameters.get(name)
+        if parameter is None:
+            raise AdapterLayoutError(f"the model has no parameter {name}")
+        if not parameter.is_floating_point():
+            raise AdapterLayoutError(f"{name} is quantised in the model, and cannot be added to")
+        # Before anything is multiplied: small factors may have a product of any size.
+        down, up = (file.get_slice(key).get_shape() for key in (factors.down, factors.up))
+        check_shapes(factors, down, up, parameter.shape, transposed=config.transposed)
+        down_RI, up_OR = (file.get_tensor(key).double() for key in (factors.down, factors.up))
+        update_OI: Tensor = config.scale * (up_OR @ down_RI)
+        updates[name] = update_OI.T if config.transposed else update_OI
+    return updates
 
 
 @contextmanager

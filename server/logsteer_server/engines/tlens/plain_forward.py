@@ -104,12 +104,12 @@ class PlainForward:
         return all(p.is_edge and isinstance(self._hooked[p.layer], _HookedBlock) for p in points)
 
 
-class _HookedBlock(nn.Module):
-    """A plain block between the two hook points of the bridge's block."""
+class _BlockAround(nn.Module):
+    """A block that stands in a plain block's place and runs it."""
 
-    def __init__(self, block: Any, plain: nn.Module) -> None:
+    def __init__(self, plain: nn.Module) -> None:
         super().__init__()
-        self.hook_in, self.plain, self.hook_out = block.hook_in, plain, block.hook_out
+        self.plain = plain
 
     def __getattr__(self, name: str) -> Any:
         """Look an attribute up in the plain block too: a body asks for its kind of attention."""
@@ -117,6 +117,14 @@ class _HookedBlock(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("plain"), name)
+
+
+class _HookedBlock(_BlockAround):
+    """A plain block between the two hook points of the bridge's block."""
+
+    def __init__(self, block: Any, plain: nn.Module) -> None:
+        super().__init__(plain)
+        self.hook_in, self.hook_out = block.hook_in, block.hook_out
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:
         """Return the block's output, its hidden states hooked."""
@@ -126,7 +134,7 @@ class _HookedBlock(nn.Module):
         return self.hook_out(output)
 
 
-class WideBlock(nn.Module):
+class WideBlock(_BlockAround):
     """A plain block computed in float32 at least, on the input of its first call in every call.
 
     So what differs between the calls' `outputs` is how they were computed, and not rounding, which
@@ -134,17 +142,9 @@ class WideBlock(nn.Module):
     """
 
     def __init__(self, plain: nn.Module) -> None:
-        super().__init__()
-        self.plain = plain
+        super().__init__(plain)
         self.outputs: list[torch.Tensor] = []
         self._given: torch.Tensor | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        """Look an attribute up in the plain block too: a body asks for its kind of attention."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("plain"), name)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:
         """Return the block's output, in the dtype of its input."""

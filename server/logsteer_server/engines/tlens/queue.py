@@ -11,23 +11,38 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
+from logsteer_server.contract.finite import find_failure
 from logsteer_server.contract.jobs import Job, JobResult, Output
+from logsteer_server.contract.plan import SteeringTrace
+from logsteer_server.engines.tlens.points import Point
+from logsteer_server.engines.tlens.steering import SteeredRow
 
 Results = list[tuple[int, JobResult]]
 
 
-class Entry(Protocol):
-    """A job that was accepted, with what its queue has found out about it."""
+@dataclass(slots=True)
+class Entry:
+    """A job that was accepted, and what its queue has found out about it.
+
+    `steered`: how its row is steered; `points`: the activations that are captured or differentiated
+    by. Score jobs whose `context` is equal read the same tokens, steered alike, up to their first
+    row; None is equal to no other.
+    """
+
+    job_id: int
+    job: Any
+    steered: SteeredRow | None = None
+    points: tuple[Point, ...] = ()
+    context: object = None
 
     @property
-    def job_id(self) -> int:
-        """The caller's id of the job."""
-        ...
+    def trace(self) -> SteeringTrace | None:
+        """What was measured of the steering, once all tokens were read."""
+        return self.steered.trace(len(self.job.tokens)) if self.steered else None
 
-    @property
-    def job(self) -> Job:
-        """The job."""
-        ...
+    def conclude(self, output: Output) -> tuple[int, JobResult]:
+        """Return the job's result: the output, or why that is not to be given."""
+        return self.job_id, find_failure(self.job, output) or output
 
 
 E = TypeVar("E", bound=Entry)
@@ -184,26 +199,18 @@ def _count_tokens(entry: Entry) -> int:
     return len(entry.job.tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class CheckEntry:
-    """A job that only asks whether something fits the model."""
-
-    job_id: int
-    job: Job
-
-
-class CheckQueue(JobQueue[CheckEntry]):
-    """Jobs that `check` answers, one at a time, without the model being run."""
+class CheckQueue(JobQueue[Entry]):
+    """Jobs that only ask whether something fits the model: `check` answers, one at a time."""
 
     def __init__(self, limits: EngineLimits, check: Callable[[Any], Output]) -> None:
         super().__init__(limits)
         self._check = check
 
-    def _accept(self, job_id: int, job: Job) -> CheckEntry:
-        return CheckEntry(job_id, job)
+    def _accept(self, job_id: int, job: Job) -> Entry:
+        return Entry(job_id, job)
 
-    def _group(self, entry: CheckEntry) -> object:
+    def _group(self, entry: Entry) -> object:
         return entry.job_id
 
-    def _run(self, batch: list[CheckEntry]) -> Results:
+    def _run(self, batch: list[Entry]) -> Results:
         return [(entry.job_id, self._check(entry.job)) for entry in batch]

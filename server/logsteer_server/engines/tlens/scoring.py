@@ -4,18 +4,21 @@ Axis letters: B sequences, T tokens, R scored rows, W values of a row, D hidden 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from logsteer_server.contract.finite import find_failure
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
-from logsteer_server.engines.tlens.batch import accept_row, read_batch, read_behind_contexts
+from logsteer_server.engines.tlens.batch import (
+    ModelQueue,
+    accept_row,
+    read_batch,
+    read_behind_contexts,
+)
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
-from logsteer_server.engines.tlens.queue import EngineLimits, JobQueue, Results
+from logsteer_server.engines.tlens.queue import EngineLimits, Entry, Results
 from logsteer_server.engines.tlens.steering import SteeredRow
 from logsteer_server.numerics.hidden_rows import HiddenRows, RowBounds, read_hidden
 from logsteer_server.numerics.row_files import ReferenceFile, RowFiles
@@ -27,51 +30,27 @@ MIN_SAVED = 64
 """Tokens not read twice from which on contexts are read apart: a pass more costs about as much."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreEntry:
-    """A score job that is ready to run.
+def _find_head_group(entry: Entry) -> object:
+    """Return what jobs whose rows go through the head together have in common.
 
-    Jobs whose `context` is equal read the same tokens, steered alike, up to their first row; None
-    is equal to no other.
+    A job that exchanges files goes by itself.
     """
-
-    job_id: int
-    job: ScoreJob
-    steered: SteeredRow | None
-    context: object = None
-
-    @property
-    def head_group(self) -> object:
-        """What jobs whose rows go through the head together have in common.
-
-        A job that exchanges files goes by itself.
-        """
-        alone = self.job_id if self.job.export or self.job.reference else None
-        return RowSpec.of(self.job, ()), alone
-
-    @property
-    def rows(self) -> np.ndarray:
-        """The positions of the scored rows."""
-        count, length = len(self.job.targets), len(self.job.tokens)
-        if self.job.shares_row:
-            return np.full(count, length - 1)
-        return np.arange(length - count, length)
+    alone = entry.job_id if entry.job.export or entry.job.reference else None
+    return RowSpec.of(entry.job, ()), alone
 
 
-class ScoreQueue(JobQueue[ScoreEntry]):
+class ScoreQueue(ModelQueue):
     """Sequences whose rows are to be scored, within bounds of what that takes at once."""
 
     def __init__(
         self, model: BridgeModel, deltas: DeltaCache, limits: EngineLimits, bounds: RowBounds
     ) -> None:
-        super().__init__(limits)
-        self._model = model
-        self._deltas = deltas
+        super().__init__(model, deltas, limits)
         self._bounds = bounds
 
-    def _accept(self, job_id: int, job: ScoreJob) -> ScoreEntry:
+    def _accept(self, job_id: int, job: ScoreJob) -> Entry:
         steered = accept_row(self._model, job)
-        return ScoreEntry(job_id, job, steered, self._find_context(job, steered))
+        return Entry(job_id, job, steered, context=self._find_context(job, steered))
 
     def _find_context(self, job: ScoreJob, steered: SteeredRow | None) -> object:
         if job.first_row < MIN_CONTEXT or (steered and steered.probed):
@@ -81,7 +60,7 @@ class ScoreQueue(JobQueue[ScoreEntry]):
         plan = job.plan and job.plan.digest(job.prompt_len)
         return job.tokens[: job.first_row].tobytes(), plan, job.delta
 
-    def _sort(self, entries: list[ScoreEntry]) -> list[ScoreEntry]:
+    def _sort(self, entries: list[Entry]) -> list[Entry]:
         """Return the longest first, with those of one context behind one another."""
         longest: dict[object, int] = {}
         for entry in entries:
@@ -89,19 +68,15 @@ class ScoreQueue(JobQueue[ScoreEntry]):
             longest[entry.context] = max(own, longest.get(entry.context, 0))
         places = {context: place for place, context in enumerate(longest)}
 
-        def order(entry: ScoreEntry) -> tuple[int, int]:
+        def order(entry: Entry) -> tuple[int, int]:
             if entry.context is None:
                 return -len(entry.job.tokens), -1
             return -longest[entry.context], places[entry.context]
 
         return sorted(entries, key=order)
 
-    def _run(self, batch: list[ScoreEntry]) -> Results:
-        parameters = self._deltas.apply(batch[0].job.delta)
-        return self._model.parameters.call_with(parameters, lambda: self._score(batch))
-
     @torch.inference_mode()
-    def _score(self, batch: Sequence[ScoreEntry]) -> Results:
+    def _compute(self, batch: Sequence[Entry]) -> Results:
         contexts = [entry.context for entry in batch]
         owners = [b if c is None else contexts.index(c) for b, c in enumerate(contexts)]
         lengths = [entry.job.first_row for entry in batch]
@@ -118,18 +93,19 @@ class ScoreQueue(JobQueue[ScoreEntry]):
         return results + self._score_read(sharing, hidden_BTD, begins)
 
     def _score_read(
-        self, batch: Sequence[ScoreEntry], hidden_BTD: Tensor, begins: Sequence[int]
+        self, batch: Sequence[Entry], hidden_BTD: Tensor, begins: Sequence[int]
     ) -> Results:
         """Return the results of sequences whose hidden states begin at these of their tokens."""
         results: Results = []
-        for group in dict.fromkeys(entry.head_group for entry in batch):
-            members = [b for b, entry in enumerate(batch) if entry.head_group == group]
+        groups = [_find_head_group(entry) for entry in batch]
+        for group in dict.fromkeys(groups):
+            members = [b for b, own in enumerate(groups) if own == group]
             results += self._score_group(batch, members, hidden_BTD, begins)
         return results
 
     def _score_group(
         self,
-        batch: Sequence[ScoreEntry],
+        batch: Sequence[Entry],
         members: Sequence[int],
         hidden_BTD: Tensor,
         begins: Sequence[int],
@@ -137,7 +113,7 @@ class ScoreQueue(JobQueue[ScoreEntry]):
         """Return the results of some of a batch's sequences, whose rows share a spec."""
         jobs = [batch[b].job for b in members]
         width = hidden_BTD.shape[1]
-        index_R = np.concatenate([batch[b].rows - begins[b] + b * width for b in members])
+        index_R = np.concatenate([batch[b].job.rows - begins[b] + b * width for b in members])
         targets_R = np.concatenate([job.targets for job in jobs])
         spec = RowSpec.of(jobs[0], self._model.eos_ids)
         values_RW = read_hidden(
@@ -154,13 +130,12 @@ class ScoreQueue(JobQueue[ScoreEntry]):
         for b, job in zip(members, jobs, strict=True):
             rows = unpack(found_RW[start : start + len(job.targets)], spec)
             start += len(job.targets)
-            steered = batch[b].steered
-            trace = steered.trace(len(job.tokens)) if steered else None
+            entry, steered = batch[b], batch[b].steered
             readings = steered.take_readings() if steered else None
             output = ScoreOutput(
-                rows.columns, rows.top_ids, rows.top_logprobs, trace=trace, readings=readings
+                rows.columns, rows.top_ids, rows.top_logprobs, trace=entry.trace, readings=readings
             )
-            results.append((batch[b].job_id, find_failure(job, output) or output))
+            results.append(entry.conclude(output))
         return results
 
 
