@@ -40,6 +40,8 @@ class Cluster:
     """
 
     def __init__(self, directory: Path, *models: Configuration) -> None:
+        self.first = models[0]["id"] if models else "fake"
+        self.num_replicas = 1 if models else 2
         self.hold_file = directory / "hold"
         self.fake = fake_model(**may_hold(self.hold_file)) | {"replicas": 2}
         self.other = fake_model("other", shift=1.0)
@@ -48,11 +50,9 @@ class Cluster:
             "store_url": f"file://{directory}/store",
             "store_directory": str(directory / "fetched"),
             "key_file": str(directory / "keys.json"),
-            "metrics_key": None,
             "max_body_bytes": BODY_BYTES,
             "heartbeat_timeout_s": SILENT_S,
         }
-        del self.settings["metrics_key"]
         self.key = add_key(directory / "keys.json", "ann", "score", "steer", "write", "admin")
         self.config_path = directory / "models.yaml"
         self.write(*models or (self.fake, self.other))
@@ -82,7 +82,7 @@ class Cluster:
         return self._log.read_text()
 
     def wait_until_ready(self, *, replicas: int = 2) -> None:
-        """Wait until `fake` has so many replicas that answer, and all models one."""
+        """Wait until the first model has so many replicas that answer, and all models one."""
         deadline = time.monotonic() + START_S
         while not self._is_ready(replicas):
             assert self.process.poll() is None, self.output
@@ -93,7 +93,7 @@ class Cluster:
         try:
             if self.client.get("/readyz").status_code != 200:
                 return False
-            states = [own["state"] for own in self.read_card()["replicas"]]
+            states = [own["state"] for own in self.read_card(self.first)["replicas"]]
         except httpx.TransportError:
             return False
         return states == ["ready"] * replicas
@@ -153,7 +153,7 @@ def read_title(process: psutil.Process) -> str:
 def running(found: Cluster) -> Iterator[Cluster]:
     """A cluster once it is ready; nothing is left of it afterwards."""
     try:
-        found.wait_until_ready()
+        found.wait_until_ready(replicas=found.num_replicas)
         yield found
     finally:
         found.hold_file.unlink(missing_ok=True)

@@ -333,10 +333,10 @@ class ModelServer:
     """
 
     async def __init__(self, document: dict[str, Any]) -> None:  # type: ignore[misc]
-        settings = read_settings(document)
+        host = ray.util.get_node_ip_address()
+        settings = read_settings(document).model_copy(update={"host": host})
         configure_logs(LogStyle(settings.log_format, settings.log_level))
         check_places(settings)
-        host = ray.util.get_node_ip_address()
         app = create_app(settings)
         self._state = app.state
         listener = listen_at(host, 0)

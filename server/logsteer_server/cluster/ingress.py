@@ -11,7 +11,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -293,13 +293,18 @@ class Ingress:
             model = (
                 exchange.get_query("model") if body is None else self._read_model(exchange, body)
             )
-        ids = ", ".join(self._models)
         if model is None:
+            ids = ", ".join(self._models)
             detail = f"Several models are resident; name one of them as model: {ids}."
             raise api_error("invalid_request", detail, param="model")
+        return self._locate(model)
+
+    def _locate(self, model: str) -> str:
+        """Return the group of a model. Errors: APIError `unknown_model`."""
         if model not in self._models:
-            detail = f"No model {model!r} is resident; these are: {ids}."
-            raise api_error("unknown_model", detail[:400], param="model")
+            ids = ", ".join(self._models)
+            detail = f"No model {model[:80]!r} is resident; these are: {ids}."
+            raise api_error("unknown_model", detail, param="model")
         return str(self._models[model]["group"])
 
     def _find_any(self) -> str:
@@ -366,15 +371,16 @@ class Ingress:
     # ------------------------------------------------------------------ all replicas
 
     async def _ask_all(
-        self, exchange: "Exchange", groups: Sequence[str], path: str = ""
-    ) -> dict[str, list[tuple[int, Any]]]:
+        self, exchange: "Exchange", groups: Iterable[str], path: str = ""
+    ) -> list[dict[str, Any]]:
         """Return what every replica of some groups answers to a request without a body.
 
-        Those that do not answer are left out. With `path`, they are asked for that.
+        Those that do not answer are left out. With `path`, they are asked for that, and answers of
+        any status count. Errors: APIError, the refusal of any.
         """
 
-        async def ask(address: str) -> tuple[int, Any] | None:
-            request = exchange.copy(address, b"", path=path)
+        async def ask(replica: Known) -> tuple[int, dict[str, Any]] | None:
+            request = exchange.copy(replica.address, b"", path)
             if request.method == b"GET":  # a change takes what its caller waits for
                 request.extensions["timeout"]["read"] = ANSWER_S
             with suppress(*LOST, orjson.JSONDecodeError):
@@ -385,86 +391,64 @@ class Ingress:
                     await answer.aclose()
             return None
 
-        places = [(group, own.address) for group in groups for own in self._get_known(group)]
-        answers = await asyncio.gather(*(ask(address) for _, address in places))
-        found: dict[str, list[tuple[int, Any]]] = {group: [] for group in groups}
-        for (group, _), answer in zip(places, answers, strict=True):
-            if answer is not None:
-                found[group].append(answer)
-        return found
+        replicas = [replica for group in groups for replica in self._get_known(group)]
+        answers = await asyncio.gather(*map(ask, replicas))
+        found = [answer for answer in answers if answer is not None]
+        for status, document in found:
+            if status != 200 and not path:
+                raise _repeat_refusal(status, document)
+        return [document for _, document in found]
 
     def _get_known(self, group: str) -> list[Known]:
         return list(self._known.get(group, {}).values())
 
     async def _list_models(self, exchange: "Exchange") -> dict[str, Any]:
         """Return the cards of all models, each of all its replicas."""
-        found = await self._ask_all(exchange, list(self._handles))
         cards: dict[str, list[Any]] = {model_id: [] for model_id in self._models}
-        for status, answer in (one for answers in found.values() for one in answers):
-            if status != 200:
-                raise _repeat_refusal(status, answer)
+        for answer in await self._ask_all(exchange, self._handles):
             for card in answer["models"]:
                 cards.setdefault(card["id"], []).append(card)
-        return {
-            "models": [
-                self._merge(cards[own]) if cards[own] else await self._describe_absent(own)
-                for own in self._models
-            ]
-        }
+        return {"models": [await self._merge(own, cards[own]) for own in self._models]}
 
     async def _list_openai_models(self, exchange: "Exchange") -> dict[str, Any]:
-        found = await self._ask_all(exchange, list(self._handles))
-        data: dict[str, Any] = {}
-        for status, answer in (one for answers in found.values() for one in answers):
-            if status != 200:
-                raise _repeat_refusal(status, answer)
-            data |= {model["id"]: model for model in answer["data"]}
+        answers = await self._ask_all(exchange, self._handles)
+        data = {model["id"]: model for answer in answers for model in answer["data"]}
         return {"object": "list", "data": [data[own] for own in self._models if own in data]}
 
     async def _answer_of_all(self, exchange: "Exchange", model_id: str) -> None:
         """Answer what every replica of a model is asked, by its card."""
-        model_id, _, _ = model_id.partition("/")
-        if model_id not in self._models:
-            ids = ", ".join(self._models)
-            detail = f"No model {model_id[:80]!r} is resident; these are: {ids}."
-            raise api_error("unknown_model", detail, param="model")
-        group = self._models[model_id]["group"]
-        found = (await self._ask_all(exchange, [group]))[group]
-        for status, answer in found:
-            if status != 200:
-                raise _repeat_refusal(status, answer)
-        cards = [card for _, card in found]
-        await exchange.reply(self._merge(cards) if cards else await self._describe_absent(model_id))
+        cards = await self._ask_all(exchange, [self._locate(model_id)])
+        await exchange.reply(await self._merge(model_id, cards))
 
-    def _merge(self, cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return one card of what replicas say of a model: it is as the best of them is."""
-        best = next((card for card in cards if card["state"] == "ready"), cards[0])
-        loss = self._losses.get(self._models[best["id"]]["group"])
-        return best | {
-            "detail": "; ".join(filter(None, (best["detail"], loss))),
-            "replicas": [replica for card in cards for replica in card["replicas"]],
-            "restarts": sum(card["restarts"] for card in cards),
-        }
+    async def _merge(self, model_id: str, cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return one card of what replicas say of a model: it is as the best of them is.
 
-    async def _describe_absent(self, model_id: str) -> dict[str, Any]:
-        """Return the card of a model that has no replica, with what Serve says about it."""
+        Without any, it has what Serve says.
+        """
         model = self._models[model_id]
-        said = loss = self._losses.get(model["group"], "")
-        state = "loading"
+        loss = self._losses.get(model["group"], "")
+        if cards:
+            best = next((card for card in cards if card["state"] == "ready"), cards[0])
+            return best | {
+                "detail": "; ".join(filter(None, (best["detail"], loss))),
+                "replicas": [replica for card in cards for replica in card["replicas"]],
+                "restarts": sum(card["restarts"] for card in cards),
+            }
+        state, said = "loading", "no replica answers yet"
         with suppress(Exception):  # Serve's controller is away: what is known stays
             async with asyncio.timeout(ANSWER_S):
                 status = await asyncio.to_thread(serve.status)
             own = status.applications[SERVICE].deployments[name_deployment(model["group"])]
             state = "failed" if own.status == "DEPLOY_FAILED" else "loading"
-            said = "; ".join(filter(None, (own.message, loss)))
+            said = own.message or said
         card = {"id": model_id, "engine": model["engine"], "required": model["required"]}
-        return card | {"state": state, "detail": said or "no replica answers yet", "replicas": []}
+        detail = "; ".join(filter(None, (said, loss)))
+        return card | {"state": state, "detail": detail, "restarts": 0, "replicas": []}
 
     async def _answer_probe(self, exchange: "Exchange", name: str) -> None:
         """Answer `/readyz` or `/startupz`: whether a replica of each required model answers."""
-        found = await self._ask_all(exchange, list(self._handles), "/readyz")
         states: dict[str, str] = dict.fromkeys(self._models, "loading")
-        for _, answer in (one for answers in found.values() for one in answers):
+        for answer in await self._ask_all(exchange, self._handles, "/readyz"):
             for model_id, state in answer.get("models", {}).items():
                 if states.get(model_id, "ready") != "ready":
                     states[model_id] = state
@@ -510,7 +494,9 @@ class Ingress:
         for answer in answers:
             if isinstance(answer, dict):
                 name = answer.pop("id")
-                now[name] = Known(**answer, own=earlier[name].own if name in earlier else 0)
+                now[name] = replica = earlier.get(name) or Known(**answer)
+                replica.fault, replica.running = answer["fault"], answer["running"]
+                replica.is_silent = False
         missing = {name: replica for name, replica in earlier.items() if name not in now}
         reasons = await asyncio.gather(*(explain_loss(replica) for replica in missing.values()))
         for (name, replica), reason in zip(missing.items(), reasons, strict=True):
