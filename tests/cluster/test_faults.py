@@ -1,43 +1,18 @@
 """What takes minutes on Ray: changes, silence, a head that is gone, an end by kill -9, vLLM."""
 
 import signal
-import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import psutil
 
-from tests.cluster.conftest import Cluster, needs_all, running
+from tests.cluster.conftest import Cluster, load, needs_all, running
 from tests.conftest import vllm_model
 from tests.faults.processes import wait_for
 from tests.held import HOLD, held
 
 pytestmark = needs_all
-
-
-@contextmanager
-def load(cluster: Cluster, model: str = "fake") -> Iterator[list[int]]:
-    """Four callers, one request after another; the statuses of their answers."""
-    stop, codes = threading.Event(), []
-
-    def call(number: int) -> None:
-        while not stop.is_set():
-            codes.append(cluster.score(10 + number, len(codes) % 100, model=model).status_code)
-
-    with ThreadPoolExecutor(4) as pool:
-        calls = [pool.submit(call, number) for number in range(4)]
-        try:
-            wait_for(lambda: len(codes) > 20)
-            yield codes
-            known = len(codes)
-            wait_for(lambda: len(codes) > known + 20)
-        finally:
-            stop.set()
-        for one in calls:
-            one.result(120)
 
 
 def test_a_silent_replica_is_replaced_and_costs_no_score(cluster: Cluster) -> None:

@@ -44,6 +44,8 @@ SERVICE = "logsteer"
 """The name of the application in Serve."""
 RUNNING = "running"
 POLL_S = 0.05
+STATUS_S = 1.0
+"""Serve's status is that of before a change for less."""
 STALE_S = 3.0
 """For so long an ingress may take a replica that is to end for one that stays."""
 HEALTH_EVERY_S = 2.0
@@ -233,23 +235,16 @@ async def reload(
     pending = added + replaced
     failed: dict[str, str] = {}
     deadline = time.monotonic() + wait_s
-    while pending:
+    while pending and time.monotonic() < deadline:
+        await asyncio.sleep(STATUS_S)
         status = await asyncio.to_thread(serve.status)
         found = status.applications[SERVICE].deployments
-        of_models = {own: found.get(name_deployment(models[own]["group"])) for own in pending}
-        failed |= {
-            own: f"{is_at.message}"
-            for own, is_at in of_models.items()
-            if is_at is not None and is_at.status == "DEPLOY_FAILED"
-        }
-        pending = [
-            own
-            for own, is_at in of_models.items()
-            if is_at is None or is_at.status not in ("HEALTHY", "DEPLOY_FAILED")
-        ]
-        if time.monotonic() >= deadline:
-            break
-        await asyncio.sleep(POLL_S)
+        for model_id in list(pending):
+            own = found.get(name_deployment(models[model_id]["group"]))
+            if own is not None and own.status in ("HEALTHY", "DEPLOY_FAILED"):
+                pending.remove(model_id)
+                if own.status == "DEPLOY_FAILED":
+                    failed[model_id] = own.message
     return ReloadAnswer(
         added=added,
         removed=[own for own in earlier if own not in models],

@@ -20,6 +20,7 @@ from urllib.parse import parse_qs
 import httpcore
 import msgspec
 import orjson
+from pydantic import ValidationError
 from ray import serve
 from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import RayServeException
@@ -29,6 +30,7 @@ from starlette.types import Receive, Scope, Send
 
 from logsteer._endpoints import ENDPOINTS, Endpoint
 from logsteer.errors import APIError, api_error
+from logsteer.schemas.queries import WaitQuery
 from logsteer_server import __version__
 from logsteer_server.api.encoding import JSON, encode_json
 from logsteer_server.api.hosts import AllowedHosts, HostCheck
@@ -197,13 +199,19 @@ class Ingress:
             await exchange.fail(error)
         except HangUpError:
             pass
+        except Exception:
+            log.exception("request %s failed in the ingress", exchange.id)
+            detail = f"A fault of the ingress, not of the request; its log has it: {exchange.id}."
+            await exchange.fail(api_error("internal", detail))
 
     async def _answer(self, exchange: "Exchange") -> None:
         endpoint, model = find_endpoint(exchange.method, exchange.path)
         caller = None
         if endpoint is not None and endpoint.scope is not None:
             # Whoever has no key gets nothing read, and learns no model's name.
-            caller = await self._keys.find(exchange.headers.get(b"authorization", b"").decode())
+            caller = await self._keys.find(
+                exchange.headers.get(b"authorization", b"").decode("latin-1")
+            )
         name = "" if endpoint is None else endpoint.name
         match name:
             case "models":
@@ -222,8 +230,7 @@ class Ingress:
             case "reload":
                 assert caller is not None
                 caller.require("admin")
-                wait_s = float(exchange.get_query("wait_s") or 0)
-                report = await reload(self._arguments, self._models, wait_s)
+                report = await reload(self._arguments, self._models, _read_wait(exchange))
                 await exchange.reply(report.model_dump())
             case _ if exchange.path == "/metrics/targets":
                 check_key(self._settings.metrics_key, Request(exchange.scope).headers)
@@ -238,9 +245,9 @@ class Ingress:
         body: bytes | None = None
         if endpoint is not None and endpoint.request is not None:
             body = await self._read_body(exchange)
-        group = self._find_group(exchange, endpoint, model, body)
         tries = 0
         try:
+            group = self._find_group(exchange, endpoint, model, body)
             while True:
                 replica = await self._choose(group)
                 tries += 1
@@ -528,6 +535,15 @@ async def explain_loss(replica: Known) -> str | None:
         return None
     replica.is_silent = False
     return None
+
+
+def _read_wait(exchange: "Exchange") -> float:
+    """Return `wait_s` of a query. Errors: APIError."""
+    try:
+        return WaitQuery.model_validate({"wait_s": exchange.get_query("wait_s") or 0}).wait_s
+    except ValidationError as error:
+        detail = f"wait_s: {error.errors()[0]['msg']}."
+        raise api_error("invalid_request", detail, param="wait_s") from error
 
 
 def _refuse_lost(error: LostReplicaError) -> APIError:
