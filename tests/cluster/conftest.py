@@ -187,6 +187,7 @@ def running(found: Cluster) -> Iterator[Cluster]:
         for own in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 own.send_signal(signal.SIGCONT)
+        found.client.close()
         found.process.send_signal(signal.SIGINT)
         try:
             found.process.wait(90)

@@ -73,6 +73,7 @@ def test_requests_do_without_the_head_and_a_kill_leaves_nothing(tmp_path: Path) 
         (head,) = [own for own in family if own.name() == "gcs_server"]
         head.kill()
     assert set(codes) == {200}
+    cluster.client.close()
     cluster.process.kill()
     cluster.process.wait()
     _, left = psutil.wait_procs(family, 20)
