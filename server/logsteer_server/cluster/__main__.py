@@ -173,7 +173,7 @@ def _run_ray(num_nodes: int) -> Iterator[None]:
     from ray.cluster_utils import Cluster
     from ray.serve.exceptions import RayServeException
 
-    from logsteer_server.cluster.application import SERVICE
+    from logsteer_server.cluster.ingress import SERVICE
 
     # The kernel kills Ray's processes with this one: `shutdown_at_exit` asks it to.
     cluster = Cluster(shutdown_at_exit=True)

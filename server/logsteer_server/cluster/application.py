@@ -15,33 +15,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
-import uvicorn
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
-from starlette.types import ASGIApp
 
 from logsteer.schemas import ReloadAnswer
-from logsteer_server.api.connections import ConnectionLimits, LimitedProtocol
 from logsteer_server.app import create_app
-from logsteer_server.listening import listen_at, raise_descriptor_limit
+from logsteer_server.cluster.exchange import make_server
+from logsteer_server.cluster.ingress import SERVICE, Ingress, Models, name_deployment
+from logsteer_server.listening import listen_at
 from logsteer_server.models.changes import COMES_UP, refuse_configuration
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.observation.logs import LogStyle, configure_logs
-from logsteer_server.serving import (
-    END_S,
-    IDLE_CONNECTION_S,
-    OWN_DESCRIPTORS,
-    check_places,
-    check_vllm_arguments,
-)
+from logsteer_server.serving import check_places, check_vllm_arguments
 from logsteer_server.settings import ConfigurationError, ModelSettings, Settings, load_settings
 
 log = logging.getLogger(__name__)
 
-SERVICE = "logsteer"
-"""The name of the application in Serve."""
 RUNNING = "running"
 POLL_S = 0.05
 STATUS_S = 1.0
@@ -151,17 +142,11 @@ def find_groups(settings: Settings) -> dict[str, Group]:
     return found
 
 
-def name_deployment(group: str) -> str:
-    """Return the name that Serve has for a group's servers."""
-    return f"model-{group}"
-
-
 class Plan(NamedTuple):
     """An application for Serve, and where its models are."""
 
     application: serve.Application
-    models: dict[str, dict[str, Any]]
-    """Id -> group, engine, whether it is required, and the version of its deployment."""
+    models: Models
 
 
 def build(arguments: ClusterArguments) -> serve.Application:
@@ -174,8 +159,6 @@ def build(arguments: ClusterArguments) -> serve.Application:
 
 def plan(arguments: ClusterArguments) -> Plan:
     """Read a configuration, and plan its deployments. Errors: ConfigurationError."""
-    from logsteer_server.cluster.ingress import Ingress
-
     document = read_document(arguments.config)
     settings = read_settings(document)
     check_places(settings)
@@ -207,7 +190,7 @@ def plan(arguments: ClusterArguments) -> Plan:
     # Serve replaces what has another version; without one, all at every change.
     ingress._version = digest([of_server, arguments.ingresses])
     first = document | {"models": document["models"][:1]}
-    return Plan(ingress.bind(first, arguments.model_dump(mode="json"), servers), models)
+    return Plan(ingress.bind(first, partial(reload, arguments), servers), models)
 
 
 def deploy(application: serve.Application) -> None:
@@ -216,9 +199,7 @@ def deploy(application: serve.Application) -> None:
     serve.run_many([target], wait_for_applications_running=False)
 
 
-async def reload(
-    arguments: ClusterArguments, earlier: Mapping[str, Mapping[str, Any]], wait_s: float
-) -> ReloadAnswer:
+async def reload(arguments: ClusterArguments, earlier: Models, wait_s: float) -> ReloadAnswer:
     """Read the configuration again, and have Serve change what is other in it, a replica at a time.
 
     Return after `wait_s` at the latest; the change goes on. Errors: APIError `invalid_request`
@@ -260,21 +241,6 @@ def digest(value: Any) -> str:
     """Return a short digest of what a deployment depends on: Serve replaces what has another."""
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def make_server(settings: Settings, app: ASGIApp, end_s: float = END_S) -> uvicorn.Server:
-    """Return a server of an application, with the bounds of connections of one machine's."""
-    limits = ConnectionLimits.of(settings, raise_descriptor_limit() - OWN_DESCRIPTORS)
-    config = uvicorn.Config(
-        app,
-        http=partial(LimitedProtocol, limits=limits),  # type: ignore[arg-type]
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        timeout_keep_alive=IDLE_CONNECTION_S,
-        timeout_graceful_shutdown=max(1, round(end_s)),
-    )
-    return uvicorn.Server(config)
 
 
 def _bind_server(

@@ -11,11 +11,10 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qs
 
 import httpcore
 import msgspec
@@ -25,53 +24,38 @@ from ray import serve
 from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import RayServeException
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from logsteer._endpoints import ENDPOINTS, Endpoint
 from logsteer.errors import APIError, api_error
+from logsteer.schemas import ReloadAnswer
 from logsteer.schemas.queries import WaitQuery
 from logsteer_server import __version__
-from logsteer_server.api.encoding import JSON, encode_json
 from logsteer_server.api.hosts import AllowedHosts, HostCheck
 from logsteer_server.api.metrics import check_key
-from logsteer_server.api.problems import OPENAI_PATHS, answer_problem
-from logsteer_server.api.respond import NAMED_EVENTS, OPENAI_CHUNKS
 from logsteer_server.app import RequestIds
-from logsteer_server.cluster.application import (
-    SERVICE,
-    ClusterArguments,
-    make_server,
-    name_deployment,
-    read_settings,
-    reload,
-)
+from logsteer_server.cluster.exchange import Exchange, HangUpError, make_server
 from logsteer_server.keys.keyring import KeyRing
 from logsteer_server.listening import listen
 from logsteer_server.observation.logs import LogStyle, configure_logs
+from logsteer_server.settings import Settings
 
 log = logging.getLogger(__name__)
 
+SERVICE = "logsteer"
+"""The name of the application in Serve."""
 WATCH_S = 1.0
 SILENT_S = 2.0
 ANSWER_S = 5.0
 """For what replicas and controller say of themselves."""
 REPLICA_S = 10.0
 """For so long a request waits for a replica that takes it."""
-CONNECT_S = 5.0
 KEPT_S = 15.0
 """An idle connection to a replica is dropped long before that drops it."""
 MAX_TRIES = 3
 """Replicas that are tried where none takes the connection."""
 POLL_S = 0.05
 RETRY_S = 2.0
-HOP_BY_HOP = frozenset(
-    {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect"}
-    | {b"proxy-connection", b"x-request-id"}
-)
-"""Headers of one connection, and those that the ingress sets itself."""
-OWN_OF_ANSWERS = HOP_BY_HOP | {b"date", b"server"}
-EVENTS = b"text/event-stream"
 LOST = (httpcore.NetworkError, httpcore.RemoteProtocolError, httpcore.TimeoutException)
 """What a connection ends with whose replica is gone."""
 
@@ -84,6 +68,11 @@ class _NamedModel(msgspec.Struct):
 
 READ_JSON = msgspec.json.Decoder(_NamedModel).decode
 READ_MSGPACK = msgspec.msgpack.Decoder(_NamedModel).decode
+
+
+def name_deployment(group: str) -> str:
+    """Return the name that Serve has for a group's servers."""
+    return f"model-{group}"
 
 
 def _match(path: str) -> re.Pattern[str]:
@@ -110,6 +99,13 @@ def is_repeatable(endpoint: Endpoint | None) -> bool:
         and endpoint.upload is None
         and endpoint.scope in (None, "score", "steer")
     )
+
+
+Models = Mapping[str, Mapping[str, Any]]
+"""Id -> group, engine, whether it is required, and the version of its deployment."""
+
+Reload = Callable[[Models, float], Awaitable[ReloadAnswer]]
+"""Reads the configuration again, and waits so many seconds for what that changes."""
 
 
 @dataclass(slots=True)
@@ -139,12 +135,12 @@ class Ingress:
     """The deployment that listens for callers."""
 
     async def __init__(  # type: ignore[misc]
-        self, document: dict[str, Any], arguments: dict[str, Any], _servers: Sequence[Any]
+        self, document: dict[str, Any], reload: Reload, _servers: Sequence[Any]
     ) -> None:
         # Serve deploys what is bound to its argument; where it is, `reconfigure` says.
-        self._settings = settings = read_settings(document)
+        self._settings = settings = Settings(**document)
         configure_logs(LogStyle(settings.log_format, settings.log_level))
-        self._arguments = ClusterArguments(**arguments)
+        self._reload = reload
         self._keys = KeyRing(settings)
         self._models: dict[str, dict[str, Any]] = {}
         """Id -> group, engine, whether it is required, and the version of its deployment."""
@@ -204,7 +200,7 @@ class Ingress:
             detail = f"A fault of the ingress, not of the request; its log has it: {exchange.id}."
             await exchange.fail(api_error("internal", detail))
 
-    async def _answer(self, exchange: "Exchange") -> None:
+    async def _answer(self, exchange: Exchange) -> None:
         endpoint, model = find_endpoint(exchange.method, exchange.path)
         caller = None
         if endpoint is not None and endpoint.scope is not None:
@@ -230,7 +226,7 @@ class Ingress:
             case "reload":
                 assert caller is not None
                 caller.require("admin")
-                report = await reload(self._arguments, self._models, _read_wait(exchange))
+                report = await self._reload(self._models, _read_wait(exchange))
                 await exchange.reply(report.model_dump())
             case _ if exchange.path == "/metrics/targets":
                 check_key(self._settings.metrics_key, Request(exchange.scope).headers)
@@ -239,7 +235,7 @@ class Ingress:
                 await self._forward(exchange, endpoint, model)
 
     async def _forward(
-        self, exchange: "Exchange", endpoint: Endpoint | None, model: str | None
+        self, exchange: Exchange, endpoint: Endpoint | None, model: str | None
     ) -> None:
         """Send a request to a replica of its model; once more to another, where it may be."""
         body: bytes | None = None
@@ -264,7 +260,7 @@ class Ingress:
         finally:
             self._body_bytes -= len(body or b"")
 
-    async def _read_body(self, exchange: "Exchange") -> bytes:
+    async def _read_body(self, exchange: Exchange) -> bytes:
         """Read a body within the bounds of one, and of all. Errors: APIError."""
         chunks: list[bytes] = []
         size, limit = 0, self._settings.max_body_bytes
@@ -288,7 +284,7 @@ class Ingress:
         return b"".join(chunks)
 
     def _find_group(
-        self, exchange: "Exchange", endpoint: Endpoint | None, model: str | None, body: bytes | None
+        self, exchange: Exchange, endpoint: Endpoint | None, model: str | None, body: bytes | None
     ) -> str:
         """Return the group whose replicas answer a request. Errors: APIError."""
         if endpoint is None or len(self._handles) == 1:
@@ -320,7 +316,7 @@ class Ingress:
             iter(self._handles)
         )
 
-    def _read_model(self, exchange: "Exchange", body: bytes) -> str | None:
+    def _read_model(self, exchange: Exchange, body: bytes) -> str | None:
         """Return the model that a body names. Errors: APIError where it cannot be read."""
         kind = exchange.headers.get(b"content-type", b"")
         try:
@@ -345,7 +341,7 @@ class Ingress:
         return api_error("model_loading", detail, retry_after=RETRY_S)
 
     async def _exchange(
-        self, exchange: "Exchange", replica: Known, body: bytes | None, group: str
+        self, exchange: Exchange, replica: Known, body: bytes | None, group: str
     ) -> None:
         """Send a request to a replica, and its answer to the caller.
 
@@ -378,7 +374,7 @@ class Ingress:
     # ------------------------------------------------------------------ all replicas
 
     async def _ask_all(
-        self, exchange: "Exchange", groups: Iterable[str], path: str = ""
+        self, exchange: Exchange, groups: Iterable[str], path: str = ""
     ) -> list[dict[str, Any]]:
         """Return what every replica of some groups answers to a request without a body.
 
@@ -409,7 +405,7 @@ class Ingress:
     def _get_known(self, group: str) -> list[Known]:
         return list(self._known.get(group, {}).values())
 
-    async def _list_models(self, exchange: "Exchange") -> dict[str, Any]:
+    async def _list_models(self, exchange: Exchange) -> dict[str, Any]:
         """Return the cards of all models, each of all its replicas."""
         cards: dict[str, list[Any]] = {model_id: [] for model_id in self._models}
         for answer in await self._ask_all(exchange, self._handles):
@@ -417,12 +413,12 @@ class Ingress:
                 cards.setdefault(card["id"], []).append(card)
         return {"models": [await self._merge(own, cards[own]) for own in self._models]}
 
-    async def _list_openai_models(self, exchange: "Exchange") -> dict[str, Any]:
+    async def _list_openai_models(self, exchange: Exchange) -> dict[str, Any]:
         answers = await self._ask_all(exchange, self._handles)
         data = {model["id"]: model for answer in answers for model in answer["data"]}
         return {"object": "list", "data": [data[own] for own in self._models if own in data]}
 
-    async def _answer_of_all(self, exchange: "Exchange", model_id: str) -> None:
+    async def _answer_of_all(self, exchange: Exchange, model_id: str) -> None:
         """Answer what every replica of a model is asked, by its card."""
         cards = await self._ask_all(exchange, [self._locate(model_id)])
         await exchange.reply(await self._merge(model_id, cards))
@@ -452,7 +448,7 @@ class Ingress:
         detail = "; ".join(filter(None, (said, loss)))
         return card | {"state": state, "detail": detail, "restarts": 0, "replicas": []}
 
-    async def _answer_probe(self, exchange: "Exchange", name: str) -> None:
+    async def _answer_probe(self, exchange: Exchange, name: str) -> None:
         """Answer `/readyz` or `/startupz`: whether a replica of each required model answers."""
         states: dict[str, str] = dict.fromkeys(self._models, "loading")
         for answer in await self._ask_all(exchange, self._handles, "/readyz"):
@@ -537,7 +533,7 @@ async def explain_loss(replica: Known) -> str | None:
     return None
 
 
-def _read_wait(exchange: "Exchange") -> float:
+def _read_wait(exchange: Exchange) -> float:
     """Return `wait_s` of a query. Errors: APIError."""
     try:
         return WaitQuery.model_validate({"wait_s": exchange.get_query("wait_s") or 0}).wait_s
@@ -556,116 +552,3 @@ def _repeat_refusal(status: int, document: Mapping[str, Any]) -> APIError:
     given = document.get("error", document)
     detail = given.get("detail") or given.get("message") or "a replica refused this"
     return api_error(given["code"], detail, status=status)
-
-
-class HangUpError(Exception):
-    """The caller is gone in the middle of its request."""
-
-
-class Exchange:
-    """A caller's request, and what has been answered to it."""
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.scope = scope
-        self.method: str = scope["method"]
-        self.path: str = scope["path"]
-        self.id: str = scope["state"]["id"]
-        self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.has_begun = False
-        self._receive = receive
-        self._send = send
-        self._is_read = asyncio.Event()
-        self._streams_events = False
-        self._has_body = bool({b"content-length", b"transfer-encoding"} & self.headers.keys())
-        if not self._has_body:
-            self._is_read.set()
-
-    def get_query(self, name: str) -> str | None:
-        """Return a parameter of the query; None where it is not there."""
-        return next(
-            iter(parse_qs(self.scope["query_string"].decode("latin-1")).get(name, ())), None
-        )
-
-    async def read(self) -> AsyncIterator[bytes]:
-        """Yield the body as it comes. Errors: HangUpError."""
-        more = self._has_body
-        while more:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise HangUpError
-            yield message.get("body", b"")
-            more = message.get("more_body", False)
-        self._is_read.set()
-
-    async def until_hang_up(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work, and end it where the caller goes first."""
-        tasks = [asyncio.ensure_future(one) for one in (work, self._wait_for_hang_up())]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if tasks[0].done():
-                tasks[0].result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _wait_for_hang_up(self) -> None:
-        await self._is_read.wait()
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-
-    def copy(self, address: str, body: bytes | None, path: str = "") -> httpcore.Request:
-        """Return the request as a replica gets it; without `body` the caller's is read on the way.
-
-        With `path` it is another one, a GET.
-        """
-        headers = [pair for pair in self.scope["headers"] if pair[0] not in HOP_BY_HOP]
-        headers.append((b"x-request-id", self.id.encode()))
-        content: bytes | AsyncIterator[bytes] = b"" if path else self.read()
-        if body is not None or path or not self._has_body:
-            content = body or b""
-            headers = [pair for pair in headers if pair[0] != b"content-length"]
-            headers.append((b"content-length", b"%d" % len(content)))
-        elif b"content-length" not in self.headers:
-            headers.append((b"transfer-encoding", b"chunked"))
-        target = self.scope.get("raw_path", self.path.encode())
-        if query := self.scope["query_string"]:
-            target += b"?" + query
-        host, _, port = address.rpartition(":")
-        url = httpcore.URL(
-            scheme=b"http", host=host, port=int(port), target=path.encode() or target
-        )
-        method = "GET" if path else self.method
-        extensions = {"timeout": {"connect": CONNECT_S}}
-        return httpcore.Request(
-            method, url, headers=headers, content=content, extensions=extensions
-        )
-
-    async def start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """Begin the answer with that of a replica."""
-        kept = [(name.lower(), value) for name, value in headers]
-        kept = [pair for pair in kept if pair[0] not in OWN_OF_ANSWERS]
-        self._streams_events = dict(kept).get(b"content-type", b"").startswith(EVENTS)
-        self.has_begun = True
-        await self._send({"type": "http.response.start", "status": status, "headers": kept})
-
-    async def send_body(self, body: bytes, *, more: bool = True) -> None:
-        """Send a piece of the answer."""
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
-
-    async def reply(self, document: Any, status: int = 200) -> None:
-        """Answer with a document of the ingress' own."""
-        response = Response(encode_json(document), status, media_type=JSON)
-        await response(self.scope, self._receive, self._send)
-
-    async def fail(self, error: APIError) -> None:
-        """Answer with a problem: as the last event of a stream; other answers are cut where they
-        have begun.
-        """
-        if not self.has_begun:
-            await answer_problem(Request(self.scope), error)(self.scope, self._receive, self._send)
-        elif self._streams_events:
-            shape = OPENAI_CHUNKS if self.path.startswith(OPENAI_PATHS) else NAMED_EVENTS
-            # What was cut may be the middle of an event, which an empty line ends.
-            event = b"\n\n" + shape.encode_error(error, self.id)
-            await self.send_body(event, more=False)
