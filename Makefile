@@ -7,12 +7,15 @@ WORKERS ?= 2
 PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --no-loadscope-reorder
 EXACT := $(addprefix tests/contract/test_,exactness.py logprob.py quantized.py tlens.py)
 
-.PHONY: serve demo setup test test-first test-full test-all test-fast test-containers test-avx2 families \
-	check format bench gpu-check openapi client docs playground lock clean
+.PHONY: serve cluster demo setup test test-first test-full test-all test-fast test-containers test-cluster \
+	test-avx2 families check format bench gpu-check openapi client docs playground lock clean
 
 serve: ## install what is missing, then serve CONFIG on PORT
 	@requirements/install.sh server
 	@exec .venv/bin/logsteer-server --config $(CONFIG) --port $(PORT)
+
+cluster: setup ## serve CONFIG on PORT with Ray Serve, on this machine
+	@exec $(PYTHON) -m logsteer_server.cluster --config $(CONFIG) --port $(PORT)
 
 demo: ## serve the demo model, make three calls, print the answers, stop
 	@requirements/install.sh server
@@ -56,6 +59,9 @@ bench: setup ## run the benchmarks, write bench/results.json and bench/results.m
 
 test-containers: setup ## build the image, run it, hold it to what the manifests say; takes a Docker engine
 	@CONTAINERS=$${CONTAINERS:-all} $(PYTHON) -m pytest -n 0 -s tests/containers
+
+test-cluster: setup ## the service on a real Ray of this machine: what takes minutes, too
+	@CLUSTER=all $(PYTHON) -m pytest -n 0 -s tests/cluster
 
 gpu-check: setup ## check and measure on the GPU, write bench/gpu-check.md; GPU_CHECK gives options
 	@$(PYTHON) -m bench.gpu_check $(GPU_CHECK)

@@ -47,7 +47,6 @@ from logsteer_server.tasks.selftest import prove
 log = logging.getLogger(__name__)
 
 
-
 def create_app(settings: Settings, reread: Callable[[], Settings] | None = None) -> FastAPI:
     """Create the application for these settings; engines start and end with its lifespan.
 

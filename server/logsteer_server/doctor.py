@@ -217,8 +217,6 @@ def _tell_needs(model: ModelSettings, needs: ModelNeeds) -> str:
     parts.append(f"process {_write(needs.process_bytes)}")
     times = f"{model.replicas} replicas of " if model.replicas > 1 else ""
     length = f"; reads {needs.context_length} tokens" if needs.context_length else ""
-    if model.nodes_per_replica > 1:
-        length += f"; divided among {model.nodes_per_replica} nodes a replica on Ray"
     return f"{model.engine}, {times}{' + '.join(parts)}{length}"
 
 
@@ -227,12 +225,9 @@ def _fit_gpus(
 ) -> MachineFinding:
     """Say whether each GPU of a model holds its part of the weights, and what is left for keys and
     values.
-
-    Of a model whose replicas take several nodes, this machine is judged as one node of one replica.
     """
     ranks = model.tensor_parallel * model.pipeline_parallel
-    nodes = model.nodes_per_replica
-    wanted = ranks * model.replicas if nodes == 1 else ranks // nodes
+    wanted = ranks * model.replicas
     by_index = {gpu.index: gpu for gpu in gpus}
     indices = model.devices if isinstance(model.devices, list) else [gpu.index for gpu in gpus]
     missing = [index for index in indices if index not in by_index]
@@ -247,7 +242,6 @@ def _fit_gpus(
     part = needs.weights_bytes // ranks
     left = int(room) - part
     where = f"each of {wanted} GPUs" if wanted > 1 else "one GPU"
-    where += f" of each of {nodes} nodes a replica" if nodes > 1 else ""
     text = f"{model.engine}, weights {_write(part)} on {where}"
     if left <= 0:
         return MachineFinding("fail", subject, f"{text}, where {_write(int(room))} can be had")

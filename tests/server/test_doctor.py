@@ -126,9 +126,6 @@ class TestPage:
         )
         told = judge(replicas=3)
         assert (told.verdict, told.text) == ("fail", "3 GPUs are needed, and 2 GPUs are here")
-        told = judge(tensor_parallel=4, nodes_per_replica=2, replicas=3)
-        assert told.verdict == "ok"
-        assert "on each of 2 GPUs of each of 2 nodes a replica" in told.text
         monkeypatch.setattr(doctor, "GPU_SHARE", 1e-9)
         assert judge(devices=[0]).verdict == "fail"
 

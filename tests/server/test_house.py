@@ -102,7 +102,7 @@ SERVER, CLIENT = HOUSES
 
 ONLY_IN = {
     "fastapi": {"app", "api"},
-    "uvicorn": {"serving", "api.connections"},
+    "uvicorn": {"serving", "api.connections", "cluster"},
     "torch": {
         "embedded",
         "numerics",
@@ -114,7 +114,7 @@ ONLY_IN = {
     "vllm": {"engines.vllm"},
     "transformer_lens": {"engines.tlens"},
     "transformers": {"text", "engines.tlens", "engines.weights", "imports"},
-    "yaml": {"settings"},
+    "yaml": {"settings", "cluster"},
     "scipy": {"tasks.vector_methods"},
     "sklearn": {"tasks.vector_methods", "tasks.vector_quality"},
 }

@@ -169,7 +169,7 @@ def test_kustomize_makes_what_kubernetes_takes(overlay: str, tmp_path: Path) -> 
 
 RAY = ROOT / "deploy/ray"
 PODS_OF_RAY = list(yaml.safe_load_all((RAY / "pods.yaml").read_text()))
-POLICY_OF_RAY, BUDGET_OF_RAY = (document["spec"] for document in PODS_OF_RAY)
+POLICY_OF_RAY, SERVICE_OF_RAY, BUDGET_OF_RAY = (own["spec"] for own in PODS_OF_RAY)
 GROUPS = yaml.safe_load((RAY / "rayservice.yaml").read_text())["spec"]["rayClusterConfig"]
 HEAD, (WORKER,) = GROUPS["headGroupSpec"], GROUPS["workerGroupSpecs"]
 
@@ -183,9 +183,7 @@ def test_rays_pods_reach_each_other_on_all_ports_and_nobody_else_does() -> None:
     (out,) = [rule for rule in POLICY_OF_RAY["egress"] if "ports" not in rule]
     assert out == {"to": [{"podSelector": {"matchLabels": chosen}}]}
     open_ports = {port["port"] for rule in others for port in rule["ports"]}
-    known = {port["containerPort"] for port in HEAD["template"]["spec"]["containers"][0]["ports"]}
-    assert open_ports - known == {8080}, "KubeRay's port of metrics"
-    assert 6379 not in open_ports, "Ray runs whatever it is sent"
+    assert open_ports == {8000, 8265, 32768}, "the ingress, the dashboard, replicas' metrics"
 
 
 def test_one_of_rays_workers_stays() -> None:
@@ -215,18 +213,14 @@ def test_pods_are_scraped_where_they_listen_under_the_job_of_the_alerts() -> Non
     assert endpoint["port"] in {port["name"] for port in SERVER["ports"]}
 
 
-def test_rays_pods_are_scraped_by_the_rules_of_prometheus() -> None:
-    spec = yaml.safe_load((RAY / "podmonitor.yaml").read_text())["spec"]
-    assert spec["selector"] == POLICY_OF_RAY["podSelector"]
-    (endpoint,) = spec["podMetricsEndpoints"]
+def test_rays_replicas_are_scraped_where_an_ingress_says() -> None:
+    spec = yaml.safe_load((RAY / "scrapeconfig.yaml").read_text())["spec"]
     (job,) = yaml.safe_load((RAY / "prometheus.yml").read_text())["scrape_configs"]
-    names = {"source_labels": "sourceLabels", "target_label": "targetLabel"}
-
-    def rename(rules: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [{names.get(name, name): value for name, value in own.items()} for own in rules]
-
-    assert endpoint["relabelings"] == rename(job["relabel_configs"])
-    assert endpoint["metricRelabelings"] == rename(job["metric_relabel_configs"])
+    (discovery,), (same,) = spec["httpSDConfigs"], job["http_sd_configs"]
+    assert discovery["url"] == same["url"]
+    assert SERVICE_OF_RAY["ports"][0]["port"] == 8000
+    workers = GROUPS["workerGroupSpecs"][0]["template"]["metadata"]["labels"]
+    assert SERVICE_OF_RAY["selector"].items() <= workers.items()
 
 
 # ------------------------------------------------------------------ systemd

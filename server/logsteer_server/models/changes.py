@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from logsteer.errors import api_error
+from logsteer.errors import APIError, api_error
 from logsteer.schemas import ModelState
 from logsteer_server.models.fit import check_loadable, fits_beside
 from logsteer_server.models.model import ResidentModel
@@ -283,8 +283,7 @@ class ModelChanges:
             try:
                 new = await asyncio.to_thread(self._read)
             except ConfigurationError as error:
-                detail = f"The configuration cannot be used, and nothing was changed: {error}"
-                raise api_error("invalid_request", detail) from error
+                raise refuse_configuration(error) from error
         report = self._begin_all(new.models)
         report.needs_restart = find_fixed(self._settings, new)
         by_id = self._models.by_id
@@ -467,3 +466,9 @@ async def wait_for_ends(changes: Iterable[ModelChange], limit_s: float) -> None:
     await asyncio.sleep(0)
     if limit_s and (tasks := [change.task for change in changes]):
         await asyncio.wait(tasks, timeout=limit_s)
+
+
+def refuse_configuration(error: ConfigurationError) -> APIError:
+    """Return the error for a reload of what is no valid configuration."""
+    detail = f"The configuration cannot be used, and nothing was changed: {error}"
+    return api_error("invalid_request", detail)

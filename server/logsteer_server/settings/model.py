@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from logsteer.schemas import EngineKind
 from logsteer_server.contract.engine import EngineSpec
 
-NOT_OF_ENGINES = {"required", "devices", "path", "max_replicas", "nodes_per_replica"}
+NOT_OF_ENGINES = {"required", "devices", "path", "max_replicas", "group"}
 """What an engine is not told, or not as it is set."""
 
 
@@ -55,12 +55,12 @@ class ModelSettings(BaseModel):
         description="On Ray alone: as many replicas as this while load asks for them, and "
         "`replicas` at least; null: `replicas`.",
     )
-    nodes_per_replica: int = Field(
-        1,
-        ge=1,
-        le=256,
-        description="On Ray alone: nodes that each replica's tensor_parallel x pipeline_parallel "
-        "devices are divided among, as many on each. One machine takes all of them.",
+    group: str | None = Field(
+        None,
+        min_length=1,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$",
+        description="On Ray alone: models of one group share their servers, which `reference` and "
+        "`against` need; null: a group of its own.",
     )
     quantization: str | None = Field(
         None, description="A method of vLLM's; null: what the checkpoint says itself."
@@ -127,18 +127,6 @@ class ModelSettings(BaseModel):
     def _bounds_of_replicas_fit(self) -> "ModelSettings":
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ValueError(f"max_replicas is below replicas, which is {self.replicas}")
-        return self
-
-    @model_validator(mode="after")
-    def _nodes_share_the_ranks(self) -> "ModelSettings":
-        ranks = self.tensor_parallel * self.pipeline_parallel
-        if ranks % self.nodes_per_replica:
-            raise ValueError(
-                f"nodes_per_replica is {self.nodes_per_replica}: it must divide tensor_parallel x "
-                f"pipeline_parallel, which is {ranks}"
-            )
-        if self.nodes_per_replica > 1 and self.engine == "transformer_lens":
-            raise ValueError("nodes_per_replica above 1 takes engine vllm")
         return self
 
     @model_validator(mode="after")

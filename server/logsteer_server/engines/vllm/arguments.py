@@ -13,6 +13,7 @@ _OTHER_MODEL = (
     "it changes the model behind its weights' digest; change the checkpoint's config.json instead"
 )
 
+_ONE_NODE = "all ranks of a replica run on one machine"
 INSTEAD = {
     "model": "path",
     "dtype": "dtype",
@@ -20,7 +21,6 @@ INSTEAD = {
     "max_model_len": "max_model_len",
     "tensor_parallel_size": "tensor_parallel",
     "pipeline_parallel_size": "pipeline_parallel",
-    "nnodes": "nodes_per_replica",
     "device_ids": "devices",
     "enforce_eager": "compile",
     "kv_cache_memory_bytes": "memory",
@@ -35,9 +35,10 @@ REFUSED = {
     "worker_cls": "rows, steering and captures are those of the worker that is set here",
     "worker_extension_cls": "it would take the place of methods of the worker that is set here",
     "additional_config": "the worker that is set here is told its sizes by it",
-    "node_rank": "each node of a replica is told its own where it is started",
-    "master_addr": "the nodes of a replica are told where to meet as they are started",
-    "master_port": "the nodes of a replica are told where to meet as they are started",
+    "nnodes": _ONE_NODE,
+    "node_rank": _ONE_NODE,
+    "master_addr": _ONE_NODE,
+    "master_port": _ONE_NODE,
     "scheduler_cls": "prefix hits are limited in vLLM's own scheduler",
     "runner": "the model is to score and to generate",
     "convert": "the model is to score and to generate",

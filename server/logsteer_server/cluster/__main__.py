@@ -1,0 +1,229 @@
+"""`python -m logsteer_server.cluster`: the service on a Ray of its own on this machine.
+
+SIGHUP has the configuration read again; SIGINT and SIGTERM end it.
+"""
+
+import argparse
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import httpx
+
+from logsteer_server.engines.scratch import ScratchDirectory, sweep
+from logsteer_server.settings import ConfigurationError, Settings
+
+HOST = "127.0.0.1"
+PARENT = Path("/tmp")  # noqa: S108 - the directory below it is made by mkdtemp
+"""Paths of sockets below it may have 107 characters, which a longer $TMPDIR would take."""
+NODE_CPUS = 64
+"""Logical ones of a node: what is to run here is said by arguments, not counted against cores."""
+STORE_BYTES = 80 * 2**20
+POLL_S = 0.2
+ANSWER_S = 10.0
+ENVIRONMENT = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # It would kill actors for what other programs of this machine take.
+    "RAY_memory_monitor_refresh_ms": "0",
+    # What hangs cannot end by itself, however long that is waited for.
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+}
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line's arguments."""
+    parser = argparse.ArgumentParser(
+        prog="python -m logsteer_server.cluster",
+        description="Serve a configuration with Ray Serve, on a Ray of its own on this machine.",
+    )
+    parser.add_argument(
+        "--config", type=Path, required=True, help="YAML file that lists the models"
+    )
+    parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port to listen on (default 8000)")
+    parser.add_argument("--nodes", type=int, default=1, help="logical nodes (default 1)")
+    parser.add_argument(
+        "--calls-per-replica",
+        type=float,
+        default=4.0,
+        help="requests at work in a replica at which max_replicas has another start (default 4)",
+    )
+    return parser.parse_args(argv)
+
+
+def start_reaper(directory: Path) -> None:
+    """Start a process that, once this one is gone, kills whatever Ray has left, and its directory.
+
+    The kernel ends what this process has started itself; agents that those have started go on for
+    minutes. All of them carry the directory in their environment.
+    """
+    mark = f"RAY_TMPDIR={directory}".encode()
+    waits, _held = os.pipe()  # the kernel closes the other end with this process
+    if os.fork():
+        os.close(waits)
+        return
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    os.close(_held)
+    os.read(waits, 1)
+    while pids := [int(path.name) for path in Path("/proc").glob("[0-9]*") if _carries(path, mark)]:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(POLL_S)
+    shutil.rmtree(directory, ignore_errors=True)
+    os._exit(0)
+
+
+def _carries(path: Path, mark: bytes) -> bool:
+    """Return whether a process was started with this in its environment; the dead have none."""
+    try:
+        return mark in (path / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+class Interrupted(BaseException):
+    """Somebody wants the cluster to end."""
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Interrupted
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until interrupted; return the exit status: 2 for an unusable configuration."""
+    arguments = parse_arguments(argv)
+    signal.signal(signal.SIGINT, _interrupt)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        sweep(PARENT)
+        with ScratchDirectory(PARENT) as directory:
+            start_reaper(directory)
+            # Whoever has the token may run code: it is new, and never leaves this user's processes.
+            os.environ |= ENVIRONMENT | {
+                "RAY_TMPDIR": str(directory),
+                "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            }
+            for name in ("host", "port"):
+                if (value := getattr(arguments, name)) is not None:
+                    os.environ[f"LOGSTEER_{name.upper()}"] = str(value)
+            os.environ.pop("RAY_ADDRESS", None)  # another Ray is somebody else's
+            _serve(arguments, directory)
+    except Interrupted:
+        return 0
+    except ConfigurationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _serve(arguments: argparse.Namespace, directory: Path) -> None:
+    # Ray reads the environment that was set above when it is imported.
+    from ray import serve
+
+    from logsteer_server.cluster.application import (
+        ClusterArguments,
+        deploy,
+        plan,
+        read_document,
+        read_settings,
+    )
+
+    asked = ClusterArguments(
+        config=arguments.config.resolve(), cpus=1, calls_per_replica=arguments.calls_per_replica
+    )
+    settings = read_settings(read_document(asked.config))
+    application, _ = plan(asked)
+    with _run_ray(arguments.nodes):
+        print(f"Ray's logs are in {directory}/session_latest/logs.", flush=True)
+        serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
+        deploy(application)
+        changed = threading.Event()
+        signal.signal(signal.SIGHUP, lambda *_: changed.set())
+        threading.Thread(target=_report, args=(settings,), daemon=True).start()
+        while changed.wait():
+            changed.clear()
+            try:
+                deploy(plan(asked).application)
+                print("SIGHUP: the configuration was read, Serve makes the changes.", flush=True)
+            except ConfigurationError as error:
+                print(f"SIGHUP: nothing was changed: {error}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _run_ray(num_nodes: int) -> Iterator[None]:
+    """Have Ray run at the loopback address, and end it with what it runs."""
+    import ray
+    from ray import serve
+    from ray.cluster_utils import Cluster
+    from ray.serve.exceptions import RayServeException
+
+    from logsteer_server.cluster.ingress import SERVICE
+
+    # The kernel kills Ray's processes with this one: `shutdown_at_exit` asks it to.
+    cluster = Cluster(shutdown_at_exit=True)
+    try:
+        for _ in range(num_nodes):
+            cluster.add_node(
+                num_cpus=NODE_CPUS,
+                object_store_memory=STORE_BYTES,
+                include_dashboard=False,
+                node_ip_address=HOST,
+            )
+        # `init` puts this process' address in the place of the loopback's: here it is that one.
+        ray._private.worker._global_node = cluster.head_node
+        ray.init(address=cluster.address, logging_level=logging.WARNING, log_to_driver=True)
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        signal.signal(signal.SIGTERM, _interrupt)  # Ray has put its own handler there
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if ray.is_initialized():
+            # `serve.shutdown` would wait for a call that ends by its callee's death.
+            with contextlib.suppress(RayServeException):
+                serve.delete(SERVICE)
+            ray.shutdown()
+        cluster.shutdown()
+
+
+def _report(settings: Settings) -> None:
+    """Print whether the models came up, and what to ask."""
+    from logsteer_server.serving import suggest_calls
+
+    url = f"http://{settings.host}:{settings.port}"
+    print(f"logsteer on Ray comes up at {url}.", flush=True)
+    said = ""
+    while True:
+        time.sleep(POLL_S)
+        try:
+            answer = httpx.get(f"{url}/readyz", timeout=ANSWER_S)
+        except httpx.TransportError:  # the ingress is about to come up
+            continue
+        if answer.status_code == httpx.codes.OK:
+            break
+        if (reason := str(answer.json().get("reason"))) != said:
+            said = reason
+            print(f"  {reason}", flush=True)
+    name = settings.models[0].id if len(settings.models) > 1 else None
+    needs_key = settings.api_key is not None or settings.key_file is not None
+    print(suggest_calls(url, name, needs_key), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,376 @@
+"""The service as a Ray Serve application: a deployment for each group of models, and an ingress.
+
+A replica of a group is a whole server, the one of a single machine, with the group's models alone;
+it shares nothing with others. Serve places, balances, scales, checks, replaces and changes them.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingContext
+
+from logsteer.schemas import ReloadAnswer
+from logsteer_server.app import create_app, open_logs
+from logsteer_server.cluster.exchange import make_server
+from logsteer_server.cluster.ingress import SERVICE, Ingress, Models, name_deployment
+from logsteer_server.listening import listen_at
+from logsteer_server.models.changes import COMES_UP, refuse_configuration
+from logsteer_server.models.registry import ModelRegistry
+from logsteer_server.serving import check_places, check_vllm_arguments
+from logsteer_server.settings import ConfigurationError, ModelSettings, Settings, load_settings
+
+log = logging.getLogger(__name__)
+
+RUNNING = "running"
+POLL_S = 0.05
+STATUS_S = 1.0
+"""Serve's status is that of before a change for less."""
+STALE_S = 3.0
+"""For so long an ingress may take a replica that is to end for one that stays."""
+HEALTH_EVERY_S = 2.0
+SILENCES = 3
+"""Health checks without an answer before Serve kills a replica: its own number."""
+MAX_STARTS = 3
+"""Starts of a deployment's first replica that may fail before its change has failed."""
+LOOK_BACK_S = 30.0
+"""Serve averages what it scales by over so long, at most."""
+DRAIN_MORE_S = 15.0
+INGRESS_CPUS = 0.01
+"""More than none, so that no ingress runs on a head without CPUs."""
+OF_ONE_MACHINE = ("uds", "metrics_port")
+"""Settings of a server's own sockets, which replicas and ingress have in their place."""
+SERVE_LOG = {"log_level": "WARNING"}
+"""Serve would write a line for each call: requests are in the service's own access log."""
+
+
+class ClusterArguments(BaseModel):
+    """What `build` takes: the service's configuration, and what Ray sets aside for it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    config: Path = Field(description="The configuration file, as `logsteer-server` has it.")
+    ingresses: int = Field(
+        1, ge=1, description="Processes that answer HTTP, one on a node at most."
+    )
+    cpus: float = Field(1.0, ge=0, description="CPUs set aside for each replica.")
+    gpus: bool = Field(
+        False,
+        description="Set GPUs aside: tensor_parallel x pipeline_parallel for each model of a "
+        "replica that does not run on CPUs.",
+    )
+    calls_per_replica: float = Field(
+        4.0, gt=0, description="Requests at work in a replica above which max_replicas adds one."
+    )
+    scale_up_s: float = Field(30.0, gt=0, description="Seconds of more work before one is added.")
+    scale_down_s: float = Field(600.0, gt=0, description="Seconds of less before one ends.")
+    revision: int = Field(
+        0, description="Raise it to have KubeRay read the configuration file again."
+    )
+
+
+class Group(BaseModel):
+    """Models that one server has, and what a replica of it takes."""
+
+    models: list[ModelSettings]
+
+    @property
+    def replicas(self) -> int:
+        """Replicas at least."""
+        return max(model.replicas for model in self.models)
+
+    @property
+    def max_replicas(self) -> int | None:
+        """Replicas at most, where load decides how many."""
+        return max((model.max_replicas or 0 for model in self.models), default=0) or None
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of each replica."""
+        on_gpus = [model for model in self.models if model.devices != "cpu"]
+        return sum(model.tensor_parallel * model.pipeline_parallel for model in on_gpus)
+
+
+def read_document(config: Path) -> dict[str, Any]:
+    """Read a configuration file that Ray may carry to other nodes. Errors: ConfigurationError.
+
+    Ray keeps what it carries where its dashboard shows it, so a file with secrets is refused; each
+    node has those in its own environment, which goes before the file everywhere.
+    """
+    settings = load_settings(config)
+    check_vllm_arguments(settings)
+    document: dict[str, Any] = yaml.safe_load(config.read_text())
+    for name, field in Settings.model_fields.items():
+        if name in document and not field.repr:
+            detail = f"Ray would show {name}: give each node LOGSTEER_{name.upper()} in its place"
+            raise ConfigurationError(f"{config}: {detail}")
+    for name in OF_ONE_MACHINE:
+        if getattr(settings, name) is not None:
+            raise ConfigurationError(f"{config}: {name} is for one machine: remove it on Ray")
+    for model in settings.models:
+        if "hf_token" in model.engine_args:
+            detail = f"model {model.id}: Ray would show hf_token: give each node HF_TOKEN"
+            raise ConfigurationError(f"{config}: {detail}")
+        if isinstance(model.devices, list):
+            detail = f"model {model.id}: Ray chooses GPUs: devices takes auto or cpu there"
+            raise ConfigurationError(f"{config}: {detail}")
+    return document | {"directory": str(settings.directory.resolve())}
+
+
+def read_settings(document: Mapping[str, Any]) -> Settings:
+    """Return the settings of a document, with the environment of this node above it."""
+    return Settings(**document)
+
+
+def find_groups(settings: Settings) -> dict[str, Group]:
+    """Return the groups of the models, by name, in the order of the configuration."""
+    found: dict[str, Group] = {}
+    for model in settings.models:
+        name = model.group or model.id
+        found.setdefault(name, Group(models=[])).models.append(model)
+    return found
+
+
+class Plan(NamedTuple):
+    """An application for Serve, and where its models are."""
+
+    application: serve.Application
+    models: Models
+
+
+def build(arguments: ClusterArguments) -> serve.Application:
+    """Build the application of a configuration; `serve deploy` imports this.
+
+    Errors: ConfigurationError.
+    """
+    return plan(arguments).application
+
+
+def plan(arguments: ClusterArguments) -> Plan:
+    """Read a configuration, and plan its deployments. Errors: ConfigurationError."""
+    document = read_document(arguments.config)
+    settings = read_settings(document)
+    check_places(settings)
+    of_server = {name: value for name, value in document.items() if name != "models"}
+    models: dict[str, dict[str, Any]] = {}
+    servers = []
+    for name, group in find_groups(settings).items():
+        own = [
+            model.model_dump(exclude_unset=True) | {"replicas": 1, "max_replicas": None}
+            for model in group.models
+        ]
+        asked = arguments.model_dump(mode="json", exclude={"config", "ingresses"})
+        version = digest([of_server, own, asked, group.replicas, group.max_replicas])
+        servers.append(_bind_server(name, group, of_server | {"models": own}, arguments, version))
+        for model in group.models:
+            card = {"engine": model.engine, "required": model.required}
+            models[model.id] = card | {"group": name, "version": version}
+    ingress = serve.deployment(
+        Ingress,
+        name="ingress",
+        num_replicas=arguments.ingresses,
+        max_replicas_per_node=1,
+        health_check_period_s=HEALTH_EVERY_S,
+        graceful_shutdown_timeout_s=settings.drain_s + DRAIN_MORE_S,
+        ray_actor_options={"num_cpus": INGRESS_CPUS},
+        logging_config=SERVE_LOG,
+        user_config=models,
+    )
+    # Serve replaces what has another version; without one, all at every change.
+    ingress._version = digest([of_server, arguments.ingresses])
+    first = document | {"models": document["models"][:1]}
+    return Plan(ingress.bind(first, partial(reload, arguments), servers), models)
+
+
+def deploy(application: serve.Application) -> None:
+    """Have Serve run an application in the place of the one it has; returns before it answers."""
+    target = serve.RunTarget(application, SERVICE, route_prefix=None)
+    serve.run_many([target], wait_for_applications_running=False)
+
+
+async def reload(arguments: ClusterArguments, earlier: Models, wait_s: float) -> ReloadAnswer:
+    """Read the configuration again, and have Serve change what is other in it, a replica at a time.
+
+    Return after `wait_s` at the latest; the change goes on. Errors: APIError `invalid_request`
+    where the configuration cannot be used; nothing is changed then.
+    """
+    try:
+        application, models = await asyncio.to_thread(plan, arguments)
+    except ConfigurationError as error:
+        raise refuse_configuration(error) from error
+    await asyncio.to_thread(deploy, application)
+    same = [own for own in models if earlier.get(own, {}).get("version") == models[own]["version"]]
+    replaced = [own for own in models if own in earlier and own not in same]
+    added = [own for own in models if own not in earlier]
+    pending = added + replaced
+    failed: dict[str, str] = {}
+    deadline = time.monotonic() + wait_s
+    while pending and time.monotonic() < deadline:
+        await asyncio.sleep(STATUS_S)
+        status = await asyncio.to_thread(serve.status)
+        found = status.applications[SERVICE].deployments
+        for model_id in list(pending):
+            own = found.get(name_deployment(models[model_id]["group"]))
+            if own is not None and own.status in ("HEALTHY", "DEPLOY_FAILED"):
+                pending.remove(model_id)
+                if own.status == "DEPLOY_FAILED":
+                    failed[model_id] = own.message
+    return ReloadAnswer(
+        added=added,
+        removed=[own for own in earlier if own not in models],
+        replaced=replaced,
+        unchanged=same,
+        pending=pending,
+        failed=failed,
+        needs_restart=[],
+    )
+
+
+def digest(value: Any) -> str:
+    """Return a short digest of what a deployment depends on: Serve replaces what has another."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _bind_server(
+    name: str,
+    group: Group,
+    document: dict[str, Any],
+    arguments: ClusterArguments,
+    version: str,
+) -> serve.Application:
+    settings = read_settings(document)
+    number: dict[str, Any] = {"num_replicas": group.replicas}
+    if group.max_replicas is not None:
+        number = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=group.replicas,
+                max_replicas=group.max_replicas,
+                target_ongoing_requests=arguments.calls_per_replica,
+                upscale_delay_s=arguments.scale_up_s,
+                downscale_delay_s=arguments.scale_down_s,
+                look_back_period_s=min(LOOK_BACK_S, arguments.scale_up_s),
+                policy={"policy_function": f"{__name__}:scale"},
+            )
+        }
+    takes_gpus = arguments.gpus and group.gpus > 0
+    surge = {"always": 100, "never": 0, "auto": 0 if takes_gpus else 100}[settings.reload_beside]
+    deployment = serve.deployment(
+        ModelServer,
+        name=name_deployment(name),
+        max_surge_percent=surge,
+        health_check_period_s=HEALTH_EVERY_S,
+        health_check_timeout_s=settings.heartbeat_timeout_s / SILENCES,
+        graceful_shutdown_timeout_s=settings.model_drain_s,
+        graceful_shutdown_wait_loop_s=0.5,
+        max_constructor_retry_count=MAX_STARTS,
+        ray_actor_options={
+            "num_cpus": arguments.cpus,
+            "num_gpus": group.gpus if arguments.gpus else 0,
+        },
+        logging_config=SERVE_LOG,
+        **number,
+    )
+    deployment._version = version
+    return deployment.bind(document)
+
+
+class ModelServer:
+    """A replica: the server of one machine with a group's models, at a port of its own.
+
+    It is there once its models answer, so Serve sends nobody to it before. Errors of making it:
+    RuntimeError where a required model cannot be loaded, ConfigurationError.
+    """
+
+    async def __init__(self, document: dict[str, Any]) -> None:  # type: ignore[misc]
+        host = ray.util.get_node_ip_address()
+        settings = read_settings(document).model_copy(update={"host": host})
+        open_logs(settings)
+        check_places(settings)
+        app = create_app(settings)
+        self._state = app.state
+        listener = listen_at(host, 0)
+        self.address = f"{host}:{listener.getsockname()[1]}"
+        self._server = make_server(settings, app)
+        self._serving = asyncio.create_task(self._server._serve(sockets=[listener]))
+        try:
+            await self._wait_until_ready()
+        except BaseException:
+            await self.__del__()
+            raise
+
+    async def _wait_until_ready(self) -> None:
+        while not self._server.started or any(
+            model.status[0] in COMES_UP for model in self._models.by_id.values()
+        ):
+            if self._serving.done():
+                self._serving.result()
+                raise RuntimeError("the server did not start: its log says why")
+            await asyncio.sleep(POLL_S)
+        if fault := self._find_fault():
+            log.error("this replica does not start: %s", fault)
+            raise RuntimeError(fault)
+
+    @property
+    def _models(self) -> ModelRegistry:
+        models: ModelRegistry = self._state.models
+        return models
+
+    def _find_fault(self) -> str:
+        """Say which required model does not answer any more, and why; empty where all may."""
+        for model in self._models.required:
+            state, detail = model.status
+            if state == "failed" or model.handle.given_up:
+                return f"model {model.id}: {detail}"
+        return ""
+
+    async def check_health(self) -> None:
+        """Have Serve replace this replica if an engine is not started again. Errors: RuntimeError.
+
+        One that hangs or dies is restarted below it, by the server's own supervision.
+        """
+        fault = self._find_fault() or ("the server has ended" if self._serving.done() else "")
+        if fault:
+            log.error("this replica is to be replaced: %s", fault)
+            raise RuntimeError(fault)
+
+    async def describe(self) -> dict[str, Any]:
+        """Return where this replica is, and what is wrong with it."""
+        context = serve.get_replica_context()
+        return {
+            "id": context.replica_id.unique_id,
+            "address": self.address,
+            "actor": ray.get_runtime_context().current_actor,
+            "fault": self._find_fault(),
+            "running": self._state.drain.num_running,
+        }
+
+    async def record_autoscaling_stats(self) -> dict[str, int]:
+        """Return what `scale` scales by; Serve asks for it."""
+        return {RUNNING: self._state.drain.num_running}
+
+    async def __del__(self) -> None:
+        """Answer what is at work and what still comes, then end the server and its engines."""
+        if self._server.started:
+            await asyncio.sleep(STALE_S)
+            while self._state.drain.num_running:
+                await asyncio.sleep(POLL_S)
+        self._server.should_exit = True
+        await asyncio.wait([self._serving])
+
+
+def scale(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+    """Return how many replicas the requests at work take; Serve keeps to bounds and delays."""
+    running = (context.aggregated_metrics or {}).get(RUNNING, {})
+    assert context.config is not None
+    return sum(running.values()) / context.config.get_target_ongoing_requests(), {}

@@ -1,0 +1,207 @@
+"""A cluster of the project's own: a real Ray of two logical nodes of this machine."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from tests.conftest import ROOT, Configuration, fake_model
+from tests.faults.keys import add_key
+from tests.faults.processes import wait_for
+from tests.held import may_hold
+from tests.ports import find_port
+
+START_S = 240.0
+REPLICA = "ray::ServeReplica:logsteer:model-{}"
+BODY_BYTES = 2**17
+SILENT_S = 6.0
+"""A replica that hangs is killed after so long."""
+
+needs_all = pytest.mark.skipif(
+    os.environ.get("CLUSTER") != "all",
+    reason="SKIPPED WITHOUT CLUSTER=all: `make test-cluster` runs what takes minutes",
+)
+
+
+class Cluster:
+    """`make cluster`'s process with two models, and those below it.
+
+    `fake` has two replicas whose steps a file holds; `other` has one, and other scores.
+    """
+
+    def __init__(self, directory: Path, *models: Configuration) -> None:
+        self.first = models[0]["id"] if models else "fake"
+        self.num_replicas = 1 if models else 2
+        self.hold_file = directory / "hold"
+        self.fake = fake_model(**may_hold(self.hold_file)) | {"replicas": 2}
+        self.other = fake_model("other", shift=1.0)
+        self.settings: dict[str, Any] = {
+            "cache_bytes": 0,
+            "store_url": f"file://{directory}/store",
+            "store_directory": str(directory / "fetched"),
+            "key_file": str(directory / "keys.json"),
+            "max_body_bytes": BODY_BYTES,
+            "heartbeat_timeout_s": SILENT_S,
+        }
+        self.key = add_key(directory / "keys.json", "ann", "score", "steer", "write", "admin")
+        self.config_path = directory / "models.yaml"
+        self.write(*models or (self.fake, self.other))
+        port = find_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = directory / "log"
+        command = [sys.executable, "-m", "logsteer_server.cluster", "--nodes", "2"]
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, "--port", str(port), "--config", str(self.config_path)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                start_new_session=True,
+            )
+        self.client = httpx.Client(
+            base_url=self.url, headers={"Authorization": f"Bearer {self.key}"}, timeout=120
+        )
+
+    def write(self, *models: Configuration) -> None:
+        """Write the configuration that the next reload reads."""
+        self.config_path.write_text(yaml.safe_dump({"models": list(models)} | self.settings))
+
+    @property
+    def output(self) -> str:
+        """What was printed so far."""
+        return self._log.read_text()
+
+    def wait_until_ready(self, *, replicas: int = 2) -> None:
+        """Wait until the first model has so many replicas that answer, and all models one."""
+        deadline = time.monotonic() + START_S
+        while not self._is_ready(replicas):
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.1)
+
+    def _is_ready(self, replicas: int) -> bool:
+        try:
+            if self.client.get("/readyz").status_code != 200:
+                return False
+            states = [own["state"] for own in self.read_card(self.first)["replicas"]]
+        except httpx.TransportError:
+            return False
+        return states == ["ready"] * replicas
+
+    def read_card(self, model: str = "fake") -> dict[str, Any]:
+        """The card of a model."""
+        card: dict[str, Any] = self.client.get(f"/models/{model}").json()
+        return card
+
+    def score(self, *ids: int, model: str = "fake") -> httpx.Response:
+        """Score a token after these."""
+        body = {"model": model, "items": [{"context_ids": [5, *ids], "target_ids": [[6]]}]}
+        return self.client.post("/logprob", json=body)
+
+    def find(self, title: str) -> list[psutil.Process]:
+        """The processes whose titles begin so, the oldest first."""
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        found = [own for own in family if read_title(own).startswith(title)]
+        return sorted(found, key=lambda own: (own.create_time(), own.pid))
+
+    def find_replicas(self, model: str = "fake") -> list[psutil.Process]:
+        """The processes of a model's replicas."""
+        return self.find(REPLICA.format(model))
+
+    def find_busy(self) -> list[psutil.Process]:
+        """The replicas of `fake` that have a job."""
+        with contextlib.suppress(httpx.TransportError):
+            targets = self.client.get("/metrics/targets").json()
+            at_work = [
+                target["targets"][0]
+                for target in targets
+                if target["labels"]["group"] == "fake" and self._has_jobs(target["targets"][0])
+            ]
+            ports = {int(address.rpartition(":")[2]) for address in at_work}
+            return [own for own in self.find_replicas() if ports & find_ports(own)]
+        return []
+
+    def _has_jobs(self, address: str) -> bool:
+        card = httpx.get(f"http://{address}/models/fake", headers=self.client.headers).json()
+        return any(own["num_jobs"] for own in card["replicas"])
+
+
+def find_ports(process: psutil.Process) -> set[int]:
+    """The ports that a process listens on."""
+    return {own.laddr.port for own in process.net_connections("inet") if own.status == "LISTEN"}
+
+
+def read_title(process: psutil.Process) -> str:
+    """The command line of a process, which an actor overwrites; empty of one that is gone."""
+    try:
+        return " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return ""
+
+
+@contextmanager
+def load(cluster: Cluster, model: str = "fake") -> Iterator[list[int]]:
+    """Four callers, one request after another; the statuses of their answers."""
+    stop, codes = threading.Event(), []
+
+    def call(number: int) -> None:
+        while not stop.is_set():
+            codes.append(cluster.score(10 + number, len(codes) % 100, model=model).status_code)
+
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(call, number) for number in range(4)]
+        try:
+            wait_for(lambda: len(codes) > 20)
+            yield codes
+            known = len(codes)
+            wait_for(lambda: len(codes) > known + 20)
+        finally:
+            stop.set()
+        for one in calls:
+            one.result(120)
+
+
+@contextmanager
+def running(found: Cluster) -> Iterator[Cluster]:
+    """A cluster once it is ready; nothing is left of it afterwards."""
+    try:
+        found.wait_until_ready(replicas=found.num_replicas)
+        yield found
+    finally:
+        found.hold_file.unlink(missing_ok=True)
+        alive = found.process.poll() is None
+        family = psutil.Process(found.process.pid).children(recursive=True) if alive else []
+        for own in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                own.send_signal(signal.SIGCONT)
+        found.client.close()
+        found.process.send_signal(signal.SIGINT)
+        try:
+            found.process.wait(90)
+            _, left = psutil.wait_procs(family, 30)
+        finally:
+            for own in family:
+                if own.is_running():
+                    own.kill()
+        assert not left, [read_title(own) for own in left]
+
+
+@pytest.fixture(scope="package")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The cluster of all files, with both models."""
+    pytest.importorskip("ray", reason="SKIPPED BECAUSE RAY IS ABSENT: install the extra `ray`")
+    with running(Cluster(tmp_path_factory.mktemp("cluster"))) as found:
+        yield found

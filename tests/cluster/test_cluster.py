@@ -1,0 +1,182 @@
+"""The service on Ray: it answers as one machine does, keeps its bounds, and outlives a replica."""
+
+import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import httpx
+import msgpack
+import psutil
+import pytest
+
+from tests.cluster.conftest import BODY_BYTES, Cluster, load
+from tests.faults.processes import wait_for
+from tests.held import HOLD, held
+
+ITEM = {"context_ids": [5, 7], "target_ids": [[6], [8]]}
+
+
+def ask(cluster: Cluster, path: str, **body: Any) -> dict[str, Any]:
+    """An answer without what differs from call to call."""
+    answer = cluster.client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return {name: value for name, value in answer.json().items() if name not in ("id", "timing")}
+
+
+def check_problem(answer: httpx.Response, status: int, code: str) -> str:
+    """What a problem document says; its request's id is that of the header."""
+    document = answer.json()
+    assert (answer.status_code, document["code"]) == (status, code), answer.text
+    assert document["request_id"] == answer.headers["x-request-id"]
+    return str(document["detail"])
+
+
+class TestRouting:
+    def test_a_request_goes_to_the_model_that_it_names(self, cluster: Cluster) -> None:
+        scores = {
+            model: ask(cluster, "/logprob", model=model, items=[ITEM])["results"][0]["targets"]
+            for model in ("fake", "other")
+        }
+        assert scores["fake"][0]["logprob"] != scores["other"][0]["logprob"]
+        packed = msgpack.packb({"items": [ITEM], "pad": b"x" * 100, "model": "other"})
+        kind = {"Content-Type": "application/msgpack"}
+        answer = cluster.client.post("/logprob", content=packed, headers=kind)
+        assert answer.status_code in (200, 422), answer.text  # `pad` is no field of a request
+        assert cluster.read_card("other")["id"] == "other"
+        info = cluster.client.get("/tokenizer_info", params={"model": "other"})
+        assert info.status_code == 200, info.text
+
+    def test_what_names_no_model_is_refused_as_on_one_machine(self, cluster: Cluster) -> None:
+        post = cluster.client.post
+        told = check_problem(post("/logprob", json={"items": [ITEM]}), 422, "invalid_request")
+        assert told == "Several models are resident; name one of them as model: fake, other."
+        body = {"model": "none", "items": [ITEM]}
+        check_problem(post("/logprob", json=body), 404, "unknown_model")
+        check_problem(cluster.client.get("/models/none"), 404, "unknown_model")
+        for content in (b"{", b"[1]", b'{"model": 5}', b'{"model": "fake"', b"[" * 50_000):
+            answer = post("/logprob", content=content, headers={"Content-Type": "application/json"})
+            check_problem(answer, 422, "invalid_request")
+        check_problem(cluster.client.get("/nowhere"), 404, "not_found")
+        check_problem(cluster.client.get("/logprob"), 405, "method_not_allowed")
+
+    def test_without_a_key_nothing_is_told(self, cluster: Cluster) -> None:
+        for method, path in (("GET", "/models"), ("POST", "/logprob"), ("POST", "/admin/reload")):
+            answer = httpx.request(method, cluster.url + path, timeout=60)
+            check_problem(answer, 401, "unauthorized")
+
+    def test_lists_are_of_all_replicas(self, cluster: Cluster) -> None:
+        models = cluster.client.get("/models").json()["models"]
+        assert [(own["id"], len(own["replicas"])) for own in models] == [("fake", 2), ("other", 1)]
+        listed = cluster.client.get("/v1/models").json()["data"]
+        assert [own["id"] for own in listed] == ["fake", "other"]
+        targets = cluster.client.get("/metrics/targets").json()
+        for target in targets:
+            page = httpx.get(f"http://{target['targets'][0]}/metrics", timeout=60).text
+            assert "logsteer_requests_total" in page
+        assert len(targets) == 3
+
+    def test_vectors_are_shared_and_streams_arrive(self, cluster: Cluster) -> None:
+        import numpy as np
+        from safetensors.numpy import save
+
+        content = save({"0": np.ones(16, np.float32)})
+        put = cluster.client.put("/vectors/one", content=iter([content[:50], content[50:]]))
+        assert put.status_code == 200, put.text
+        for _ in range(4):  # by either model's replicas
+            assert cluster.client.get("/vectors/one").status_code == 200
+        body = {"model": "fake", "prompts": ["The"], "max_tokens": 3, "stream": True}
+        with cluster.client.stream("POST", "/generate", json=body) as answer:
+            events = [line for line in answer.iter_lines() if line.startswith("event: ")]
+        assert events == ["event: start", *["event: piece"] * 3, "event: result"]
+
+    def test_who_hangs_up_ends_the_work(self, cluster: Cluster) -> None:
+        with held(cluster.hold_file):
+            body = {"model": "fake", "items": [{"context_ids": [HOLD], "target_ids": [[6]]}]}
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(
+                    f"{cluster.url}/logprob", json=body, timeout=2, headers=cluster.client.headers
+                )
+        wait_for(lambda: not cluster.find_busy())
+
+
+class TestBounds:
+    def test_headers_and_bodies_are_bounded(self, cluster: Cluster) -> None:
+        body = {"model": "fake", "items": [ITEM], "pad": "x" * BODY_BYTES}
+        check_problem(cluster.client.post("/logprob", json=body), 413, "payload_too_large")
+        host, port = cluster.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: a\r\nX: ")
+            answer = b""
+            try:
+                for _ in range(64):
+                    connection.sendall(b"x" * 2**14)
+                answer = connection.recv(100)
+            except ConnectionError:
+                answer = b"HTTP/1.1 431"
+            assert answer.startswith(b"HTTP/1.1 431")
+
+    def test_no_port_takes_work_without_the_token(self, cluster: Cluster) -> None:
+        family = psutil.Process(cluster.process.pid).children(recursive=True)
+        listening = [
+            (own, place.laddr)
+            for own in family
+            for place in own.net_connections("inet")
+            if place.status == psutil.CONN_LISTEN
+        ]
+        local = ("127.0.0.1", "::ffff:127.0.0.1", "::1")
+        is_open = [(own, at) for own, at in listening if at.ip not in local]
+        # Serve's own, of each of its actors of ours.
+        assert len(is_open) <= len(cluster.find("ray::ServeReplica"))
+        refused = 0
+        for port in {at.port for _, at in listening}:
+            for path in ("/api/jobs/", "/api/job_agent/jobs/"):
+                try:
+                    job = {"entrypoint": "touch /dev/null"}
+                    answer = httpx.post(f"http://127.0.0.1:{port}{path}", json=job, timeout=5)
+                except httpx.TransportError:
+                    continue  # no HTTP
+                assert answer.status_code in (401, 403, 404, 405), (port, answer.text)
+                refused += answer.status_code in (401, 403)
+        assert refused, "the job API is there, and asks for the token"
+        for _, at in is_open:
+            with grpc.insecure_channel(f"127.0.0.1:{at.port}") as channel:
+                call = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")
+                with pytest.raises(grpc.RpcError) as caught:
+                    call(b"", timeout=10)
+            assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+class TestLosses:
+    def test_a_killed_replica_costs_no_score(self, cluster: Cluster) -> None:
+        with ThreadPoolExecutor(1) as pool, held(cluster.hold_file):
+            waiting = pool.submit(cluster.score, HOLD)
+            (victim,) = wait_for(cluster.find_busy)
+            with load(cluster) as codes:
+                victim.kill()
+                cluster.hold_file.unlink()
+                wait_for(lambda: "was lost" in cluster.read_card()["detail"])
+            assert waiting.result(60).status_code == 200, "it was sent to the other one"
+        assert set(codes) == {200}
+        told = cluster.read_card()["detail"]
+        assert "worker" in told
+        assert "was lost" in cluster.output, "an operator reads it in the log"
+
+    def test_other_requests_and_streams_end_with_engine_restarting(self, cluster: Cluster) -> None:
+        cluster.wait_until_ready()
+        (text,) = ask(cluster, "/detokenize", model="fake", token_ids=[[HOLD]])["texts"]
+        pairs = [{"positive": text, "negative": "The"}]
+        training = {"model": "fake", "name": "new", "layers": [0], "pairs": pairs}
+        stream = {"model": "fake", "prompt_ids": [[HOLD]], "max_tokens": 2, "stream": True}
+        with held(cluster.hold_file), ThreadPoolExecutor(2) as pool:
+            trained = pool.submit(cluster.client.post, "/vectors/train", json=training)
+            wait_for(lambda: len(cluster.find_busy()) == 1)
+            streamed = pool.submit(cluster.client.post, "/generate", json=stream)
+            for own in wait_for(lambda: len(found := cluster.find_busy()) == 2 and found):
+                own.kill()
+            told = check_problem(trained.result(60), 503, "engine_restarting")
+            *_, name, data = streamed.result(60).text.strip().splitlines()
+        assert "was lost" in told
+        assert name == "event: error"
+        assert json.loads(data.removeprefix("data: "))["code"] == "engine_restarting"
