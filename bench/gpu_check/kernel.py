@@ -14,7 +14,7 @@ from torch import Tensor
 from bench.gpu_check.part import NO_CUDA, Cell, Findings, Options, Table, run_part
 from logsteer_server.contract.plan import ResidualOp, Site, SteeringPlan
 from logsteer_server.engines.vllm.config import SteeringSize
-from logsteer_server.engines.vllm.marks import SteeredTokens, Step
+from logsteer_server.engines.vllm.layout import SteeredTokens, Step
 from logsteer_server.engines.vllm.stream import StreamForm
 from logsteer_server.engines.vllm.tables import SteeringTables
 from logsteer_server.numerics.residual_ops import change_stream

@@ -192,7 +192,11 @@ def _fit_models(settings: Settings, gpus: Sequence[Gpu]) -> Iterator[MachineFind
             verdict: MachineVerdict = "fail" if model.path.startswith((".", "/", "~")) else "warn"
             yield MachineFinding(verdict, subject, str(error))
             continue
-        if gpus and model.devices != "cpu" and model.engine != "fake":
+        listed = isinstance(model.devices, list) and model.engine != "fake"
+        if listed and not gpus:
+            told = f"devices {model.devices} are GPUs, and nvidia-smi names none"
+            yield MachineFinding("fail", subject, told)
+        elif gpus and model.devices != "cpu" and model.engine != "fake":
             yield _fit_gpus(subject, model, needs, gpus)
             on_cpu += model.replicas * needs.process_bytes
         else:

@@ -26,7 +26,7 @@ from logsteer_server.api.connections import ConnectionLimits, LimitedProtocol
 from logsteer_server.api.drain import Drain
 from logsteer_server.api.metrics import make_metrics_app
 from logsteer_server.app import create_app, open_logs
-from logsteer_server.engines.vllm.arguments import check_arguments
+from logsteer_server.engines.vllm.arguments import check_arguments, check_devices
 from logsteer_server.keys.entries import check_key_file
 from logsteer_server.listening import (
     check_exposure,
@@ -171,11 +171,16 @@ def check_places(settings: Settings) -> None:
 
 
 def check_vllm_arguments(settings: Settings) -> None:
-    """Refuse arguments of vLLM's that break the service. Errors: ConfigurationError."""
+    """Refuse arguments of vLLM's that break the service, and devices that it would not use.
+
+    Errors: ConfigurationError.
+    """
     for model in settings.models:
         try:
             if model.engine == "vllm":
                 check_arguments(model.engine_args)
+                ranks = model.tensor_parallel * model.pipeline_parallel
+                check_devices(model.devices, ranks * model.replicas)
         except ValueError as error:
             raise ConfigurationError(f"model {model.id}: {error}") from error
 

@@ -174,6 +174,50 @@ def test_a_context_is_shared_wherever_it_ends(
         assert differ(target.logprobs, wanted) < PER_TOKEN
 
 
+def draw_tokens(seed: int, count: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(10, 1400) for _ in range(count)]
+
+
+def test_what_a_plan_leaves_alone_is_shared_and_nothing_else(vllm_client: Client) -> None:
+    """Blocks are of 32 tokens; a plan names those from its first position on."""
+    reference = HookedReference(DEMO_MODEL)
+    context, target = draw_tokens(71, 100), draw_tokens(72, 70)
+    longer = [*context, *target], draw_tokens(73, 8)
+    vector = torch.tensor(WAVE)
+
+    def ask(
+        cached: int, positions: Any, scale: float = 1.0, text: Any = (context, target), **how: Any
+    ) -> None:
+        own_context, own_target = text
+        vectors = [{"data": {"2": WAVE}, "scale": scale, **how}]
+        answer = vllm_client.logprob(
+            [{"context_ids": own_context, "target_ids": [own_target]}],
+            steering={"vectors": vectors, "positions": positions} if positions else None,
+            cache=False,
+        )
+        assert answer.usage.cached_tokens == cached, (positions, scale, how)
+        wanted = reference.logprobs(
+            own_context, own_target, lambda x: x + (scale * vector if positions else 0),
+            positions or "all", layer=2,
+        )  # fmt: skip
+        found = answer.results[0].targets[0].logprobs
+        assert found == pytest.approx(wanted, abs=PER_TOKEN), (positions, scale, how)
+
+    ask(0, None)
+    for scale in (1.0, 2.0, -1.0):
+        ask(96, "completion", scale)
+    ask(96, "predicting")
+    ask(96, "completion", when={"probe": {"data": {"1": WAVE}}, "above": -1e9, "of": "prompt"})
+    ask(32, {"slices": [[40, 50], [90, 95]]})
+    ask(0, "all")
+    ask(96, "all")  # an equal plan came before
+    ask(0, "prompt")
+    # What follows the first context was read plain by the first, and steered by others.
+    ask(160, None, text=longer)
+    ask(96, {"slices": [[100, 200]]}, 3.0, text=longer)
+
+
 def compare_readings(one: Client, two: Client, items: Any, split: str) -> None:
     """Probes at all layers, and a condition that is read and met within one stage."""
     when = {"probe": {"data": {"0": WAVE}}, "above": 0.0}
@@ -307,3 +351,13 @@ def test_chunked_prefill_preemption_and_abort_change_nothing(tmp_path: Path) -> 
             streams_LTD = hooked.activations(job.tokens.tolist())[list(job.layers)][:, job.places]
             wanted = streams_LTD.mean(1) if job.read == "mean" else streams_LTD
             assert differ(alone[str(index)], wanted.ravel().tolist()) < PER_TOKEN
+
+
+def test_pieces_that_are_compiled_say_what_layers_say_and_are_reused() -> None:
+    """Of 5 layers three differ to the compiler: the first, the last, and those in between."""
+    found = {
+        mode: run_probe("tests.contract.piecewise_probe", mode, str(DEMO_MODEL))
+        for mode in ("eager", "pieces")
+    }
+    assert found["pieces"]["logprobs"] == pytest.approx(found["eager"]["logprobs"], abs=1e-4)
+    assert found["pieces"]["counts"]["num_compiled_artifacts_saved"] == 3

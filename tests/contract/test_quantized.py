@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from logsteer import Client
 from logsteer.schemas import ScoredTarget
-from logsteer_server.engines.vllm.weight_shapes import read_weight_shapes
+from logsteer_server.engines.vllm.adapters import read_weight_shapes
 from tests.conftest import DEMO_MODEL, QUANTIZED, Server
 from tests.contract.quantized_cases import (
     FACTS,

@@ -28,8 +28,7 @@ DEMO_MODEL = Path(__file__).parents[2] / "demo" / "model"
 
 def find_collisions() -> list[str]:
     """Names of our runner, sampler and worker that vLLM's have, too, and that are not listed."""
-    from logsteer_server.engines.vllm.runner import LogsteerRunner
-    from logsteer_server.engines.vllm.sampler import PolicySampler
+    from logsteer_server.engines.vllm.runner import LogsteerRunner, PolicySampler
     from logsteer_server.engines.vllm.worker import LogsteerWorker
 
     listed = {name.rpartition(".")[2] for name in INTERNALS}

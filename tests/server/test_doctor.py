@@ -116,6 +116,10 @@ class TestPage:
             found = look(settings_of(model), GPUS, monkeypatch)
             return next(finding for finding in found if finding.subject == "model m")
 
+        model = {"id": "m", "path": str(checkpoint), "devices": [0, 1]}
+        found = look(settings_of(model), [], monkeypatch)
+        told = next(finding for finding in found if finding.subject == "model m")
+        assert told.verdict == "fail" and "nvidia-smi names none" in told.text
         assert judge(devices=[0]).verdict == "ok"
         assert re.search(r"on one GPU, 126\.0 GiB left, about \d+ tokens", judge(devices=[0]).text)
         assert "on each of 2 GPUs, 100.0 GiB left" in judge(replicas=2).text

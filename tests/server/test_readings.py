@@ -14,7 +14,7 @@ from logsteer_server.contract.plan import (
 )
 from logsteer_server.engines.readings import ReadRequest, SequenceReadings
 from logsteer_server.engines.vllm.config import SteeringSize
-from logsteer_server.engines.vllm.marks import CLOSED, DECIDED, SteeredTokens, Step
+from logsteer_server.engines.vllm.layout import CLOSED, DECIDED, SteeredTokens, Step
 from logsteer_server.engines.vllm.readings import ReadingRecorder
 from logsteer_server.engines.vllm.tables import SteeringTables
 from logsteer_server.numerics.probes import hold_all, read_components

@@ -11,8 +11,7 @@ from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
 from logsteer_server.contract.plan import SteeringPlan
 from logsteer_server.engines.vllm.engine import VllmEngine
 from logsteer_server.engines.vllm.requests import RunningJob
-from logsteer_server.engines.vllm.slots import SlotPool
-from logsteer_server.engines.vllm.steering_slots import SteeringSlot
+from logsteer_server.engines.vllm.slots import SlotPool, SteeringSlot
 
 JOB = ScoreJob(np.arange(3, dtype=np.int32), np.ones(1, np.int32))
 PLAIN, STEERED = 1, 2

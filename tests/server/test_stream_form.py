@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from logsteer_server.engines.vllm.config import SteeringSize
-from logsteer_server.engines.vllm.marks import Step
+from logsteer_server.engines.vllm.layout import Step
 from logsteer_server.engines.vllm.stream import (
     Change,
     StreamProbe,

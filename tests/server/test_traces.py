@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logsteer_server.contract.plan import Positions
-from logsteer_server.engines.vllm.sums import TraceSums
+from logsteer_server.engines.vllm.tables import TraceSums
 from logsteer_server.engines.vllm.traces import TraceRecorder
 
 KINDS = st.sampled_from(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from logsteer_server.engines.vllm.weight_shapes import read_weight_shapes
+from logsteer_server.engines.vllm.adapters import read_weight_shapes
 
 OUTPUTS, INPUTS, GROUPS = 96, 64, 2
 STATE = "a.weight.quant_state.bitsandbytes__nf4"

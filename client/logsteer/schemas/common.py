@@ -301,6 +301,9 @@ class Provenance(Reply):
         "for 8-bit integers, found exact when the model was loaded; or, where these saturate, in "
         "float32 over blocks so short that it is exact, too.",
     )
+    device: str | None = Field(
+        default=None, description="What computed it: cpu, or the GPUs by name; null: not known."
+    )
     tensor_parallel: int
     pipeline_parallel: int
     batch_invariant: bool

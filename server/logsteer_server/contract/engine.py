@@ -189,6 +189,8 @@ class EngineInfo:
     """Whether float32 products may be computed in TF32."""
     computed_on: tuple[str, ...] = ()
     """What else its numbers may change with: versions of libraries, and the device."""
+    device: str = "cpu"
+    """The name of what it computes on."""
     step_tokens: int | None = None
     """Tokens that a step reads at most, so that texts are split between steps; None: never."""
     room: EngineRoom = field(default_factory=EngineRoom)

@@ -99,6 +99,17 @@ def describe_machine(device_type: str) -> tuple[str, ...]:
     return (*found, capability, limit, *_read_cpu())
 
 
+def name_devices(device_type: str) -> str:
+    """Return the devices that this process computes on: `cpu`, or `2 x NVIDIA H100 80GB HBM3`."""
+    if device_type != "cuda":
+        return device_type
+    import torch
+
+    names = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    counts = {name: names.count(name) for name in sorted(names)}
+    return ", ".join(name if n == 1 else f"{n} x {name}" for name, n in counts.items())
+
+
 def read_memory() -> tuple[DeviceMemory, ...]:
     """Return the memory of every GPU that this process has used; none where there is none.
 

@@ -40,7 +40,9 @@ class Receipt:
 
     def add(self, output: Output) -> None:
         """Count the (last) output of a job in."""
-        self._had_cached = self._had_cached or bool(output.cached_tokens)
+        # Engines read the rest anew: what the prefix cache has of a prompt ends before its rows.
+        if self._steering.plan.positions.kind in ("all", "prompt", "slices"):
+            self._had_cached = self._had_cached or bool(output.cached_tokens)
         if output.trace is None:
             return
         self._steered += output.trace.tokens

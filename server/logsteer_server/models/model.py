@@ -373,6 +373,7 @@ class ResidentModel:
             tf32=info.tf32,
             quantization=info.quantization,
             int8_products=info.int8_products,
+            device=info.device,
             tensor_parallel=info.tensor_parallel,
             pipeline_parallel=info.pipeline_parallel,
             batch_invariant=info.batch_invariant,

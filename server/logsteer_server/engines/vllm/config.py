@@ -12,12 +12,13 @@ from logsteer_server.contract.engine import EngineInfo, EngineRoom, EngineSpec
 from logsteer_server.contract.jobs import Feature
 from logsteer_server.engines.machine import (
     describe_machine,
+    name_devices,
     separate_compiled_code,
     show_devices,
 )
 from logsteer_server.engines.needs import parse_bytes
 from logsteer_server.engines.scratch import ScratchDirectory
-from logsteer_server.engines.vllm.arguments import check_arguments
+from logsteer_server.engines.vllm.arguments import check_arguments, check_devices
 from logsteer_server.engines.weights import (
     digest_weights,
     find_eos,
@@ -32,9 +33,6 @@ BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 CPU_BLOCK_SIZE = 32
 """Tokens per cache block on CPU; vLLM's own default of 128 shares no short context."""
 
-
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""What names the network interface that ranks listen on, unless it is set already."""
 SAMPLED = 1
 """Positions of vLLM's context beside those that are read: that of the sampled token."""
 
@@ -102,8 +100,9 @@ SOCKET_NAME = 37
 def prepare(spec: EngineSpec) -> tuple[ScratchDirectory, Path | str]:
     """Make this process ready to import vLLM; return its scratch directory, and where the model is.
 
-    Errors: as `locate_model`.
+    Errors: ValueError as `check_devices`, and those of `locate_model`.
     """
+    check_devices(spec.devices, spec.tensor_parallel * spec.pipeline_parallel)
     set_environment(spec)
     scratch = ScratchDirectory()
     set_scratch(scratch.path)
@@ -279,6 +278,7 @@ def describe(
         lacks=_find_missing(spec, unsteerable),
         tf32=spec.tf32 and config.device_config.device_type == "cuda",
         computed_on=describe_machine(config.device_config.device_type),
+        device=name_devices(config.device_config.device_type),
         max_probes=spec.steering_probes,
         room=find_room(
             config.scheduler_config.max_num_batched_tokens,

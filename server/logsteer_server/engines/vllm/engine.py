@@ -25,17 +25,16 @@ from logsteer_server.engines.vllm.config import (
     prepare,
     steering_size,
 )
-from logsteer_server.engines.vllm.generation import GenerationRequests
 from logsteer_server.engines.vllm.requests import (
     CaptureRequests,
     Collected,
+    GenerationRequests,
     JobRequests,
     RunningJob,
     ScoreRequests,
 )
-from logsteer_server.engines.vllm.steering_slots import SteeringSlot, SteeringSlots
-from logsteer_server.engines.vllm.stream import UnknownStreamError
-from logsteer_server.engines.vllm.stream_form import ask_stream_form
+from logsteer_server.engines.vllm.slots import SteeringSlot, SteeringSlots
+from logsteer_server.engines.vllm.stream import UnknownStreamError, ask_stream_form
 from logsteer_server.imports import hold_collector
 
 LOAD_PARTS = 64

@@ -28,6 +28,7 @@ CPU_RUNNER = "vllm.v1.worker.cpu_model_runner.CPUModelRunner"
 WORKER = "vllm.v1.worker.gpu_worker.Worker"
 CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 BATCH = "vllm.v1.worker.gpu_input_batch.InputBatch"
+MAMBA = "vllm.model_executor.layers.mamba.ops.cpu.mamba_ssm"
 SAMPLER = "vllm.v1.sample.sampler.Sampler"
 ROTARY = "vllm.model_executor.layers.rotary_embedding"
 LINEAR = "vllm.model_executor.kernels.linear"
@@ -59,7 +60,7 @@ INTERNALS: dict[str, Internal] = {
     "vllm.v1.worker.worker_base.WorkerWrapperBase.init_worker": Internal(
         "271ba5bd9a3c", "every executor finds our worker by its name"
     ),
-    "vllm.model_executor.layers.mamba.ops.cpu.mamba_ssm._mamba_chunk_scan_combined_fwd_cpu": Internal(
+    f"{MAMBA}._mamba_chunk_scan_combined_fwd_cpu": Internal(
         "765f4cdf5431",
         "gives no states for the prefix cache, which is off for hybrid models on CPUs",
     ),
@@ -278,8 +279,7 @@ INTERNALS: dict[str, Internal] = {
         "39c27f400e70", "INT8 layers are tried in the model's dtype"
     ),
     "vllm.model_executor.layers.logits_processor.LogitsProcessor._apply_head": Internal(
-        "4213b94abbc0",
-        "computes the head by an attribute that we set, without a copy of its weights",
+        "4213b94abbc0", "computes the head by an attribute that we set, without a copy"
     ),
     f"{LINEAR}.init_int8_linear_kernel": Internal(
         "b9d73a100cbe", "takes the first kernel of the list that we replace"

@@ -25,8 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logsteer_server.engines.vllm.marks import CLOSED, DECIDED, Mark
-from logsteer_server.engines.vllm.plan_rows import Work
+from logsteer_server.engines.vllm.layout import CLOSED, DECIDED, Mark, Work
 from logsteer_server.numerics.probes import CONDITION_NUMBERS, READINGS
 from logsteer_server.numerics.residual_ops import UNCHANGED
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from logsteer_server.contract.plan import SteeringPlan
 from logsteer_server.engines.vllm import staging
 from logsteer_server.engines.vllm.captures import Indices
-from logsteer_server.engines.vllm.marks import DECIDED, NONE_READ, ReadTokens
+from logsteer_server.engines.vllm.layout import DECIDED, NONE_READ, ReadTokens
 from logsteer_server.engines.vllm.stream import read_stream
 from logsteer_server.numerics.probes import CONDITION_NUMBERS, READINGS, hold, read_components
 

@@ -5,8 +5,13 @@ step the parts of prompts and their hidden states (`RowReader.read`), the way ba
 rows, which requests begin and end (`StepSteering.begin`, `end`), and in front of each forward pass
 where the requests' tokens lie (`mark`); and the sampler, whose rows it gets (`expect`). Another
 runner of vLLM's takes another module like this.
+
+Our sampler replaces vLLM's by the draw that all engines share. Every request asks vLLM for
+temperature 0, so that it makes no generators; what the request is drawn by stands in its extra
+arguments, and what is read with a token travels the way of vLLM's own log-probabilities.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,17 +24,93 @@ from vllm.distributed import (
     get_tensor_model_parallel_world_size,
 )
 from vllm.forward_context import get_forward_context
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput, SamplerOutput
+from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from logsteer_server.contract.jobs import Policy
+from logsteer_server.engines.vllm import staging
 from logsteer_server.engines.vllm.config import SteeringSize
-from logsteer_server.engines.vllm.extra_args import SCORE
+from logsteer_server.engines.vllm.extra_args import DRAW, SCORE
 from logsteer_server.engines.vllm.operation import TABLES, append_operation, find_layers
-from logsteer_server.engines.vllm.sampler import PolicySampler
 from logsteer_server.engines.vllm.scoring import PromptPart, RowReader
 from logsteer_server.engines.vllm.steering import StepSteering
 from logsteer_server.engines.vllm.stream import StreamProbe
+from logsteer_server.numerics.drawing import Drawn, RowSampler
 from logsteer_server.numerics.hidden_rows import RowBounds
+from logsteer_server.numerics.rows import PUBLIC_COLUMNS, RowSpec
+
+WARM_UP = RowSpec(PUBLIC_COLUMNS, 1, Policy(top_p=0.9), (0,))
+"""What rows of no request are drawn by, from which vLLM learns how much memory drawing takes."""
+
+
+class PolicySampler(Sampler):  # type: ignore[misc]
+    """Draw each request's token by its own policy, seed, and the number of its tokens so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._req_ids: list[str] = []
+        self._row_sampler = self._make([])
+        self._index_R: np.ndarray | None = None
+        self._finite_R: staging.Arriving | None = None
+
+    def expect(self, req_ids: list[str], requests: Mapping[str, Any], index_R: np.ndarray) -> None:
+        """Say which requests the rows of the next logits are, and how many tokens each has."""
+        self._index_R = index_R
+        if req_ids != self._req_ids:
+            self._req_ids = req_ids.copy()
+            draws = [_read_draw(requests[req_id].sampling_params) for req_id in req_ids]
+            self._row_sampler = self._make(draws)
+
+    def forward(
+        self,
+        logits: Tensor,
+        sampling_metadata: Any,  # noqa: ARG002
+        predict_bonus_token: bool = False,  # noqa: ARG002
+        logprobs_mode_override: Any = None,  # noqa: ARG002
+    ) -> SamplerOutput:
+        """Return the token of each row, and what its request wants read with it."""
+        index_R, self._index_R = self._index_R, None
+        if index_R is not None:
+            drawn = self._row_sampler.draw(logits, index_R)
+            # It reaches the host in front of the tokens themselves, which vLLM waits for.
+            self._finite_R = staging.Arriving(drawn.finite_R)
+            return _write_output(drawn)
+        rows = len(logits)
+        return _write_output(self._make([(WARM_UP, 0)] * rows).draw(logits, np.zeros(rows)))
+
+    def take_non_finite(self) -> dict[str, int]:
+        """Return the requests of the rows just drawn whose logits are not finite, as keys."""
+        arriving, self._finite_R = self._finite_R, None
+        if arriving is None or (finite_R := arriving.read()).all():
+            return {}
+        pairs = zip(self._req_ids, finite_R.tolist(), strict=True)
+        return {req_id: 1 for req_id, is_finite in pairs if not is_finite}
+
+    def _make(self, draws: Sequence[tuple[RowSpec | None, int]]) -> RowSampler:
+        specs, seeds = [spec for spec, _ in draws], [seed for _, seed in draws]
+        return RowSampler(specs, seeds, self.greedy_sample)
+
+
+def _read_draw(params: Any) -> tuple[RowSpec | None, int]:
+    """Return what a request's tokens are drawn by, and its seed; None where none is wanted."""
+    spec, seed = (params.extra_args or {}).get(DRAW, (None, 0))
+    return spec, seed
+
+
+def _write_output(drawn: Drawn) -> SamplerOutput:
+    """Return what vLLM takes of a sampler.
+
+    Ids of alternatives are among the values, where they are exact (`numerics.rows`), so that one
+    array is copied from a GPU. The two others, which nobody reads, are empty, on the same device:
+    vLLM asks the first one for it.
+    """
+    values = None
+    if drawn.values_RW.shape[-1]:
+        none_R0 = drawn.ids_R.new_empty((len(drawn.ids_R), 0))
+        values = LogprobsTensors(none_R0, drawn.values_RW, none_R0)
+    return SamplerOutput(drawn.ids_R.to(torch.int32)[:, None], values)
+
 
 CLEARED_AS = {1: torch.int8}
 """By the bytes of a number, what a cache is seen as: torch fills no float8."""

@@ -1,6 +1,22 @@
-"""Numbered slots that running jobs share by what is in them: plans, adapters."""
+"""Slots of running jobs: those of plans, adapters and captures, and what the workers measured.
+
+The tables are in the workers, which are called on every rank in between two steps.
+"""
 
 from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from logsteer_server.contract.captures import CaptureJob
+from logsteer_server.contract.jobs import Job, JobFailure
+from logsteer_server.contract.plan import Readings, SteeringPlan, SteeringTrace
+from logsteer_server.engines.vllm.captures import RowPool
+from logsteer_server.engines.vllm.config import SteeringSize
+from logsteer_server.engines.vllm.extra_args import describe_capture, describe_steering
+from logsteer_server.engines.vllm.steering import StageTrace
 
 
 class SlotPool:
@@ -52,3 +68,172 @@ class SlotPool:
         self._users[slot] -= 1
         if not self._users[slot]:
             self._idle[slot] = None
+
+
+CallWorkers = Callable[..., list[Any]]
+"""Calls a method of every worker by name, with arguments; returns the results by rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class SteeringSlot:
+    """A slot that one job has, its plan, and the extra arguments that tell the workers so.
+
+    Without a pool it is no slot, which is what a job has that is not steered. A capture has `rows`
+    of the capture buffer, too.
+    """
+
+    pool: SlotPool | None = None
+    number: int = 0
+    plan: SteeringPlan | None = None
+    extra_args: dict[str, Any] = field(default_factory=dict)
+    rows: range | None = None
+
+
+class SteeringSlots:
+    """Give jobs slots of the steering tables; read what the tables measured and captured.
+
+    Jobs with equal plans share a slot; a capture has its rows, of so many, to itself.
+    """
+
+    def __init__(self, call_workers: CallWorkers, size: SteeringSize, capture_rows: int) -> None:
+        self._call_workers = call_workers
+        self._size = size
+        self._layers_of_rank: list[frozenset[int]] = call_workers("find_stage")
+        self._plans = SlotPool(size.slots)
+        self._rows = RowPool(capture_rows)
+
+    def count(self) -> tuple[int, int]:
+        """Return how many slots there are for plans, and how many of them have a job."""
+        return self._size.slots, self._plans.num_used
+
+    def refuse(self, plan: SteeringPlan) -> JobFailure | None:
+        """Return why a plan has no room in the tables; None where it has."""
+        deepest = max((len(site.ops) for site in plan.sites), default=0)
+        detail = None
+        if deepest > self._size.depth:
+            detail = (
+                f"{deepest} operations at one layer, this model has room for {self._size.depth} "
+                "beside unconditional additions: use fewer, or raise steering_depth"
+            )
+        elif max(len(plan.probes), len(plan.conditions)) > self._size.probes:
+            detail = (
+                f"{len(plan.probes)} probes (each layer of each, those of conditions included) and "
+                f"{len(plan.conditions)} conditions, this model has room for {self._size.probes} "
+                "of either in a request: use fewer, or raise steering_probes"
+            )
+        elif (apart := self._find_apart(plan)) is not None:
+            detail = (
+                f"a condition at layer {apart[0]} cannot decide for layer {apart[1]}, which is in "
+                "another pipeline stage of this model: read and steer within one stage"
+            )
+        return JobFailure("unsupported_by_engine", detail) if detail else None
+
+    def _find_apart(self, plan: SteeringPlan) -> tuple[int, int] | None:
+        """Return the layers of a condition and of a site that are in different stages, if any."""
+        for site in plan.sites:
+            for op in site.ops:
+                if op.condition is not None:
+                    layer = plan.probes[plan.conditions[op.condition].probe].layer
+                    if self._find_rank(layer) != self._find_rank(site.layer):
+                        return layer, site.layer
+        return None
+
+    def _find_rank(self, layer: int) -> int:
+        """Return the first rank that has a layer, which answers for it."""
+        return next(i for i, layers in enumerate(self._layers_of_rank) if layer in layers)
+
+    def take_plan(self, job: Job) -> SteeringSlot | None:
+        """Return the slot of a job's plan, if it has one; None where the job has to wait for it.
+
+        Errors: whatever a worker raises.
+        """
+        if job.plan is None:
+            return SteeringSlot()
+        found = self._plans.take(job.plan.content_digest)
+        if found is None:
+            return None
+        number, is_new = found
+        if is_new:
+            try:
+                self._call_workers("load_plan", number, job.plan)
+            except Exception:
+                self._plans.forget(number)
+                raise
+        return SteeringSlot(self._plans, number, job.plan, describe_steering(job, number))
+
+    def take_capture(self, job: CaptureJob) -> SteeringSlot | None:
+        """Return the slot of the job's plan with rows to capture in; None where it has to wait.
+
+        Errors: as `take_plan`.
+        """
+        slot = self.take_plan(job)
+        if slot is None:
+            return None
+        rows = self._rows.take(job.num_rows * len(job.layers))
+        if rows is None:
+            self.release(slot)
+            return None
+        extra_args = slot.extra_args | describe_capture(job, rows)
+        return replace(slot, extra_args=extra_args, rows=rows)
+
+    def release(self, slot: SteeringSlot) -> None:
+        """Free a slot for other jobs."""
+        if slot.rows is not None:
+            self._rows.release(slot.rows)
+        if slot.pool is not None:
+            slot.pool.release(slot.number)
+
+    def read_traces(self, plans: Mapping[str, SteeringPlan]) -> dict[str, SteeringTrace]:
+        """Return what was measured of requests that have ended, of which these are the plans."""
+        if not plans:
+            return {}
+        by_rank: list[dict[str, StageTrace]] = self._call_workers("take_traces", list(plans))
+        return {
+            request_id: self._join_traces(plan, [found.get(request_id) for found in by_rank])
+            for request_id, plan in plans.items()
+        }
+
+    def _join_traces(
+        self, plan: SteeringPlan, by_rank: Sequence[StageTrace | None]
+    ) -> SteeringTrace:
+        """Make one trace of those of all pipeline stages: each has measured its own layers."""
+
+        def measured(layer: int) -> StageTrace:
+            trace = by_rank[self._find_rank(layer)]
+            assert trace is not None, "the first rank of each stage answers"
+            return trace
+
+        sites = {}
+        for site in plan.sites:
+            tokens, ratios = measured(site.layer)[1].get(site.layer, (0, 0.0))
+            sites[site.name] = (tokens, ratios / tokens if tokens else 0.0)
+        passed = tuple(
+            measured(plan.probes[condition.probe].layer)[2][number]
+            for number, condition in enumerate(plan.conditions)
+        )
+        return SteeringTrace(measured(plan.sites[0].layer)[0], sites, passed)
+
+    def read_readings(self, plans: Mapping[str, SteeringPlan]) -> dict[str, Readings]:
+        """Return what was read of requests, of which these are the plans, and not taken before."""
+        if not plans:
+            return {}
+        by_rank: list[dict[str, Readings]] = self._call_workers("take_readings", list(plans))
+        joined = {}
+        for request_id, plan in plans.items():
+            found = [readings.get(request_id) for readings in by_rank]
+            parts = [found[self._find_rank(probe.layer)] for probe in plan.probes]
+            read = [(g, part) for g, part in enumerate(parts) if part is not None]
+            if read:
+                values = [part.values_TGR[:, g] for g, part in read]
+                joined[request_id] = Readings(read[0][1].first, np.stack(values, axis=1))
+        return joined
+
+    def read_capture(self, slot: SteeringSlot, job: CaptureJob) -> np.ndarray:
+        """Return the activations that a job has captured: float32 [L, T, D]."""
+        found = [
+            rows_ND for rows_ND in self._call_workers("take_captures", slot.rows) if len(rows_ND)
+        ]
+        # The rows of a stage are zero at the layers of other stages.
+        rows_ND: np.ndarray = sum(found[1:], found[0])
+        rows_LTD = rows_ND.reshape(len(job.layers), job.num_rows, -1)
+        return rows_LTD / np.float32(len(job.places)) if job.read == "mean" else rows_LTD

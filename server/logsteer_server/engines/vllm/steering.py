@@ -14,7 +14,7 @@ from logsteer_server.contract.plan import Positions, Readings
 from logsteer_server.engines.vllm.captures import StepCaptures
 from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.extra_args import CAPTURE, READ, STEER
-from logsteer_server.engines.vllm.marks import Step
+from logsteer_server.engines.vllm.layout import Step
 from logsteer_server.engines.vllm.readings import ReadingRecorder
 from logsteer_server.engines.vllm.tables import SteeringTables
 from logsteer_server.engines.vllm.traces import TraceRecorder
