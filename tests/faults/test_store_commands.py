@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from logsteer_server.stores.directory_store import DirectoryStore
 
 from logsteer_server.__main__ import main
-from logsteer_server.stores.directory_store import DirectoryStore
 from logsteer_server.stores.layer_vectors import LayerVectors
 from logsteer_server.stores.store import ADAPTERS, OVERRIDES, VECTORS
 from logsteer_server.stores.vectors import VectorStore
