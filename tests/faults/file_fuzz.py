@@ -428,8 +428,6 @@ def _stop(_signal: int, _frame: object) -> None:
 
 def _fuzz_apart(name: str, count: int, seed: int, place: Path, answers: Any) -> None:
     """Run a share in this process of its own, with its memory bounded."""
-    if name == "vector pt":
-        import torch  # noqa: F401
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     space = pages * resource.getpagesize() + BYTES
     resource.setrlimit(resource.RLIMIT_AS, (space, space))
