@@ -71,6 +71,7 @@ __all__ = [
     "AsyncClient",
     "AuthenticationError",
     "Client",
+    "ConflictError",
     "DeadlineError",
     "FileScores",
     "GenerateEvent",

@@ -15,6 +15,7 @@ NAMES = {
     "AsyncClient",
     "AuthenticationError",
     "Client",
+    "ConflictError",
     "DeadlineError",
     "FileScores",
     "GenerateEvent",
