@@ -117,7 +117,7 @@ _ROWS = (
          "Bytes of stored vectors, overrides and adapters, read once a minute, or behind store_url "
          "every ten minutes; owner: shared, or keys for those of all keys together."),
     _row("store_limit_bytes", "gauge", "B", "kind",
-         "What a store of the kind may hold: vector_store_bytes and its kin."),
+         "What everybody's store of the kind may hold."),
     _row("store_disk_free_bytes", "gauge", "B", "",
          "Free bytes of the disk that the stores lie on."),
     _row("store_disk_bytes", "gauge", "B", "", "Size of that disk."),
