@@ -85,7 +85,7 @@ def main() -> None:
             train, test = pairs[: options.train], pairs[options.train :][: options.test]
             for way in WAYS:
                 started = time.monotonic()
-                card = client.vectors.train("v", train, read=read, **way).vector
+                card = client.vectors.train("v", train, read=read, overwrite=True, **way).vector
                 seconds = time.monotonic() - started
                 response = evaluate(client, "v", card, test)
                 cells = [path.stem, read, *describe(card, response, seconds)]

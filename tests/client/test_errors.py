@@ -26,6 +26,7 @@ CONTRACT = {
     "unknown_override": (404, False, errors.NotFoundError),
     "unknown_adapter": (404, False, errors.NotFoundError),
     "method_not_allowed": (405, False, errors.InvalidRequestError),
+    "exists": (409, False, errors.ConflictError),
     "payload_too_large": (413, False, errors.PayloadTooLargeError),
     "overloaded": (429, True, errors.OverloadedError),
     "rate_limited": (429, True, errors.OverloadedError),

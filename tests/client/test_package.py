@@ -13,6 +13,7 @@ NAMES = {
     "AsyncClient",
     "AuthenticationError",
     "Client",
+    "ConflictError",
     "DeadlineError",
     "FileScores",
     "GenerateEvent",

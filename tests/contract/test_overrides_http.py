@@ -187,7 +187,7 @@ def test_cached_results_know_the_override(tlens_limited_server: Server, tensors:
         for values, answer in zip(first, again, strict=True):
             assert (values == np.array(answer.results[0].targets[0].logprobs)).all()
         assert len({values.tobytes() for values in first}) == 3  # eta 0 is the base
-        client.overrides.put("v", save({"model.norm.weight": torch.ones(128)}))
+        client.overrides.put("v", save({"model.norm.weight": torch.ones(128)}), overwrite=True)
         assert (score(client, override=used[2]) != first[2]).any()
 
 

@@ -1,6 +1,7 @@
 """Adapters and vectors that one server stores behind a URL, on the vLLM of another."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -10,6 +11,7 @@ import pytest
 from logsteer import Client
 from logsteer.errors import NotFoundError
 from logsteer_server.stores.layer_vectors import LayerVectors
+from tests.buckets import open_bucket
 from tests.conftest import DEMO_MODEL, ServerFactory, fake_model, vllm_model
 from tests.contract.directions import load_model, read_logprobs
 from tests.contract.lora import merge_adapter, write_adapter
@@ -26,23 +28,16 @@ WIDTH = load_model(DEMO_MODEL).config.hidden_size
 
 
 @pytest.fixture(scope="module")
-def pair(start_server: ServerFactory, tmp_path_factory: pytest.TempPathFactory) -> list[Client]:
+def pair(start_server: ServerFactory) -> Iterator[list[Client]]:
     """A server that takes uploads, and one with vLLM; each has a directory of its own."""
-    shared = {"store_url": f"file://{tmp_path_factory.mktemp('shared')}", "store_directory": "own"}
     models = [
         fake_model("demo", reads_files=True),
         vllm_model("demo", adapter_slots=2, adapter_rank=8),
     ]
-    return [
-        Client(start_server({"models": [model], **shared}).url, max_retries=0) for model in models
-    ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _closed(pair: list[Client]) -> Iterator[None]:
-    yield
-    for client in pair:
-        client.close()
+    with open_bucket() as bucket, ExitStack() as stack:
+        shared = {**bucket.settings, "store_directory": "own"}
+        urls = [start_server({"models": [model], **shared}).url for model in models]
+        yield [stack.enter_context(Client(url, max_retries=0)) for url in urls]
 
 
 def score(client: Client, **options: object) -> np.ndarray:
@@ -54,7 +49,7 @@ def test_an_adapter_of_another_server_changes_the_model(pair: list[Client], tmp_
     uploader, scorer = pair
     for seed in range(3):  # of two slots one is given up
         directory = write_adapter(tmp_path / f"a{seed}", seed=seed)
-        card = uploader.adapters.put("lora", directory)
+        card = uploader.adapters.put("lora", directory, overwrite=True)
         merged = read_logprobs(merge_adapter(load_model(DEMO_MODEL), directory), IDS)
         answer = scorer.logprob([ITEM], adapter="lora")
         assert answer.adapter is not None
@@ -85,7 +80,7 @@ def test_a_receipt_names_the_content_that_another_server_stored(pair: list[Clien
     plain, seen = score(scorer), []
     for seed in range(2):
         numbers = np.random.default_rng(seed).normal(size=WIDTH)
-        card = uploader.vectors.put("north", LayerVectors({1: numbers}).content)
+        card = uploader.vectors.put("north", LayerVectors({1: numbers}).content, overwrite=True)
         steering = {"vectors": [{"name": "north", "scale": 2.0}]}
         answer = scorer.logprob([ITEM], steering=steering)
         assert answer.steering is not None

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-CALLS = ("write", "fsync", "replace", "unlink", "utime", "mkdir", "open")
+CALLS = ("write", "fsync", "link", "replace", "unlink", "mkdir", "open")
 """Of the module os: all by which a store changes its disk."""
 
 
@@ -36,7 +36,7 @@ class CallCounter:
         is_due = self.count >= self.failing if self.lasting else self.count == self.failing
         if not is_due:
             return
-        if self.error == errno.ENOSPC and name in ("unlink", "utime", "fsync", "open"):
+        if self.error == errno.ENOSPC and name in ("unlink", "fsync", "open"):
             return  # what takes no room does not fail for lack of it
         raise OSError(self.error, os.strerror(self.error))
 
@@ -67,8 +67,8 @@ Files = dict[str, bytes]
 
 @dataclass(frozen=True)
 class Step:
-    """One call that changed the disk: `create`, `write`, `sync`, `sync_directory`, `replace`,
-    `unlink`."""
+    """One call that changed the disk: `create`, `write`, `sync`, `sync_directory`, `link`,
+    `replace`, `unlink`."""
 
     kind: str
     path: str
@@ -94,7 +94,9 @@ def record_calls(recorder: Recorder) -> Iterator[None]:
     """Note what is done to files below the recorder's directory."""
     handles: dict[int, str] = {}
     steps = recorder.steps
-    real = {name: getattr(os, name) for name in ("open", "write", "fsync", "replace", "unlink")}
+    real = {
+        name: getattr(os, name) for name in ("open", "write", "fsync", "link", "replace", "unlink")
+    }
 
     def opened(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
         handle: int = real["open"](path, flags, *arguments, **options)
@@ -117,12 +119,18 @@ def record_calls(recorder: Recorder) -> Iterator[None]:
         real["replace"](source, target, **options)
         steps.append(Step("replace", recorder.name(source), target=recorder.name(target)))
 
+    def linked(source: Any, target: Any, **options: Any) -> None:
+        real["link"](source, target, **options)
+        steps.append(Step("link", recorder.name(source), target=recorder.name(target)))
+
     def unlinked(path: Any, **options: Any) -> None:
         real["unlink"](path, **options)
         steps.append(Step("unlink", recorder.name(path)))
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, call in zip(real, (opened, written, synced, replaced, unlinked), strict=True):
+        for name, call in zip(
+            real, (opened, written, synced, linked, replaced, unlinked), strict=True
+        ):
             patch.setattr(os, name, call)
         yield
 
@@ -148,7 +156,7 @@ def _is_entry_safe(steps: list[Step], index: int) -> bool:
     A file's creation goes with its first rename: an upload's own entry does not matter.
     """
     step = steps[index]
-    if step.kind not in ("replace", "unlink"):
+    if step.kind not in ("link", "replace", "unlink"):
         return True
     directory = str(Path(step.target or step.path).parent)
     return any(s.kind == "sync_directory" and s.path == directory for s in steps[index + 1 :])
@@ -170,6 +178,8 @@ def _apply(before: Files, steps: list[Step], lost: set[int], share: float) -> Fi
             continue
         if step.kind == "replace" and step.path in files:
             files[step.target] = files.pop(step.path)
+        elif step.kind == "link" and step.path in files:
+            files[step.target] = files[step.path]
         elif step.kind == "unlink":
             files.pop(step.path, None)
     return files

@@ -49,7 +49,8 @@ from logsteer_server.stores.layer_vectors import (
     parse_content,
     render_readouts,
 )
-from logsteer_server.stores.layout import StoreDirectory
+from logsteer_server.stores.objects import Objects
+from logsteer_server.stores.store import VECTORS, NameRecord, Store
 from logsteer_server.stores.vectors import StoredVectors
 from tests.server.cached_jobs import JOB, output_of
 from tests.server.steering_cases import INFO
@@ -194,10 +195,6 @@ def make_gguf() -> list[bytes]:
     ]
 
 
-def make_pt() -> list[bytes]:
-    return [path.read_bytes() for path in sorted(FILES.glob("*.pt"))]
-
-
 CONFIG = {
     "peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "bias": "none",
     "use_rslora": False, "fan_in_fan_out": False, "rank_pattern": {},
@@ -232,20 +229,13 @@ def mutate_adapter(data: bytes, rng: random.Random, others: list[bytes]) -> byte
 
 
 def read_vectors(data: bytes, _place: Path) -> None:
-    """Read a vector's file as an upload does, but for torch's, which take a process each."""
+    """Read a vector's file as an upload does."""
     try:
         name = vector_file.sniff_format(data)
     except APIError:
         name = "gguf" if b"direction" in data else "safetensors"
-    read = vector_file.read_file(data, "safetensors" if name == "pt" else name)
+    read = vector_file.read_file(data, name)
     assert parse_content(read.vectors.content) == read.vectors
-
-
-def read_pt(data: bytes, _place: Path) -> None:
-    """Read torch's file as the process does that is started for it, and what it gives."""
-    from logsteer_server.stores.formats.pt_file import convert
-
-    vector_file._place_tensors(vector_file._read_safetensors(convert(data)), {})
 
 
 def read_override(data: bytes, place: Path) -> None:
@@ -268,15 +258,14 @@ def make_cards() -> list[bytes]:
         name="a", sha256="0" * 64, hook="resid_post", layers=[1], width=3, norms={"1": 0.5},
         bytes=9, created="now", about=about,
     )  # fmt: skip
-    return [card.model_dump_json().encode()]
+    return [NameRecord(card, f"{card.sha256}-7.safetensors", "request").write()]
 
 
 def read_card(data: bytes, place: Path) -> None:
-    store = StoreDirectory(place / "vectors", VectorCard, 1.0)
-    store.names.mkdir(parents=True, exist_ok=True)
-    store.locate_card("a").write_bytes(data)
-    card = store.read_card("a")
-    assert card is None or (card.name == "a" and len(card.sha256) == 64)
+    objects = Objects(place)
+    objects.write(data, "vectors/names/a.json", create=False)
+    record = Store(VECTORS, objects, 2**20)._read_record("a")
+    assert record is None or (record.card.name == "a" and len(record.card.sha256) == 64)
 
 
 def make_values() -> list[bytes]:
@@ -355,7 +344,6 @@ def read_steering(data: bytes, _place: Path) -> None:
 TARGETS: dict[str, Target] = {
     "vector safetensors": Target(make_tensors, mutate_safetensors, read_vectors),
     "vector gguf": Target(make_gguf, mutate, read_vectors),
-    "vector pt": Target(make_pt, mutate, read_pt, (ValueError,)),
     "override": Target(make_tensors, mutate_safetensors, read_override),
     "adapter": Target(make_adapters, mutate_adapter, read_adapter_files),
     "card": Target(make_cards, mutate_text, read_card),
@@ -364,7 +352,7 @@ TARGETS: dict[str, Target] = {
     "cache file": Target(make_caches, mutate, read_cache, (ConfigurationError,)),
     "steering": Target(make_steerings, mutate_text, read_steering, (ValidationError,)),
 }
-SHARES = {"vector pt": 0.05, "cache file": 0.05, "steering": 0.3}
+SHARES = {"cache file": 0.05, "steering": 0.3}
 """Of all inputs; the other targets share the rest."""
 
 
@@ -440,8 +428,6 @@ def _stop(_signal: int, _frame: object) -> None:
 
 def _fuzz_apart(name: str, count: int, seed: int, place: Path, answers: Any) -> None:
     """Run a share in this process of its own, with its memory bounded."""
-    if name == "vector pt":
-        import torch  # noqa: F401
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     space = pages * resource.getpagesize() + BYTES
     resource.setrlimit(resource.RLIMIT_AS, (space, space))

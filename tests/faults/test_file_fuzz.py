@@ -14,14 +14,12 @@ from logsteer_server.stores.formats.vector_file import read_file
 from tests.faults.file_fuzz import TARGETS, fuzz, list_shares
 from tests.server.cached_jobs import JOB
 
-COUNTS = dict.fromkeys(TARGETS, 400) | {"cache file": 50, "vector pt": 50}
-"""Inputs of each target; where torch is not loaded, that takes most of the time."""
+COUNTS = dict.fromkeys(TARGETS, 400) | {"cache file": 50}
+"""Inputs of each target."""
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_files_are_taken_or_refused(name: str, tmp_path: Path) -> None:
-    if name == "vector pt":
-        pytest.importorskip("torch")
     findings = fuzz(name, COUNTS[name], 0, tmp_path)
     assert not findings.bad
     assert findings.taken + findings.refused == COUNTS[name]

@@ -1,127 +1,168 @@
-"""Stores over HTTP under faults: a lock that is held elsewhere, uploads that do not end."""
+"""Stores over HTTP under faults: uploads that do not end, floods of one key, slow readers."""
 
 import concurrent.futures
-import select
+import json
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from logsteer_server.stores.layer_vectors import LayerVectors
 from tests.conftest import Server, ServerFactory, fake_model
+from tests.faults.keys import add_key, connect, serve
 from tests.faults.processes import wait_for
-from tests.faults.test_stores import held_elsewhere
 
 VECTOR = LayerVectors({1: np.arange(1, 17)}).content
 INVALID = b"no vector" * 20
 ROOM = 4096
-
-
-@pytest.fixture(scope="module")
-def server(start_server: ServerFactory) -> Server:
-    """A server whose stores are small, and wait half a second for a lock."""
-    return start_server(
-        {"models": [fake_model()], "vector_store_bytes": ROOM, "store_lock_timeout_s": 0.5}
-    )
+MIB = 2**20
+LARGE = 32 * MIB
+"""Bytes of a vector's numbers, where memory is looked at."""
 
 
 @pytest.fixture
-def http(server: Server) -> Iterator[httpx.Client]:
-    limits = httpx.Limits(max_connections=None)
-    with httpx.Client(base_url=server.url, timeout=60, limits=limits) as http:
-        yield http
+def small(tmp_path: Path) -> Iterator[tuple[Server, httpx.Client]]:
+    """A server where a key may store little, and its client."""
+    token = add_key(tmp_path / "keys.json", "ann", "score", "write")
+    config = {
+        "models": [fake_model()], "key_file": str(tmp_path / "keys.json"), "max_key_bytes": ROOM,
+        "store_directory": str(tmp_path / "store"),
+    }  # fmt: skip
+    with serve(config, tmp_path / "server") as server, connect(server, token) as http:
+        yield server, http
 
 
-def time_tokenize(http: httpx.Client) -> float:
-    started = time.monotonic()
-    answer = http.post("/tokenize", json={"texts": ["once upon a time"]})
-    assert answer.status_code == 200
-    return time.monotonic() - started
-
-
-def test_a_lock_held_elsewhere_stops_nobody_who_needs_no_store(
-    http: httpx.Client, server: Server
-) -> None:
-    assert http.put("/vectors/a", content=VECTOR).status_code == 200
-    (lock,) = Path(server.directory).rglob("vectors/lock")
-
-    def call(number: int) -> tuple[httpx.Response, float]:
-        started = time.monotonic()
-        if number % 2:
-            answer = http.get("/vectors")
-        else:
-            answer = http.put(f"/vectors/v{number}", content=VECTOR)
-        return answer, time.monotonic() - started
-
-    slowest: list[float] = []
-    while not slowest or (min(slowest) >= 2 and len(slowest) < 3):  # the machine may be busy
-        with concurrent.futures.ThreadPoolExecutor(48) as pool, held_elsewhere(lock):
-            calls = [pool.submit(call, number) for number in range(48)]
-            time.sleep(0.2)
-            slowest.append(max(time_tokenize(http) for _ in range(3)))
-            answers = [done.result() for done in calls]
-        for answer, _ in answers:
-            assert answer.status_code == 429, answer.text
-            assert answer.headers["retry-after"]
-            assert "locked by others" in answer.json()["detail"]
-        assert max(taken for _, taken in answers) < 60
-    assert min(slowest) < 2
-    assert http.get("/vectors").status_code == 200
-    assert http.delete("/vectors/a").status_code == 200
-
-
-def open_half(server: Server, name: str, *headers: str) -> socket.socket:
+@contextmanager
+def open_half(server: Server, http: httpx.Client, name: str, header: str) -> Iterator[None]:
     """Begin an upload, and send nothing of it."""
     url = httpx.URL(server.url)
-    connection = socket.create_connection((url.host, url.port))
-    lines = [f"PUT /vectors/{name} HTTP/1.1", f"Host: {url.host}", *headers, "", ""]
-    connection.sendall("\r\n".join(lines).encode())
-    return connection
+    with socket.create_connection((url.host, url.port)) as connection:
+        lines = [
+            f"PUT /vectors/{name} HTTP/1.1", f"Host: {url.host}", header,
+            f"Authorization: {http.headers['authorization']}", "", "",
+        ]  # fmt: skip
+        connection.sendall("\r\n".join(lines).encode())
+        yield
 
 
-def wait_for_status(http: httpx.Client, status: int) -> Any:
-    """Send what has no room (429), or is refused when it was read (422), until it is so."""
-    deadline = time.monotonic() + 60
-    while True:
-        answer = http.put("/vectors/b", content=INVALID)
-        if answer.status_code == status:
-            return answer
-        assert time.monotonic() < deadline, answer.text
-        time.sleep(0.05)
-
-
-def test_uploads_that_do_not_end_hold_no_more_than_the_store_may(
-    http: httpx.Client, server: Server
+def test_a_key_stores_no_more_than_its_quota_whatever_is_begun(
+    small: tuple[Server, httpx.Client], tmp_path: Path
 ) -> None:
+    server, http = small
     refused = http.put("/vectors/b", content=bytes(ROOM + 1))
-    assert refused.status_code == 413
-    assert "vector_store_bytes" in refused.json()["detail"]
+    assert (refused.status_code, "max_key_bytes" in refused.text) == (413, True), refused.text
+    assert http.get("/vectors").json()["max_bytes"] == ROOM
     with ExitStack() as opened:
         for number in range(4):
-            half = open_half(server, f"half{number}", f"Content-Length: {ROOM // 4}")
-            opened.enter_context(half)
-        # All of them have their room before anybody else asks for some.
-        wait_for(lambda: len(list(Path(server.directory).rglob("vectors/uploads/*.part"))) == 4)
-        answer = wait_for_status(http, 429)
-        assert "uploads at work" in answer.json()["detail"]
+            header = f"Content-Length: {ROOM // 4}"
+            opened.enter_context(open_half(server, http, f"half{number}", header))
+        wait_for(lambda: len(list((tmp_path / "store" / "uploads").glob("*.part"))) == 4)
+        answer = http.put("/vectors/b", content=INVALID)
+        assert (answer.status_code, "uploads at work" in answer.text) == (429, True)
         assert answer.headers["retry-after"]
-    wait_for_status(http, 422)  # they are gone, and so is what they reserved
-    with ExitStack() as opened:
-        half = opened.enter_context(open_half(server, "c", "Transfer-Encoding: chunked"))
-        assert http.put("/vectors/b", content=VECTOR).status_code == 200
-        data = bytes(ROOM - 160)
-        chunk = f"{len(data):x}\r\n".encode() + data + b"\r\n"
-        half.sendall(chunk)  # it grows, and does not end
-        while http.put("/vectors/b", content=INVALID).status_code != 429:
-            time.sleep(0.3)
-            if select.select([half], [], [], 0)[0]:  # there was no room beside what was asked here
-                half = opened.enter_context(open_half(server, "c", "Transfer-Encoding: chunked"))
-                half.sendall(chunk)
-    wait_for_status(http, 422)
-    assert http.delete("/vectors/b").status_code == 200
+    # They are gone, and so is what they reserved.
+    wait_for(lambda: http.put("/vectors/b", content=INVALID).status_code == 422)
+
+
+@pytest.fixture(scope="module")
+def large(start_server: ServerFactory) -> Server:
+    """A server with a vector of 32 MiB, and a small one."""
+    server = start_server({"models": [fake_model()], "max_pending_bytes": 768 * MIB})
+    numbers = np.random.default_rng(1).normal(size=(LARGE // 4 // 2**20, 2**20))
+    content = LayerVectors(dict(enumerate(numbers, start=1))).content
+    for name, data in (("large", content), ("small", VECTOR)):
+        answer = httpx.put(f"{server.url}/vectors/{name}", content=data, timeout=120)
+        assert answer.status_code == 200, answer.text
+    return server
+
+
+def read_memory(server: Server, field: str) -> int:
+    """Return a field of the server's memory in bytes: VmRSS, or VmHWM, its highest."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    return int(status.partition(f"{field}:")[2].split()[0]) * 1024
+
+
+def forget_peak(server: Server) -> int:
+    Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")
+    return read_memory(server, "VmRSS")
+
+
+def test_a_sum_of_many_parts_takes_the_room_of_three(large: Server) -> None:
+    """64 parts took 64 vectors' room, and more: 5.6 GB."""
+    parts = [{"name": "large", "weight": 1.0 + n} for n in range(64)]
+    before = forget_peak(large)
+    url = f"{large.url}/vectors/sum/combine"
+    answer = httpx.post(url, json={"vectors": parts, "overwrite": True}, timeout=300)
+    assert answer.status_code == 200, answer.text
+    assert read_memory(large, "VmHWM") - before < 5 * LARGE
+    too_large = {"vectors": parts, "orthogonal_to": ["large"] * 64, "overwrite": True}
+    answer = httpx.post(url, json=too_large, timeout=60)
+    assert (answer.status_code, answer.json()["code"]) == (413, "payload_too_large")
+
+
+def test_many_sums_of_one_caller_keep_nobody_waiting(large: Server) -> None:
+    """16 of them left `GET /vectors` of another without an answer for 300 s."""
+    parts = [{"name": "large"}] * 64
+
+    def combine(number: int) -> int:
+        url = f"{large.url}/vectors/flood{number}/combine"
+        headers = {"X-Request-Timeout": "5"}
+        try:
+            body = {"vectors": parts}
+            return httpx.post(url, json=body, headers=headers, timeout=120).status_code
+        except httpx.ReadTimeout:
+            return 0
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        calls = [pool.submit(combine, number) for number in range(16)]
+        time.sleep(0.5)
+        started = time.monotonic()
+        assert httpx.get(f"{large.url}/vectors", timeout=60).status_code == 200
+        assert time.monotonic() - started < 5
+        statuses = {call.result() for call in calls}
+    assert statuses <= {200, 429, 504}
+    assert statuses & {429, 504}, "all were done at once: none had to wait"
+    # Those whose time was up work no more.
+    wait_for(lambda: httpx.get(f"{large.url}/vectors/large").elapsed.total_seconds() < 2, 60)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "gguf"])
+def test_slow_readers_of_a_file_hold_no_memory(large: Server, form: str) -> None:
+    """Eight of them held 5.9 GB."""
+    before = read_memory(large, "VmRSS")
+    with ExitStack() as stack:
+        streams = [
+            stack.enter_context(
+                httpx.stream("GET", f"{large.url}/vectors/large/content?format={form}", timeout=120)
+            )
+            for _ in range(8)
+        ]
+        heads = [next(stream.iter_raw(1024)) for stream in streams]
+        assert len({head[:64] for head in heads}) == 1
+        assert int(streams[0].headers["content-length"]) > LARGE
+        assert read_memory(large, "VmRSS") - before < 4 * LARGE
+
+
+def test_json_that_is_nested_deeply_is_refused(large: Server) -> None:
+    deep = b"[" * 100_000 + b"]" * 100_000
+    header = len(deep).to_bytes(8, "little") + deep
+    config = json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 6}).encode()
+    weights = save({"a": np.ones(3, np.float32)})
+    answers: list[Any] = [
+        httpx.put(f"{large.url}/vectors/deep?format=safetensors", content=header),
+        httpx.put(f"{large.url}/overrides/deep", content=header),
+    ]
+    forms = [
+        {"config": deep, "weights": weights}, {"config": config, "weights": header},
+        {"config": config[:-1] + b', "x": ' + deep + b"}", "weights": weights},
+    ]  # fmt: skip
+    answers += [httpx.put(f"{large.url}/adapters/deep", files=files) for files in forms]
+    for answer in answers:
+        assert answer.status_code == 422, answer.text

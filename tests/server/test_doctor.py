@@ -22,6 +22,8 @@ from logsteer_server.models import fit
 from logsteer_server.models.fit import check_loadable, fits_beside
 from logsteer_server.runtime.machine_facts import Gpu, measure_memory, parse_gpus
 from logsteer_server.settings import ModelSettings, Settings
+from logsteer_server.stores.objects import Objects
+from tests.buckets import open_bucket
 from tests.conftest import DEMO_MODEL
 
 CONFIG = {
@@ -279,15 +281,16 @@ class TestLoadable:
 
 
 def test_a_shared_store_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ask(url: str) -> MachineFinding:
-        settings = settings_of({"id": "a", "path": "p"}, directory=tmp_path, store_url=url)
+    def ask(**fields: Any) -> MachineFinding:
+        settings = settings_of({"id": "a", "path": "p"}, directory=tmp_path, **fields)
         found = look(settings, [], monkeypatch)
         return next(finding for finding in found if finding.subject == "shared store")
 
-    assert ask(f"file://{tmp_path}/shared").verdict == "ok"
-    assert list((tmp_path / "shared").iterdir()) == []
-    (tmp_path / "text").write_text("this is text")
-    for url, why in ((f"file://{tmp_path}/text", "exists|[Nn]ot a dir"), ("s3://bucket", "s3fs")):
-        finding = ask(url)
-        assert finding.verdict == "fail"
-        assert re.search(why, finding.text)
+    with open_bucket() as bucket:
+        assert ask(**bucket.settings).verdict == "ok"
+        objects = Objects(tmp_path, bucket.settings["store_url"], bucket.settings["store_options"])
+        assert objects.list("") == []
+        bucket.stop()
+        finding = ask(**bucket.settings)
+        assert (finding.verdict, "error sending request" in finding.text) == ("fail", True)
+    assert "cannot be used" in ask(store_url="s4://bucket").text

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from logsteer_server.stores.disk import DiskUsage, read_disk
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message, Receive, Scope, Send
 
@@ -23,7 +22,10 @@ from logsteer_server.observation.processes import read_family
 from logsteer_server.observation.readings import EngineStatus, ModelReading
 from logsteer_server.observation.requests import RequestObserver, RequestRecord
 from logsteer_server.settings import Settings
-from logsteer_server.stores import disk
+from logsteer_server.stores import upkeep
+from logsteer_server.stores.objects import Objects
+from logsteer_server.stores.threads import StoreThreads
+from logsteer_server.stores.upkeep import StoreUpkeep, read_disk
 from tests.conftest import Server, ServerFactory, fake_model, tlens_model, vllm_model
 from tests.faults.processes import wait_for
 from tests.held import HOLD, held, may_hold
@@ -167,7 +169,7 @@ class TestProcesses:
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     given = {"models": [fake_model()], "directory": tmp_path, "store_directory": "store"}
-    return Settings(**given, cache_file="cache.sqlite", vector_store_bytes=4096)
+    return Settings(**given, cache_file="cache.sqlite")
 
 
 class TestDisk:
@@ -178,9 +180,9 @@ class TestDisk:
             (contents / "a.safetensors").write_bytes(b"x" * size)
             (contents.parent / "lock").write_bytes(b"not a content")
         (settings.directory / "cache.sqlite").write_bytes(b"x" * 99)
-        found = read_disk(settings)
+        found = read_disk(settings, Objects.open(settings))
         vectors = next(store for store in found.stores if store.kind == "vectors")
-        assert (vectors.shared_bytes, vectors.keys_bytes, vectors.limit_bytes) == (10, 7, 4096)
+        assert (vectors.shared_bytes, vectors.keys_bytes) == (10, 7)
         assert {store.kind: store.shared_bytes for store in found.stores if store != vectors} == {
             "overrides": 0, "adapters": 0,
         }  # fmt: skip
@@ -189,7 +191,7 @@ class TestDisk:
         assert 0 < found.free_bytes <= found.size_bytes
 
     def test_nothing_stored_yet_is_no_error(self, settings: Settings) -> None:
-        found = read_disk(settings)
+        found = read_disk(settings, Objects.open(settings))
         assert not settings.store_path.exists()
         assert found.cache_file_bytes is None
         assert found.free_bytes
@@ -199,17 +201,17 @@ class TestDisk:
     ) -> None:
         begun, release, calls = threading.Event(), threading.Event(), []
 
-        def hang(given: Settings, _: None) -> object:
+        def hang(given: Settings, objects: Objects) -> object:
             calls.append(given)
             begun.set()
             release.wait(60)
-            return read_disk(given)
+            return read_disk(given, objects)
 
-        monkeypatch.setattr(disk, "read_disk", hang)
-        monkeypatch.setattr(disk, "WAIT_S", 0.05)
+        monkeypatch.setattr(upkeep, "read_disk", hang)
+        monkeypatch.setattr(upkeep, "WAIT_S", 0.05)
 
         async def work() -> None:
-            usage = DiskUsage(settings)
+            usage = StoreUpkeep(settings, Objects.open(settings), StoreThreads())
             await usage.refresh()
             assert await asyncio.to_thread(begun.wait, 60)
             for _ in range(2):

@@ -17,14 +17,14 @@ from logsteer_server.contract.jobs import ScoreJob
 from logsteer_server.contract.parameters import Direction, Override
 from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.interventions.parameters import resolve_override
-from logsteer_server.stores.directory_store import DirectoryStore
 from logsteer_server.stores.formats.tensor_file import (
     PIECE,
     TensorFileError,
     read_content,
     read_direction,
 )
-from logsteer_server.stores.store import OVERRIDES
+from logsteer_server.stores.objects import Objects
+from logsteer_server.stores.store import OVERRIDES, Store
 from tests.server.steering_cases import INFO
 from tests.server.store_cases import make_content, put_content
 
@@ -86,6 +86,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "cut": (make_content(1)[:-4], "cannot be read"),
     "more than announced": (make_content(1) + b"1234", "cannot be read"),
     "no JSON": ((5).to_bytes(8, "little") + b"hello", "cannot be read"),
+    "nested": ((10**5).to_bytes(8, "little") + b"[" * 10**5, "nested too deeply"),
 }
 
 
@@ -99,7 +100,7 @@ def test_a_file_that_is_no_direction_is_refused(name: str, file: Path) -> None:
 
 
 def test_an_override_is_resolved_and_told(tmp_path: Path) -> None:
-    store = DirectoryStore(OVERRIDES, tmp_path, MIB)
+    store = Store(OVERRIDES, Objects(tmp_path), MIB)
     card = put_content(store, "step", make_content(1))
     lacking: EngineInfo = replace(INFO, lacks={"override": "use transformer_lens"})
     given = ParameterOverride(name="step", eta=-1e-3)

@@ -159,10 +159,7 @@ def test_long_work_leaves_the_threads_of_short_plans_alone(capacity: Capacity) -
     go_on = threading.Event()
 
     async def run() -> None:
-        long = [
-            asyncio.create_task(capacity.call_long(go_on.wait, 60))
-            for _ in range(2 * THREADS)
-        ]
+        long = [asyncio.create_task(capacity.call_long(go_on.wait, 60)) for _ in range(2 * THREADS)]
         await asyncio.sleep(0)
         assert await capacity.call(int, "7") == 7
         go_on.set()

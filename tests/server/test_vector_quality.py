@@ -8,9 +8,9 @@ from sklearn.covariance import ledoit_wolf
 from sklearn.linear_model import LogisticRegression
 
 from logsteer.schemas import LayerQuality, TrainMethod
-from logsteer_server.stores.directory_store import DirectoryStore
 from logsteer_server.stores.layer_vectors import LayerVectors
-from logsteer_server.stores.store import VECTORS
+from logsteer_server.stores.objects import Objects
+from logsteer_server.stores.store import VECTORS, Store
 from logsteer_server.stores.vectors import VectorStore
 from logsteer_server.tasks import training
 from logsteer_server.tasks.training import find_similar
@@ -238,7 +238,7 @@ def test_cosines_between_layers() -> None:
 
 
 def test_the_nearest_stored_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = VectorStore(DirectoryStore(VECTORS, tmp_path, 2**20))
+    store = VectorStore(Store(VECTORS, Objects(tmp_path), 2**20))
     for name, vectors in {
         "same": LayerVectors({1: np.array([2.0, 0, 0]), 2: np.array([0, 0, 1.0])}),
         "against": LayerVectors({1: np.array([-9.0, 1, 0])}),
@@ -265,5 +265,5 @@ def test_the_nearest_stored_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (found.compared, found.left_out) == (1, 3)
     path = store.files.find("near").path
     path.write_bytes(path.read_bytes()[::-1])
-    fresh = VectorStore(DirectoryStore(VECTORS, tmp_path, 2**20))
+    fresh = VectorStore(Store(VECTORS, Objects(tmp_path), 2**20))
     assert find_similar("own", new, fresh).left_out == 1

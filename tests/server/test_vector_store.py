@@ -1,22 +1,16 @@
 """The store of vectors: what is put in comes back parsed, whatever happens to the server."""
 
-import asyncio
-import itertools
-import subprocess
-import sys
-import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from logsteer_server.stores.directory_store import DirectoryStore
 
-from logsteer.errors import APIError, NotFoundError, PayloadTooLargeError
+from logsteer.errors import APIError, NotFoundError
 from logsteer_server.stores import vectors as vectors_module
-from logsteer_server.stores.layer_vectors import LayerVectors, Readout, parse_content
-from logsteer_server.stores.store import VECTORS, StoredContent, StoreListing
+from logsteer_server.stores.layer_vectors import LayerVectors, Readout, parse_content, read_layer
+from logsteer_server.stores.objects import Objects
+from logsteer_server.stores.store import VECTORS, Store
 from logsteer_server.stores.vectors import VectorStore
 from tests.server.store_cases import ABOUT
 
@@ -29,7 +23,7 @@ def make(seed: int, width: int = 8, layers: tuple[int, ...] = (2, 10)) -> LayerV
 
 
 def open_store(root: Path, max_bytes: int = MIB) -> VectorStore:
-    return VectorStore(DirectoryStore(VECTORS, root, max_bytes))
+    return VectorStore(Store(VECTORS, Objects(root), max_bytes))
 
 
 @pytest.fixture
@@ -45,7 +39,6 @@ def test_what_is_put_comes_back_after_a_restart(store: VectorStore, tmp_path: Pa
     assert store.find_content(card.sha256).vectors == make(1)
     assert store.find_content(card.sha256).name is None
     assert store.files.describe("happy") == card
-    assert store.files.list_all() == StoreListing([card], [], card.bytes)
     assert store.files.find("happy").path.read_bytes() == make(1).content
     assert card.layers == [2, 10]
     assert card.norms["2"] == pytest.approx(np.linalg.norm(make(1).layers[2]))
@@ -146,116 +139,6 @@ def test_vectors_that_cannot_be_used_are_refused(layers: object, hook: str, reas
     assert caught.value.code == "invalid_vector"
 
 
-def test_a_content_stays_as_long_as_a_name_points_to_it(store: VectorStore) -> None:
-    first = store.put("a", make(1), ABOUT)
-    store.put("b", make(1), ABOUT)
-    assert store.files.delete("a") == first.sha256
-    assert store.find_content(first.sha256).vectors == make(1)
-    store.put("b", make(2), ABOUT)
-    with pytest.raises(NotFoundError, match=first.sha256):  # though it was read a moment ago
-        store.find_content(first.sha256)
-
-
-def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
-    store = open_store(tmp_path, len(make(1, width=64).content))
-    store.put("a", make(1, width=64), ABOUT)
-    with pytest.raises(PayloadTooLargeError, match="vector_store_bytes"):
-        store.put("b", make(2, width=64), ABOUT)
-    with pytest.raises(PayloadTooLargeError):
-        store.put("a", make(3, width=128), ABOUT)
-    assert store.find("a").vectors == make(1, width=64)
-    store.put("a", make(2, width=64), ABOUT)  # takes the place of the old content
-    assert [card.name for card in store.files.list_all().cards] == ["a"]
-
-
-def test_many_threads_and_two_servers_share_a_directory(tmp_path: Path) -> None:
-    # On a slow disk all of them together take longer than a server waits for one change.
-    patient = [DirectoryStore(VECTORS, tmp_path, MIB, lock_timeout_s=120) for _ in range(2)]
-    stores = [VectorStore(files) for files in patient]
-
-    async def use() -> None:
-        async def one(index: int) -> None:
-            mine, other = stores[index % 2], stores[1 - index % 2]
-            await asyncio.to_thread(mine.put, f"v{index}", make(index), ABOUT)
-            found = await asyncio.to_thread(other.find, f"v{index}")
-            assert found.vectors == make(index)
-
-        await asyncio.gather(*(one(index) for index in range(24)))
-
-    asyncio.run(use())
-    assert stores[0].files.list_all() == stores[1].files.list_all()
-    assert len(stores[0].files.list_all().cards) == 24
-    stores[1].files.delete("v3")
-    with pytest.raises(NotFoundError):  # whatever this one had parsed
-        stores[0].find_content(make(3).sha256)
-
-
-def list_changes(start: int) -> Iterator[tuple[str, int | None]]:
-    """Endless changes: a name and the seed of its vectors, None where it is deleted."""
-    for count in itertools.count():
-        yield f"v{count % 5}", start + count
-        if count % 7 == 6:
-            yield f"v{count % 5}", None
-
-
-def make_large(seed: int) -> LayerVectors:
-    return make(seed, width=4096, layers=tuple(range(8)))
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from tests.server.test_vector_store import ABOUT, MIB, list_changes, make_large, open_store
-
-store = open_store(Path(sys.argv[1]), 64 * MIB)
-for name, seed in list_changes(int(sys.argv[2])):
-    if seed is None:
-        store.files.delete(name)
-    else:
-        store.put(name, make_large(seed), ABOUT)
-    print("done", flush=True)
-"""
-
-
-@pytest.mark.full
-def test_a_server_killed_at_any_moment_has_all_that_it_reported(tmp_path: Path) -> None:
-    state: dict[str, int] = {}
-    changes_seen = 0
-    for attempt in range(8):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path), str(1000 * attempt)],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-        )
-        assert writer.stdout is not None
-        reported = "".join(writer.stdout.readline() for _ in range(1 + attempt))  # it is at work
-        time.sleep(0.02 + 0.007 * attempt)
-        writer.kill()
-        reported += writer.stdout.read()
-        writer.wait()
-        writer.stdout.close()
-        count = reported.count("done\n")
-        changes_seen += count
-        # The change that was at work may be there or not, but not in part.
-        changes = list(itertools.islice(list_changes(1000 * attempt), count + 1))
-        states = [apply_changes(state, changes[:count]), apply_changes(state, changes)]
-        store = open_store(tmp_path, 64 * MIB)
-        found = {card.name: store.find(card.name).vectors for card in store.files.list_all().cards}
-        (state, *_) = [s for s in states if {n: make_large(v) for n, v in s.items()} == found]
-        assert store.files.list_all().num_bytes == sum(
-            len(vectors.content) for vectors in found.values()
-        )
-    assert changes_seen > 16
-
-
-def apply_changes(
-    state: dict[str, int], changes: Sequence[tuple[str, int | None]]
-) -> dict[str, int]:
-    after: dict[str, int | None] = {**state, **dict(changes)}
-    return {name: seed for name, seed in after.items() if seed is not None}
-
-
 def test_a_turned_bit_is_noticed(store: VectorStore) -> None:
     card = store.put("a", make(1), ABOUT)
     path = store.files.find("a").path
@@ -268,6 +151,8 @@ def test_a_turned_bit_is_noticed(store: VectorStore) -> None:
         assert caught.value.code == "internal"
     store.put("a", make(1), ABOUT)
     assert store.find("a").vectors == make(1)
+    with pytest.raises(NotFoundError, match="'b'"):
+        store.find("b")
 
 
 def test_a_content_is_parsed_once(store: VectorStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,17 +165,11 @@ def test_a_content_is_parsed_once(store: VectorStore, monkeypatch: pytest.Monkey
     assert store.find("b").vectors is first
 
 
-def test_what_is_replaced_while_it_is_read_is_read_anew(
-    store: VectorStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = store.put("a", make(1), ABOUT)
-    find = store.files.find
-
-    def find_late(name: str) -> StoredContent:
-        found = find(name)
-        if found.sha256 == first.sha256:
-            store.put("a", make(2), ABOUT)
-        return found
-
-    monkeypatch.setattr(store.files, "find", find_late)
-    assert store.find("a").vectors == make(2)
+def test_a_layer_is_read_alone(tmp_path: Path) -> None:
+    vectors = make(1)
+    path = tmp_path / "content"
+    path.write_bytes(vectors.content)
+    assert np.array_equal(read_layer(path, 10, "resid_post"), vectors.layers[10])
+    for layer, hook in ((3, "resid_post"), (10, "attn_out")):
+        with pytest.raises(ValueError, match=f"no layer {layer} of {hook}"):
+            read_layer(path, layer, hook)

@@ -13,11 +13,12 @@ from sklearn.linear_model import LogisticRegression
 from logsteer.errors import APIError
 from logsteer.schemas import TrainMethod, TrainRequest
 from logsteer_server.contract.captures import CaptureJob, CaptureOutput
-from logsteer_server.stores.layer_vectors import LayerVectors, Readout
+from logsteer_server.stores.layer_vectors import LayerVectors
 from logsteer_server.tasks.captures import CaptureSite
 from logsteer_server.tasks.training import (
     TrainedVectors,
-    combine_vectors,
+    check_parts,
+    combine_layer,
     list_texts,
     plan_pairs,
     train_vectors,
@@ -213,36 +214,28 @@ def test_requests_that_cannot_be_met(fields: dict[str, Any], code: str, reason: 
     assert caught.value.code == code
 
 
-def vectors(**layers: list[float]) -> LayerVectors:
-    return LayerVectors({int(name[1:]): np.array(numbers) for name, numbers in layers.items()})
+def test_a_layer_is_summed_in_place() -> None:
+    one, other = np.array([3, 4], np.float32), np.array([10, 0], np.float32)
+    assert combine_layer(iter([(one, 2.0), (other, -1.0)])).tolist() == [-4, 8]
+    assert one.tolist() == [3, 4]
+    assert not combine_layer([(one, 1.0), (one, -1.0)]).any()
 
 
-def test_a_sum_unites_layers() -> None:
-    one, other = vectors(l1=[1, 2], l2=[3, 4]), vectors(l2=[10, 0], l7=[0, 1])
-    one = LayerVectors(one.layers, readouts={1: Readout("logistic", 1.0, 0.0)})
-    summed = combine_vectors([(one, 2.0), (other, -1.0)])
-    assert summed == vectors(l1=[2, 4], l2=[-4, 8], l7=[0, -1])
-
-
-def test_a_sum_is_made_orthogonal_layer_by_layer() -> None:
-    one = vectors(l1=[1, 2, 3], l2=[3, 4, 5])
-    away = [vectors(l1=[0, 2, 0]), vectors(l1=[0, 1, 1e-3]), vectors(l1=[0, 3, 0], l9=[1, 1, 1])]
-    result = combine_vectors([(one, 1.0)], away)
-    assert np.allclose(result.layers[1], [1, 0, 0], atol=1e-6)
-    assert result.layers[2].tolist() == [3, 4, 5]
+def test_a_sum_is_made_orthogonal() -> None:
+    one = np.array([1, 2, 3], np.float32)
+    away = [np.array(numbers, np.float32) for numbers in ([0, 2, 0], [0, 1, 1e-3], [0, 3, 0])]
+    assert np.allclose(combine_layer([(one, 1.0)], away), [1, 0, 0], atol=1e-6)
+    assert not combine_layer([(one, 3.0)], [one]).any()  # rounding alone is nothing
 
 
 def test_combinations_that_make_no_sense_are_refused() -> None:
-    one = vectors(l1=[1, 2, 0.1])
+    one, narrow = LayerVectors({1: np.ones(3)}), LayerVectors({1: np.ones(2)})
     attention = LayerVectors({1: np.ones(3)}, "attn_out")
-    for parts, away, reason in (
-        ([(one, 1.0), (vectors(l1=[1, 2]), 1.0)], [], "different width cannot be combined: 2, 3"),
-        ([(one, 1.0), (attention, 1.0)], [], "different hook cannot be combined: attn_out, resid"),
-        ([(one, 1.0)], [attention], "different hook"),
-        ([(one, 1.0), (one, -1.0)], [], "nothing is left"),
-        ([(one, 0.0)], [], "nothing is left"),
-        ([(one, 3.0)], [one], "nothing is left"),
+    check_parts([one, one])
+    for parts, reason in (
+        ([one, narrow], "different width cannot be combined: 2, 3"),
+        ([one, attention], "different hook cannot be combined: attn_out, resid"),
     ):
         with pytest.raises(APIError, match=reason) as caught:
-            combine_vectors(parts, away)  # type: ignore[arg-type]
+            check_parts(parts)
         assert caught.value.code == "invalid_vector"

@@ -52,7 +52,7 @@ GET_EXAMPLES = """
 """
 TRAIN_EXAMPLES = """
   logsteer vectors train mood pairs.jsonl
-  logsteer vectors train mood pairs.jsonl --method logistic --layers 1-3 --plot layers.png
+  logsteer vectors train mood pairs.jsonl --method logistic --layers 1-3 --overwrite
 """
 EVALUATE_EXAMPLES = """
   logsteer vectors evaluate mood --pairs pairs.jsonl --plot doses.png

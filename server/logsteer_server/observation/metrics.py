@@ -141,7 +141,7 @@ STORE_BYTES = (
     "Bytes of stored vectors, overrides and adapters, read now and then; owner: shared, or keys "
     "for those of all keys together."
 )
-STORE_LIMIT = "Limit of a kind of stored contents: vector_store_bytes and its like."
+STORE_LIMIT = "What the store of everybody may hold of a kind."
 
 
 @dataclass(slots=True, eq=False)

@@ -91,14 +91,14 @@ class ContentFiles:
         room beside what is in use, `payload_too_large` where there never is, `internal` where the
         disk fails.
         """
+        if Path(source).is_absolute():
+            self._check(Path(source), sha256)
+            return Path(source)
         with self._stripes[int(sha256[:8], 16) % STRIPES]:
             with self._lock:
                 if (held := self._held.get(sha256)) is not None:
                     held.users += 1
-                    return Path(source) if self._objects.is_local else self._locate(sha256)
-            if self._objects.is_local:
-                self._check(Path(source), sha256)
-                return Path(source)
+                    return self._locate(sha256)
             path = self._locate(sha256)
             with _report_faults(self.directory):
                 while (handle := self._lock_file(path)) is None:
@@ -118,7 +118,7 @@ class ContentFiles:
         """Need a content no more."""
         with self._lock:
             held = self._held.get(sha256)
-            if held is None:  # a directory's own
+            if held is None:  # a file of the store, or of an upload
                 return
             held.users -= 1
             if held.users:

@@ -122,7 +122,7 @@ class NameRecord(Generic[C]):
 
 
 @dataclass(frozen=True)
-class _Index(Generic[C]):
+class StoreIndex(Generic[C]):
     """All records by name, None for a damaged one, and the sizes of all contents."""
 
     records: dict[str, NameRecord[C] | None]
@@ -402,9 +402,9 @@ class Store(Generic[C]):
             return None
         return record
 
-    def _read_index(self) -> _Index[C]:
+    def _read_index(self) -> StoreIndex[C]:
         records = self._read_records()
-        return _Index(records, {entry.name: entry.size for entry in self._list_contents()})
+        return StoreIndex(records, {entry.name: entry.size for entry in self._list_contents()})
 
     def _read_records(self) -> dict[str, NameRecord[C] | None]:
         """Return all records by name; those that a listing has as before are not read again."""

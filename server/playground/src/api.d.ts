@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 3b159a13dfd3679fdc1822e20118fcdd7fa9f72b83da5619abd176415779d7d2
+// Written by build/types.mjs from openapi.json, sha256 265b13528afb31f4d2cdf44be0ae244c246c6c64e0ce22595f2f768164006116
 export interface paths {
     "/detokenize": {
         parameters: {
@@ -277,6 +277,7 @@ export interface components {
         };
         CombineRequest: {
             orthogonal_to?: string[];
+            overwrite?: boolean;
             vectors: components["schemas"]["WeightedVector"][];
         };
         Completion: {
@@ -588,7 +589,7 @@ export interface components {
         };
         Problem: {
             /** @enum {string} */
-            code: "invalid_request" | "context_too_long" | "boundary_empty" | "unsupported_by_engine" | "invalid_vector" | "invalid_adapter" | "non_finite" | "unauthorized" | "forbidden" | "not_found" | "unknown_model" | "unknown_vector" | "unknown_override" | "unknown_adapter" | "method_not_allowed" | "payload_too_large" | "overloaded" | "rate_limited" | "model_loading" | "engine_restarting" | "out_of_memory" | "deadline_exceeded" | "internal";
+            code: "invalid_request" | "context_too_long" | "boundary_empty" | "unsupported_by_engine" | "invalid_vector" | "invalid_adapter" | "non_finite" | "unauthorized" | "forbidden" | "not_found" | "unknown_model" | "unknown_vector" | "unknown_override" | "unknown_adapter" | "method_not_allowed" | "exists" | "payload_too_large" | "overloaded" | "rate_limited" | "model_loading" | "engine_restarting" | "out_of_memory" | "deadline_exceeded" | "internal";
             detail: string;
             param?: string | null;
             request_id: string;
@@ -1032,6 +1033,7 @@ export interface components {
             method?: "mean_difference" | "pca" | "logistic" | "lda";
             model?: string | null;
             name: string;
+            overwrite?: boolean;
             pairs: components["schemas"]["ContrastPair"][];
             /** @enum {string} */
             read?: "last" | "mean";
@@ -1509,9 +1511,7 @@ export interface operations {
     vectors_train_vectors_train_post: {
         parameters: {
             query?: never;
-            header?: {
-                "Idempotency-Key"?: string;
-            };
+            header?: never;
             path?: never;
             cookie?: never;
         };
@@ -1573,6 +1573,7 @@ export interface operations {
         parameters: {
             query?: {
                 format?: ("safetensors" | "gguf" | "pt") | null;
+                overwrite?: boolean;
             };
             header?: never;
             path: {
@@ -1636,9 +1637,7 @@ export interface operations {
     combine_vector_vectors__name__combine_post: {
         parameters: {
             query?: never;
-            header?: {
-                "Idempotency-Key"?: string;
-            };
+            header?: never;
             path: {
                 name: string;
             };

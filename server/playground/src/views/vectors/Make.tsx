@@ -34,8 +34,9 @@ interface MakeProps {
   onMade: (name: string) => void;
 }
 
-export function Train({ state, setState, model, onMade }: MakeProps) {
+export function Train({ state, setState, model, cards, onMade }: MakeProps) {
   const task = useTask();
+  const replaced = useReplaced(cards, state.name.trim());
   const { pairs, wrong } = readPairs(state.pairs);
   const layers = state.layers.trim() === "" ? undefined : parseLayers(state.layers);
   const body = {
@@ -46,6 +47,7 @@ export function Train({ state, setState, model, onMade }: MakeProps) {
     read: state.read,
     whiten: state.whiten || undefined,
     layers: layers ?? undefined,
+    overwrite: replaced.overwrite,
   } satisfies JsonObject;
   const isWhole = wrong.length === 0 && pairs.length > 0 && body.name !== "" && layers !== null;
   const run = (): void => {
@@ -109,6 +111,7 @@ export function Train({ state, setState, model, onMade }: MakeProps) {
           onChange={(whiten) => setState({ whiten })}
         />
       )}
+      {replaced.checkbox}
       <div class="actions">
         <RunButton task={task} onRun={run} label="Train" disabled={!isWhole} />
       </div>
@@ -118,12 +121,30 @@ export function Train({ state, setState, model, onMade }: MakeProps) {
   );
 }
 
-const FORMATS = ".safetensors,.gguf,.pt,.pth,.bin";
+/** Whether a new vector may take the place of the one of its name; asked where there is one. */
+function useReplaced(cards: readonly VectorCard[], name: string) {
+  const [isAllowed, setAllowed] = useState("");
+  const stands = cards.some((card) => card.name === name);
+  return {
+    overwrite: (stands && isAllowed === name) || undefined,
+    checkbox: stands && (
+      <Checkbox
+        label={`Replace ${name}`}
+        hint="A vector of this name is stored; without this, only the same request again is answered."
+        value={isAllowed === name}
+        onChange={(value) => setAllowed(value ? name : "")}
+      />
+    ),
+  };
+}
 
-export function Upload({ onMade }: MakeProps) {
+const FORMATS = ".safetensors,.gguf";
+
+export function Upload({ cards, onMade }: MakeProps) {
   const task = useTask();
   const [file, setFile] = useState<File | null>(null);
   const [name, setName] = useState("");
+  const replaced = useReplaced(cards, name.trim());
   const [isOver, setOver] = useState(false);
   const take = (given: File | undefined): void => {
     if (given === undefined) return;
@@ -133,7 +154,8 @@ export function Upload({ onMade }: MakeProps) {
   const run = (): void => {
     if (file === null || name.trim() === "") return;
     task.run(async (signal) => {
-      await upload("/vectors/{name}", file, { path: { name: name.trim() }, signal });
+      const query: Record<string, string> = replaced.overwrite ? { overwrite: "true" } : {};
+      await upload("/vectors/{name}", file, { path: { name: name.trim() }, query, signal });
       await refreshVectors();
       onMade(name.trim());
     });
@@ -158,12 +180,13 @@ export function Upload({ onMade }: MakeProps) {
           <Icon name="file" /> {file ? `${file.name}, ${bytes(file.size)}` : "Drop a file here, or choose one"}
         </span>
         <span class="hint">
-          safetensors, a GGUF control vector, or a dictionary of tensors that torch.save has written
+          safetensors, or a GGUF control vector; what torch.save has written is converted by `logsteer vectors put`
         </span>
       </label>
       <div class="row">
         <TextField label="Name" value={name} onChange={setName} />
       </div>
+      {replaced.checkbox}
       <div class="actions">
         <RunButton task={task} onRun={run} label="Upload" disabled={file === null || name.trim() === ""} />
       </div>
@@ -179,12 +202,14 @@ function readPart(part: string): { name: string; weight: number } {
 
 export function Combine({ state, setState, cards, onMade }: MakeProps) {
   const task = useTask();
+  const name = state.combined.trim();
+  const replaced = useReplaced(cards, name);
   const parts = state.parts.map(readPart).map((part) => ({ ...part, name: part.name || (cards[0]?.name ?? "") }));
   const body = {
     vectors: parts,
     orthogonal_to: state.without === "" ? undefined : [state.without],
+    overwrite: replaced.overwrite,
   } satisfies JsonObject;
-  const name = state.combined.trim();
   const change = (at: number, part: Partial<{ name: string; weight: number }>): void => {
     const next = parts.map((old, index) => (index === at ? { ...old, ...part } : old));
     setState({ parts: next.map((one) => `${one.name}:${one.weight}`) });
@@ -233,6 +258,7 @@ export function Combine({ state, setState, cards, onMade }: MakeProps) {
         />
         <TextField label="Name of the sum" value={state.combined} onChange={(combined) => setState({ combined })} />
       </div>
+      {replaced.checkbox}
       <div class="actions">
         <RunButton task={task} onRun={run} label="Combine" disabled={!isWhole} />
       </div>
