@@ -23,7 +23,7 @@ esac
 UV = '#!/usr/bin/env bash\necho "uv $*" >> "$LOG"\n'
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_wheel_serves_in_an_empty_environment(tmp_path: Path) -> None:
     """Only its dependencies come from the environment of these tests."""
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path)]
