@@ -56,7 +56,7 @@ class AsyncVectors(AsyncVectorMethods):
         weights: Mapping[str, float],
         orthogonal_to: Sequence[str] = (),
         *,
-        overwrite: bool = False,
+        overwrite: bool | NotGiven = NOT_GIVEN,
     ) -> VectorCard:
         """Sum stored vectors, each by its name and weight, store the sum, and return its card.
 

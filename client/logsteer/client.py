@@ -58,7 +58,7 @@ class Vectors(VectorMethods):
         weights: Mapping[str, float],
         orthogonal_to: Sequence[str] = (),
         *,
-        overwrite: bool = False,
+        overwrite: bool | NotGiven = NOT_GIVEN,
     ) -> VectorCard:
         """Sum stored vectors, each by its name and weight, store the sum, and return its card.
 

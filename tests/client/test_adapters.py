@@ -36,6 +36,7 @@ CARD: dict[str, Any] = {
     "alpha": 16.0,
     "modules": ["[red]q_proj", "v_proj"],
     "tensors": 4,
+    "updated": None,
     "norm": 1.5,
     "bytes": 400,
     "created": "2026-01-02T03:04:05.678Z",

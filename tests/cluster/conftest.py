@@ -50,8 +50,7 @@ class Cluster:
         self.other = fake_model("other", shift=1.0)
         self.settings: dict[str, Any] = {
             "cache_bytes": 0,
-            "store_url": f"file://{directory}/store",
-            "store_directory": str(directory / "fetched"),
+            "store_directory": f"{directory}/store",
             "key_file": str(directory / "keys.json"),
             "max_body_bytes": BODY_BYTES,
             "heartbeat_timeout_s": SILENT_S,

@@ -41,7 +41,7 @@ CASES: list[tuple[str, str, Any, int, str, str]] = [
     ("too long", "/logprob", with_item(context="cat " * 3000, targets=["b"]), 422, "context_too_long", "truncate_left"),
     ("10 MB of text", "/logprob", with_item(context="x" * HUGE, targets=["b"]), 413, "payload_too_large", "/perplexity/stream"),
     ("unknown field", "/logprob", {"items": [ITEM], "boundry": "joint"}, 422, "invalid_request", "boundry"),
-    ("wrong type", "/logprob", {"items": "a"}, 422, "invalid_request", "list"),
+    ("wrong type", "/logprob", {"items": "a"}, 422, "invalid_request", "array"),
     ("a number as text", "/logprob", with_item(context=5, targets=["b"]), 422, "invalid_request", "string"),
     ("unknown column", "/logprob", {"items": [ITEM], "columns": ["logits"]}, 422, "invalid_request", "'entropy'"),
     ("column twice", "/logprob", {"items": [ITEM], "columns": ["rank", "rank"]}, 422, "invalid_request", "twice"),

@@ -15,7 +15,7 @@ from logsteer.schemas import ParameterOverride
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import ScoreJob
 from logsteer_server.contract.parameters import Direction, Override
-from logsteer_server.interventions.interventions import Interventions
+from logsteer_server.interventions.interventions import UNCHANGED, Interventions
 from logsteer_server.interventions.parameters import resolve_override
 from logsteer_server.stores.formats.tensor_file import (
     PIECE,
@@ -114,7 +114,7 @@ def test_an_override_is_resolved_and_told(tmp_path: Path) -> None:
     assert wide.override == replace(found.override, cast="float32")
     job = ScoreJob(np.array([1], np.int32), np.array([2], np.int32))
     assert Interventions(override=found).apply([job]) == [replace(job, override=found.override)]
-    assert Interventions().apply([job])[0] is job
+    assert UNCHANGED.apply([job])[0] is job
     assert resolve_override(None, store, INFO) is None
     with pytest.raises(APIError, match="transformer_lens") as caught:
         resolve_override(given, store, lacking)

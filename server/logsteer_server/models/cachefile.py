@@ -37,6 +37,8 @@ each of its pages, because a row's key may lie on a page of its own."""
 TOUCHES_AT_ONCE = 65_536
 CRC_BYTES = 4
 OWNER_ONLY = 0o600
+LOCKED_S = 5.0
+"""For a file that another process has locked."""
 DAMAGES = (
     sqlite3.SQLITE_ERROR,  # a table or column is not there
     sqlite3.SQLITE_CORRUPT,
@@ -102,11 +104,11 @@ class CacheFile:
             os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, OWNER_ONLY))
             if self._path.stat().st_mode & 0o077:
                 self._path.chmod(OWNER_ONLY)
-            self._db = sqlite3.connect(self._path, timeout=5, check_same_thread=False)
+            self._db = sqlite3.connect(self._path, timeout=LOCKED_S, check_same_thread=False)
         except (OSError, sqlite3.Error) as error:
             raise self._refuse(error) from error
         try:
-            self._prepare()
+            self._prepare_in_turn()
         except (sqlite3.Error, ConfigurationError, *UNREADABLE) as error:
             self._db.close()
             raise self._refuse(error) from error
@@ -119,6 +121,18 @@ class CacheFile:
             f"cache_file: {self._path} cannot hold results ({error}); name a file in a directory "
             "that can be written to, or delete this one, and it is made anew"
         )
+
+    def _prepare_in_turn(self) -> None:
+        """Prepare the file, again where another process does: for that SQLite does not wait."""
+        deadline = time.monotonic() + LOCKED_S
+        while True:
+            try:
+                return self._prepare()
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                    raise
+            self._db.rollback()
+            time.sleep(0.01)
 
     def _prepare(self) -> None:
         if self._ask("SELECT count(*) FROM sqlite_schema") == 0:

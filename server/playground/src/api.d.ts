@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 265b13528afb31f4d2cdf44be0ae244c246c6c64e0ce22595f2f768164006116
+// Written by build/types.mjs from openapi.json, sha256 fd552e45259dba5b28540048aa9e16dd0e84e53b1e047ce4a55706e88cf37ae6
 export interface paths {
     "/detokenize": {
         parameters: {
@@ -612,6 +612,7 @@ export interface components {
             batch_invariant: boolean;
             cast?: "float32" | null;
             context_length?: number | null;
+            device?: string | null;
             dtype: string;
             /** @enum {string} */
             engine: "vllm" | "transformer_lens" | "fake";
