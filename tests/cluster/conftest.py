@@ -95,7 +95,8 @@ class Cluster:
         try:
             if self.client.get("/readyz").status_code != 200:
                 return False
-            states = [own["state"] for own in self.read_card(self.first)["replicas"]]
+            card = self.read_card(self.first)
+            states = [own["state"] for own in card.get("replicas", ())]  # a problem has none
         except httpx.TransportError:
             return False
         return states == ["ready"] * replicas
