@@ -270,15 +270,16 @@ PROMISES = (
     "tests/contract/test_adapters.py",
     "tests/contract/test_diagnostics.py",
     "tests/contract/test_draws.py",
-    "tests/contract/test_exactness.py",
+    "tests/contract/test_exactness.py::test_alone",
+    "tests/contract/test_exactness.py::test_every_column",
+    "tests/contract/test_exactness.py::test_two_ranks_say_what_one_says[tensor_parallel]",
     "tests/contract/test_logprob.py",
     "tests/contract/test_perplexity.py",
     "tests/contract/test_steering.py",
     "tests/families/test_families.py::test_a_family_has_the_numbers_of_transformers[gpt_neox-",
-    "tests/faults/test_engines.py",
     "tests/faults/test_poison.py",
     "tests/server/test_kernel.py",
-    "tests/server/test_vllm_seam.py",
+    "tests/server/test_vllm_internals.py::test_what_is_relied_on_is_as_it_was_read",
 )
 """Tests with real engines that `make test` runs; all others with one are `full`."""
 

@@ -15,6 +15,8 @@ from bench.gpu_check.contract import read_outcomes
 from bench.gpu_check.part import Findings, Table, run_command
 from bench.gpu_check.report import PartResult, Report
 
+pytestmark = pytest.mark.full
+
 WRITTEN = ("gpu-check.json", "gpu-check.md")
 TABLE = Table("Errors.", ["width", "error"], [[24, 1e-7], [16384, 0.25]])
 
