@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import IO, Any
 
 POLL_S = 0.02
+UNKNOWN = 255
+"""Status of a process whose template was gone before it."""
 
 
 class ForkedProcess:
@@ -41,8 +43,11 @@ class ForkedProcess:
     def poll(self) -> int | None:
         """Return the status: the number of the signal that ended it as a negative one; or None."""
         if self.returncode is None:
+            is_there = Path(f"/proc/{self.pid}").exists()
             with contextlib.suppress(FileNotFoundError):
                 self.returncode = int(self._exit_file.read_text())
+            if self.returncode is None and not is_there:
+                self.returncode = UNKNOWN
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -143,13 +148,16 @@ def serve(orders: IO[str]) -> None:
 def reap(exits: dict[int, Path]) -> None:
     """Write the status of each child that has ended into its file."""
     for pid in list(exits):
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            path = exits.pop(pid)
-            new = path.with_suffix(".new")
-            with contextlib.suppress(FileNotFoundError):  # the test has removed its directory
-                new.write_text(str(os.waitstatus_to_exitcode(status)))
-                new.rename(path)
+        look = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if look is None:
+            continue
+        status = look.si_status if look.si_code == os.CLD_EXITED else -look.si_status
+        path = exits.pop(pid)
+        new = path.with_suffix(".new")
+        with contextlib.suppress(FileNotFoundError):  # the test has removed its directory
+            new.write_text(str(status))
+            new.rename(path)
+        os.waitpid(pid, 0)  # only now does it vanish: who looks for it finds the file
 
 
 def run(order: dict[str, Any], pipes: list[int]) -> None:

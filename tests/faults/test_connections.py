@@ -13,6 +13,8 @@ import pytest
 
 from tests.conftest import Server, ServerFactory, fake_model
 
+pytestmark = pytest.mark.full
+
 MOST_CONNECTIONS = 20
 TIMEOUT_S = 1.0
 REQUEST = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"

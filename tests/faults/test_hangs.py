@@ -25,6 +25,8 @@ from tests.faults.processes import (
 )
 from tests.held import held
 
+pytestmark = pytest.mark.full
+
 HANG = 77
 SILENCE_S = 2.0
 STEP_S = 5.0

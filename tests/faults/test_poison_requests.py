@@ -29,6 +29,8 @@ from tests.faults.processes import (
 )
 from tests.held import HOLD_FILE, held
 
+pytestmark = pytest.mark.full
+
 EXIT, CRASH = 77, 78
 
 

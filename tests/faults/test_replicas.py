@@ -31,6 +31,8 @@ from tests.faults.processes import (
     wait_for_jobs,
 )
 
+pytestmark = pytest.mark.full
+
 EXIT, HANG = 77, 79
 LIMITS = SupervisionLimits(
     restart_delay_s=0.1, max_restarts=20, heartbeat_timeout_s=3.0, max_step_s=3.0

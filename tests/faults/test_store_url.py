@@ -25,6 +25,8 @@ from tests.buckets import HOST, Bucket, open_bucket
 from tests.conftest import fake_model
 from tests.faults.processes import wait_for
 
+pytestmark = pytest.mark.full
+
 ITEM = {"context_ids": [5, 7], "target_ids": [[6]]}
 PROBED = {"items": [ITEM], "probes": [{"name": "north"}]}
 """Uses a vector: the fake engine cannot be steered, but read."""

@@ -21,6 +21,8 @@ from logsteer_server.observation.tracing import FLUSH_S
 from tests.conftest import fake_model
 from tests.servers import Server
 
+pytestmark = pytest.mark.full
+
 PHASES = ["admission", "planning", "queue", "engine", "answer"]
 ENVIRONMENT = {
     "OTEL_SERVICE_NAME": "spoken-of",
