@@ -11,7 +11,7 @@ import pytest
 
 from logsteer_server.contract.engine import EngineInfo, EngineLoad, EngineReading
 from logsteer_server.contract.jobs import Job, JobFailure, JobResult, Output
-from logsteer_server.engines.failures import lacks_memory
+from logsteer_server.engines.failures import describe_error, lacks_memory
 from logsteer_server.runtime.process import (
     Add,
     Cancel,
@@ -229,3 +229,12 @@ def caused(error: Exception) -> Exception:
 )
 def test_an_error_that_tells_of_too_little_memory(error: Exception, lacks: bool) -> None:
     assert lacks_memory(error) == lacks
+
+
+def test_a_file_that_went_with_its_request_is_no_line_of_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert "cancelled" in describe_error(FileNotFoundError(2, "no such file", "rows")).detail
+    assert caplog.records == []
+    describe_error(ValueError("else"))
+    assert len(caplog.records) == 1

@@ -32,8 +32,11 @@ def lacks_memory(error: BaseException) -> bool:
 def describe_error(error: Exception) -> JobFailure:
     """Return the failure of the job over which an error was raised, and log the error.
 
-    Trying again helps where memory ran out, and nowhere else.
+    Trying again helps where memory ran out, and nowhere else. A file that is gone went with the
+    request that named it, which was cancelled: nobody reads that failure.
     """
+    if isinstance(error, FileNotFoundError):
+        return JobFailure("internal", f"{error.filename} is gone: the request was cancelled")
     log.error("a job failed in the engine", exc_info=error)
     name = type(error).__name__
     if lacks_memory(error):
