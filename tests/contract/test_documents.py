@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from logsteer import Client
 from logsteer_server.settings import Settings
 from tests.conftest import ROOT, Server
 from tests.deploy.observed import list_metrics
@@ -30,6 +31,15 @@ ELSEWHERE = {
 GUIDES = [page for page in PAGES if page != README and any(b.is_run for b in read_blocks(page))]
 
 
+@pytest.fixture
+def empty_server(demo_server: Server) -> Server:
+    """Return the demo's server without the vectors that other pages and files have stored."""
+    with Client(demo_server.url) as client:
+        for card in client.vectors.list().vectors:
+            client.vectors.delete(card.name)
+    return demo_server
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_blocks_have_a_language_and_those_that_are_not_run_a_reason(page: Path) -> None:
     text = page.read_text()
@@ -42,7 +52,7 @@ def test_blocks_have_a_language_and_those_that_are_not_run_a_reason(page: Path) 
 @pytest.mark.engine
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
 def test_the_blocks_of_a_page_run_in_their_order(
-    page: Path, demo_server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    page: Path, empty_server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A page's blocks share a directory and what Python has defined; JSON is the answer before."""
     namespace: dict[str, Any] = {}
@@ -51,9 +61,9 @@ def test_the_blocks_of_a_page_run_in_their_order(
         try:
             match block.language:
                 case "sh":
-                    answer = run_shell(block.code, demo_server.url, tmp_path)
+                    answer = run_shell(block.code, empty_server.url, tmp_path)
                 case "python":
-                    run_python(block.code, demo_server.url, block.name, namespace)
+                    run_python(block.code, empty_server.url, block.name, namespace)
                     answer = capsys.readouterr().out
                 case "json":
                     assert_contains(json.loads(answer), json.loads(block.code))
@@ -73,18 +83,18 @@ def test_the_readme_is_short_and_has_three_calls() -> None:
 
 @pytest.mark.engine
 def test_the_readme_runs(
-    demo_server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    empty_server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answer = ""
     for block in filter(lambda block: block.is_run, read_blocks(README)):
         match block.language:
             case "sh":
-                answer = run_shell(block.code, demo_server.url, ROOT)
+                answer = run_shell(block.code, empty_server.url, ROOT)
                 assert answer
             case "json":
                 assert_contains(json.loads(answer), json.loads(block.code))
             case "python":
-                run_python(block.code, demo_server.url, block.name, {})
+                run_python(block.code, empty_server.url, block.name, {})
                 printed = capsys.readouterr().out.splitlines()
                 assert printed[0].startswith("0 [0.99")
                 assert "all alone in the dark" in printed[1]

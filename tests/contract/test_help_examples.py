@@ -64,6 +64,8 @@ def place(client: Client, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.contract.directions import draw_direction, load_model
     from tests.contract.lora import write_adapter
 
+    for card in client.vectors.list().vectors:
+        client.vectors.delete(card.name)  # of other files with this server
     directory = tmp_path_factory.mktemp("examples")
     (directory / "book.txt").write_text(STORY * 40)
     for name, rows in LINES.items():

@@ -279,11 +279,11 @@ def test_a_vector_trained_by_the_service_moves_the_mood(client: Client) -> None:
         }
         for seed in range(40)
     ]
-    card = client.vectors.train("mood", pairs, method="mean_difference", read="mean").vector
+    card = client.vectors.train("happiness", pairs, method="mean_difference", read="mean").vector
     assert card.layers == [0, 1, 2, 3, 4]
     openings = [f"One day, {name} was very" for name in ("Tom", "Lily", "Mia", "Ben")]
     items = [{"context": text, "targets": [" happy", " sad"]} for text in openings]
-    steering = {"vectors": [{"name": "mood", "layers": [LAYER]}]}
+    steering = {"vectors": [{"name": "happiness", "layers": [LAYER]}]}
     scales = [-6.0, -3.0, -1.0, 0.0, 1.0, 3.0, 6.0]
     swept = client.sweep(steering, scales, items=items)
     moods = [
