@@ -55,7 +55,7 @@ format: setup ## format the code
 	@.venv/bin/ruff check --fix .
 
 bench: setup ## run the benchmarks, write bench/results.json and bench/results.md
-	@$(PYTHON) bench/run.py
+	@$(PYTHON) -m bench.run
 
 test-containers: setup ## build the image, run it, hold it to what the manifests say; takes a Docker engine
 	@CONTAINERS=$${CONTAINERS:-all} $(PYTHON) -m pytest -n 0 -s tests/containers

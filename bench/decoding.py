@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.models import GREEDY, generate
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob
 from logsteer_server.contract.plan import Site, SteeringPlan
 from logsteer_server.engines.vllm.engine import VllmEngine
-from models import GREEDY, generate
 
 SEQUENCES, PROMPT, GENERATED = 32, 16, 64
 """A prompt is shorter than a block of the cache, so no batch finds those of another there."""

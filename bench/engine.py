@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.scoring import make_choices
+from bench.timing import compare_with_first, summarize, time_in_turn
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import ScoreJob
 from logsteer_server.engines.vllm.engine import VllmEngine
-from scoring import make_choices
-from timing import compare_with_first, summarize, time_in_turn
 
 TEXTS, LENGTH = 16, 512
 
@@ -48,7 +48,7 @@ def measure_full_text(engine: VllmEngine, vocab: int, hidden: int, runs: int) ->
         run_jobs(engine, [make_job(text, 1) for text in texts()])
 
     def multiply() -> None:
-        for part in hidden_RD.split(128):
+        for part in torch.split(hidden_RD, 128):
             project(part)[0, 0].item()  # waits for a GPU
 
     with torch.inference_mode():

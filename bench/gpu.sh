@@ -22,7 +22,7 @@ if [[ ${1:-} == --bare ]]; then
 fi
 
 if [[ -z ${MODEL:-} ]]; then
-  echo "usage: MODEL=Qwen/Qwen3-8B bench/gpu.sh [ARGUMENTS OF bench/run.py], or bench/gpu.sh --bare" >&2
+  echo "usage: MODEL=Qwen/Qwen3-8B bench/gpu.sh [ARGUMENTS OF bench.run], or bench/gpu.sh --bare" >&2
   exit 2
 fi
 python=${PYTHON:-.venv/bin/python}
@@ -32,5 +32,5 @@ if [[ ! -d $MODEL ]]; then
   fetch='import sys, huggingface_hub; print(huggingface_hub.snapshot_download(sys.argv[1]))'
   MODEL=$("$python" -c "$fetch" "$MODEL" | tail -n 1)
 fi
-exec "$python" bench/run.py --model "$MODEL" --dtype "${DTYPE:-auto}" \
+exec "$python" -m bench.run --model "$MODEL" --dtype "${DTYPE:-auto}" \
   --output bench/gpu-results.json "$@"

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from models import DEMO, DEVICE, ROOT
-from timing import compare_with_first, summarize, time_call
-from workplace import ID, Workplace, describe_stock
+from bench.models import DEMO, DEVICE, ROOT
+from bench.timing import compare_with_first, summarize, time_call
+from bench.workplace import ID, Workplace, describe_stock
 
 sys.path.insert(0, str(ROOT / "demo"))
 import corpus

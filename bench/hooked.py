@@ -10,6 +10,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from bench.models import DEVICE, GREEDY, generate
+from bench.timing import compare, join_results, summarize, time_in_turn
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob
 from logsteer_server.contract.plan import Site, SteeringPlan
 from logsteer_server.engines.tlens.engine import TransformerLensEngine
-from models import DEVICE, GREEDY, generate
-from timing import compare, join_results, summarize, time_in_turn
 
 GENERATED = 150
 LAYER = 2
@@ -106,7 +107,7 @@ def make_repeng(path: str, vector: Tensor) -> dict[str, Way]:
     if importlib.util.find_spec("repeng") is None:
         return {}
     if not hasattr(np, "float_"):
-        np.float_ = np.float64  # repeng 0.4.0 names it when imported, and NumPy 2 has dropped it
+        np.float_ = np.float64  # type: ignore[attr-defined]  # repeng 0.4.0 names it when imported, and NumPy 2 has dropped it
     from repeng import ControlModel
 
     model = ControlModel(_load(path, vector.dtype), [LAYER])
@@ -140,7 +141,7 @@ def measure(ways: dict[str, Way], prompts_BT: Tensor, runs: int) -> dict[str, An
         tokens[name] = ways[name](prompts_BT)
 
     with torch.inference_mode():
-        seconds = time_in_turn({name: lambda n=name: run(n) for name in ways}, runs)
+        seconds = time_in_turn({name: partial(run, name) for name in ways}, runs)
     result = summarize(seconds, len(prompts_BT) * GENERATED, "tokens")
     own, *peers = ways
     result["ratios"] = {f"{own} / {peer}": compare(seconds[own], seconds[peer]) for peer in peers}

@@ -17,9 +17,9 @@ import httpx
 import orjson
 import psutil
 
-from models import DEMO
-from servers import find_process, run_logsteer
-from short_items import (
+from bench.models import DEMO
+from bench.servers import find_process, run_logsteer
+from bench.short_items import (
     AT_ONCE,
     FAKE,
     as_ids,
@@ -28,7 +28,7 @@ from short_items import (
     make_bodies,
     make_pairs,
 )
-from timing import divide, spread
+from bench.timing import divide, spread
 
 COUNT = 65_536
 CALLERS = 4
@@ -106,7 +106,7 @@ def report_cpu(found: dict[str, list[float]], runs: int) -> dict[str, Any]:
 
 def measure_alone(answer: bytes, count: int) -> dict[str, float]:
     """Return the figures of `bench/short_items.py`."""
-    command = [sys.executable, str(Path(__file__).with_name("short_items.py")), str(DEMO)]
+    command = [sys.executable, "-m", "bench.short_items", str(DEMO)]
     output = subprocess.run([*command, str(count)], input=answer, capture_output=True, check=True)
     found: dict[str, float] = json.loads(output.stdout)
     return found

@@ -1,6 +1,6 @@
 """Chaos: many callers with mixed requests on one server, while engines are killed and stopped.
 
-    .venv/bin/python bench/load.py --requests 20000 --clients 256 --seed 0
+    .venv/bin/python -m bench.load --requests 20000 --clients 256 --seed 0
 
 Three models on two engines serve scores, perplexities of streamed texts, steered streams, sweeps,
 uploads and calls that are broken off; some readers are slow, and some requests are not to be
@@ -27,8 +27,10 @@ from typing import Any
 
 import httpx
 import numpy as np
+from tests.conftest import DEMO_MODEL, STORIES_MODEL, tlens_model, vllm_model
+from tests.servers import Server
 
-from load_requests import (
+from bench.load_requests import (
     JSON,
     Plan,
     RefusalError,
@@ -37,12 +39,6 @@ from load_requests import (
     draw_plans,
     read_numbers,
 )
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests.conftest import DEMO_MODEL, STORIES_MODEL, tlens_model, vllm_model  # noqa: E402
-from tests.servers import Server  # noqa: E402
 
 MAX_TRIES = 200
 LONGEST_WAIT_S = 5.0

@@ -14,11 +14,11 @@ from typing import Any
 import httpx
 import psutil
 
+from bench.models import DEVICE, ROOT
+from bench.servers import find_process
+from bench.timing import compare, compare_with_first, spread, summarize
+from bench.workplace import ID, Workplace
 from logsteer import Client
-from models import DEVICE, ROOT
-from servers import find_process
-from timing import compare, compare_with_first, spread, summarize
-from workplace import ID, Workplace
 
 sys.path.insert(0, str(ROOT / "demo"))
 import corpus
@@ -84,7 +84,7 @@ def compare_replicas(place: Workplace, runs: int) -> dict[str, Any]:
 def make_texts(seed: int) -> list[str]:
     """Texts of several stories each, others with every seed."""
     draw = random.Random(seed)
-    moods = ("happy", "sad")
+    moods: list[corpus.Mood] = ["happy", "sad"]
     return [
         " ".join(corpus.story(draw, draw.choice(moods)) for _ in range(STORIES))
         for _ in range(TEXTS)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from bars import tabulate, write_cell, write_table
+from bench.bars import tabulate, write_cell, write_table
 
 
 def write_page(results: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Time and peak memory of reading scored rows, against the whole log-softmax and the bare matmul.
 
-python bench/rows.py --device cuda --rows 2048 --vocab 128256 --hidden 4096
+.venv/bin/python -m bench.rows --device cuda --rows 2048 --vocab 128256 --hidden 4096
 """
 
 import argparse
@@ -11,6 +11,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -112,9 +113,9 @@ def main() -> None:
     full = RowSpec(("logprob", "rank", "entropy"), top=5)
     for chunk_mib in options.chunk_mib:
         chunk = chunk_mib * MIB
-        ways[f"rows, logprob, {chunk_mib} MiB"] = lambda c=chunk: read(RowSpec(("logprob",)), c)
-        ways[f"rows, logprob + rank, {chunk_mib} MiB"] = lambda c=chunk: read(
-            RowSpec(("logprob", "rank")), c
+        ways[f"rows, logprob, {chunk_mib} MiB"] = partial(read, RowSpec(("logprob",)), chunk)
+        ways[f"rows, logprob + rank, {chunk_mib} MiB"] = partial(
+            read, RowSpec(("logprob", "rank")), chunk
         )
     ways[f"rows, 3 columns + top 5, {options.chunk_mib[0]} MiB"] = lambda: read(
         full, options.chunk_mib[0] * MIB

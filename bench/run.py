@@ -1,9 +1,9 @@
 """Runs the benchmarks, prints what is asked of them, writes bench/results.json and results.md.
 
     make bench                      everything
-    .venv/bin/python bench/run.py --only choices --runs 7
-    .venv/bin/python bench/run.py --table
-    .venv/bin/python bench/run.py --model CHECKPOINT --output bench/gpu-results.json
+    .venv/bin/python -m bench.run --only choices --runs 7
+    .venv/bin/python -m bench.run --table
+    .venv/bin/python -m bench.run --model CHECKPOINT --output bench/gpu-results.json
 
 Peers run on the same machine, in turn with logsteer: one run of each, then the next of each. With a
 checkpoint of the user's, the rows that can take one run with it, and the others are left out.
@@ -27,18 +27,20 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
-import harness
-import http_process
-import replicas
-import sampling
-import score_file
-import scoring
-import start
-import steering
-from bars import BARS, write_table
-from results_page import write_page
-from timing import spread
-from workplace import Workplace
+from bench import (
+    harness,
+    http_process,
+    replicas,
+    sampling,
+    score_file,
+    scoring,
+    start,
+    steering,
+)
+from bench.bars import BARS, write_table
+from bench.results_page import write_page
+from bench.timing import spread
+from bench.workplace import Workplace
 
 BENCH = Path(__file__).resolve().parent
 
@@ -62,7 +64,7 @@ def in_directory(measure: Callable[[Path, int], dict[str, Any]]) -> Benchmark:
 def measure_memory(_place: Workplace, runs: int) -> dict[str, Any]:
     """What `bench/rows.py` says of 2,048 tokens and a vocabulary of 128 k, on a GPU if any."""
     command = [
-        sys.executable, str(BENCH / "rows.py"), "--dtype", "float32", "--hidden", "256",
+        sys.executable, "-m", "bench.rows", "--dtype", "float32", "--hidden", "256",
         "--runs", str(runs), "--chunk-mib", "256",
     ]  # fmt: skip
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -140,7 +142,7 @@ def run_all(names: list[str], options: argparse.Namespace) -> list[str]:
 
 def write_command(name: str, options: argparse.Namespace) -> str:
     """Return what runs this row again."""
-    words = [".venv/bin/python bench/run.py --only", name]
+    words = [".venv/bin/python -m bench.run --only", name]
     if options.model is not None:
         words += ["--model", options.model.name, "--dtype", options.dtype]
     return " ".join(words)

@@ -5,10 +5,10 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from bench.models import read_vocab
+from bench.timing import compare, join_results, summarize, time_in_turn
+from bench.workplace import Workplace
 from logsteer import Client
-from models import read_vocab
-from timing import compare, join_results, summarize, time_in_turn
-from workplace import Workplace
 
 PROMPTS, PROMPT, SAMPLES, GENERATED = 16, 32, 2, 64
 POLICY: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9}

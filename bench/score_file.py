@@ -1,7 +1,7 @@
 """`logsteer score-file` against a loop over the same requests that reads no answer; Parquet against
 JSON lines.
 
-    .venv/bin/python bench/run.py --only score_file score_file_forms
+    .venv/bin/python -m bench.run --only score_file score_file_forms
 
 The server is on one core, with its engine, and what asks it on another, each run a process of its
 own. The fake engine's answers take next to no work: rows come as fast as HTTP can take them.
@@ -15,15 +15,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
 
 import logsteer
+from bench.servers import run_logsteer
+from bench.timing import compare, spread
 from logsteer.corpus import JobLimits
-from servers import run_logsteer
-from timing import compare, spread
 
 DEMO = Path(__file__).resolve().parents[1] / "demo" / "model"
 ROWS = {"fake": 49_152, "vllm": 4_096}
@@ -40,7 +40,7 @@ LIMITS = JobLimits(batch_size=256)
 
 def compare_with_loop(directory: Path, runs: int) -> dict[str, object]:
     """Rows per second and CPU time a row of a job and of a loop, by engine and endpoint."""
-    from short_items import FAKE, as_text, make_pairs
+    from bench.short_items import FAKE, as_text, make_pairs
 
     if (os.cpu_count() or 1) < 2:
         raise RuntimeError("this row takes two cores")
@@ -48,7 +48,10 @@ def compare_with_loop(directory: Path, runs: int) -> dict[str, object]:
     ratios: dict[str, list[float]] = {}
     for engine, count in ROWS.items():
         pairs = make_pairs(count, seed=3)
-        rows = {"logprob": as_text(pairs), "perplexity": [a + b for a, b in pairs]}
+        rows: dict[str, Sequence[object]] = {
+            "logprob": as_text(pairs),
+            "perplexity": [a + b for a, b in pairs],
+        }
         own = {"engine_args": FAKE} if engine == "fake" else {}
         with on_cores({0}), run_logsteer({"demo": DEMO}, directory, engine, **own) as url:
             for endpoint in FIELD:
@@ -75,7 +78,7 @@ def compare_forms(directory: Path, runs: int) -> dict[str, object]:
     import pyarrow
     from pyarrow import parquet
 
-    from short_items import FAKE, as_text, make_pairs
+    from bench.short_items import FAKE, as_text, make_pairs
 
     if (os.cpu_count() or 1) < 2:
         raise RuntimeError("this row takes two cores")
@@ -115,7 +118,7 @@ def on_cores(numbers: set[int]) -> Iterator[None]:
 
 
 def _run(url: str, endpoint: str, source: Path, way: str) -> dict[str, float]:
-    command = [sys.executable, __file__, url, endpoint, str(source), way]
+    command = [sys.executable, "-m", "bench.score_file", url, endpoint, str(source), way]
     with on_cores({1}):
         output = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
     found: dict[str, float] = json.loads(output.splitlines()[-1])

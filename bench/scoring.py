@@ -7,18 +7,17 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import httpx
 
+from bench.models import read_vocab
+from bench.timing import compare_with_first, summarize, time_call
+from bench.workplace import Workplace, describe_stock
 from logsteer import Client
-from models import read_vocab
-from timing import compare_with_first, summarize, time_call
-from workplace import Workplace, describe_stock
 
 Item = dict[str, Any]
-ENGINE = Path(__file__).with_name("engine.py")
 UNCOUNTED = 8
 """Runs before those that count: each fills a part of the cache that no page was given to yet."""
 CONTEXTS, CONTEXTS_ON_STOCK, TARGETS = 32, 16, 4
@@ -87,8 +86,8 @@ def compare_choices(place: Workplace, runs: int) -> dict[str, Any]:
         for run in range(runs + 1):
             ours = make_choices(vocab, CONTEXTS, seed=next(seeds))
             theirs = make_choices(vocab, CONTEXTS_ON_STOCK, seed=next(seeds))
-            own = time_call(lambda items=ours: client.logprob(items, per_token=False))
-            other = time_call(lambda items=theirs: score_on_stock(stock, items))
+            own = time_call(partial(client.logprob, ours, per_token=False))
+            other = time_call(partial(score_on_stock, stock, theirs))
             if run:
                 seconds["logsteer"].append(own / CONTEXTS)
                 seconds["stock vLLM server"].append(other / CONTEXTS_ON_STOCK)
@@ -110,7 +109,15 @@ def compare_full_text(place: Workplace, runs: int) -> dict[str, Any]:
 def _run_engine(place: Workplace, part: str, runs: int) -> list[str]:
     """The command of `bench/engine.py`."""
     settings = json.dumps(place.settings)
-    return [sys.executable, str(ENGINE), part, str(place.find_model()), str(runs), settings]
+    return [
+        sys.executable,
+        "-m",
+        "bench.engine",
+        part,
+        str(place.find_model()),
+        str(runs),
+        settings,
+    ]
 
 
 def _find(lines: Iterable[str], mark: str) -> str:
@@ -136,7 +143,7 @@ def compare_with_own_engine(place: Workplace, runs: int) -> dict[str, Any]:
             engine.stdin.flush()
             own = float(_find(engine.stdout, "seconds "))
             items = make_choices(vocab, 64, 200, 1, 20, seed=seed)
-            taken = time_call(lambda items=items: client.logprob(items, per_token=False))
+            taken = time_call(partial(client.logprob, items, per_token=False))
             if run >= UNCOUNTED:
                 seconds["logsteer over HTTP"].append(taken)
                 seconds["its engine in-process"].append(own)

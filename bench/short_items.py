@@ -1,6 +1,6 @@
 """Short items as evaluations send them, and what they cost without a service.
 
-    .venv/bin/python bench/short_items.py TOKENIZER COUNT < ANSWER.json
+    .venv/bin/python -m bench.short_items TOKENIZER COUNT < ANSWER.json
 
 prints as JSON the CPU microseconds an item of a process that does nothing but what any service has
 to do with such calls: read the JSON of their bodies, encode the texts, write the JSON of the answer
@@ -19,10 +19,10 @@ import numpy as np
 import orjson
 from tokenizers import Tokenizer
 
+from bench.models import DEMO, ROOT
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import ScoreJob
 from logsteer_server.engines.fake import FakeEngine
-from models import DEMO, ROOT
 
 sys.path.insert(0, str(ROOT / "demo"))
 import corpus

@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ def read_cpu(server: int) -> dict[str, float]:
         except OSError:
             continue  # it has ended meanwhile
         stats[int(path.parent.name)] = fields
-    found: Counter[str] = Counter()
+    found: dict[str, float] = defaultdict(float)
     for pid, fields in stats.items():
         own, ended = (sum(map(int, fields[n : n + 2])) / TICKS for n in (11, 13))
         if pid == server:

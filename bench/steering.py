@@ -9,13 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from decoding import GENERATED, SEQUENCES, Answer, Work
-from models import DEMO, make_model
-from timing import compare, join_results, summarize
-from workplace import Workplace, describe_stock
+from bench.decoding import GENERATED, SEQUENCES, Answer, Work
+from bench.models import DEMO, make_model
+from bench.timing import compare, join_results, summarize
+from bench.workplace import Workplace, describe_stock
 
-DECODING = Path(__file__).with_name("decoding.py")
-HOOKED = Path(__file__).with_name("hooked.py")
 UNCOUNTED = 4
 """Batches of each process before those that count: they use all pages of its cache once."""
 SLOTS = 64
@@ -50,7 +48,7 @@ def start_decoder(place: Workplace, kind: str, slots: int = 0) -> Iterator[Decod
     """A process with the model loaded and warm; it is stopped at the end."""
     log = place.directory / f"decoding-{kind}-{slots}.log"
     path, settings = place.find_model(), json.dumps(place.settings)
-    command = [sys.executable, str(DECODING), kind, str(path), str(slots), settings]
+    command = [sys.executable, "-m", "bench.decoding", kind, str(path), str(slots), settings]
     with (
         log.open("w") as errors,
         subprocess.Popen(
@@ -155,7 +153,7 @@ def _run_hooked(
     """What `bench/hooked.py` says of these batches, with the whole sequence again or without."""
     dtype = place.settings["dtype"]
     asked = [str(path), dtype, str(runs), *(f"{n}{'+' * again}" for n, again in batches.items())]
-    command = [sys.executable, str(HOOKED), *asked]
+    command = [sys.executable, "-m", "bench.hooked", *asked]
     output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     line = next(line for line in output.splitlines() if line.startswith("result "))
     result: dict[str, Any] = json.loads(line.removeprefix("result "))

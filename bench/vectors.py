@@ -1,6 +1,6 @@
 """What training says of contrast sets, and what its vectors then do to pairs they never saw.
 
-    .venv/bin/python bench/vectors.py --model MODEL --pairs SET.json … [--engine transformer_lens]
+    .venv/bin/python -m bench.vectors --model MODEL --pairs SET.json … [--engine transformer_lens]
 
 Of each set, the first pairs train a vector by each method, and others are held out altogether: on
 them the table has the change of the preference for the positive text (nats, mean) at the scales
@@ -13,12 +13,12 @@ import json
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from bench.servers import run_logsteer
 from logsteer import Client
 from logsteer.extras.dose_response import DoseResponse, evaluate_vector
 from logsteer.schemas import VectorCard
-from servers import run_logsteer
 
 WAYS: list[dict[str, Any]] = [
     {"method": "mean_difference"},
@@ -27,7 +27,7 @@ WAYS: list[dict[str, Any]] = [
     {"method": "logistic", "whiten": True},
     {"method": "lda"},
 ]
-READS = ("last", "mean")
+READS: tuple[Literal["last", "mean"], ...] = ("last", "mean")
 HEADS = (
     "set", "read", "method", "layer", "AUC", "effect", "scales", "|change|", "change of preference",
     "KL at the last", "s",

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from models import DEVICE, make_model
-from servers import run_logsteer, run_stock
+from bench.models import DEVICE, make_model
+from bench.servers import run_logsteer, run_stock
 
 ID = "model"
 """The id of the model in a server of ours."""

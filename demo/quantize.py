@@ -66,7 +66,7 @@ def preset(scheme: str) -> QuantizationScheme:
 def set_scales(layer: nn.Module, args: QuantizationArgs) -> None:
     """Nothing; gives the layer the scale of each channel or group, from its largest weight."""
     weight_NK = layer.get_parameter("weight")
-    groups_NGK = weight_NK.unflatten(1, (-1, args.group_size or weight_NK.shape[1]))
+    groups_NGK = torch.unflatten(weight_NK, 1, (-1, args.group_size or weight_NK.shape[1]))
     scale_NG, _ = calculate_qparams(*torch.aminmax(groups_NGK, dim=-1), args)
     layer.get_parameter("weight_scale").copy_(scale_NG)
 
@@ -87,14 +87,14 @@ def write_compressed(scheme: str, model: PreTrainedModel, output: Path) -> None:
 
 def pack_awq(codes_KN: Tensor) -> Tensor:
     """Numbers from 0 to 15 [K, N], eight columns to an int32 [K, N / 8] in AWQ's order."""
-    nibbles = codes_KN.to(torch.int32).unflatten(1, (-1, 8))[:, :, list(AWQ_ORDER)]
+    nibbles = torch.unflatten(codes_KN.to(torch.int32), 1, (-1, 8))[:, :, list(AWQ_ORDER)]
     # The highest nibble reaches the sign, and the sum wraps round to it.
     return (nibbles << torch.arange(0, 32, 4, dtype=torch.int32)).sum(-1, dtype=torch.int32)
 
 
 def to_awq(weight_NK: Tensor) -> dict[str, Tensor]:
     """A layer's tensors in AWQ's format: a weight is (code - zero point) * scale of its group."""
-    groups_GKN = weight_NK.T.float().unflatten(0, (-1, GROUP))
+    groups_GKN = torch.unflatten(weight_NK.T.float(), 0, (-1, GROUP))
     low_GN, high_GN = groups_GKN.amin(1).clamp(max=0), groups_GKN.amax(1).clamp(min=0)
     scale_GN = ((high_GN - low_GN) / 15).clamp(min=1e-7).half()
     zero_GN = (-low_GN / scale_GN).round().clamp(0, 15)

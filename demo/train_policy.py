@@ -97,7 +97,7 @@ def train(steps: int, seed: int = 0) -> tuple[LocalModel, Report]:
         rewards = [judge(policy.decode(ids)) for ids in stories]
         loss = compute_loss(policy, start, baseline, prompts, stories, rewards, report)
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
         print(

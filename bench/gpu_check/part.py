@@ -9,9 +9,10 @@ import argparse
 import json
 import os
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_CUDA = "no CUDA device"
@@ -86,9 +87,7 @@ class Findings:
         return cls(tables=[Table(**table) for table in found.pop("tables")], **found)
 
 
-def list_result(
-    name: str, values: dict[str, float | Sequence[float] | str | None]
-) -> list[list[Cell]]:
+def list_result(name: str, values: Mapping[str, Any]) -> list[list[Cell]]:
     """Return the rows of a benchmark's values: name, measure, median, smallest, largest.
 
     A value is [smallest, median, largest], or one alone, which is taken for the median.
@@ -111,7 +110,11 @@ def find_line(lines: Sequence[str], mark: str) -> str:
     return found[-1]
 
 
-def run_command(command: Sequence[str], timeout_s: float = LIMIT_S, **environment: str) -> str:
+def run_command(
+    command: Sequence[str],
+    timeout_s: float = LIMIT_S,
+    environment: Mapping[str, str] | None = None,
+) -> str:
     """Run a command in the project's directory; return what it printed.
 
     Errors: RuntimeError with the end of its messages where it fails or takes longer.
@@ -120,7 +123,7 @@ def run_command(command: Sequence[str], timeout_s: float = LIMIT_S, **environmen
         done = subprocess.run(
             [*command],
             cwd=ROOT,
-            env=os.environ | environment,
+            env=os.environ | (environment or {}),
             capture_output=True,
             text=True,
             check=False,

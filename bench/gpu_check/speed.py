@@ -27,7 +27,7 @@ def measure(options: Options, found: Findings) -> None:
         found.not_run.append("left out of the quick selection")
         return
     path = options.directory / f"{row}.json"
-    arguments = ["bench/run.py", "--only", row, *(["--runs", "1"] if options.quick else [])]
+    arguments = ["-m", "bench.run", "--only", row, *(["--runs", "1"] if options.quick else [])]
     run_command([sys.executable, *arguments, "--output", str(path)])
     result: dict[str, Any] = json.loads(path.read_text())[row]
     bars = Table("What is asked of the median.", ["what", "median", "bar", "met"])

@@ -118,11 +118,11 @@ def measure_speed(options: Options, path: Path, found: Findings) -> None:
     """What `bench/hooked.py` says: tokens a second beside TransformerLens' own ways and repeng."""
     batches, runs = (("1+",), "1") if options.quick else (("1+", "8", "32"), "3")
     dtype = "bfloat16" if options.on_cuda else "float32"
-    command = ["bench/hooked.py", str(path), dtype, runs, *batches]
+    command = ["-m", "bench.hooked", str(path), dtype, runs, *batches]
     server = os.pathsep.join([str(ROOT / "server"), str(ROOT / "client"), *sys.path])
     # The model for CPUs is small: a second thread would mostly wait for the first.
-    threads = {} if options.on_cuda else {"OMP_NUM_THREADS": "1"}
-    output = run_command([sys.executable, *command], PYTHONPATH=server, **threads)
+    environment = {"PYTHONPATH": server} | ({} if options.on_cuda else {"OMP_NUM_THREADS": "1"})
+    output = run_command([sys.executable, *command], environment=environment)
     result = json.loads(find_line(output.splitlines(), "result "))
     table = Table(
         f"150 steered tokens of each sequence, {dtype}.",

@@ -19,9 +19,9 @@ PROJECT = "logsteer"
 
 def describe_licence(metadata: importlib.metadata.PackageMetadata) -> list[dict[str, object]]:
     """The licence as a package declares it: an expression, a short name, or its classifiers."""
-    if expression := metadata.get("License-Expression"):
-        return [{"expression": expression}]
-    name = metadata.get("License") or ""
+    if expressions := metadata.get_all("License-Expression"):
+        return [{"expression": expressions[0]}]
+    name, *_ = metadata.get_all("License") or [""]
     classifiers = [
         line.rpartition(" :: ")[2]
         for line in metadata.get_all("Classifier") or []

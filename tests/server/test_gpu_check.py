@@ -170,7 +170,7 @@ def test_a_bar_judges_the_median_and_where_asked_the_spread(
 
 
 def test_every_bar_is_of_a_row_and_what_was_not_measured_is_said() -> None:
-    command = [sys.executable, "bench/run.py", "--list"]
+    command = [sys.executable, "-m", "bench.run", "--list"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert {bar.row for bar in BARS} == set(done.stdout.split())
     first = BARS[0]
