@@ -74,6 +74,15 @@ def test_snippets_run(visit: OpenPage, api: Client, tmp_path: Path, name: str) -
         api.vectors.delete("snippet")
 
 
+def test_a_text_with_a_probe_is_copied_without_a_command(visit: OpenPage, tmp_path: Path) -> None:
+    """`logsteer perplexity` reads no probe, and nothing is left out unsaid."""
+    seen = visit("text?colour=probe&probe=mood")
+    view = seen.see("text")
+    assert view.locator("[data-copy=cli]").count() == 0
+    printed = run_all(seen, tmp_path, ("curl", "python"))
+    assert json.loads(printed["curl"])["results"][0]["tokens"]["probes"][0]["name"] == "mood"
+
+
 def test_combining_is_copied_without_a_command(
     visit: OpenPage, api: Client, tmp_path: Path
 ) -> None:

@@ -107,6 +107,20 @@ def test_the_slider_gives_up_the_stream_before(visit: OpenPage, api: Client) -> 
     assert read_sides(seen.page.locator("#view-steer"))[1] == result.completions[0].tokens
 
 
+def test_a_result_keeps_the_prompt_that_it_answers(visit: OpenPage) -> None:
+    seen = visit("steer?vector=mood&max_tokens=8&prompt=Once%20upon%20a%20time")
+    view = seen.see("steer")
+    before = read_tokens(view, "Steered: the text, by its tokens")
+    assert before[0] == "Once upon a time"
+    seen.page.get_by_label("Text", exact=True).fill("The dog was")
+    view.locator(".continuations.is-stale").wait_for()
+    assert read_tokens(view, "Steered: the text, by its tokens") == before
+    expect(view.get_by_text("these texts answer the request before")).to_be_visible()
+    seen.button("Generate").click()
+    expect(view.locator(".continuations .token").first).to_have_text("The\u00a0dog\u00a0was")
+    expect(view.locator(".continuations.is-stale")).to_have_count(0)
+
+
 def test_tokens_are_shown_while_they_are_generated(visit: OpenPage) -> None:
     # With one activation for all tokens the model says one word for ever.
     seen = visit("steer?vector=mood&op=replace&layers=4&temperature=0&max_tokens=300")

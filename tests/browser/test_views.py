@@ -2,8 +2,10 @@
 
 import re
 
+import numpy as np
 import pytest
 from playwright.sync_api import Locator, expect
+from safetensors.numpy import load
 
 from logsteer import Client
 from tests.browser.conftest import OpenPage
@@ -139,3 +141,20 @@ def test_models_shows_cards_and_the_self_test(visit: OpenPage, api: Client) -> N
     for row, check in zip(rows, checks, strict=True):
         assert check.promise in row.locator("th").inner_text()
         assert words[check.verdict] in row.locator("td").first.inner_text()
+
+
+def test_a_probe_is_shown_at_the_token_that_it_was_read_at(visit: OpenPage, api: Client) -> None:
+    seen = visit("text?colour=probe&probe=mood&text=Lily%20was%20sad.%20Tom%20was%20happy.")
+    view = seen.see("text")
+    sent = seen.sent_to("/perplexity")
+    (layer,) = sent["probes"][0]["layers"]
+    activations_TD = api.activations(sent["texts"], layers=[layer], read="each").layers[layer]
+    arrays = load(api.vectors.download("mood"))
+    (direction_D,) = (array for name, array in arrays.items() if f".{layer}." in name)
+    projections_T = activations_TD @ direction_D / np.linalg.norm(direction_D)
+    tokens = view.get_by_role("listbox", name="Tokens of the text").locator(".token")
+    assert tokens.count() == len(projections_T) - 1  # all but the beginning of the sequence
+    for index in range(tokens.count() - 1):  # the answer has no reading of the last token
+        tokens.nth(index).hover()
+        shown = seen.page.get_by_role("tooltip").locator("dt:text-is('Probe') + dd").inner_text()
+        assert read(shown) == pytest.approx(float(projections_T[index + 1]), abs=2e-3)

@@ -53,6 +53,10 @@ export function App() {
   }, [id, states, chosenModel.value]);
 
   useEffect(() => {
+    document.title = `${(VIEWS.find((view) => view.id === id) ?? FIRST).title} · logsteer`;
+  }, [id]);
+
+  useEffect(() => {
     const follow = (): void => {
       if (location.hash === written.current) return;
       written.current = location.hash;

@@ -169,6 +169,10 @@ export async function stream<P extends PathOf<"post">>(
   return (await readStream(response, onEvent)) as Answer<"post", P>;
 }
 
+const LOST =
+  "The connection was lost before the answer was complete: the server may have been stopped. " +
+  "What had arrived is shown; run again for the whole answer.";
+
 async function readStream(
   response: Response,
   onEvent: (name: string, data: unknown) => void,
@@ -181,7 +185,7 @@ async function readStream(
     else onEvent(event.name, event.data);
   }
   if (result !== null) return result.data;
-  throw new Error("The stream ended before its result: the server may have been stopped.");
+  throw new Error(LOST);
 }
 
 interface ServerEvent {
@@ -195,7 +199,10 @@ async function* readEvents(body: ReadableStream<Uint8Array>): AsyncGenerator<Ser
   let rest = "";
   try {
     for (;;) {
-      const { done, value } = await reader.read();
+      const { done, value } = await reader.read().catch((error: unknown) => {
+        if (error instanceof DOMException && error.name === "AbortError") throw error;
+        throw new Error(LOST);
+      });
       if (done) return;
       rest += decoder.decode(value, { stream: true });
       const blocks = rest.split(/\r?\n\r?\n/);

@@ -15,7 +15,7 @@ export interface Reading {
   logprobs: (number | null)[];
   ranks: (number | null)[];
   entropies: (number | null)[];
-  /** Projections on the probe, and after steering where there was any. */
+  /** Projections on the probe at each token, after steering where there was any; null: not read. */
   readings: (number | null)[] | null;
   /** What was read, and where. */
   probe: string;
@@ -58,9 +58,11 @@ export async function readText(query: Query, signal: AbortSignal): Promise<Readi
   const first = encoded.offsets.findIndex((offset) => offset !== null);
   const prefix = encoded.token_ids.slice(0, first < 0 ? 0 : first);
   const ids = encoded.token_ids.slice(prefix.length);
-  const spread = <T,>(values: readonly T[] | null | undefined): (T | null)[] => {
+  const spread = <T,>(values: readonly T[] | null | undefined, shift = 0): (T | null)[] => {
     const all = new Array<T | null>(ids.length).fill(null);
-    scored.positions.forEach((position, at) => (all[position] = values?.[at] ?? null));
+    scored.positions.forEach((position, at) => {
+      if (position + shift >= 0) all[position + shift] = values?.[at] ?? null;
+    });
     return all;
   };
   const probed = scored.probes?.[0];
@@ -70,7 +72,8 @@ export async function readText(query: Query, signal: AbortSignal): Promise<Readi
     logprobs: spread(scored.logprobs),
     ranks: spread(scored.ranks),
     entropies: spread(scored.columns?.entropy),
-    readings: probed ? spread(probed.after ?? probed.before) : null,
+    // Entry i was read at the token that token i was predicted from, which is the one before it.
+    readings: probed ? spread(probed.after ?? probed.before, -1) : null,
     probe: probed ? `${probed.name} at layer ${probed.layer}` : "",
     total,
     answer,

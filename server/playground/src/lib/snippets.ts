@@ -211,7 +211,7 @@ export function toCommand(asked: Asked, origin: string): string | null {
   const body = withoutUndefined(asked.body ?? {});
   const { options, input } = steeringOptions(body.steering);
   const words = ["logsteer", ...COMMANDS[asked.endpoint] ?? []];
-  if (words.length === 1) return null;
+  if (words.length === 1 || (body.probes !== undefined && !READING.has(asked.endpoint))) return null;
   let piped = input;
   const pipe = (text: string): string => {
     if (piped !== null) return "";

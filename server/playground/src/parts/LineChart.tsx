@@ -272,13 +272,17 @@ function makeOptions(
   };
 }
 
-/** Powers of ten from `low` to `high`, at most eight of them. */
+/** Powers of ten from `low` to `high`, at most eight of them; with their double and fivefold if few. */
 function listDecades(low: number, high: number): number[] {
-  const [first, last] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
-  const step = Math.ceil((last - first + 1) / 8);
-  return Array.from({ length: last - first + 1 }, (_, n) => 10 ** (first + n)).filter(
-    (_, n) => n % step === 0,
-  );
+  const [first, last] = [Math.floor(Math.log10(low)), Math.floor(Math.log10(high))];
+  const decades = Array.from({ length: last - first + 1 }, (_, n) => 10 ** (first + n));
+  const isInside = (value: number): boolean => value >= low && value <= high;
+  const inside = decades.filter(isInside);
+  if (inside.length < 3) {
+    return decades.flatMap((value) => [value, 2 * value, 5 * value]).filter(isInside);
+  }
+  const step = Math.ceil(inside.length / 8);
+  return inside.filter((_, n) => n % step === 0);
 }
 
 function toCsv({ x, series, xLabel }: LineChartProps): string {

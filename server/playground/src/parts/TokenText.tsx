@@ -109,6 +109,7 @@ export function TokenText(props: TokenTextProps) {
         ref={box}
         class="tokens"
         role="listbox"
+        dir="auto"
         tabIndex={0}
         aria-label={label}
         aria-activedescendant={active === null ? undefined : `${id}-${active}`}
@@ -211,8 +212,9 @@ function Card({ id, anchor, children }: CardProps) {
       if (element === null || rect === undefined) return;
       const { offsetWidth: width, offsetHeight: height } = element;
       const left = Math.min(Math.max(MARGIN, rect.left), innerWidth - width - MARGIN);
-      const isBelow = rect.bottom + height + 2 * MARGIN < innerHeight || rect.top < height + MARGIN;
-      const top = isBelow ? rect.bottom + MARGIN : rect.top - height - MARGIN;
+      const isBelow = rect.bottom + height + 2 * MARGIN < innerHeight;
+      const isAbove = !isBelow && rect.top > height + 2 * MARGIN;
+      const top = isAbove ? rect.top - height - MARGIN : rect.bottom + MARGIN;
       element.style.transform = `translate(${Math.round(left)}px, ${Math.round(top)}px)`;
     },
     [anchor],
@@ -220,9 +222,13 @@ function Card({ id, anchor, children }: CardProps) {
   useLayoutEffect(place);
   useEffect(() => {
     const options = { capture: true, passive: true } as const;
+    // It grows when what was looked up arrives.
+    const observer = new ResizeObserver(place);
+    if (card.current) observer.observe(card.current);
     addEventListener("scroll", place, options);
     addEventListener("resize", place);
     return () => {
+      observer.disconnect();
       removeEventListener("scroll", place, options);
       removeEventListener("resize", place);
     };

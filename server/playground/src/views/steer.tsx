@@ -1,4 +1,4 @@
-import { useEffect, useMemo, useRef } from "preact/hooks";
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { fixed, plural, short } from "../lib/format";
 import type { JsonObject } from "../lib/snippets";
 import {
@@ -19,7 +19,7 @@ import { NumberField, Segments, Select, Slider, TextArea, TextField } from "../p
 import { Receipt } from "../parts/Receipt";
 import "./steer.css";
 import { Columns, type Colouring } from "./steer/Columns";
-import { useStreams, type Streams } from "./steer/stream";
+import { useStreams, type Caption, type Streams } from "./steer/stream";
 import { NoVector } from "./steering/NoVector";
 import { useNamed, useVectors } from "./steering/useVectors";
 import { VectorFields, VectorSelect } from "./steering/VectorFields";
@@ -112,9 +112,12 @@ function SteerView({ state, setState, model, isShown }: ViewProps<State>) {
   const latest = useRef(body);
   latest.current = body;
   const run = (): void => {
-    if (latest.current !== null) send(latest.current);
+    if (latest.current !== null) send(latest.current, describe(state, cards ?? []));
   };
   useRepeated(run, isReady, body, state);
+  const isStale = useStaying(
+    shown !== null && !task.isRunning && JSON.stringify(shown.body) !== JSON.stringify(body),
+  );
   useNamed(state.vector, cards, (vector) => setState({ vector }));
 
   if (cards === null) return <ErrorNote error={listing.error} />;
@@ -151,11 +154,9 @@ function SteerView({ state, setState, model, isShown }: ViewProps<State>) {
           <ColourFields state={state} setState={setState} cards={cards} />
           <Columns
             shown={shown}
-            prompt={state.mode === "text" ? state.prompt : ""}
             colouring={state.colour}
-            probe={describeProbe(state, cards)}
-            scale={state.op === "clamp" ? "clamped" : `scale ${short(state.scale)}${state.op === "rotate" ? "°" : ""}`}
             isRunning={task.isRunning}
+            isStale={isStale}
           />
           {shown.answer && <Receipt receipt={shown.answer.steering} />}
         </>
@@ -185,6 +186,18 @@ function useRepeated(run: () => void, isReady: boolean, body: object | null, sta
     if (rest <= 0) go();
     else last.current.timer = window.setTimeout(go, rest);
   }, [isReady, body, key]);
+}
+
+/** Whether this stays so for longer than it takes for a change to be sent by itself. */
+function useStaying(isSo: boolean): boolean {
+  const [stays, setStays] = useState(false);
+  useEffect(() => {
+    setStays(false);
+    if (!isSo) return undefined;
+    const timer = setTimeout(() => setStays(true), 3 * PAUSE_MS);
+    return () => clearTimeout(timer);
+  }, [isSo]);
+  return isSo && stays;
 }
 
 type Change = { state: State; setState: (change: Partial<State>) => void };
@@ -332,9 +345,14 @@ function ColourFields({ state, setState, cards }: Change & { cards: readonly Vec
   );
 }
 
-function describeProbe(state: State, cards: readonly VectorCard[]): string {
+function describe(state: State, cards: readonly VectorCard[]): Caption {
   const probed = findVector(state.probe || state.vector, cards);
-  return `${state.read} on ${probed?.name ?? state.probe}`;
+  const degrees = state.op === "rotate" ? "°" : "";
+  return {
+    prompt: state.mode === "text" ? state.prompt : "",
+    scale: state.op === "clamp" ? "clamped" : `scale ${short(state.scale)}${degrees}`,
+    probe: `${state.read} on ${probed?.name ?? state.probe}`,
+  };
 }
 
 function isUnusual(state: State): boolean {

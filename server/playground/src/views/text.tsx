@@ -4,6 +4,7 @@ import { count, fixed, number, plural, signed, tick } from "../lib/format";
 import { readText, toRequest, type Alternatives, type Query, type Reading } from "../lib/reading";
 import { divergingScale, findReach, linearScale, logScale, type Scale } from "../lib/scales";
 import type { JsonObject } from "../lib/snippets";
+import { reachOf } from "../lib/steering";
 import { useAutoRun, useTask } from "../lib/task";
 import { refreshVectors, vectors } from "../lib/vectors";
 import { view, type ViewProps } from "../lib/view";
@@ -34,6 +35,8 @@ type State = {
 const LIVE = 6000;
 /** No layer: those of the vector itself. */
 const OWN = -1;
+/** No layer: the one that training recommends, else those of the vector itself. */
+const RECOMMENDED = -2;
 
 const EXAMPLES: Example<State>[] = [
   {
@@ -69,8 +72,8 @@ const INITIAL: State = {
   beside: "none",
   other: "",
   vector: "",
-  scale: 4,
-  layer: OWN,
+  scale: 1,
+  layer: RECOMMENDED,
 };
 
 interface Sides {
@@ -202,7 +205,8 @@ function toOther(
   }
   const card = state.beside === "steered" ? pick(state.vector, stored) : undefined;
   if (card === undefined) return null;
-  const layers = state.layer === OWN ? undefined : [state.layer];
+  const layer = state.layer === RECOMMENDED ? (card.about.recommendation?.layer ?? OWN) : state.layer;
+  const layers = layer === OWN ? undefined : [layer];
   const steering = { vectors: [{ name: card.name, scale: state.scale, layers }] };
   return { query: { ...query, steering }, name: `steered by ${card.name} × ${state.scale}` };
 }
@@ -238,7 +242,9 @@ function Choices(props: Pick<ViewProps<State>, "state" | "setState" | "model" | 
       </p>
     );
   }
-  const layers = pick(state.vector, stored)?.layers ?? [];
+  const chosen = pick(state.vector, stored);
+  const layers = chosen?.layers ?? [];
+  const best = chosen?.about.recommendation;
   const isAnywhere = layers.length === 1 && model?.num_layers;
   return (
     <div class="row">
@@ -256,7 +262,13 @@ function Choices(props: Pick<ViewProps<State>, "state" | "setState" | "model" | 
             label="Vector"
             value={pick(state.vector, stored)?.name ?? ""}
             options={options}
-            onChange={(vector) => setState({ vector, layer: OWN })}
+            onChange={(vector) =>
+              setState({
+                vector,
+                layer: RECOMMENDED,
+                scale: reachOf("add", "raw", pick(vector, stored)).start,
+              })
+            }
           />
           <NumberField
             label="Scale"
@@ -266,8 +278,9 @@ function Choices(props: Pick<ViewProps<State>, "state" | "setState" | "model" | 
           />
           <Select
             label="Layer"
-            value={String(state.layer)}
+            value={String(state.layer === RECOMMENDED && !best ? OWN : state.layer)}
             options={[
+              ...(best ? [{ value: String(RECOMMENDED), label: `${best.layer} (recommended)` }] : []),
               { value: String(OWN), label: layers.length > 1 ? "All of its own" : "Its own" },
               ...(isAnywhere ? Array.from({ length: isAnywhere }, (_, n) => n) : layers).map(
                 (layer) => ({ value: String(layer), label: String(layer) }),

@@ -11,14 +11,10 @@ export type Colouring = "probe" | "surprisal" | "none";
 
 interface ColumnsProps {
   shown: Streams;
-  /** Stands in front of both texts. */
-  prompt: string;
   colouring: Colouring;
-  /** What the probe reads, such as `projection on mood`. */
-  probe: string;
-  /** What was done, for the heading. */
-  scale: string;
   isRunning: boolean;
+  /** Whether the form asks for something else by now. */
+  isStale: boolean;
 }
 
 /**
@@ -45,8 +41,9 @@ function makeScale(colouring: Colouring, probe: string, values: readonly (number
   return divergingScale(`The probe's ${probe}`, reach, (v) => number(v, 2));
 }
 
-export function Columns({ shown, prompt, colouring, probe, scale, isRunning }: ColumnsProps) {
+export function Columns({ shown, colouring, isRunning, isStale }: ColumnsProps) {
   const { steered, baseline } = shown;
+  const { prompt, probe, scale } = shown.caption;
   const [marked, setMarked] = useState<number | null>(null);
   const values = useMemo(
     () => [valuesOf(baseline, colouring), valuesOf(steered, colouring)] as const,
@@ -58,7 +55,16 @@ export function Columns({ shown, prompt, colouring, probe, scale, isRunning }: C
   );
   const common = { prompt, colours, probe: colouring === "probe" ? probe : null, marked, setMarked };
   return (
-    <section class="continuations" aria-label="Continuations" aria-busy={isRunning}>
+    <section
+      class={`continuations ${isStale ? "is-stale" : ""}`}
+      aria-label="Continuations"
+      aria-busy={isRunning}
+    >
+      {isStale && (
+        <p class="hint" role="status">
+          The form has changed since: these texts answer the request before. Generate for new ones.
+        </p>
+      )}
       {colours && <Legend scale={colours} />}
       <div class="beside">
         <OneColumn {...common} title="Without steering" column={baseline} values={values[0]} />

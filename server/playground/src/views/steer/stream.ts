@@ -27,7 +27,19 @@ export interface Column {
   completion: Completion | null;
 }
 
+/** What a result is shown with: of the request that it answers, whatever the form says by now. */
+export interface Caption {
+  /** Stands before both texts. */
+  prompt: string;
+  /** What was done, such as `scale 2`. */
+  scale: string;
+  /** What the probe reads, such as `projection on mood`. */
+  probe: string;
+}
+
 export interface Streams {
+  body: object;
+  caption: Caption;
   steered: Column;
   baseline: Column;
   answer: Answer | null;
@@ -67,14 +79,18 @@ function finish(completion: Completion | undefined): Column {
 }
 
 /** What is shown of the last request, and how to send one; the one before it is given up. */
-export function useStreams(): { shown: Streams | null; task: Task; send: (body: object) => void } {
+export function useStreams(): {
+  shown: Streams | null;
+  task: Task;
+  send: (body: object, caption: Caption) => void;
+} {
   const task = useTask();
   const [shown, setShown] = useState<Streams | null>(null);
   const frame = useRef(0);
-  const send = (body: object): void =>
+  const send = (body: object, caption: Caption): void =>
     task.run(async (signal) => {
       const begun = performance.now();
-      let now: Streams = { steered: EMPTY, baseline: EMPTY, answer: null, firstMs: null };
+      let now: Streams = { body, caption, steered: EMPTY, baseline: EMPTY, answer: null, firstMs: null };
       const draw = (): void => {
         frame.current ||= requestAnimationFrame(() => {
           frame.current = 0;
