@@ -180,7 +180,7 @@ function pick(name: string, stored: Stored): Schemas["VectorCard"] | undefined {
 
 function toQuery(state: State, model: string, stored: Stored): Query {
   const probe = state.colour === "probe" ? pick(state.probe, stored) : undefined;
-  const layer = probe?.layers.at(-1);
+  const layer = probe?.about.recommendation?.layer ?? probe?.layers.at(-1);
   return {
     model,
     text: state.text,
