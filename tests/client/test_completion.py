@@ -42,7 +42,7 @@ def complete(line: str, directory: Path) -> set[str]:
         ("logsteer vectors train mood pa", {"pairs.jsonl"}),
         ("logsteer vectors train mood pairs.jsonl --method l", {"logistic", "lda"}),
         ("logsteer models --format ", {"table", "json", "jsonl", "csv", "parquet"}),
-        ("logsteer score --plot pa", {"pairs.jsonl"}),
+        ("logsteer perplexity --plot pa", {"pairs.jsonl"}),
         ("logsteer score --top ", set()),
         ("logsteer completion ", {"bash", "zsh", "fish"}),
     ],

@@ -39,7 +39,7 @@ def test_a_change_is_asked_for_and_the_card_is_shown(name: str, capsys: Output) 
     request = server.requests[0]
     assert (request.method, request.url.path) == ("POST", f"/models/demo/{name}")
     assert dict(request.url.params) == {"wait_s": "7.0"}
-    assert "ready 1/2" in capsys.readouterr().out
+    assert "1/2" in capsys.readouterr().out
 
 
 def test_reload_names_what_has_changed(capsys: Output) -> None:

@@ -37,7 +37,7 @@ def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_overrides_are_listed_and_shown(capsys: Output) -> None:
-    row = ["dir", "demo", "3", "128", "of", "922496", "11.595"]
+    row = ["dir", "demo", "3", "128", "922496", "11.595"]
     row += [*CARD["created"][:16].split("T"), CARD["sha256"][:12]]
     for argv, document in ((["list"], LIST), (["show", "dir"], CARD)):
         server = answer(document)

@@ -186,12 +186,11 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_list_and_show(capsys: Output, run: Any) -> None:
     assert run(answer(LIST), "vectors", "list") == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if "happy" in line)
-    assert "1-3, 7" in row and "training pca" in row and "ab" * 6 in row.split()
+    assert "1-3, 7" in row and {"training", "pca"} < set(row.split()) and "ab" * 6 in row.split()
     assert run(answer(CARD), "vectors", "show", "happy") == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    # |2 x vector| is 4.5, of activations of 10
-    assert ["2", "2.25", "0.875", "3", "0.75", "1", "0.5", "2", "45.0%"] in lines
-    assert ["7", "7"] in lines
+    assert ["2", "2.25", "0.75", "0.875", "1", "0.5", "3", "2", "10"] in lines
+    assert ["7", "7", *["n/a"] * 7] in lines
     assert run(answer(LIST), "vectors", "list", "--json") == 0
     assert json.loads(capsys.readouterr().out)["vectors"][0]["name"] == "happy"
 
@@ -240,7 +239,6 @@ def test_train(capsys: Output, run: Any, tmp_path: Path) -> None:
     }
     shown = capsys.readouterr().out
     rows = [line.split() for line in shown.splitlines()]
-    assert ["1", "1.00", "0.50", "0.25", "n/a"] in rows
     assert ["2", "sad", "-0.75"] in rows
     for text in (
         "try happy:2@2 to happy:2.5", "layer 2 tells", "caution: may be chance", "5 folds",

@@ -33,7 +33,7 @@ LINES = {
 MAKES = {
     "--plot along.png": "along.png", "--output windows.csv": "windows.csv",
     "--output tokens.csv": "tokens.csv", "--output means.safetensors": "means.safetensors",
-    "--output shards": "shards/index.json", "> looked-at.jsonl": "looked-at.jsonl",
+    "--output shards": "shards/index.json",
     "--plot layers.png": "layers.png", "--plot doses.png": "doses.png",
     "--plot sweep.png": "sweep.png", "get mood mood.s": "mood.safetensors",
     "> _logsteer": "_logsteer", "> logsteer.fish": "logsteer.fish",
