@@ -145,7 +145,9 @@ def test_a_derivative_along_a_direction(capsys: Output) -> None:
     assert run(server, "gradient", "I am", " glad", "--along", "dir", "--bos", "never") == 0
     out = capsys.readouterr().out
     assert "along dir (cdcdcdcdcdcd)" in out
-    assert ["0", "'", "glad'", "-1", "2", "exact", "0", "0.25", "1"] in [line.split() for line in out.splitlines()]
+    assert ["0", "'", "glad'", "-1", "2", "exact", "0", "0.25", "1"] in [
+        line.split() for line in out.splitlines()
+    ]
     assert bodies(server) == [
         {
             "items": [{"context": "I am", "targets": [" glad"]}],

@@ -153,7 +153,9 @@ def test_a_heat_map_has_titles_and_a_legend() -> None:
     found = Reader(LOGPROB._repr_html_())
     first = next(title for title in found.titles if title.startswith("' glad\\n'"))
     lines = first.splitlines()
-    assert {"surprisal 0.5", "probability 0.60653", "token_id 3", "rank 1", "entropy 0.25"} <= set(lines)
+    assert {"surprisal 0.5", "probability 0.60653", "token_id 3", "rank 1", "entropy 0.25"} <= set(
+        lines
+    )
     assert "mood@2: projection -3" in lines and "mood@2: projection after -1" in lines
     assert "surprisal: 0" in found.text and "mood@2: projection: -3" in found.text
     assert "<script>alert('&')</script>\\x1b[1m\\u202e" in found.text

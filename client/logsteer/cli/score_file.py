@@ -39,8 +39,7 @@ _OPTIONS: Mapping[str, Mapping[str, str | None]] = {
 }  # fmt: skip
 _BOUNDS = {
     "batch_size": "rows of a request", "batch_bytes": "bytes of them",
-    "concurrency": "requests under way at each server, at most; fewer where that is as fast",
-    "buffer_bytes": "bytes of rows and results held in memory",
+    "concurrency": "requests under way at each server, at most; fewer where it refuses some",
     "commit_s": "seconds of work that an interruption costs",
     "patience_s": "seconds without any answer after which it ends",
     "max_failures": "failed rows in a row after which it ends; 0: any number",
@@ -82,7 +81,7 @@ def add_score_file(parser: argparse.ArgumentParser) -> None:
         default = getattr(JobLimits, name)
         where.add_argument(
             f"--{name.replace('_', '-')}", type=type(default), metavar="N",
-            help=f"{text}; default {default:g}" if default < 1e6 else f"{text}; default {default}",
+            help=f"{text}; default {default:g}",
         )  # fmt: skip
     parser.add_argument(
         "--options", type=_parse_options, metavar="JSON", help="further fields of the requests"
