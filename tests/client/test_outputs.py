@@ -130,7 +130,6 @@ def test_a_selftest_has_a_row_a_check(capsys: Output) -> None:
         ["score", "a", "b", "--per", "token"],
         ["score", "a", "b", "--per", "window", "--format", "csv"],
         ["score", "a", "b", "--plot", "a.png"],
-        ["completion", "tcsh"],
     ],
 )
 def test_wrong_usage_is_2(capsys: Output, argv: list[str]) -> None:

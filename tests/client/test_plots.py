@@ -88,11 +88,11 @@ def test_a_null_is_a_gap_and_scales_are_in_order() -> None:
 def test_shared_targets_are_a_mean_and_many_targets_go_by_place() -> None:
     shared = [{"context": f"{n}", "targets": [" a", " b"]} for n in range(3)]
     figure = plot_sweep(sweep(3, layers=[None]), items=shared)
-    assert keys(figure)[0] == "' a', mean of 3 items"
+    assert keys(figure)[0] == "' a', mean of 3"
     apart = [LogprobItem(context="c", targets=[f"{n}", f"{-n - 1}"]) for n in range(5)]
     figure = plot_sweep(sweep(5, layers=[None]), items=apart)
-    assert keys(figure) == ["target 1, mean of 5 items", "target 2, mean of 5 items", "unsteered"]
-    assert keys(figure, 1) == ["mean of 5 items", "unsteered"]
+    assert keys(figure) == ["target 1, mean of 5", "target 2, mean of 5", "unsteered"]
+    assert keys(figure, 1) == ["all items, mean of 5", "unsteered"]
 
 
 def test_perplexities_far_apart_are_on_a_logarithmic_axis() -> None:

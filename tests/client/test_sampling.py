@@ -339,7 +339,7 @@ def test_the_table_has_rows_columns_and_aggregates(tmp_path: Path) -> None:
     assert table["prompt_length"].tolist() == [3, 3]
     assert table["entropy"].tolist() == [[0.1, 0.2]] * 2
     assert table["entropy_mean"].tolist() == [0.15] * 2
-    samples.to_parquet(tmp_path / "samples.parquet")
+    table.to_parquet(tmp_path / "samples.parquet")
     import pandas as pd
 
     again = pd.read_parquet(tmp_path / "samples.parquet")

@@ -43,10 +43,10 @@ def add_perplexity(parser: argparse.ArgumentParser) -> None:
     text.add_argument("file", metavar="FILE", nargs="?", help="UTF-8 text; - is standard input")
     text.add_argument(
         "--dataset", metavar="NAME[/CONFIG][@SPLIT]",
-        help="of the Hugging Face hub, or a directory like one; or a file of JSON lines",
+        help="of the Hugging Face hub, or a directory like one, split test unless said; or a file "
+        "of JSON lines",
     )  # fmt: skip
     rows = parser.add_argument_group("data sets")
-    rows.add_argument("--split", metavar="SPLIT", help="in place of @SPLIT; default test")
     rows.add_argument("--column", metavar="NAME", help="what is read of a row; default text")
     rows.add_argument("--join", metavar="TEXT", help="stands between rows; default two newlines")
     add_options(parser, "perplexity_stream", _WINDOWS)
@@ -57,10 +57,10 @@ def add_perplexity(parser: argparse.ArgumentParser) -> None:
 
 def _measure(client: Client, arguments: argparse.Namespace) -> None:
     options: Any = {**given(arguments, *_WINDOWS), **read_changes(arguments)}
-    rows = given(arguments, "split", "column", "join")
+    rows = given(arguments, "column", "join")
     windows: list[WindowScore] = []
     if arguments.dataset is not None:
-        source = name_source(arguments.dataset, rows.get("split"))
+        source = name_source(arguments.dataset)
         joined = JoinedRows(source, rows.get("column", "text"), rows.get("join", JOIN))
         answer = _score_text(client, joined, options, windows)
     elif rows:

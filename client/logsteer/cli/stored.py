@@ -1,7 +1,8 @@
 """What the commands about vectors and adapters have in common: to list them and to delete one."""
 
 import argparse
-from typing import Protocol
+from collections.abc import Callable
+from typing import TypeAlias
 
 from pydantic import BaseModel
 
@@ -10,15 +11,9 @@ from logsteer.cli.tables import draw_answer
 from logsteer.cli.terminal import Command, add_examples
 from logsteer.client import Client
 
-
-class AddCommand(Protocol):
-    """What gives `logsteer RESOURCE` one more command."""
-
-    def __call__(
-        self, name: str, command: Command, text: str, examples: str, *, named: bool = True
-    ) -> argparse.ArgumentParser:
-        """Add a command with this help; `named`: its first argument is the name of one."""
-        ...
+AddCommand: TypeAlias = Callable[..., argparse.ArgumentParser]
+"""Gives `logsteer RESOURCE` one more command: its name, function, help and examples; `named` says
+whether its first argument is the name of a content."""
 
 
 def add_stored_commands(

@@ -7,17 +7,17 @@ early are held. What is written is committed every `commit_s` seconds.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
-from logsteer._calls import ApiCall, Download
-from logsteer._progress import CorpusProgress
+from logsteer._progress import CountingProgress
 from logsteer.corpus.answers import (
+    Ask,
     FileScores,
     ScoredChunk,
     describe_difference,
@@ -99,7 +99,7 @@ class FileJob:
         except BaseException:
             self.source.close()
             raise
-        self._bar = CorpusProgress(self.source.size, progress and not self.is_done)
+        self._bar = CountingProgress("", self.source.size, 0, progress and not self.is_done)
 
     def __enter__(self) -> Self:
         """Begin where the last commit ended."""
@@ -157,7 +157,10 @@ class FileJob:
         self.tally.add(scored.tally)
         for text in scored.texts:
             self.tally.add_text(text)
-        self._bar.show(scored.chunk.place, self.tally.rows, self.tally.failed, self.tally.tokens)
+        failed = f"  {self.tally.failed:,} failed" if self.tally.failed else ""
+        rate = self.tally.tokens / max(1e-3, self.seconds)
+        note = f"{self.tally.rows:,} rows  {rate:,.0f} tokens/s{failed}"
+        self._bar.show(scored.chunk.place, note)
         most = self.limits.max_failures
         if most and self.tally.failed_at_end >= most and scored.first_error is not None:
             raise LogsteerError(
@@ -230,21 +233,8 @@ def _describe_failure(row: int, error: Mapping[str, Any]) -> str:
     return f"row {row}: {error['code']}: {error['detail']}"
 
 
-class Servers(Protocol):
-    """What answers a job's calls: `limit` of them at once."""
-
-    @property
-    def limit(self) -> int:
-        """Requests that may be under way at once."""
-        ...
-
-    async def ask(self, call: ApiCall[Download]) -> bytes:
-        """Send a call, and return what it was answered."""
-        ...
-
-
-async def run_chunks(job: FileJob, servers: Servers) -> None:
-    """Score a job's chunks, many at once, and write them in their order.
+async def run_chunks(job: FileJob, ask: Ask, limit: Callable[[], int]) -> None:
+    """Score a job's chunks, as many at once as `limit` says, and write them in their order.
 
     Errors: the first chunk's that failed, once those in front of it are written.
     """
@@ -252,8 +242,8 @@ async def run_chunks(job: FileJob, servers: Servers) -> None:
     chunks = job.chunks()
     try:
         while True:
-            for chunk in islice(chunks, max(0, CHUNKS_AHEAD * servers.limit - len(begun))):
-                begun.append(asyncio.create_task(score_chunk(job.form, chunk, servers.ask)))
+            for chunk in islice(chunks, max(0, CHUNKS_AHEAD * limit() - len(begun))):
+                begun.append(asyncio.create_task(score_chunk(job.form, chunk, ask)))
             if not begun:
                 return
             job.write(await begun[0])

@@ -211,7 +211,7 @@ async def _run(
         servers = [FleetServer(client, limits.concurrency) for client in opened]
         fleet = Fleet(servers, limits.patience_s)
         with make_job() as job:
-            await run_chunks(job, fleet)
+            await run_chunks(job, fleet.ask, lambda: fleet.limit)
             return job.finish(retries=fleet.retries)
 
 

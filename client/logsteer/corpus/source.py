@@ -61,16 +61,6 @@ class Chunk:
     rows: Sequence[bytes]
     place: int
 
-    @property
-    def end(self) -> int:
-        """The number of the first row behind them."""
-        return self.first + len(self.rows)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the rows."""
-        return sum(map(len, self.rows))
-
 
 class RowSource:
     """The rows of a file, read once from its beginning.

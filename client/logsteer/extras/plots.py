@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from logsteer.errors import LogsteerError
 from logsteer.extras.dose_response import DosePoint, DoseResponse
@@ -41,7 +41,8 @@ _MAX_SERIES = 8
 _LOG_RATIO = 8
 """Perplexities this far apart are drawn on a logarithmic axis."""
 
-Read = Callable[[SweepPoint], "float | None"]
+Read: TypeAlias = "Callable[[SweepPoint], Mapping[str, Sequence[float | None]]]"
+"""What reads the values of each series at a point."""
 
 
 def plot_answer(answer: Any, path: str | Path | None = None, **options: Any) -> Figure:
@@ -76,28 +77,25 @@ def plot_sweep(
     for `items` or `texts` that are not the answer's.
     """
     labels = label_sweep(answer, items, texts)
-    count = 2 * bool(labels.targets) + bool(labels.texts)
-    figure, places = _prepare(path, count)
-    panels = list(places)
+    figure, places = _prepare(path, 2 * bool(labels.targets) + bool(labels.texts))
     if labels.targets:
-        changes, divergence = panels[:2]
-        _draw_points(changes, answer, _read_changes(labels))
-        changes.axhline(0, color=_GREY, linewidth=0.8, zorder=1)
-        _dress(changes, "Change of log-probability", "nats, against unsteered", _DOSE)
-        reads = [_read_kl(index) for index in range(len(labels.contexts))]
-        name = labels.contexts[0] if len(reads) == 1 else f"mean of {len(reads)} items"
-        _draw_points(divergence, answer, {name: reads})
-        _dress(divergence, "Divergence of the next token", "KL(unsteered || steered), nats", _DOSE)
+        _draw_points(places[0], answer, _choose_changes(labels))
+        places[0].axhline(0, color=_GREY, linewidth=0.8, zorder=1)
+        _dress(places[0], "Change of log-probability", "nats, against unsteered", _DOSE)
+        name = labels.contexts[0] if len(labels.contexts) == 1 else "all items"
+        _draw_points(places[1], answer, lambda point: {name: [item.kl for item in point.items]})
+        _dress(places[1], "Divergence of the next token", "KL(unsteered || steered), nats", _DOSE)
     if labels.texts:
-        own = {f"text {name}": [_read_text(n)] for n, name in enumerate(labels.texts)}
-        if len(own) > _MAX_SERIES:
-            own = {f"mean of {len(own)} texts": [_read_text(n) for n in range(len(own))]}
-        _draw_points(panels[-1], answer, own)
-        _dress(panels[-1], "Perplexity", "", _DOSE)
+        axes, few = places[-1], len(labels.texts) <= _MAX_SERIES
+        names = [f"text {name}" if few else "all texts" for name in labels.texts]
+        _draw_points(
+            axes, answer, lambda point: _group(names, [text.perplexity for text in point.texts])
+        )
+        _dress(axes, "Perplexity", "", _DOSE)
         found = [text.perplexity for point in answer.points for text in point.texts]
         known = [value for value in found if value]
         if known and max(known) > _LOG_RATIO * min(known):
-            panels[-1].set_yscale("log")
+            axes.set_yscale("log")
     return _finish(figure, title or f"Sweep on {answer.model}", path)
 
 
@@ -212,52 +210,42 @@ def _gap(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _draw_points(axes: Axes, answer: SweepAnswer, series: Mapping[str, Sequence[Read]]) -> None:
-    """Draw a line for each series, the mean of what is read for it, and each set of layers."""
+def _draw_points(axes: Axes, answer: SweepAnswer, read: Read) -> None:
+    """Draw a line for the mean of each series at each set of layers, and a ring of unsteered."""
     lines: dict[tuple[int, ...] | None, list[SweepPoint]] = {}
     for point in sorted(answer.points, key=lambda point: point.scale):
         lines.setdefault(None if point.layers is None else tuple(point.layers), []).append(point)
     for layers, points in lines.items():
-        scales = [point.scale for point in points]
         place = f", layers {label_layers(layers)}" if len(lines) > 1 else ""
-        for name, reads in series.items():
-            means = [_average(reads, point) for point in points]
-            axes.plot(scales, means, "o-", markersize=4.5, label=_escape(name + place))
-    rings = {_average(reads, answer.unsteered) for reads in series.values()}
+        found = [read(point) for point in points]
+        for name, values in found[0].items():
+            mean = f", mean of {len(values)}" if len(values) > 1 else ""
+            means = [_average(one[name]) for one in found]
+            scales = [point.scale for point in points]
+            axes.plot(scales, means, "o-", markersize=4.5, label=_escape(name + mean + place))
+    rings = {_average(values) for values in read(answer.unsteered).values()}
     axes.plot([0] * len(rings), list(rings), "o", mfc="white", mec="#333333", label="unsteered")
 
 
-def _average(reads: Sequence[Read], point: SweepPoint) -> float:
-    return math.fsum(_gap(read(point)) for read in reads) / len(reads)
+def _average(values: Sequence[float | None]) -> float:
+    return math.fsum(map(_gap, values)) / len(values)
 
 
-def _read_changes(labels: SweepLabels) -> dict[str, list[Read]]:
-    """Return readers for each distinct target, or for each place where these are too many."""
-    numbers = [[f"target {place + 1}" for place in range(len(one))] for one in labels.targets]
-    groups: dict[str, list[Read]] = {}
-    for names in (labels.targets, numbers):
-        groups = {}
-        for index, own in enumerate(names):
-            for place, name in enumerate(own):
-                groups.setdefault(name, []).append(_read_change(index, place))
-        if len(groups) <= _MAX_SERIES:
-            break
-    return {
-        name if len(reads) == 1 else f"{name}, mean of {len(reads)} items": reads
-        for name, reads in groups.items()
-    }
+def _choose_changes(labels: SweepLabels) -> Read:
+    """Return what reads the changes of each target, or of each place where these are too many."""
+    names = [name for targets in labels.targets for name in targets]
+    if len(set(names)) > _MAX_SERIES:
+        names = [f"target {n}" for own in labels.targets for n in range(1, len(own) + 1)]
+    return lambda point: _group(
+        names, [target.change for item in point.items for target in item.targets]
+    )
 
 
-def _read_change(item: int, target: int) -> Read:
-    return lambda point: point.items[item].targets[target].change
-
-
-def _read_kl(item: int) -> Read:
-    return lambda point: point.items[item].kl
-
-
-def _read_text(text: int) -> Read:
-    return lambda point: point.texts[text].perplexity
+def _group(names: Sequence[str], values: Sequence[float | None]) -> dict[str, list[float | None]]:
+    groups: dict[str, list[float | None]] = {}
+    for name, value in zip(names, values, strict=True):
+        groups.setdefault(name, []).append(value)
+    return groups
 
 
 def _plot_texts(texts: Sequence[TextResult], path: str | Path | None, name: str = "Text") -> Figure:

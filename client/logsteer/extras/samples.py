@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from pydantic import ValidationError
@@ -129,10 +128,6 @@ class Samples(Sequence[Sample]):
         """Return the records as a table. Errors: ImportError that says what to install."""
         frame: pd.DataFrame = load_pandas().DataFrame(self.records())
         return frame
-
-    def to_parquet(self, path: str | Path) -> None:
-        """Write the table to a file. Errors: ImportError, OSError."""
-        self.to_pandas().to_parquet(path)
 
 
 def _flatten(sample: Sample) -> dict[str, Any]:

@@ -177,9 +177,8 @@ class SamplingRun:
         self._failures: list[SampleFailure] = []
         self._failed_in_a_row = 0
         self._reward_errors: list[str] = []
-        self._bar = CountingProgress(
-            "sampling", "prompts", len(self._prompts), 0, self.options.progress
-        )
+        wanted = self.options.progress
+        self._bar = CountingProgress("sampling prompts", len(self._prompts), 0, wanted)
 
     def __enter__(self) -> Self:
         self._bar.__enter__()
