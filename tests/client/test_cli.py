@@ -8,8 +8,6 @@ from typing import Any
 import httpx
 import pytest
 
-from logsteer.cli import main
-
 from .documents import (
     MODELS,
     PERPLEXITY,
@@ -21,7 +19,7 @@ from .documents import (
     logprob_answer,
     target,
 )
-from .scripted import Script, event_stream, problem
+from .scripted import Output, Script, answer, event_stream, problem, run
 
 SCORES = logprob_answer(
     [
@@ -36,22 +34,6 @@ SCORES = logprob_answer(
         target(" London", None, boundary="merged", truncated_tokens=4, flags=["not_finite"]),
     ]
 )
-
-
-def answer(document: Any) -> Script:
-    return Script(httpx.Response(200, json=document))
-
-
-def run(server: Script, *argv: str) -> int:
-    return main(argv, transport=httpx.MockTransport(server))
-
-
-@pytest.fixture(autouse=True)
-def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-
-
-Output = pytest.CaptureFixture[str]
 
 
 def test_models(capsys: Output) -> None:

@@ -6,12 +6,9 @@ from typing import Any
 import httpx
 import pytest
 
-from logsteer.cli import main
-
 from .documents import ANSWER, START, completion, events, logprob_answer, piece, target
-from .scripted import Script, event_stream
+from .scripted import Output, Script, event_stream, run
 
-Output = pytest.CaptureFixture[str]
 AGGREGATE = {"sum": -1.5, "mean": -0.75, "min": -1.0, "max": -0.5, "early": -0.5, "late": None}
 USED = {"name": "dir", "sha256": "cd" * 32, "eta": 0.001}
 
@@ -46,17 +43,8 @@ GRADIENT = gradient_answer(
 ALONG = {**gradient_answer(directional=0.25, directional_per_token=[0.25]), "along": USED}
 
 
-def run(server: Any, *argv: str) -> int:
-    return main(argv, transport=httpx.MockTransport(server))
-
-
 def bodies(server: Script) -> list[Any]:
     return [json.loads(body) for body in server.bodies]
-
-
-@pytest.fixture(autouse=True)
-def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
 
 
 def test_one_prompt_is_shown_as_it_grows(capsys: Output) -> None:

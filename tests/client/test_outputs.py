@@ -13,8 +13,6 @@ import httpx
 import pyarrow.parquet as parquet
 import pytest
 
-from logsteer.cli import main
-
 from .documents import (
     ANSWER,
     CHECKS,
@@ -28,21 +26,12 @@ from .documents import (
     steer_answer,
     target,
 )
-from .scripted import Script, event_stream, problem
+from .scripted import Output, Script, answer, event_stream, problem, run
 
-Output = pytest.CaptureFixture[str]
 LONG = {"tokens": [" gl", "ad\x1b\n"], "token_ids": [3, 4], "logprobs": [-0.1, -8.0]}
 SCORES = logprob_answer([target(" glad", -8.1, **LONG), target(" sad", None)])
 SWEEP_ARGV = ["sweep", "--vector", "m", "--scales=-1,0,1", "--item", "I am", " glad", " sad",
               "--text", "book.txt"]  # fmt: skip
-
-
-def answer(document: Any) -> Script:
-    return Script(httpx.Response(200, json=document))
-
-
-def run(server: Any, *argv: str) -> int:
-    return main(argv, transport=httpx.MockTransport(server))
 
 
 def read_csv(text: str) -> list[dict[str, str]]:
@@ -51,7 +40,6 @@ def read_csv(text: str) -> list[dict[str, str]]:
 
 @pytest.fixture(autouse=True)
 def _place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.chdir(tmp_path)
     Path("book.txt").write_text("a text")
 

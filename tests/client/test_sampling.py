@@ -2,14 +2,12 @@
 
 import asyncio
 import json
-import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
-import msgpack
 import numpy as np
 import pytest
 
@@ -102,20 +100,6 @@ def test_options_are_those_of_generate(sample: Use) -> None:
             "steering": {"vectors": [{"name": "mood", "scale": 2.0}]},
         }
     ]  # fmt: skip
-
-
-def test_messagepack_answers_are_the_same_samples(call: Caller) -> None:
-    def pack(request: httpx.Request) -> httpx.Response:
-        answer = json.loads(continue_prompts(request).content)
-        for result in answer["results"]:
-            data = struct.pack("<2f", -0.5, float("nan"))
-            buffer = {"dtype": "<f4", "shape": [2], "data": data}
-            result["completions"][0]["logprobs"] = buffer
-        kind = {"Content-Type": "application/msgpack"}
-        return httpx.Response(200, content=msgpack.packb(answer), headers=kind)
-
-    packed = call(pack, lambda c: c.sample(PROMPTS, seed=3), encoding="msgpack")
-    assert list(packed) == list(call(continue_prompts, lambda c: c.sample(PROMPTS, seed=3)))
 
 
 def test_batches_are_under_way_at_once_and_results_in_order() -> None:
@@ -309,12 +293,6 @@ def test_wrong_options_are_told_before_anything_is_sent(sample: Use) -> None:
     assert server.asked == []
 
 
-def test_a_reward_without_a_signature_is_called(sample: Use) -> None:
-    # What `max` returns is a text, so the reward fails; that it cannot be asked stops nothing.
-    with pytest.warns(UserWarning, match="rewards failed"):
-        assert len(sample(continue_prompts, np.array(["a"]), count=np.int64(1), reward=max)) == 1
-
-
 def test_a_pool_is_the_first_rows(sample: Use) -> None:
     def endless() -> Any:
         number = 0
@@ -345,19 +323,6 @@ def test_the_table_has_rows_columns_and_aggregates(tmp_path: Path) -> None:
     again = pd.read_parquet(tmp_path / "samples.parquet")
     assert again["text"].tolist() == ["a 0", "b 1"]
     assert again["token_ids"][0].tolist() == [1, 2]
-
-
-def test_json_lines_are_read_by_path(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "one", "n": 1}\n\n"two"\n')
-    for source in (path, str(path), f"jsonl:{path}"):
-        assert [row.prompt for row in read_prompts(source)] == ["one", "two"]
-    path.write_text("{broken\n")
-    with pytest.raises(InvalidRequestError, match="line 1: no JSON"):
-        read_prompts(path)
-    path.write_text('{"text": "x"}\n')
-    with pytest.raises(InvalidRequestError, match="row 0 has no text under 'prompt', only text"):
-        read_prompts(path)
 
 
 def test_other_kinds_of_datasets_can_be_added() -> None:

@@ -8,8 +8,6 @@ from typing import Any
 import httpx
 import pytest
 
-from logsteer.cli import main
-
 from .documents import (
     PERPLEXITY,
     START,
@@ -22,14 +20,9 @@ from .documents import (
     target,
     window,
 )
-from .scripted import Script, event_stream, problem
+from .scripted import Output, Script, answer, event_stream, problem, run
 
-Output = pytest.CaptureFixture[str]
 ITEM = ["--item", "I am", " glad", " [red]sad"]
-
-
-def answer(document: Any) -> Script:
-    return Script(httpx.Response(200, json=document))
 
 
 def stream(*pieces: dict[str, Any], **more: Any) -> Script:
@@ -42,21 +35,12 @@ def perplexity_stream() -> httpx.Response:
     return event_stream(events(("start", START), ("result", PERPLEXITY)))
 
 
-def run(server: Script, *argv: str) -> int:
-    return main(argv, transport=httpx.MockTransport(server))
-
-
 def sent(server: Script) -> Any:
     return json.loads(server.bodies[0])
 
 
 def rows(capsys: Output) -> list[list[str]]:
     return [line.split() for line in capsys.readouterr().out.splitlines()]
-
-
-@pytest.fixture(autouse=True)
-def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
 
 
 @pytest.mark.parametrize(
@@ -228,11 +212,6 @@ def test_every_option_of_sampling_is_sent() -> None:
     }
 
 
-def test_a_reply_to_a_chat_stands_alone(capsys: Output) -> None:
-    assert run(stream(piece("Fine.")), "steer", "How?", "--vector", "v", "--chat") == 0
-    assert capsys.readouterr().out.startswith("Fine.\n")
-
-
 def test_the_baseline_stands_beside_the_steered_completion(capsys: Output) -> None:
     server = stream(piece(" glad"), piece(" sad", steered=False), baseline=True, n=2)
     assert run(server, "steer", "I am", "--vector", "mood", "--baseline", "--n", "2") == 0
@@ -282,15 +261,6 @@ def test_a_refusal_before_the_stream_prints_no_prompt(capsys: Output) -> None:
     assert run(server, "steer", "I", "--vector", "mood") == 1
     out, err = capsys.readouterr()
     assert out == "" and "unknown_vector" in err
-
-
-def test_steer_as_json_is_the_answer_and_nothing_else(capsys: Output) -> None:
-    server = answer(steer_answer())
-    assert run(server, "steer", "I", "--vector", "mood", "--json") == 0
-    out, err = capsys.readouterr()
-    assert json.loads(out)["results"][0]["completions"][0]["seed"] == 7
-    assert err == ""
-    assert "stream" not in sent(server)
 
 
 def test_scores_and_perplexities_show_the_receipt(capsys: Output, tmp_path: Path) -> None:
@@ -352,17 +322,6 @@ def test_each_reading_has_a_name_of_its_own(
     monkeypatch.setenv("COLUMNS", "50")  # no name is cut off
     run(answer(scored), "score", "a", "b", *argv)
     assert "…" not in capsys.readouterr().out
-
-
-def test_scores_and_perplexities_in_float64(tmp_path: Path) -> None:
-    path = tmp_path / "text"
-    path.write_text("some text")
-    server = Script(perplexity_stream())
-    assert run(server, "perplexity", str(path), "--precision", "float64") == 0
-    assert server.requests[0].url.params["precision"] == "float64"
-    server = answer(logprob_answer([target("b", -1.0)]))
-    assert run(server, "score", "a", "b", "--precision", "float64") == 0
-    assert sent(server)["precision"] == "float64"
 
 
 def test_a_long_steering_object_goes_into_a_body(capsys: Output, tmp_path: Path) -> None:
@@ -432,12 +391,6 @@ def test_items_of_a_file(capsys: Output, tmp_path: Path) -> None:
 
 def two_items(point: dict[str, Any]) -> dict[str, Any]:
     return {**point, "items": point["items"] * 2}
-
-
-def test_sweep_as_json(capsys: Output) -> None:
-    argv = ["--vector", "mood", "--scales=1", *ITEM, "--text", __file__]
-    assert run(answer(SWEEP), "sweep", *argv, "--json") == 0
-    assert len(json.loads(capsys.readouterr().out)["points"]) == 6
 
 
 def test_a_sweep_of_something_else_is_no_answer(capsys: Output) -> None:
