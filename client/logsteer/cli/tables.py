@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel
 from rich import box
@@ -38,10 +38,12 @@ _QUOTED = ("token", "target")
 _WHOLE = ("name", "sha256", "scale")
 """Columns that are not broken while others can be."""
 _DIGITS_OF_DIGEST = 12
+_LONG = 9
 _VERDICT_STYLES = {"passed": "green", "failed": "bold red", "not_run": "yellow"}
 _STORED = ("created", "sha256")
-_SCORED = ("target", "logprob", "prob", "perplexity", "num_tokens", "choice_prob", "best",
-           "logprob_any_space", "logprob_with_space", "logprob_without_space")  # fmt: skip
+_SCORED = ("target", "logprob", "prob", "perplexity", "num_tokens", "choice_prob", "best")
+_SPACES = ("logprob_with_space", "logprob_without_space", "logprob_any_space")
+_LAYER = ("layer", "norm", "auc", "effect_size", "accuracy", "pair_accuracy", "matching_scale")
 _COLUMNS: Mapping[type, tuple[str, ...]] = {
     ModelList: ("id", "engine", "state", "replicas", "context_length", "vocab_size", "detail"),
     VectorList: ("name", "hook", "layers", "source", "method", *_STORED),
@@ -68,12 +70,17 @@ def draw_rows(rows: Sequence[FlatRow], *names: str) -> Table:
     heads = list(dict.fromkeys(name for row in kept for name in row))
     table = Table(box=box.SIMPLE_HEAD, title_justify="left")
     for name in heads:
-        # As Text, because what looks like rich's markup is data.
-        side: Literal["left", "right"] = "left"
-        if any(is_number(row.get(name)) for row in kept):
-            side = "right"
-        # A name that is cut off may be another's, too.
-        table.add_column(Text(name), justify=side, overflow="fold", no_wrap=name in _WHOLE)
+        cells = [_write_cell(name, row.get(name)) for row in kept]
+        is_right = any(is_number(row.get(name)) for row in kept)
+        table.add_column(
+            # As Text, because what looks like rich's markup is data; in words, which are wrapped.
+            Text(name if "@" in name or len(name) < _LONG else name.replace("_", " ")),
+            justify="right" if is_right else "left",
+            # A name that is cut off may be another's, too; a number is never broken.
+            overflow="fold",
+            no_wrap=name in _WHOLE,
+            min_width=max(map(len, cells)) if is_right else None,
+        )
     for row in kept:
         table.add_row(*(Text(_write_cell(name, row.get(name))) for name in heads))
     return table
@@ -104,7 +111,10 @@ def draw_aggregates(aggregates: Mapping[str, Aggregate]) -> Table:
 def draw_scores(result: ItemScore) -> Iterator[Table | Text]:
     """Draw a row per target; then what is unusual, and the alternatives."""
     cut = ["truncated_tokens"] if any(target.truncated_tokens for target in result.targets) else []
-    yield draw_rows(list_rows(result, "target"), *_SCORED, *cut, "flags")
+    rows = list_rows(result, "target")
+    yield draw_rows(rows, *_SCORED, *cut, "flags")
+    if any(target.variants for target in result.targets):
+        yield draw_rows(rows, "target", *_SPACES)
     for target in result.targets:
         if target.boundary == "merged":
             yield Text(
@@ -164,9 +174,7 @@ def _describe_windows(made: Provenance) -> str:
 
 def draw_card(answer: VectorCard | TrainAnswer) -> Iterator[Table | Text]:
     """Draw a row per layer of a vector, what is known of it, and those that it is like."""
-    hidden = ("name", "hook")
-    rows = list_rows(answer, "layer")
-    yield draw_rows([{name: row[name] for name in row if name not in hidden} for row in rows])
+    yield draw_rows(list_rows(answer, "layer"), *_LAYER)
     card = answer.vector if isinstance(answer, TrainAnswer) else answer
     for line, style in describe_card(card):
         yield Text(line, style)
