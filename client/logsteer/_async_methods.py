@@ -1302,7 +1302,6 @@ class AsyncClientMethods(AsyncCaller):
         batch_size: int = 32,
         concurrency: int = 4,
         max_failures: int = 8,
-        file: str | PathLike[str] | None = None,
         progress: bool = True,
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
@@ -1333,7 +1332,8 @@ class AsyncClientMethods(AsyncCaller):
         `seed`, here 0 unless given, whatever is sent with it. A request that fails costs its own
         prompts alone, and one that is refused is halved, so that it costs the prompt that it is
         refused for: they are told by a warning, and by `failures` of what is returned. Raises the
-        first one's error where there is no sample at all, in `file` neither.
+        first one's error where there is no sample at all. `logsteer.score_file` draws the same
+        continuations of a file's prompts, and goes on where it was interrupted.
 
         Args:
             source: A list of prompts or of rows, a path of JSON lines, or `KIND:NAME` of
@@ -1348,9 +1348,6 @@ class AsyncClientMethods(AsyncCaller):
             batch_size: Prompts of one request.
             concurrency: Requests under way at once.
             max_failures: Failed requests in a row after which no further one is sent.
-            file: JSON lines that results are appended to as they come, and read from when they
-                are asked for. A call with the same arguments goes on where an earlier one
-                ended. None: they are kept in memory.
             progress: Whether a terminal shows a bar.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
@@ -1401,7 +1398,6 @@ class AsyncClientMethods(AsyncCaller):
             batch_size,
             concurrency,
             max_failures,
-            file,
             progress,
             override=override,
             adapter=adapter,

@@ -104,15 +104,6 @@ CONVENIENCES = (
                 True,
                 "8",
             ),
-            Argument(
-                "file",
-                "str | PathLike[str] | None",
-                "JSON lines that results are appended to as they come, and read from when they "
-                "are asked for. A call with the same arguments goes on where an earlier one ended. "
-                "None: they are kept in memory.",
-                True,
-                "None",
-            ),
             Argument("progress", "bool", "Whether a terminal shows a bar.", True, "True"),
         ),
         frozenset({"prompts", "prompt_ids", "messages"}),
@@ -122,7 +113,8 @@ CONVENIENCES = (
         "`seed`, here 0 unless given, whatever is sent with it. A request that fails costs its own "
         "prompts alone, and one that is refused is halved, so that it costs the prompt that it is "
         "refused for: they are told by a warning, and by `failures` of what is returned. Raises "
-        "the first one's error where there is no sample at all, in `file` neither.",
+        "the first one's error where there is no sample at all. `logsteer.score_file` draws the "
+        "same continuations of a file's prompts, and goes on where it was interrupted.",
     ),
     Convenience(
         "activations",

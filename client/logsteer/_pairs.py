@@ -7,7 +7,7 @@ from typing import Any
 from logsteer.errors import AnswerError
 from logsteer.schemas import ItemScore, LogprobAnswer
 from logsteer.schemas.logprob import ScoredTarget, TargetScore
-from logsteer.schemas.views import PlotViews
+from logsteer.schemas.views import TableViews
 
 
 class LogProb(dict[str, Any]):
@@ -40,7 +40,7 @@ class LogProb(dict[str, Any]):
         return self[name]
 
 
-class LogProbs(list[LogProb], PlotViews):
+class LogProbs(list[LogProb], TableViews):
     """The records of `get_log_prob`: the list that it is, which notebooks show as a table."""
 
 

@@ -1,7 +1,6 @@
-"""Progress on stderr: of scoring a file, first bytes sent, then windows; and of texts done."""
+"""Progress on stderr: of a text, first bytes sent, then windows; and of prompts, texts, rows."""
 
 import os
-import time
 from collections.abc import Iterable
 from typing import Any, BinaryIO, Self, cast
 
@@ -79,43 +78,22 @@ class ScoringProgress(_Bars):
 class CountingProgress(_Bars):
     """A bar of what is done, drawn only where it is wanted and stderr is a terminal.
 
-    `title` says what is done, `noun` with what; `done` of `total` are at the beginning. Where the
-    total is not known, the count alone moves.
+    `title` says what is done; `done` of `total` are at the beginning.
     """
 
-    def __init__(self, title: str, noun: str, total: int | None, done: int, wanted: bool) -> None:
-        known = [SpinnerColumn()] if total is None else [TextColumn(title), BarColumn()]
-        whole = "" if total is None else f"/{total}"
-        count = TextColumn(f"{{task.completed:.0f}}{whole} {noun}")
-        super().__init__(*known, count, wanted=wanted)
-        self._task = self._progress.add_task(title, total=total, completed=done)
+    def __init__(self, title: str, total: int, done: int, wanted: bool) -> None:
+        note = TextColumn("{task.fields[note]}")
+        super().__init__(TextColumn(title), BarColumn(), TaskProgressColumn(), note,
+                         TimeRemainingColumn(), wanted=wanted)  # fmt: skip
+        self._task = self._progress.add_task(title, total=total, completed=done, note="")
 
     def advance(self, count: int) -> None:
         """Count so many more as done."""
         self._progress.advance(self._task, count)
 
-
-class CorpusProgress(_Bars):
-    """A bar of a file's rows, drawn only where it is wanted and stderr is a terminal.
-
-    `size` is how far the file reaches, in bytes or rows.
-    """
-
-    def __init__(self, size: int, wanted: bool) -> None:
-        note = TextColumn("{task.fields[note]}")
-        super().__init__(BarColumn(), TaskProgressColumn(), note, TimeRemainingColumn(),
-                         wanted=wanted)  # fmt: skip
-        self._task = self._progress.add_task("", total=size, note="")
-        self._began = time.monotonic()
-        self._first: int | None = None
-
-    def show(self, place: int, rows: int, failed: int, tokens: int) -> None:
-        """Show how far into the file is done, and its rows and tokens so far."""
-        if self._first is None:
-            self._first = tokens
-        rate = (tokens - self._first) / max(1e-3, time.monotonic() - self._began)
-        note = f"{rows:,} rows  {rate:,.0f} tokens/s" + (f"  {failed:,} failed" if failed else "")
-        self._progress.update(self._task, completed=place, note=note)
+    def show(self, done: int, note: str) -> None:
+        """Show that so many are done, and a note beside the bar."""
+        self._progress.update(self._task, completed=done, note=note)
 
 
 class Waiting(_Bars):

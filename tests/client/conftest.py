@@ -16,6 +16,11 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOGSTEER_API_KEY", raising=False)
 
 
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses that the clients made, none of which takes time."""

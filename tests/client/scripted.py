@@ -5,10 +5,25 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import httpx
+import pytest
 
 from logsteer import AsyncClient, Client
+from logsteer.cli import main
 
 Handler = Callable[[httpx.Request], httpx.Response]
+
+
+Output = pytest.CaptureFixture[str]
+
+
+def answer(document: Any) -> "Script":
+    """A server that answers everything with this document."""
+    return Script(httpx.Response(200, json=document))
+
+
+def run(server: Any, *argv: str) -> int:
+    """Run the `logsteer` command against a server in memory; return its exit status."""
+    return main(argv, transport=httpx.MockTransport(server))
 
 
 class Caller:

@@ -10,22 +10,19 @@ from typing import Any
 import httpx
 import pytest
 
-from logsteer import InvalidRequestError, NotFoundError, OverloadedError, TransportError
-from logsteer.cli import main
+from logsteer import InvalidRequestError, OverloadedError, TransportError
 from logsteer.schemas import UsedAdapter
 
 from .documents import (
     ANSWER,
     PERPLEXITY,
-    START,
     SWEEP,
-    events,
     logprob_answer,
     steer_answer,
     steering_receipt,
     target,
 )
-from .scripted import Caller, Script, event_stream, problem
+from .scripted import Caller, Output, Script, answer, problem, run
 
 CARD: dict[str, Any] = {
     "name": "lora",
@@ -48,10 +45,6 @@ MOOD: dict[str, Any] = {"vectors": [{"name": "mood"}]}
 CONFIG = b'{"r": 8}\n'
 WEIGHTS = bytes(range(256)) * 4000
 BUSY = problem("overloaded", 429, retryable=True)
-
-
-def answer(document: Any) -> Script:
-    return Script(httpx.Response(200, json=document))
 
 
 @pytest.fixture
@@ -82,21 +75,6 @@ WHOLE = {
     "config": ("adapter_config.json", CONFIG),
     "weights": ("adapter_model.safetensors", WEIGHTS),
 }
-
-
-def test_cards(call: Caller) -> None:
-    server = answer(LIST)
-    found = call(server, lambda client: client.adapters.list())
-    assert ([card.rank for card in found.adapters], found.max_bytes) == ([8], 1000)
-    assert (server.requests[0].method, server.requests[0].url.path) == ("GET", "/adapters")
-    server = answer(CARD)
-    assert call(server, lambda client: client.adapters.get("lora")).modules[1] == "v_proj"
-    assert server.requests[0].url.path == "/adapters/lora"
-    with pytest.raises(NotFoundError) as caught:
-        server = Script(problem("unknown_adapter", 404))
-        call(server, lambda client: client.adapters.get("../x"))
-    assert caught.value.code == "unknown_adapter"
-    assert server.requests[0].url.raw_path == b"/adapters/..%2Fx"
 
 
 @pytest.mark.parametrize("kind", [str, Path])
@@ -274,16 +252,7 @@ def test_every_request_about_a_model_takes_parameters(call: Caller, name: str) -
     assert len(server.requests) == 1
 
 
-Output = pytest.CaptureFixture[str]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("COLUMNS", "200")
-    return lambda server, *argv: main(argv, transport=httpx.MockTransport(server))
-
-
-def test_the_commands_about_adapters(capsys: Output, run: Any, directory: Path) -> None:
+def test_the_commands_about_adapters(capsys: Output, directory: Path) -> None:
     assert run(answer(LIST), "adapters", "list") == 0
     printed = capsys.readouterr().out
     assert "damaged: torn; put or delete" in printed
@@ -302,14 +271,7 @@ def test_the_commands_about_adapters(capsys: Output, run: Any, directory: Path) 
     assert json.loads(capsys.readouterr().out) == LIST
 
 
-@pytest.mark.parametrize("argv", [[], ["put", "lora"], ["delete"], ["get", "lora"]])
-def test_wrong_usage_is_2(run: Any, capsys: Output, argv: list[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        run(answer(LIST), "adapters", *argv)
-    assert caught.value.code == 2
-
-
-def test_scores_under_an_adapter_say_so(capsys: Output, run: Any) -> None:
+def test_scores_under_an_adapter_say_so(capsys: Output) -> None:
     server = answer(SCORES | USED)
     assert run(server, "score", "a", "b", "--adapter", "lora") == 0
     assert json.loads(server.bodies[0]) == {"items": ITEMS, "adapter": "lora"}
@@ -322,17 +284,3 @@ def test_scores_under_an_adapter_say_so(capsys: Output, run: Any) -> None:
     assert "under adapter lora" in out and "steered 5 tokens" in out
     assert run(answer(SCORES), "score", "a", "b") == 0
     assert "adapter" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("count", ["1", "2"])
-def test_steering_under_an_adapter_says_so(capsys: Output, run: Any, count: str) -> None:
-    result = events(("start", START), ("result", steer_answer(int(count)) | USED))
-    server = Script(event_stream(result))
-    argv = ["--vector", "mood", "--adapter", "lora", "--n", count]
-    assert run(server, "steer", "a", *argv) == 0
-    body = json.loads(server.bodies[0])
-    assert (body["adapter"], body["steering"]) == ("lora", MOOD)
-    out = capsys.readouterr().out
-    assert out.index("under adapter lora") < out.index("steered 5 tokens")
-    with pytest.raises(SystemExit):
-        run(server, "steer", "a", "--adapter", "lora")

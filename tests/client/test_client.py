@@ -35,12 +35,6 @@ def sent(server: Script) -> Any:
     return json.loads(server.bodies[-1])
 
 
-def test_models(call: Caller) -> None:
-    server = answering(MODELS)
-    assert call(server, lambda client: client.models()).models[0].context_length == 128
-    assert (server.requests[0].method, server.requests[0].url.path) == ("GET", "/models")
-
-
 def test_a_model_id_is_quoted(call: Caller) -> None:
     server = answering(MODELS["models"][0])
     assert call(server, lambda client: client.model("org/name v1")).id == "demo"
@@ -128,13 +122,6 @@ def test_too_few_scores_are_no_answer(call: Caller) -> None:
         with pytest.raises(AnswerError, match="scores") as caught:
             call(server, use)
         assert caught.value.request_id == "r"
-
-
-def test_perplexity(call: Caller) -> None:
-    server = answering(PERPLEXITY)
-    answer = call(server, lambda client: client.perplexity(["a", "b"], stride=2, tokens=True))
-    assert answer.total.num_scored == 4
-    assert sent(server) == {"texts": ["a", "b"], "stride": 2, "tokens": True}
 
 
 def test_tokens_both_ways(call: Caller) -> None:

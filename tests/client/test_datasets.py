@@ -10,7 +10,7 @@ import pytest
 from logsteer import Client
 from logsteer.cli import main
 from logsteer.errors import InvalidRequestError
-from logsteer.extras.datasets import load_rows, name_source, read_prompts, register_dataset
+from logsteer.extras.datasets import load_rows, name_source, read_prompts
 from logsteer.extras.texts import JoinedRows
 from logsteer.schemas import PerplexityAnswer
 from tests.conftest import Server
@@ -111,7 +111,7 @@ def test_rows_are_one_text(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     texts = ["One é", "", "Two " * 40_000, "Three"]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    rows = JoinedRows(name_source(str(path), None), "text")
+    rows = JoinedRows(name_source(str(path)), "text")
     whole = "\n\n".join(texts).encode()
     assert b"".join(rows) == b"".join(rows) == whole
     assert b"".join(JoinedRows(path, "text", " | ")).startswith("One é |  | Two".encode())
@@ -121,36 +121,22 @@ def test_rows_are_one_text(tmp_path: Path) -> None:
         list(once)
     with pytest.raises(InvalidRequestError, match="row 0 has no text under 'body', only text"):
         list(JoinedRows(path, "body"))
-    with pytest.raises(InvalidRequestError, match="has no splits"):
-        name_source(str(path), "test")
 
 
 @pytest.mark.parametrize(
-    ("name", "split", "source"),
+    ("name", "source"),
     [
-        ("imdb", None, "hf:imdb@test"),
-        ("hf:imdb", None, "hf:imdb@test"),
-        ("imdb@test", None, "hf:imdb@test"),
-        ("hf:imdb@test[:5]", None, "hf:imdb@test[:5]"),
-        ("imdb", "test", "hf:imdb@test"),
-        ("hf:imdb", "test", "hf:imdb@test"),
-        ("./with@sign/imdb", None, "hf:./with@sign/imdb@test"),
-        ("rows.jsonl", None, "rows.jsonl"),
-        ("jsonl:rows", None, "jsonl:rows"),
+        ("imdb", "hf:imdb@test"),
+        ("hf:imdb", "hf:imdb@test"),
+        ("imdb@train", "hf:imdb@train"),
+        ("hf:imdb@test[:5]", "hf:imdb@test[:5]"),
+        ("./with@sign/imdb", "hf:./with@sign/imdb@test"),
+        ("rows.jsonl", "rows.jsonl"),
+        ("jsonl:rows", "jsonl:rows"),
     ],
 )
-def test_a_name_has_one_split_however_it_is_given(
-    name: str, split: str | None, source: str
-) -> None:
-    assert name_source(name, split) == source
-
-
-def test_splits_that_are_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="names split 'train', and --split 'test'"):
-        name_source("imdb@train", "test")
-    register_dataset("fixed", lambda name: [])
-    with pytest.raises(InvalidRequestError, match="'fixed:a' has no splits; leave --split out"):
-        name_source("fixed:a", "test")
+def test_a_name_stands_for_its_test_split(name: str, source: str) -> None:
+    assert name_source(name) == source
 
 
 def test_lines_that_are_texts(tmp_path: Path) -> None:
@@ -191,7 +177,8 @@ def test_the_command_scores_a_data_set(
     directory: Path, fake_server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same numbers as the joined text itself, and what cut it."""
-    own = ["perplexity", "--base-url", fake_server.url, "--dataset", f"{directory}/main"]
+    here = ["perplexity", "--base-url", fake_server.url, "--dataset"]
+    own = [*here, f"{directory}/main"]
     windows = ["--protocol", "exl3", "--context-length", "8", "--rows", "2"]
     assert main([*own, "--column", "question", "--json", *windows]) == 0
     found = PerplexityAnswer.model_validate_json(capsys.readouterr().out)
@@ -200,13 +187,13 @@ def test_the_command_scores_a_data_set(
         wanted = client.perplexity(text, protocol="exl3", context_length=8, rows=2)
     assert found.total.model_dump() == wanted.total.model_dump()
     assert (found.provenance.context_length, found.provenance.rows) == (8, 2)
-    assert main([*own, "--column", "question", "--split", "train", *windows]) == 0
+    assert main([*here, f"{directory}/main@train", "--column", "question", *windows]) == 0
     assert "exl3, windows of 8 tokens, stride 8, at most 2" in " ".join(
         capsys.readouterr().out.split()
     )
     assert main([*own, "--column", "none"]) == 1
     assert "only question, answer" in capsys.readouterr().err
-    assert main(["perplexity", str(directory / "README.md"), "--split", "test"]) == 1
-    assert "--split goes with --dataset" in capsys.readouterr().err
+    assert main(["perplexity", str(directory / "README.md"), "--join", "a"]) == 1
+    assert "--join goes with --dataset" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*own, "also.txt"])

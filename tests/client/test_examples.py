@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from logsteer.cli.command import _build_parser
+from logsteer.cli.command import build_parser
 
-PARSER = _build_parser()
+PARSER = build_parser()
 
 
 def list_commands(

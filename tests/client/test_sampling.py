@@ -2,21 +2,18 @@
 
 import asyncio
 import json
-import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
-import msgpack
 import numpy as np
 import pytest
 
 from logsteer import AsyncClient, Client
 from logsteer.errors import InvalidRequestError, OverloadedError
 from logsteer.extras.datasets import draw_prompts, read_prompts, register_dataset
-from logsteer.extras.draws import Draws
 from logsteer.extras.samples import Samples
 from tests.client.documents import ANSWER, PROVENANCE
 from tests.own_time import run_in_own_time
@@ -103,20 +100,6 @@ def test_options_are_those_of_generate(sample: Use) -> None:
             "steering": {"vectors": [{"name": "mood", "scale": 2.0}]},
         }
     ]  # fmt: skip
-
-
-def test_messagepack_answers_are_the_same_samples(call: Caller) -> None:
-    def pack(request: httpx.Request) -> httpx.Response:
-        answer = json.loads(continue_prompts(request).content)
-        for result in answer["results"]:
-            data = struct.pack("<2f", -0.5, float("nan"))
-            buffer = {"dtype": "<f4", "shape": [2], "data": data}
-            result["completions"][0]["logprobs"] = buffer
-        kind = {"Content-Type": "application/msgpack"}
-        return httpx.Response(200, content=msgpack.packb(answer), headers=kind)
-
-    packed = call(pack, lambda c: c.sample(PROMPTS, seed=3), encoding="msgpack")
-    assert list(packed) == list(call(continue_prompts, lambda c: c.sample(PROMPTS, seed=3)))
 
 
 def test_batches_are_under_way_at_once_and_results_in_order() -> None:
@@ -270,111 +253,19 @@ def test_too_few_continuations_are_a_failure(sample: Use) -> None:
     assert [one.index for one in samples] == [0, 0, 2, 2]
 
 
-def test_a_file_keeps_what_came_and_a_second_call_goes_on(sample: Use, tmp_path: Path) -> None:
-    def rate(row: Any, prompt: str, completion: str) -> float:
-        return float(prompt[1:])
-
-    path = tmp_path / "samples.jsonl"
-    options: dict[str, Any] = {"batch_size": 2, "n": 2, "reward": rate, "seed": 7}
-    with pytest.warns(UserWarning, match="4 of 12 draws"):
-        sample(Flaky("p3", "p9"), PROMPTS, file=path, **options)
-    lines = path.read_text().splitlines(keepends=True)
-    assert len(lines) == 1 + 8
-    # It was stopped in the midst of a line.
-    path.write_text("".join(lines)[:-20])
-    left = len(lines) - 2
-    server = Flaky()
-    samples = sample(server, PROMPTS, file=path, **options)
-    assert sum(map(len, server.asked)) == 12 - left
-    whole = sample(continue_prompts, PROMPTS, **options)
-    assert list(samples) == list(whole)
-    assert [one.reward for one in samples] == [n // 2 for n in range(24)]
-    assert list(samples[3:20:5]) == list(whole)[3:20:5]
-    assert samples[-1] == whole[-1]
-    server = Flaky()
-    assert list(sample(server, PROMPTS, file=str(path), **options)) == list(whole)
-    assert server.asked == []
-    assert all(json.loads(line) for line in path.read_text().splitlines())
-
-
-def test_a_file_is_returned_where_all_that_is_left_fails(sample: Use, tmp_path: Path) -> None:
-    def refuse(request: httpx.Request) -> httpx.Response:
-        if "bad" in json.loads(request.content)["prompts"]:
-            return problem("context_too_long", 422)
-        return continue_prompts(request)
-
-    path = tmp_path / "samples.jsonl"
-    for _ in range(2):
-        with pytest.warns(UserWarning, match="1 of 4 draws have no samples .*draw 2: context_too"):
-            samples = sample(refuse, ["a", "b", "bad", "c"], file=path)
-        assert texts(samples) == ["a 0", "b 1", "c 3"]
-        assert [failure.draws for failure in samples.failures] == [range(2, 3)]
-
-
-def test_lines_are_written_as_batches_come(tmp_path: Path) -> None:
-    path = tmp_path / "samples.jsonl"
-    seen = []
-
-    def look(request: httpx.Request) -> httpx.Response:
-        seen.append(len(path.read_bytes().splitlines()) if path.exists() else 0)
-        return continue_prompts(request)
-
-    with Client("http://test", transport=httpx.MockTransport(look)) as client:
-        client.sample(PROMPTS[:4], batch_size=1, concurrency=1, file=path)
-    # The next request leaves before the last answer is written, but no later one.
-    assert seen[0] == 0 and seen[2] >= 2 and seen[3] >= 3
-
-
-def test_a_file_of_another_run_is_refused(call: Caller, tmp_path: Path) -> None:
-    path = tmp_path / "samples.jsonl"
-
-    def run(prompts: Any = PROMPTS, server: Any = continue_prompts, **options: Any) -> Samples:
-        found: Samples = call(server, lambda c: c.sample(prompts, file=path, **options))
-        return found
-
-    run(PROMPTS[:2], Flaky(), count=2, seed=1, max_tokens=5)
-    for options, what in (
-        ({"count": 3, "seed": 1, "max_tokens": 5}, "draws was 2 and is 3"),
-        ({"count": 2, "seed": 1, "max_tokens": 6}, "max_tokens was 5 and is 6"),
-        ({"count": 2, "seed": 1}, "max_tokens was 5 and is null"),
-        ({"prompts": ["p", "q"], "count": 2, "seed": 1, "max_tokens": 5}, "prompts was"),
-        ({"count": 2, "seed": 1, "max_tokens": 5, "reward": lambda *_: 0}, "rewarded was false"),
-    ):
-        with pytest.raises(InvalidRequestError, match=what):
-            run(**{"prompts": PROMPTS[: options["count"]], **options})
-
-    def other_weights(request: httpx.Request) -> httpx.Response:
+def test_another_model_than_before_is_a_failure(sample: Use) -> None:
+    def change(request: httpx.Request) -> httpx.Response:
         answer = json.loads(continue_prompts(request).content)
-        answer["provenance"] = PROVENANCE | {"weights_digest": "other"}
+        if json.loads(request.content)["prompts"] == ["p1"]:
+            answer["provenance"] = PROVENANCE | {"weights_digest": "other"}
         return httpx.Response(200, json=answer)
 
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:2]))
-    with pytest.raises(InvalidRequestError, match='weights was "w" and is "other"'):
-        run(PROMPTS[:2], other_weights, count=2, seed=1, max_tokens=5)
+    with pytest.warns(UserWarning, match="draw 1: another model than before"):
+        samples = sample(change, PROMPTS[:3], batch_size=1, concurrency=1)
+    assert [one.index for one in samples] == [0, 2]
 
 
-@pytest.mark.parametrize("content", ['{"prompt": "mine"}', '{"prompt": "mine"}\n{"a', "text"])
-def test_a_file_of_something_else_is_left_alone(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(content)
-    with pytest.raises(InvalidRequestError, match="line 1, is no line that sampling has written"):
-        Draws(path)
-    assert path.read_text() == content
-
-
-def test_a_torn_first_line_is_begun_again(tmp_path: Path) -> None:
-    path = tmp_path / "samples.jsonl"
-    path.write_text('{"logsteer_samp')
-    with Client("http://test", transport=httpx.MockTransport(continue_prompts)) as client:
-        assert texts(client.sample(["a", "b"], file=path)) == ["a 0", "b 1"]
-    assert len(path.read_text().splitlines()) == 3
-    path.write_text(path.read_text().replace('"index":1', '"index":"x"'))
-    with pytest.raises(InvalidRequestError, match=r"line 3, is no line .*index"):
-        Draws(path)
-
-
-def test_wrong_options_are_told_before_anything_is_sent(sample: Use, tmp_path: Path) -> None:
+def test_wrong_options_are_told_before_anything_is_sent(sample: Use) -> None:
     def older(prompt: str, completion: str) -> float:
         return 0.0
 
@@ -388,7 +279,6 @@ def test_wrong_options_are_told_before_anything_is_sent(sample: Use, tmp_path: P
         ({"count": "3"}, "count is '3'; give an integer"),
         ({"concurrency": 2.5}, "concurrency is 2.5; give an integer"),
         ({"max_failures": True}, "max_failures is True; give an integer"),
-        ({"file": tmp_path / "none" / "x.jsonl"}, "none is no directory"),
         ({"reward": older}, three),
         ({"reward": named}, three),
         ({"reward": 3}, three),
@@ -401,12 +291,6 @@ def test_wrong_options_are_told_before_anything_is_sent(sample: Use, tmp_path: P
         with pytest.raises(InvalidRequestError, match=what):
             sample(server, PROMPTS, **options)
     assert server.asked == []
-
-
-def test_a_reward_without_a_signature_is_called(sample: Use) -> None:
-    # What `max` returns is a text, so the reward fails; that it cannot be asked stops nothing.
-    with pytest.warns(UserWarning, match="rewards failed"):
-        assert len(sample(continue_prompts, np.array(["a"]), count=np.int64(1), reward=max)) == 1
 
 
 def test_a_pool_is_the_first_rows(sample: Use) -> None:
@@ -433,25 +317,12 @@ def test_the_table_has_rows_columns_and_aggregates(tmp_path: Path) -> None:
     assert table["prompt_length"].tolist() == [3, 3]
     assert table["entropy"].tolist() == [[0.1, 0.2]] * 2
     assert table["entropy_mean"].tolist() == [0.15] * 2
-    samples.to_parquet(tmp_path / "samples.parquet")
+    table.to_parquet(tmp_path / "samples.parquet")
     import pandas as pd
 
     again = pd.read_parquet(tmp_path / "samples.parquet")
     assert again["text"].tolist() == ["a 0", "b 1"]
     assert again["token_ids"][0].tolist() == [1, 2]
-
-
-def test_json_lines_are_read_by_path(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "one", "n": 1}\n\n"two"\n')
-    for source in (path, str(path), f"jsonl:{path}"):
-        assert [row.prompt for row in read_prompts(source)] == ["one", "two"]
-    path.write_text("{broken\n")
-    with pytest.raises(InvalidRequestError, match="line 1: no JSON"):
-        read_prompts(path)
-    path.write_text('{"text": "x"}\n')
-    with pytest.raises(InvalidRequestError, match="row 0 has no text under 'prompt', only text"):
-        read_prompts(path)
 
 
 def test_other_kinds_of_datasets_can_be_added() -> None:

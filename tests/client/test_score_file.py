@@ -5,6 +5,7 @@ what the command tells. `test_score_file_going_on.py` has what is interrupted, a
 `test_score_file_kinds.py` the kinds of files.
 """
 
+import asyncio
 import json
 import time
 from pathlib import Path
@@ -13,10 +14,16 @@ from typing import Any
 import httpx
 import pytest
 
-from logsteer import InvalidRequestError, LogsteerError, NotFoundError, OverloadedError
+from logsteer import (
+    AsyncClient,
+    InvalidRequestError,
+    LogsteerError,
+    NotFoundError,
+    OverloadedError,
+)
 from logsteer.cli import main
 from logsteer.corpus import JobLimits
-from logsteer.corpus.servers import FIRST_LIMIT, Pace
+from logsteer.corpus.servers import FleetServer
 
 from .corpus_server import BAD, CorpusServer, serve_corpus, value_of
 from .score_file_cases import read_rows, score, texts, write_rows
@@ -213,24 +220,19 @@ def test_servers_with_different_models_do_not_share_a_job(corpus: Path, tmp_path
               transport=lambda url: servers[url]())  # fmt: skip
 
 
-def test_a_pace_grows_while_that_is_faster_and_halves_when_refused() -> None:
-    def answer_for(pace: Pace, at_once: int, answers: int, now: float) -> float:
-        """A server that answers a row a second for each of `at_once` requests, and no faster."""
-        for _ in range(answers):
-            now += 1 / min(pace.limit, at_once)
-            pace.record(1, now)
-        return now
+def test_a_server_that_refuses_is_given_half_and_then_more() -> None:
+    async def ask() -> list[int]:
+        async with AsyncClient("http://there") as client:
+            server = FleetServer(client, 16)
+            server.record_failure(OverloadedError("overloaded", "busy", retry_after=60.0))
+            # What it refused meanwhile counts as one refusal.
+            server.record_failure(OverloadedError("overloaded", "busy", retry_after=60.0))
+            limits = [server.limit]
+            for _ in range(8 + 9):
+                server.record_answer()
+            return [*limits, server.limit]
 
-    pace = Pace(64)
-    assert pace.limit == FIRST_LIMIT
-    now = answer_for(pace, 16, 200, 0.0)
-    assert pace.limit in (16, 32)
-    pace.slow_down()
-    low = pace.limit
-    answer_for(pace, 16, 2000, now)
-    assert low < 16 <= pace.limit <= 32
-    pace.start_anew()
-    assert pace.limit == 1
+    assert asyncio.run(ask()) == [8, 10]
 
 
 # ------------------------------------------------------------------ the command

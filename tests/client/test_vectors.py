@@ -15,11 +15,10 @@ import torch
 from safetensors.numpy import load
 
 from logsteer import AnswerError, InvalidRequestError, NotFoundError
-from logsteer.cli import main
 from logsteer.extras.tensors import convert_upload
 
 from .documents import ANSWER
-from .scripted import Caller, Script, problem
+from .scripted import Caller, Output, Script, answer, problem, run
 
 QUALITY = {
     "accuracy": 0.75, "auc": 0.875, "pair_accuracy": 1.0, "explained_variance": 0.5,
@@ -57,10 +56,6 @@ SIMILAR = {
 TRAINED = {**ANSWER, "vector": CARD, "layer_cosines": COSINES, "similar": SIMILAR}
 GONE = {"name": "happy", "sha256": "ab" * 32}
 PAIR = {"positive": "good", "negative": "bad"}
-
-
-def answer(document: Any) -> Script:
-    return Script(httpx.Response(200, json=document))
 
 
 def file_answer(data: bytes, kind: str = "application/vnd.safetensors") -> Script:
@@ -174,31 +169,19 @@ def test_combining(call: Caller) -> None:
     }
 
 
-Output = pytest.CaptureFixture[str]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("COLUMNS", "200")
-    return lambda server, *argv: main(argv, transport=httpx.MockTransport(server))
-
-
-def test_list_and_show(capsys: Output, run: Any) -> None:
+def test_list_and_show(capsys: Output) -> None:
     assert run(answer(LIST), "vectors", "list") == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if "happy" in line)
-    assert "1-3, 7" in row and "training pca" in row and "ab" * 6 in row.split()
+    assert "1-3, 7" in row and {"training", "pca"} < set(row.split()) and "ab" * 6 in row.split()
     assert run(answer(CARD), "vectors", "show", "happy") == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    # |2 x vector| is 4.5, of activations of 10
-    assert ["2", "2.25", "0.875", "3", "0.75", "1", "0.5", "2", "45.0%"] in lines
-    assert ["7", "7"] in lines
+    assert ["2", "2.25", "0.875", "3", "0.75", "1", "2"] in lines
+    assert ["7", "7", *["n/a"] * 5] in lines
     assert run(answer(LIST), "vectors", "list", "--json") == 0
     assert json.loads(capsys.readouterr().out)["vectors"][0]["name"] == "happy"
 
 
-def test_put_get_delete(
-    capsys: Output, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_put_get_delete(capsys: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("v.gguf").write_bytes(b"GGUF data")
     server = answer(CARD)
@@ -221,7 +204,7 @@ def test_put_get_delete(
     assert "No such file" in capsys.readouterr().err
 
 
-def test_train(capsys: Output, run: Any, tmp_path: Path) -> None:
+def test_train(capsys: Output, tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps(PAIR) + "\n\n" + json.dumps(PAIR | {"note": 1}) + "\n")
     server = answer(TRAINED)
@@ -240,7 +223,6 @@ def test_train(capsys: Output, run: Any, tmp_path: Path) -> None:
     }
     shown = capsys.readouterr().out
     rows = [line.split() for line in shown.splitlines()]
-    assert ["1", "1.00", "0.50", "0.25", "n/a"] in rows
     assert ["2", "sad", "-0.75"] in rows
     for text in (
         "try happy:2@2 to happy:2.5", "layer 2 tells", "caution: may be chance", "5 folds",
@@ -275,7 +257,7 @@ def test_train(capsys: Output, run: Any, tmp_path: Path) -> None:
         ["train", "a", "b", "--layers", "x"],
     ],
 )
-def test_wrong_usage_is_2(run: Any, capsys: Output, argv: list[str]) -> None:
+def test_wrong_usage_is_2(capsys: Output, argv: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         run(answer(LIST), "vectors", *argv)
     assert caught.value.code == 2
@@ -284,7 +266,7 @@ def test_wrong_usage_is_2(run: Any, capsys: Output, argv: list[str]) -> None:
 @pytest.mark.parametrize("content", [json.dumps(PAIR), json.dumps([PAIR])], ids=["lines", "list"])
 @pytest.mark.parametrize("way", ["pipe", "stdin"])
 def test_pairs_of_a_pipe(
-    run: Any, capsys: Output, monkeypatch: pytest.MonkeyPatch, content: str, way: str
+    capsys: Output, monkeypatch: pytest.MonkeyPatch, content: str, way: str
 ) -> None:
     """A pipe, as of process substitution, can be read once."""
     reading, writing = os.pipe()
@@ -383,7 +365,7 @@ def test_a_pipe_is_not_looked_into(tmp_path: Path) -> None:
 
 
 def test_what_needs_torch_says_so(
-    capsys: Output, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     assert run(answer(CARD), "vectors", "put", "happy", str(FILES / "layers.pt")) == 1

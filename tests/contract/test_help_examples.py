@@ -33,10 +33,9 @@ LINES = {
 MAKES = {
     "--plot along.png": "along.png", "--output windows.csv": "windows.csv",
     "--output tokens.csv": "tokens.csv", "--output means.safetensors": "means.safetensors",
-    "--output shards": "shards/index.json", "> looked-at.jsonl": "looked-at.jsonl",
+    "--output shards": "shards/index.json",
     "--plot layers.png": "layers.png", "--plot doses.png": "doses.png",
     "--plot sweep.png": "sweep.png", "get mood mood.s": "mood.safetensors",
-    "> _logsteer": "_logsteer", "> logsteer.fish": "logsteer.fish",
 }  # fmt: skip
 """What stands in an example, and the file that it then leaves."""
 
@@ -118,7 +117,7 @@ def test_an_example_runs(
     status, output, error = run_in_shell(line) if needs_shell else run_here(line, capsys)
     assert status == 0, error
     assert error == ""
-    assert output or made or line.startswith("source")
+    assert output or made
     for file in made:
         assert (place / file).stat().st_size > 0
 

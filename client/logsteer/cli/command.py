@@ -12,14 +12,13 @@ import httpx
 import logsteer
 from logsteer.cli import tables
 from logsteer.cli.capture import add_capture
-from logsteer.cli.completion import add_completion
 from logsteer.cli.generation import add_generate
-from logsteer.cli.items import add_diagnostics, add_gradient
+from logsteer.cli.items import add_diagnostics, add_gradient, add_score
 from logsteer.cli.models import add_model_commands
 from logsteer.cli.output import add_output_options, check_output, show
 from logsteer.cli.parameters import add_adapter_commands, add_override_commands
+from logsteer.cli.perplexity import add_perplexity
 from logsteer.cli.score_file import add_score_file
-from logsteer.cli.scoring import add_perplexity, add_score
 from logsteer.cli.selftest import add_selftest
 from logsteer.cli.steering import add_steer, add_sweep
 from logsteer.cli.terminal import Command, add_examples
@@ -40,7 +39,7 @@ EXAMPLES = """
   logsteer vectors train mood pairs.jsonl
   logsteer steer "Once upon a time" --vector mood:4@2 --baseline --seed 1
   logsteer sweep --vector mood@2 --scales=-4,-2,0,2,4 --item "I feel" " happy" " sad"
-  logsteer generate - -n 2 < prompts.jsonl | logsteer diagnostics - > looked-at.jsonl
+  logsteer score-file corpus.jsonl sums.jsonl --endpoint perplexity
 
 Each command's --help has examples of its own. LOGSTEER_BASE_URL and LOGSTEER_API_KEY stand in for
 --base-url and --api-key; NO_COLOR keeps colours away.
@@ -66,7 +65,7 @@ def main(argv: Sequence[str] | None = None, *, transport: httpx.BaseTransport | 
 
     `transport` replaces the network. Raises SystemExit(2) for wrong usage.
     """
-    arguments = _build_parser().parse_args(argv)
+    arguments = build_parser().parse_args(argv)
     given = vars(arguments)
     names = ("base_url", "api_key", "timeout", "model")
     settings: Any = {name: given[name] for name in names if name in given}
@@ -106,7 +105,8 @@ def _fail(message: object, status: int = REFUSED) -> int:
     return status
 
 
-def _build_parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command, as for shtab: `shtab logsteer.cli.command.build_parser`."""
     common = _build_common_options()
     parser = argparse.ArgumentParser(
         prog="logsteer",
@@ -138,7 +138,6 @@ def _build_parser() -> argparse.ArgumentParser:
     add_vector_commands(add("vectors", help="store, make and fetch steering vectors"), common)
     add_adapter_commands(add("adapters", help="store LoRA adapters"), common)
     add_override_commands(add("overrides", help="store directions of the parameters"), common)
-    add_completion(add("completion", help="a script that completes commands in a shell"), parser)
     return parser
 
 
@@ -166,4 +165,4 @@ def _positive(text: str) -> float:
 
 def _show_tokens(client: Client, arguments: argparse.Namespace) -> None:
     answer = client.tokenize(arguments.text)
-    show(arguments, answer, tables.draw_tokens(answer.results[0]))
+    show(arguments, answer, tables.draw_answer(answer))

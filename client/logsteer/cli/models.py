@@ -58,14 +58,14 @@ def _add_wait(parser: argparse.ArgumentParser) -> None:
 
 def _show_models(client: Client, arguments: argparse.Namespace) -> None:
     answer = client.models()
-    show(arguments, answer, tables.draw_models(answer))
+    show(arguments, answer, tables.draw_answer(answer))
 
 
 def _change(name: str) -> Callable[[Client, argparse.Namespace], None]:
     def change(client: Client, arguments: argparse.Namespace) -> None:
         call = getattr(client, f"{name}_model")
         card: ModelCard = call(arguments.changed, wait_s=arguments.wait)
-        show(arguments, card, tables.draw_models(ModelList(models=[card])))
+        show(arguments, card, tables.draw_answer(ModelList(models=[card])))
 
     return change
 

@@ -7,15 +7,14 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any
 
 from pydantic import BaseModel
 from rich.text import Text
 
 from logsteer.cli.terminal import TerminalConsole
 from logsteer.errors import LogsteerError
-from logsteer.extras.answer_plots import plot_answer
-from logsteer.extras.plots import check_plot_path
+from logsteer.extras.plots import check_plot_path, plot_answer
 from logsteer.extras.rows import FlatRow, list_grains, list_rows
 
 FORMATS = ("table", "json", "jsonl", "csv", "parquet")
@@ -115,8 +114,7 @@ def show(
             file.write(answer.model_dump_json(indent=2) + "\n")
     else:
         per = getattr(arguments, "per", None)
-        with RowSink(arguments) as sink:
-            sink.write(list_rows(answer, per) if rows is None else rows())
+        _write_rows(arguments, list_rows(answer, per) if rows is None else rows())
     if plot:
         (draw or (lambda path: plot_answer(answer, path)))(plot)
         if form == "table" and arguments.output is None:
@@ -137,55 +135,21 @@ def _open_output(arguments: argparse.Namespace) -> Any:
     return Path(path).open("w", encoding="utf-8", newline="")
 
 
-class RowSink:
-    """Writes flat rows as they come, as JSON lines or CSV; as Parquet, all of them at the end.
-
-    The columns of CSV are those of the first rows written.
-    """
-
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self._form = choose_format(arguments)
-        self._path = arguments.output
-        self._output = None if self._form == "parquet" else _open_output(arguments)
-        self._kept: list[FlatRow] = []
-        self._names: list[str] | None = None
-
-    def __enter__(self) -> Self:
-        self._file: TextIO | None = None if self._output is None else self._output.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self._output is not None:
-            self._output.__exit__(*error)
-        elif error == (None, None, None):
-            self._write_parquet()
-
-    def write(self, rows: Sequence[FlatRow]) -> None:
-        """Write these rows. Raises LogsteerError for a column of CSV that comes too late."""
-        if self._file is None:
-            self._kept += rows
-            return
-        if self._form == "jsonl":
-            self._file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        else:
-            self._write_csv(self._file, rows)
-        self._file.flush()
-
-    def _write_csv(self, file: TextIO, rows: Sequence[FlatRow]) -> None:
-        writer = csv.writer(file, lineterminator="\n")
-        if self._names is None and rows:
-            self._names = list(dict.fromkeys(name for row in rows for name in row))
-            writer.writerow(self._names)
-        for row in rows:
-            if late := [name for name in row if name not in (self._names or ())]:
-                raise LogsteerError(f"{late[0]} is no column of the first rows: take jsonl")
-            writer.writerow([_write_cell(row.get(name)) for name in self._names or ()])
-
-    def _write_parquet(self) -> None:
+def _write_rows(arguments: argparse.Namespace, rows: Sequence[FlatRow]) -> None:
+    form = choose_format(arguments)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    if form == "parquet":
         arrow, parquet = _load_arrow()
-        names = dict.fromkeys(name for row in self._kept for name in row)
-        columns = {name: [row.get(name) for row in self._kept] for name in names}
-        parquet.write_table(arrow.table(columns), self._path)
+        columns = {name: [row.get(name) for row in rows] for name in names}
+        parquet.write_table(arrow.table(columns), arguments.output)
+        return
+    with _open_output(arguments) as file:
+        if form == "jsonl":
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            return
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(names)
+        writer.writerows([_write_cell(row.get(name)) for name in names] for row in rows)
 
 
 def _write_cell(value: Any) -> Any:

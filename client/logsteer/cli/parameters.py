@@ -36,9 +36,7 @@ PUT_OVERRIDE_EXAMPLES = """
 def add_adapter_commands(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
     """Give the parser of `logsteer adapters` its commands."""
     add_examples(parser, ADAPTER_EXAMPLES)
-    add = add_stored_commands(
-        parser, common, "adapters", tables.draw_adapters, AdapterList, "story"
-    )
+    add = add_stored_commands(parser, common, "adapters", AdapterList, "story")
     text = "upload what PEFT has saved as an adapter"
     put = add("put", _put_adapter, text, PUT_ADAPTER_EXAMPLES)
     put.add_argument(
@@ -52,9 +50,7 @@ def add_adapter_commands(parser: argparse.ArgumentParser, common: argparse.Argum
 def add_override_commands(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
     """Give the parser of `logsteer overrides` its commands."""
     add_examples(parser, OVERRIDE_EXAMPLES)
-    add = add_stored_commands(
-        parser, common, "overrides", tables.draw_overrides, OverrideList, "gradient"
-    )
+    add = add_stored_commands(parser, common, "overrides", OverrideList, "gradient")
     text = "one direction: what it moves, and how far"
     showing = add("show", _show_override, text, SHOW_OVERRIDE_EXAMPLES)
     add_output_options(showing, OverrideCard)
@@ -70,15 +66,15 @@ def add_override_commands(parser: argparse.ArgumentParser, common: argparse.Argu
 def _put_adapter(client: Client, arguments: argparse.Namespace) -> None:
     options: Any = given(arguments, "overwrite")
     card = client.adapters.put(arguments.name, Path(arguments.directory), **options)
-    show(arguments, card, tables.draw_adapters([card]))
+    show(arguments, card, tables.draw_answer(card))
 
 
 def _show_override(client: Client, arguments: argparse.Namespace) -> None:
     card = client.overrides.get(arguments.name)
-    show(arguments, card, tables.draw_overrides([card]))
+    show(arguments, card, tables.draw_answer(card))
 
 
 def _put_override(client: Client, arguments: argparse.Namespace) -> None:
     options: Any = given(arguments, "overwrite")
     card = client.overrides.put(arguments.name, Path(arguments.file), **options)
-    show(arguments, card, tables.draw_overrides([card]))
+    show(arguments, card, tables.draw_answer(card))

@@ -6,12 +6,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from rich.table import Table
-
-from logsteer.cli import tables
 from logsteer.cli.options import add_options
 from logsteer.cli.output import add_output_options, show
 from logsteer.cli.steering_options import add_probe_option, add_steering_options, read_changes
+from logsteer.cli.tables import draw_statistics
 from logsteer.cli.terminal import add_examples, given
 from logsteer.client import Client
 from logsteer.corpus import FileScores, JobLimits, score_file
@@ -41,8 +39,7 @@ _OPTIONS: Mapping[str, Mapping[str, str | None]] = {
 }  # fmt: skip
 _BOUNDS = {
     "batch_size": "rows of a request", "batch_bytes": "bytes of them",
-    "concurrency": "requests under way at each server, at most; fewer where that is as fast",
-    "buffer_bytes": "bytes of rows and results held in memory",
+    "concurrency": "requests under way at each server, at most; fewer where it refuses some",
     "commit_s": "seconds of work that an interruption costs",
     "patience_s": "seconds without any answer after which it ends",
     "max_failures": "failed rows in a row after which it ends; 0: any number",
@@ -84,7 +81,7 @@ def add_score_file(parser: argparse.ArgumentParser) -> None:
         default = getattr(JobLimits, name)
         where.add_argument(
             f"--{name.replace('_', '-')}", type=type(default), metavar="N",
-            help=f"{text}; default {default:g}" if default < 1e6 else f"{text}; default {default}",
+            help=f"{text}; default {default:g}",
         )  # fmt: skip
     parser.add_argument(
         "--options", type=_parse_options, metavar="JSON", help="further fields of the requests"
@@ -119,33 +116,17 @@ def _score_file(_client: Client, arguments: argparse.Namespace) -> None:
     except KeyboardInterrupt:
         print("interrupted; the same command goes on", file=sys.stderr)
         raise
-    show(arguments, scores, *_draw(scores), rows=lambda: [scores.model_dump(mode="json")])
+    show(
+        arguments,
+        scores,
+        *(draw_statistics(one) for one in (scores, scores.total) if one is not None),
+        rows=lambda: [scores.model_dump(mode="json")],
+    )
     if scores.failed:
         raise LogsteerError(
             f"{scores.failed} of {scores.rows} rows failed; {arguments.target} has the error of "
             "each in place of its result"
         )
-
-
-def _draw(scores: FileScores) -> list[Table]:
-    table = tables.start_table(">rows", ">failed", ">tokens", ">tokens/s", ">rows/s", ">seconds")
-    tokens = scores.prompt_tokens + scores.generated_tokens
-    table.add_row(
-        f"{scores.rows:,}", f"{scores.failed:,}", f"{tokens:,}", f"{scores.tokens_per_s:,.0f}",
-        f"{scores.rows_per_s:,.0f}", f"{scores.seconds:,.1f}",
-    )  # fmt: skip
-    if scores.total is None:
-        return [table]
-    total = tables.start_table(
-        ">perplexity", ">stderr", ">per word", ">bits/byte", ">scored tokens"
-    )
-    score = scores.total
-    total.add_row(
-        tables.show_number(score.perplexity), tables.show_number(score.stderr),
-        tables.show_number(score.word_perplexity), tables.show_number(score.bits_per_byte),
-        f"{score.num_scored:,}",
-    )  # fmt: skip
-    return [table, total]
 
 
 def _parse_pair(text: str) -> tuple[str, str]:

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from logsteer._progress import Waiting
-from logsteer.cli import continuations, tables
-from logsteer.cli.continuations import draw_completions, stream_one, stream_side_by_side
-from logsteer.cli.heat import draw_sweep_curves
-from logsteer.cli.items import ITEM_FORM
+from logsteer.cli import tables
+from logsteer.cli.continuations import (
+    draw_generated,
+    draw_grown,
+    stream_one,
+    stream_side_by_side,
+)
 from logsteer.cli.options import add_options
 from logsteer.cli.output import add_output_options, show, wants_json
 from logsteer.cli.steering_options import (
@@ -52,6 +55,7 @@ _SAMPLING = {
     "seed": "N", "stop": "TEXT", "bos": None, "baseline": None,
 }  # fmt: skip
 _SWEPT = {"boundary": None, "bos": None}
+_ITEM_FORM = '{"context": "…", "targets": ["…"]}'
 
 
 def add_steer(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +69,7 @@ def add_steer(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--chat", action="store_true", help="PROMPT is a user's message, for the chat template"
     )
-    add_output_options(parser, SteerAnswer, plot=True)
+    add_output_options(parser, SteerAnswer)
     parser.set_defaults(command=_steer)
 
 
@@ -96,7 +100,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
         help="a context and its targets; repeatable",
     )
     group.add_argument(
-        "--items", metavar="FILE", help=f"a line an item: {ITEM_FORM}; - is standard input"
+        "--items", metavar="FILE", help=f"a line an item: {_ITEM_FORM}; - is standard input"
     )
     group.add_argument(
         "--text",
@@ -128,13 +132,7 @@ def _steer(client: Client, arguments: argparse.Namespace) -> None:
             answer = stream_one(events, console, prompt or "")
         else:
             answer = stream_side_by_side(events, console, bool(arguments.baseline))
-    (result,) = answer.results
-    if alone:
-        drawn = continuations.draw_end(result.completions[0])
-        show(arguments, answer, *drawn, *tables.draw_changes(answer))
-    else:
-        table = draw_completions(result)
-        show(arguments, answer, table, *tables.draw_changes(answer))
+    show(arguments, answer, *(draw_grown(answer) if alone else draw_generated(answer, [])))
 
 
 def _sweep(client: Client, arguments: argparse.Namespace) -> None:
@@ -161,15 +159,9 @@ def _sweep(client: Client, arguments: argparse.Namespace) -> None:
         title = f"{_name_steering(steering)} on {answer.model}"
         plot_sweep(answer, path, items=items, texts=texts, title=title)
 
-    drawn = [tables.draw_sweep(answer, labels), draw_sweep_curves(answer, labels)]
-    show(
-        arguments,
-        answer,
-        *drawn,
-        *tables.draw_changes(answer),
-        rows=lambda: list(_name_rows(list_rows(answer), labels)),
-        draw=draw,
-    )
+    rows = list(_name_rows(list_rows(answer), labels))
+    drawn = [*tables.draw_sweep(answer, rows), *tables.draw_changes(answer)]
+    show(arguments, answer, *drawn, rows=lambda: rows, draw=draw)
 
 
 def _name_rows(rows: Iterable[FlatRow], labels: SweepLabels) -> Iterator[FlatRow]:
@@ -191,9 +183,9 @@ def _read_items(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         items.append({"context": context, "targets": targets})
     if arguments.items:
         name, data = read_input(arguments.items)
-        for number, item in read_json_lines(BytesIO(data), name, ITEM_FORM):
+        for number, item in read_json_lines(BytesIO(data), name, _ITEM_FORM):
             if not isinstance(item, dict):
-                raise LogsteerError(f"{name}, line {number}: no JSON object; write {ITEM_FORM}")
+                raise LogsteerError(f"{name}, line {number}: no JSON object; write {_ITEM_FORM}")
             items.append(item)
     return items
 

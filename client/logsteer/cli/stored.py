@@ -1,39 +1,31 @@
 """What the commands about vectors and adapters have in common: to list them and to delete one."""
 
 import argparse
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import TypeAlias
 
 from pydantic import BaseModel
-from rich.table import Table
 
 from logsteer.cli.output import add_output_options, show
+from logsteer.cli.tables import draw_answer
 from logsteer.cli.terminal import Command, add_examples
 from logsteer.client import Client
 
-
-class AddCommand(Protocol):
-    """What gives `logsteer RESOURCE` one more command."""
-
-    def __call__(
-        self, name: str, command: Command, text: str, examples: str, *, named: bool = True
-    ) -> argparse.ArgumentParser:
-        """Add a command with this help; `named`: its first argument is the name of one."""
-        ...
+AddCommand: TypeAlias = Callable[..., argparse.ArgumentParser]
+"""Gives `logsteer RESOURCE` one more command: its name, function, help and examples; `named` says
+whether its first argument is the name of a content."""
 
 
 def add_stored_commands(
     parser: argparse.ArgumentParser,
     common: argparse.ArgumentParser,
     resource: str,
-    draw: Callable[[Sequence[Any]], Table],
     kind: type[BaseModel],
     example: str,
 ) -> AddCommand:
     """Give the parser of `logsteer RESOURCE` its commands; return what adds further ones.
 
-    `draw` makes the table of cards, `kind` is the class of their list, and `example` the name of
-    one in examples.
+    `kind` is the class of the list of cards, and `example` the name of one in examples.
     """
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
@@ -49,7 +41,7 @@ def add_stored_commands(
 
     def list_cards(client: Client, arguments: argparse.Namespace) -> None:
         answer = getattr(client, resource).list()
-        table = draw(getattr(answer, resource))
+        table = draw_answer(answer)
         if answer.damaged:
             table.caption = f"damaged: {', '.join(answer.damaged)}; put or delete them"
         show(arguments, answer, table)

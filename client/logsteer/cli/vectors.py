@@ -6,25 +6,20 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, get_args
 
+from rich.table import Table
 from rich.text import Text
 
 from logsteer._progress import Waiting
 from logsteer.cli import tables
-from logsteer.cli.heat import Sparklines
 from logsteer.cli.options import add_options
 from logsteer.cli.output import add_output_options, show
 from logsteer.cli.stored import add_stored_commands
 from logsteer.cli.terminal import add_examples, given, parse_layers, parse_scales, read_input
-from logsteer.cli.vector_tables import (
-    describe_readouts,
-    draw_card,
-    draw_doses,
-    draw_likeness,
-)
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
 from logsteer.extras.dose_response import DoseResponse, evaluate_vector
 from logsteer.extras.json_files import read_json_lines
+from logsteer.extras.labels import describe_card, label_layers
 from logsteer.extras.sae import import_feature
 from logsteer.schemas import ContentFormat, TrainAnswer, VectorCard, VectorList
 
@@ -66,7 +61,7 @@ IMPORT_EXAMPLES = """
 def add_vector_commands(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
     """Give the parser of `logsteer vectors` its commands."""
     add_examples(parser, EXAMPLES)
-    add = add_stored_commands(parser, common, "vectors", tables.draw_vectors, VectorList, "mood")
+    add = add_stored_commands(parser, common, "vectors", VectorList, "mood")
     showing = add(
         "show", _show, "one vector: its layers, their norms, and where it comes from", SHOW_EXAMPLES
     )
@@ -129,13 +124,13 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
 
 def _show(client: Client, arguments: argparse.Namespace) -> None:
     card = client.vectors.get(arguments.name)
-    show(arguments, card, tables.draw_vectors([card]), *draw_card(card))
+    show(arguments, card, _draw_vectors(card), *tables.draw_card(card))
 
 
 def _put(client: Client, arguments: argparse.Namespace) -> None:
     options: Any = given(arguments, "format", "overwrite")
     card = client.vectors.put(arguments.name, Path(arguments.file), **options)
-    show(arguments, card, tables.draw_vectors([card]))
+    show(arguments, card, _draw_vectors(card))
 
 
 def _get(client: Client, arguments: argparse.Namespace) -> None:
@@ -144,7 +139,7 @@ def _get(client: Client, arguments: argparse.Namespace) -> None:
     card = client.vectors.get(arguments.name)
     data = client.vectors.download(arguments.name, form)
     Path(arguments.file or f"{arguments.name}.{form}").write_bytes(data)
-    show(arguments, card, tables.draw_vectors([card]))
+    show(arguments, card, _draw_vectors(card))
 
 
 def _train(client: Client, arguments: argparse.Namespace) -> None:
@@ -152,9 +147,7 @@ def _train(client: Client, arguments: argparse.Namespace) -> None:
     options: Any = given(arguments, *_TRAINING, "layers")
     with Waiting(f"training {arguments.name} on {len(pairs)} pairs"):
         answer = client.vectors.train(arguments.name, pairs, **options)
-    card = answer.vector
-    details = [*draw_card(card), *draw_likeness(answer)]
-    show(arguments, answer, tables.draw_vectors([card]), *details)
+    show(arguments, answer, _draw_vectors(answer.vector), *tables.draw_card(answer))
 
 
 def _evaluate(client: Client, arguments: argparse.Namespace) -> None:
@@ -162,9 +155,9 @@ def _evaluate(client: Client, arguments: argparse.Namespace) -> None:
     options: Any = given(arguments, "scales", "layers")
     with Waiting(f"evaluating {arguments.name} on {len(pairs)} pairs"):
         response = evaluate_vector(client, arguments.name, pairs, **options)
-    changes = [point.preference_change for point in response.points]
-    curve = Sparklines("", [("change of preference", changes)])
-    show(arguments, response, *draw_doses(response), curve)
+    places = "its own layers" if response.layers is None else label_layers(response.layers)
+    head = f"{response.name} at {places}, means over {response.num_pairs} pairs"
+    show(arguments, response, Text(head, "bold"), tables.draw_answer(response))
 
 
 def _import_feature(client: Client, arguments: argparse.Namespace) -> None:
@@ -172,9 +165,13 @@ def _import_feature(client: Client, arguments: argparse.Namespace) -> None:
     if "model" in arguments:
         options = {**options, "model": arguments.model}
     stored = import_feature(client, arguments.path, arguments.feature, **options)
-    table = tables.draw_vectors([stored.vector, stored.probe])
-    lines = [*describe_readouts(stored.probe), *stored.remarks]
+    table = _draw_vectors(stored.vector, stored.probe)
+    lines = [*(line for line, _ in describe_card(stored.probe)), *stored.remarks]
     show(arguments, stored, table, *map(Text, lines))
+
+
+def _draw_vectors(*cards: VectorCard) -> Table:
+    return tables.draw_answer(VectorList(vectors=list(cards), bytes=0, max_bytes=0))
 
 
 def _read_pairs(name: str) -> list[dict[str, str]]:

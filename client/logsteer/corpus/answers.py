@@ -7,10 +7,9 @@ Lines have nothing of when and how they came to be: no times, no request ids.
 """
 
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from pydantic import BaseModel, Field
 from pydantic_core import from_json, to_json
@@ -43,19 +42,9 @@ MAX_DETAIL = 2000
 """Characters of an error's detail in a line."""
 TOO_LONG = (DeadlineError, RequestTimeoutError, InternalError)
 """What fails with some of several rows, and has failed as often as it is tried."""
-_FRONT = b'{"results":['
-_BEGIN = re.compile(rb'\{"\w+":')
 
-
-class Ask(Protocol):
-    """Sends a call to some server, and returns what it answered; `first` is the first row of it.
-
-    A call of an earlier row goes first. What may pass is waited for.
-    """
-
-    async def __call__(self, first: int, rows: int, call: ApiCall[Download]) -> bytes:
-        """Send the call."""
-        ...
+Ask: TypeAlias = Callable[[ApiCall[Download]], Awaitable[bytes]]
+"""Sends a call to some server, and returns what it answered. What may pass is waited for."""
 
 
 @dataclass(slots=True)
@@ -175,9 +164,8 @@ class _ChunkRun:
 
     async def _answer(self, places: Sequence[int]) -> None:
         """Have these rows answered, in halves where they are refused or take too long together."""
-        first = self._chunk.first + places[0]
         try:
-            answer = await self._ask(first, len(places), self._build(places))
+            answer = await self._ask(self._build(places))
         except (*DIVISIBLE, *TOO_LONG) as error:
             if len(places) == 1:
                 self._fail(places[0], error)
@@ -186,17 +174,17 @@ class _ChunkRun:
             await self._answer(places[:middle])
             await self._answer(places[middle:])
             return
-        document, results = read_answer(answer, len(places))
+        document = read_answer(answer, len(places))
         identity = identify(document)
         if self._identity is not None and identity != self._identity:
             raise AnswerError(describe_difference(self._identity, identity))
         self._identity = identity
-        for place, result in zip(places, results, strict=True):
-            self._write(place, b"result", result)
+        for place, result in zip(places, document["results"], strict=True):
+            self._write(place, b"result", to_json(result))
         for name in USAGE:
             self._tally.usage[name] += document["usage"].get(name, 0)
         if self._form.kind.result is TextResult:
-            for result in map(from_json, results):
+            for result in document["results"]:
                 sums = [result[name] for name in SUMS]
                 self._texts.append([math.nan if value is None else value for value in sums])
 
@@ -235,59 +223,19 @@ class _ChunkRun:
         self._lines[place] = line
 
 
-def read_answer(answer: bytes, count: int) -> tuple[Row, list[bytes]]:
-    """Return the document of an answer with so many results, and the JSON of each of them.
-
-    The document has one of the results at least. Errors: AnswerError.
-    """
+def read_answer(answer: bytes, count: int) -> Row:
+    """Return the document of an answer with so many results. Errors: AnswerError."""
     try:
-        found = cut_answer(answer, count)
-        if found is None:
-            document = from_json(answer)
-            found = document, [to_json(result) for result in document["results"]]
-        document, results = found
+        document: Row = from_json(answer)
+        found = len(document["results"])
         _ = document["usage"]["prompt_tokens"]
-        if len(results) != count:
-            raise AnswerError(f"{count} rows, {len(results)} results: a fault of the server")
     except (ValueError, KeyError, TypeError) as error:
         raise AnswerError(
             f"the answer has no results: {error!r}; is it a logsteer server of this version?"
         ) from error
-    return document, results
-
-
-def cut_answer(answer: bytes, count: int) -> tuple[Row, list[bytes]] | None:
-    """Return the document with its last result, and all results as they stand; None: read it all.
-
-        {"results":[{"targets":[…],"best":0},{"targets":[…],"best":1}],"steering":null,…}
-                   └─ begin ──┘             └─ begin ──┘
-
-    Results of one kind have the same key in front. `begin` cannot stand in a text, where a
-    quotation mark follows a backslash, so results are cut apart without being read: to read them
-    all and to write them again would take most of what a row costs here. Where it stands within a
-    result, too, there are more parts than rows.
-
-    What stands between the first key of a result and the next one is trusted: a server that wrote
-    wrong JSON there would be found out by whoever reads the line. To read it all takes a third of
-    the CPU time of a row (4 of 12 us), and counting brackets proves little. An answer that is cut
-    off or damaged on its way does not come here: HTTP says how long it is, TCP and TLS sum it up.
-    """
-    colon = answer.find(b":", len(_FRONT))
-    begin = answer[len(_FRONT) : colon + 1]
-    if not (answer.startswith(_FRONT) and _BEGIN.fullmatch(begin)) or b"\n" in answer:
-        return None
-    *parts, rest = answer[colon + 1 :].split(b"}," + begin)
-    if len(parts) != count - 1:
-        return None
-    try:
-        document = from_json(b"".join((_FRONT, begin, rest)))
-        _, following, *_ = document
-        last = begin + rest[: rest.rfind(b'],"%b":' % following.encode())]
-        if [from_json(last)] != document["results"]:
-            return None
-    except ValueError:
-        return None
-    return document, [*(b"%b%b}" % (begin, part) for part in parts), last]
+    if found != count:
+        raise AnswerError(f"{count} rows, {found} results: a fault of the server")
+    return document
 
 
 def identify(document: Row) -> dict[str, Any]:

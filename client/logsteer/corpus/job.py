@@ -1,22 +1,21 @@
 """A job: rows of a file through an endpoint, in their order, each exactly once.
 
 Chunks of rows are asked for at once, many at a time, and written in their order: those that come
-early are held, within `buffer_bytes`. What is written is committed every `commit_s` seconds.
+early are held. What is written is committed every `commit_s` seconds.
 """
 
 import asyncio
-import hashlib
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
-from logsteer._progress import CorpusProgress
+from logsteer._progress import CountingProgress
 from logsteer.corpus.answers import (
     Ask,
     FileScores,
@@ -33,8 +32,6 @@ from logsteer.errors import LogsteerError
 
 CHUNKS_AHEAD = 2
 """Chunks that are begun for each request that may be under way."""
-CHUNK_MEMORY = 4
-"""Bytes that a chunk takes for each of its rows' own while it waits for its answer."""
 
 
 @dataclass(frozen=True)
@@ -42,21 +39,20 @@ class JobLimits:
     """Bounds of a job.
 
     `batch_size` and `batch_bytes`: rows of one request, and their bytes. `concurrency`: requests
-    under way at each server, at most. `buffer_bytes`: rows and lines held in memory. `commit_s`:
-    seconds of work that an interruption costs. `patience_s`: seconds without any answer after which
-    the job ends. `max_failures`: failed rows in a row after which it does; 0: any number.
+    under way at each server, at most; twice as many wait in memory. `commit_s`: seconds of work
+    that an interruption costs. `patience_s`: seconds without any answer after which the job ends.
+    `max_failures`: failed rows in a row after which it does; 0: any number.
     """
 
     batch_size: int = 256
     batch_bytes: int = 2**18
-    concurrency: int = 64
-    buffer_bytes: int = 64 * 2**20
+    concurrency: int = 16
     commit_s: float = 1.0
     patience_s: float = 600.0
     max_failures: int = 1000
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "batch_bytes", "concurrency", "buffer_bytes"):
+        for name in ("batch_size", "batch_bytes", "concurrency"):
             if getattr(self, name) < 1:
                 raise LogsteerError(f"{name} is {getattr(self, name)}; give 1 at least")
 
@@ -93,8 +89,7 @@ class FileJob:
         self._strict = strict
         self._began = self._committed_at = time.monotonic()
         self._before = 0.0
-        self._crc = 0
-        self._digest = hashlib.sha256()
+        self._digest: Any = None
         self._bytes = 0
         self._thread = ThreadPoolExecutor(1, "logsteer-commit")
         self._commit: Future[None] = Future()
@@ -104,7 +99,7 @@ class FileJob:
         except BaseException:
             self.source.close()
             raise
-        self._bar = CorpusProgress(self.source.size, progress and not self.is_done)
+        self._bar = CountingProgress("", self.source.size, 0, progress and not self.is_done)
 
     def __enter__(self) -> Self:
         """Begin where the last commit ended."""
@@ -114,7 +109,6 @@ class FileJob:
             self.tally = deepcopy(last.tally)
             self.tally.failed_at_end = 0
             self.resumed = last.rows
-            self._committed = last.rows
             if not self.is_done:
                 self._pass_finished()
             self._bar.__enter__()
@@ -126,7 +120,7 @@ class FileJob:
     def __exit__(self, *error: Any) -> None:
         self._bar.__exit__(*error)
         try:
-            if not self.is_done and not self.record.is_whole:
+            if not self.is_done and not self.record.last.is_whole:
                 self.commit()
         finally:
             self.close()
@@ -144,7 +138,7 @@ class FileJob:
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield the rows that are left, in chunks."""
-        if self.record.is_whole or self.is_done:
+        if self.record.last.is_whole or self.is_done:
             return iter(())
         return self.source.cut(self.tally.rows, self.limits.batch_size, self.limits.batch_bytes)
 
@@ -159,12 +153,14 @@ class FileJob:
             self.check_identity(scored.identity)
         self.record.write(scored.lines)
         self._bytes += len(scored.lines)
-        self._crc = zlib.crc32(scored.lines, self._crc)
         self._digest.update(b"\n".join(scored.chunk.rows) + b"\n")
         self.tally.add(scored.tally)
         for text in scored.texts:
             self.tally.add_text(text)
-        self._bar.show(scored.chunk.place, self.tally.rows, self.tally.failed, self.tally.tokens)
+        failed = f"  {self.tally.failed:,} failed" if self.tally.failed else ""
+        rate = self.tally.tokens / max(1e-3, self.seconds)
+        note = f"{self.tally.rows:,} rows  {rate:,.0f} tokens/s{failed}"
+        self._bar.show(scored.chunk.place, note)
         most = self.limits.max_failures
         if most and self.tally.failed_at_end >= most and scored.first_error is not None:
             raise LogsteerError(
@@ -176,13 +172,13 @@ class FileJob:
         """Make sure that one model answers all rows. Errors: LogsteerError for another."""
         known = self.record.identity
         if known is None:
-            self.record.record_identity(identity)
+            self.record.identity = dict(identity)
         elif known != identity:
             raise LogsteerError(
                 f"{describe_difference(known, identity)}: go on with that one, or --restart"
             )
 
-    def commit(self, *, wait: bool = True) -> None:
+    def commit(self, *, wait: bool = True, is_whole: bool = False) -> None:
         """Have what was written on the disk; without `wait` in a thread, once the last one ended.
 
         Errors: OSError, of the last commit too: none may follow one that failed.
@@ -190,16 +186,12 @@ class FileJob:
         if not wait and not self._commit.done():
             return
         self._commit.result()
-        if self.tally.rows == self._committed:
-            return
         record = Record(
-            self.tally.rows, self._bytes, self._crc, self._digest.hexdigest(), self.seconds,
-            deepcopy(self.tally),
+            self.tally.rows, self._bytes, self._digest.hexdigest(), self.seconds,
+            deepcopy(self.tally), is_whole,
         )  # fmt: skip
         self._commit = self._thread.submit(self.record.commit, record)
         self._committed_at = time.monotonic()
-        self._committed = self.tally.rows
-        self._crc, self._digest = 0, hashlib.sha256()
         if wait:
             self._commit.result()
 
@@ -217,8 +209,8 @@ class FileJob:
         if self.record.done is not None:
             return FileScores.model_validate(self.record.done)
         if not self.record.is_placed:
-            self.commit()
-            self.record.end()
+            if not self.record.last.is_whole:
+                self.commit(is_whole=True)
             place(self.record.part_path, self.target, self.form, self.source)
         self.record.is_placed = True
         scores = sum_up(self.form, self.tally, self.record.identity, self.seconds)
@@ -228,14 +220,13 @@ class FileJob:
 
     def _pass_finished(self) -> None:
         """Read the rows that are finished, and make sure that they are the same."""
-        rows = 0
-        for record in self.record.records:
-            if self.source.skip(record.rows - rows) != record.sha256:
-                raise LogsteerError(
-                    f"{self.source.path} has changed: rows {rows} to {record.rows - 1} are not "
-                    "those that were scored. --restart begins anew"
-                )
-            rows = record.rows
+        last = self.record.last
+        self._digest = self.source.skip(last.rows)
+        if last.rows and self._digest.hexdigest() != last.sha256:
+            raise LogsteerError(
+                f"{self.source.path} has changed: rows 0 to {last.rows - 1} are not those that "
+                "were scored. --restart begins anew"
+            )
 
 
 def _describe_failure(row: int, error: Mapping[str, Any]) -> str:
@@ -248,49 +239,18 @@ async def run_chunks(job: FileJob, ask: Ask, limit: Callable[[], int]) -> None:
     Errors: the first chunk's that failed, once those in front of it are written.
     """
     begun: deque[asyncio.Task[ScoredChunk]] = deque()
-    broken = asyncio.get_running_loop().create_future()
-    held = 0
-
-    def count_end(task: asyncio.Task[ScoredChunk]) -> None:
-        nonlocal held
-        if task.cancelled():
-            return
-        if task.exception() is None:
-            held += len(task.result().lines)
-        elif not broken.done():
-            broken.set_result(None)
-
     chunks = job.chunks()
-    is_open = True
     try:
         while True:
-            while is_open and len(begun) < CHUNKS_AHEAD * limit():
-                if begun and held > job.limits.buffer_bytes:
-                    break
-                chunk = next(chunks, None)
-                if chunk is None:
-                    is_open = False
-                    break
-                task = asyncio.create_task(score_chunk(job.form, chunk, ask))
-                task.add_done_callback(count_end)
-                begun.append(task)
-                held += CHUNK_MEMORY * chunk.num_bytes
+            for chunk in islice(chunks, max(0, CHUNKS_AHEAD * limit() - len(begun))):
+                begun.append(asyncio.create_task(score_chunk(job.form, chunk, ask)))
             if not begun:
                 return
-            await asyncio.wait({begun[0], broken}, return_when=asyncio.FIRST_COMPLETED)
-            if not begun[0].done():
-                raise next(e for e in map(_find_error, begun) if e is not None)
-            scored = begun[0].result()
-            job.write(scored)
+            job.write(await begun[0])
             begun.popleft()
-            held -= CHUNK_MEMORY * scored.chunk.num_bytes + len(scored.lines)
             if job.is_due():
                 job.commit(wait=False)
     finally:
         for task in begun:
             task.cancel()
         await asyncio.gather(*begun, return_exceptions=True)
-
-
-def _find_error(task: asyncio.Task[ScoredChunk]) -> BaseException | None:
-    return task.exception() if task.done() and not task.cancelled() else None

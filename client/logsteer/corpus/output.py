@@ -74,59 +74,13 @@ def _write_parquet(lines: Path, new: Path, form: RowForm, source: RowSource) -> 
     schema = arrow.schema(fields)
     with parquet.ParquetWriter(new, schema) as writer:
         for group in _cut_groups(lines):
-            table = _read_group(group, schema, arrow)
-            if table is None:
-                rows = [from_json(line) for line in group]
-                columns = {name: [row.get(name) for row in rows] for name, _ in fields}
-                if id_type is not None:
-                    columns["id"] = _fit_ids(columns["id"], id_type, arrow)
-                columns["result"] = [_fit(value, result) for value in columns["result"]]
-                arrays = [arrow.array(columns[name], type=kind) for name, kind in fields]
-                table = arrow.Table.from_arrays(arrays, schema=schema)
-            writer.write_table(table)
-
-
-def _read_group(group: list[bytes], schema: Any, arrow: Any) -> Any:
-    """Return lines as a table, read by Arrow alone; None where it cannot read them all.
-
-    It takes a sixth of the time that Python's objects take. Arrow reads no maps: they are left out
-    of what it expects, and one that a line has is an error, as any other surprise is.
-    """
-    from pyarrow import json
-
-    whole = b"".join(group)
-    options = json.ReadOptions(use_threads=False, block_size=len(whole) + 1)
-    for own in _choose_ids(schema, arrow):
-        fields = [(each.name, _without_maps(each.type, arrow)) for each in schema]
-        expected = arrow.schema([(name, own if name == "id" else kind) for name, kind in fields])
-        how = json.ParseOptions(explicit_schema=expected, unexpected_field_behavior="error")
-        try:
-            read = json.read_json(arrow.BufferReader(whole), options, how)
-            return read.combine_chunks().cast(schema)
-        except arrow.ArrowException:
-            continue
-    return None
-
-
-def _choose_ids(schema: Any, arrow: Any) -> list[Any]:
-    """Return as what ids may stand in the lines: as they are in the file, or as text for it."""
-    if "id" not in schema.names:
-        return [None]
-    kind = schema.field("id").type
-    if arrow.types.is_integer(kind) or arrow.types.is_floating(kind):
-        return [kind]
-    return [arrow.string(), arrow.int64()] if kind == arrow.string() else [arrow.string()]
-
-
-def _without_maps(kind: Any, arrow: Any) -> Any:
-    """Return a type without the maps in it; None for a map, and a list of them."""
-    if arrow.types.is_struct(kind):
-        inner = [(each.name, _without_maps(each.type, arrow)) for each in kind]
-        return arrow.struct([(name, own) for name, own in inner if own is not None])
-    if arrow.types.is_list(kind):
-        own = _without_maps(kind.value_type, arrow)
-        return None if own is None else arrow.list_(own)
-    return None if arrow.types.is_map(kind) else kind
+            rows = [from_json(line) for line in group]
+            columns = {name: [row.get(name) for row in rows] for name, _ in fields}
+            if id_type is not None:
+                columns["id"] = _fit_ids(columns["id"], id_type, arrow)
+            columns["result"] = [_fit(value, result) for value in columns["result"]]
+            arrays = [arrow.array(columns[name], type=kind) for name, kind in fields]
+            writer.write_table(arrow.Table.from_arrays(arrays, schema=schema))
 
 
 def _cut_groups(lines: Path) -> Iterator[list[bytes]]:
@@ -173,19 +127,16 @@ def choose_type(annotation: Any, arrow: Any) -> Any:
 
 
 def _fit(value: Any, annotation: Any) -> Any:
-    """Return a value as Arrow takes it for the type of `choose_type`: maps as lists of pairs."""
+    """Return a value as Arrow takes it for the type of `choose_type`."""
+    origin, parts = get_origin(annotation), get_args(annotation)
     if value is None:
         return None
-    origin, parts = get_origin(annotation), get_args(annotation)
     if origin in (Union, UnionType):
         rest = [part for part in parts if part is not NoneType]
         return _fit(value, rest[0]) if len(rest) == 1 else to_json(value).decode()
     if origin in (list, tuple):
-        part = parts[0]
-        flat = part in (int, float, str, bool)
-        return value if flat else [_fit(entry, part) for entry in value]
-    if origin is dict:
-        return [(key, _fit(entry, parts[1])) for key, entry in value.items()]
+        flat = parts[0] in (int, float, str, bool)
+        return value if flat else [_fit(entry, parts[0]) for entry in value]
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         fields = annotation.model_fields.items()
         return {name: _fit(value.get(name), f.annotation) for name, f in fields}

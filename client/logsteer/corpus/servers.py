@@ -1,13 +1,11 @@
 """A job over one server, or several: who is asked next, how much at once, who is left alone."""
 
 import asyncio
-import heapq
-import itertools
 import random
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -27,11 +25,6 @@ from logsteer.errors import (
     UnavailableError,
 )
 
-FIRST_LIMIT = 8
-GAIN = 1.1
-"""How much faster rows are answered where twice as many requests at once are worth it."""
-EPOCHS_BETWEEN = 16
-"""Epochs after which it is tried again whether more at once is faster."""
 LONGEST_PAUSE_S = 60.0
 FIRST_PAUSE_S = 0.5
 LONGEST_OWN_PAUSE_S = 8.0
@@ -39,99 +32,43 @@ MAX_TIMEOUTS = 3
 """Timeouts of one request after which it counts as too much for the time."""
 
 
-class Pace:
-    """How many requests at once a server is given.
-
-    Twice as many are tried for an epoch, two answers for each of them; they stay if rows came
-    faster, by GAIN, than before. A server that refuses for want of room gets half as many.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.limit = min(FIRST_LIMIT, most)
-        self._most = most
-        self._before = self.limit
-        self._best = 0.0
-        self._tries = True
-        self._epochs = 0
-        self._rows = self._count = 0
-        self._began: float | None = None
-
-    def record(self, rows: int, now: float) -> None:
-        """Record that a request with so many rows was answered."""
-        if self._began is None:
-            self._began = now
-            return
-        self._rows += rows
-        self._count += 1
-        if self._count < 2 * self.limit:
-            return
-        rate = self._rows / max(1e-6, now - self._began)
-        self._begin(now)
-        if not self._tries:
-            self._best = rate
-            self._epochs += 1
-            if self._epochs == EPOCHS_BETWEEN:
-                self._try_more()
-        elif rate > GAIN * self._best:
-            self._best = rate
-            self._try_more()
-        else:
-            self._tries, self._epochs, self.limit = False, 0, self._before
-
-    def slow_down(self) -> None:
-        """Give the server half as many."""
-        self.limit = self._before = max(1, self.limit // 2)
-        self._tries, self._epochs = False, 0
-        self._begin(None)
-
-    def start_anew(self) -> None:
-        """Give a server that did not answer one request, and more as it answers."""
-        self.limit = self._before = 1
-        self._best, self._tries = 0.0, True
-        self._begin(None)
-
-    def _try_more(self) -> None:
-        self._tries, self._before = True, self.limit
-        self.limit = min(self._most, 2 * self.limit)
-
-    def _begin(self, now: float | None) -> None:
-        self._rows = self._count = 0
-        self._began = now
-
-
 class FleetServer:
-    """One server: its client, what it has now, and until when it is left alone."""
+    """One server: its client, how many requests at once it is given, and when it is asked again.
+
+    One that refuses for want of room gets half as many; of what it answers it gets more.
+    """
 
     def __init__(self, client: AsyncClient, most: int) -> None:
         self.client = client
-        self.pace = Pace(most)
+        self.limit = self._most = most
         self.in_flight = 0
         self.free_at = 0.0
-        self._failures = 0
+        self._failures = self._answers = 0
 
-    def record_answer(self, rows: int) -> None:
+    def record_answer(self) -> None:
         """Record that it answered."""
         self._failures = 0
-        self.pace.record(rows, time.monotonic())
+        self._answers += 1
+        if self._answers >= self.limit:
+            self.limit, self._answers = min(self._most, self.limit + 1), 0
 
     def record_failure(self, error: LogsteerError) -> None:
         """Leave it alone for a while, as long as it says; once for all that it has now."""
         now = time.monotonic()
         if now < self.free_at:
             return
-        after = getattr(error, "retry_after", None)
-        longest = min(FIRST_PAUSE_S * 2.0**self._failures, LONGEST_OWN_PAUSE_S)
-        pause = longest * (1 - 0.5 * random.random()) if after is None else after  # noqa: S311
+        pause = getattr(error, "retry_after", None)
+        if pause is None:
+            longest = min(FIRST_PAUSE_S * 2.0**self._failures, LONGEST_OWN_PAUSE_S)
+            pause = longest * (1 - 0.5 * random.random())  # noqa: S311
         self.free_at = now + min(pause, LONGEST_PAUSE_S)
         self._failures += 1
         if isinstance(error, OverloadedError):
-            self.pace.slow_down()
-        else:
-            self.pace.start_anew()
+            self.limit, self._answers = max(1, self.limit // 2), 0
 
 
 class Fleet:
-    """Several servers of one model, or one. Calls of earlier rows go first.
+    """Several servers of one model, or one.
 
     `patience_s` is how long nothing at all may be answered before that is an error. `retries`
     counts calls that were made again.
@@ -140,18 +77,16 @@ class Fleet:
     def __init__(self, servers: Sequence[FleetServer], patience_s: float) -> None:
         self._servers = servers
         self._patience_s = patience_s
-        self._waiting: list[tuple[int, int, asyncio.Future[FleetServer]]] = []
-        self._numbers = itertools.count()
+        self._changed = asyncio.Condition()
         self._failing_since: float | None = None
-        self._timer: asyncio.TimerHandle | None = None
         self.retries = 0
 
     @property
     def limit(self) -> int:
         """Requests that may be under way at once."""
-        return sum(server.pace.limit for server in self._servers)
+        return sum(server.limit for server in self._servers)
 
-    async def ask(self, first: int, rows: int, call: ApiCall[Download]) -> bytes:
+    async def ask(self, call: ApiCall[Download]) -> bytes:
         """Send a call to a server with room; return what it answered.
 
         What may pass is tried again, by any server. Errors: of the last try once nothing was
@@ -159,63 +94,40 @@ class Fleet:
         """
         timeouts = 0
         while True:
-            server = await self._acquire(first)
+            server = await self._acquire()
             try:
                 answer = await server.client._answer(call)
             except (TransportError, OverloadedError, UnavailableError) as error:
                 server.record_failure(error)
                 self.retries += 1
                 timeouts += isinstance(error, RequestTimeoutError)
-                if timeouts == MAX_TIMEOUTS or self._has_no_patience():
+                self._failing_since = self._failing_since or time.monotonic()
+                waited = time.monotonic() - self._failing_since
+                if timeouts == MAX_TIMEOUTS or waited > self._patience_s:
                     raise
             else:
-                server.record_answer(rows)
+                server.record_answer()
                 self._failing_since = None
                 return answer.data
             finally:
                 server.in_flight -= 1
-                self._wake()
+                async with self._changed:
+                    self._changed.notify_all()
 
-    def _has_no_patience(self) -> bool:
-        now = time.monotonic()
-        if self._failing_since is None:
-            self._failing_since = now
-        return now - self._failing_since > self._patience_s
-
-    async def _acquire(self, first: int) -> FleetServer:
+    async def _acquire(self) -> FleetServer:
         """Wait for a server with room, and take up room of it."""
-        future: asyncio.Future[FleetServer] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (first, next(self._numbers), future))
-        self._wake()
-        try:
-            return await future
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled():
-                future.result().in_flight -= 1
-                self._wake()
-            raise
-
-    def _wake(self) -> None:
-        """Give servers with room to those who wait, the earliest row first."""
-        while self._waiting:
-            if self._waiting[0][2].done():
-                heapq.heappop(self._waiting)
-                continue
-            now = time.monotonic()
-            open_ones = [s for s in self._servers if s.in_flight < s.pace.limit]
-            free = [s for s in open_ones if s.free_at <= now]
-            if not free:
-                if open_ones:
-                    self._wake_at(min(s.free_at for s in open_ones) - now)
-                return
-            server = min(free, key=lambda s: s.in_flight / s.pace.limit)
-            server.in_flight += 1
-            heapq.heappop(self._waiting)[2].set_result(server)
-
-    def _wake_at(self, seconds: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._wake)
+        async with self._changed:
+            while True:
+                now = time.monotonic()
+                room = [one for one in self._servers if one.in_flight < one.limit]
+                free = [one for one in room if one.free_at <= now]
+                if free:
+                    server = min(free, key=lambda one: one.in_flight / one.limit)
+                    server.in_flight += 1
+                    return server
+                pause = min((one.free_at for one in room), default=now + LONGEST_PAUSE_S) - now
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), pause)
 
 
 def score_file(

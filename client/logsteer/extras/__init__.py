@@ -16,4 +16,4 @@ def _load_later(module: str, name: str) -> Callable[..., Any]:
 
 VIEWS["html"] = _load_later("html", "write_html")
 VIEWS["table"] = _load_later("rows", "to_frame")
-VIEWS["plot"] = _load_later("answer_plots", "plot_answer")
+VIEWS["plot"] = _load_later("plots", "plot_answer")

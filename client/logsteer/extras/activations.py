@@ -97,13 +97,6 @@ class Activations(Sequence[ActivationsOfItem]):
         """Write the file, which `open_activations` and any reader of safetensors reads."""
         Path(path).write_bytes(memoryview(self.file))
 
-    def _repr_html_(self) -> str:
-        from logsteer.extras.html import write_box, write_note, write_table
-
-        rows, width = next(iter(self.layers.values())).shape
-        note = f"{self.answer.hook} of {self.answer.model}: {rows} rows of {width} numbers a layer"
-        return write_box([write_note(note), write_table(self._list_norms())])
-
     def to_pandas(self) -> "pd.DataFrame":
         """Return a row per activation: its text, its token, and its norm at each layer.
 

@@ -198,23 +198,18 @@ def read_rows(source: Source) -> Iterable[str | Row]:
     )
 
 
-def name_source(name: str, split: str | None) -> str:
+def name_source(name: str) -> str:
     """Return the source to evaluate that a name stands for, Hugging Face's unless it says its kind.
 
-    Those may name their split, `NAME@SPLIT`; it is `test` where neither that nor `split` says one.
-    Errors: InvalidRequestError for a split of other kinds, and for two splits.
+    Those may name their split, `NAME@SPLIT`; it is `test` where they do not.
     """
     kind, _, rest = name.partition(":")
     if not (rest and kind in _READERS):
         kind, rest = ("jsonl" if name.endswith((".jsonl", ".json")) else _HUB), name
     if kind != _HUB:
-        if split is not None:
-            raise _refuse(f"{name!r} has no splits; leave --split out")
         return name
-    repository, named = cut_split(rest)
-    if named is not None and split is not None:
-        raise _refuse(f"{name} names split {named!r}, and --split {split!r}; give one of them")
-    return f"{_HUB}:{repository}@{named or split or EVALUATED_SPLIT}"
+    repository, split = cut_split(rest)
+    return f"{_HUB}:{repository}@{split or EVALUATED_SPLIT}"
 
 
 def check_counts(**counts: int) -> None:

@@ -11,8 +11,8 @@ for what tells the texts apart raises it with the scale, and lowers it below 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from logsteer.errors import LogsteerError
 from logsteer.schemas import ContrastPair, SweepAnswer, SweepPoint, VectorCard
@@ -50,22 +50,8 @@ class DoseResponse(Plotted):
     points: list[DosePoint]
 
 
-class SweepingClient(Protocol):
-    """What is asked of a client here."""
-
-    @property
-    def vectors(self) -> Any:
-        """The steering vectors that the server stores."""
-        ...
-
-    @property
-    def sweep(self) -> Callable[..., SweepAnswer]:
-        """Score targets and texts at each scale of a steering object."""
-        ...
-
-
 def evaluate_vector(
-    client: SweepingClient,
+    client: Any,
     name: str,
     pairs: Iterable[ContrastPair | Mapping[str, str]],
     *,
@@ -75,20 +61,23 @@ def evaluate_vector(
 ) -> DoseResponse:
     """Return what adding a stored vector does to the pairs' log-probabilities, scale by scale.
 
-    `scales` and `layers` are those recommended by its training unless given; `options` go to
-    `client.sweep`. The pairs are sent 32 at a time. Pairs that the vector was not trained on say
-    the most. Raises LogsteerError for no pairs, and what the client raises.
+    `client` is a `Client`. `scales` and `layers` are those recommended by the vector's training
+    unless given; `options` go to `client.sweep`. The pairs are sent 32 at a time. Pairs that the
+    vector was not trained on say the most. Raises LogsteerError for no pairs, and what the client
+    raises.
     """
     cut = [_cut_pair(pair) for pair in pairs]
     if not cut:
         raise LogsteerError("there are no pairs to evaluate on")
-    card = client.vectors.get(name)
+    card: VectorCard = client.vectors.get(name)
     chosen = sorted({0.0, *(_choose_scales(card) if scales is None else scales)})
-    places = _choose_layers(card) if layers is None else list(layers)
+    advice = card.about.recommendation
+    own = None if advice is None else [advice.layer]
+    places = own if layers is None else list(layers)
     vector: dict[str, Any] = {"name": name}
     if places is not None:
         vector["layers"] = places
-    answers = [
+    answers: list[SweepAnswer] = [
         client.sweep({"vectors": [vector]}, chosen, items=cut[start : start + PAIRS_A_REQUEST],
                      **options)
         for start in range(0, len(cut), PAIRS_A_REQUEST)
@@ -122,12 +111,6 @@ def _choose_scales(card: VectorCard) -> Sequence[float]:
     first, last = advice.scales
     upward = [first / 2, first, (first * last) ** 0.5, last, 2 * last]
     return [*(-scale for scale in upward), *upward]
-
-
-def _choose_layers(card: VectorCard) -> list[int] | None:
-    """Return the layer recommended for a vector; None, its own, where none is."""
-    advice = card.about.recommendation
-    return None if advice is None else [advice.layer]
 
 
 def _sum_up(scale: float, index: int, answers: Sequence[SweepAnswer]) -> DosePoint:

@@ -1,4 +1,4 @@
-"""What the parts of a sweep are called, in tables and in plots: its answer holds numbers alone."""
+"""How parts of answers are called and written, in terminals, notebooks and plots alike."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -88,8 +88,8 @@ def describe_receipt(receipt: SteeringReceipt) -> str:
 
 
 def describe_card(card: VectorCard) -> Iterator[tuple[str, str]]:
-    """Yield how a trained vector was measured and where to begin with it, each line with the style
-    that a terminal gives it.
+    """Yield how a trained vector was measured, where to begin with it, and what projections on it
+    mean, each line with the style that a terminal gives it.
     """
     if validation := card.about.validation:
         held = f"measured on pairs held out, {validation.folds} folds"
@@ -100,6 +100,33 @@ def describe_card(card: VectorCard) -> Iterator[tuple[str, str]]:
         yield advice.reason, ""
         if advice.caution:
             yield f"caution: {advice.caution}", "yellow"
+    for layer, one in (card.readouts or {}).items():
+        sign = "-" if one.bias < 0 else "+"
+        z = f"z = {one.slope:.4g} c {sign} {abs(one.bias):.4g}"
+        means = f"probability 1 / (1 + exp(-z)), {z}"
+        if one.kind == "relu":
+            means = f"activation z where z > {one.threshold:.4g}, else 0; {z}"
+        yield f"{card.name} at layer {layer}, projection c: {means}", ""
+
+
+def show_value(value: Any) -> str:
+    """Write a value of a row: a number with five digits, n/a for null."""
+    if value is None:
+        return "n/a"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value of a row stands on the right of its column."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def pick_told(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows without the columns that say nothing in any of them."""
+    told = {name for row in rows for name, value in row.items() if value not in (None, "")}
+    return [{name: value for name, value in row.items() if name in told} for row in rows]
 
 
 def shorten(text: str) -> str:

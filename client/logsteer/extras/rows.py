@@ -23,6 +23,7 @@ from logsteer.schemas import (
     ItemGradients,
     ItemScore,
     LogprobAnswer,
+    ModelCard,
     ModelList,
     OverrideCard,
     OverrideList,
@@ -41,7 +42,7 @@ from logsteer.schemas import (
     VectorList,
     WindowScore,
 )
-from logsteer.schemas.common import Float, RowColumns
+from logsteer.schemas.common import Float, ProbeReadings, RowColumns
 from logsteer.schemas.perplexity import TokenScores
 from logsteer.schemas.tokens import Encoded
 
@@ -108,27 +109,45 @@ def load_pandas() -> Any:
     return pandas
 
 
-def name_columns(
-    logprobs: Sequence[Float] | None, found: RowColumns, between: str = " "
-) -> dict[str, Sequence[Float]]:
-    """Return what was read of each token, by names such as `rank` or `mood@2: cosine after`.
-
-    A probe that was asked for twice is numbered; `between` stands between the parts of its name.
-    """
-    columns: dict[str, Sequence[Float]] = {"logprob": logprobs} if logprobs else {}
+def name_columns(logprobs: Sequence[Float] | None, found: RowColumns) -> dict[str, Sequence[Any]]:
+    """Return what was read from the row of each token, by names such as `rank`."""
+    columns: dict[str, Sequence[Any]] = {"logprob": logprobs} if logprobs else {}
     if found.ranks is not None:
         columns["rank"] = found.ranks
-    columns |= found.columns or {}
+    return columns | dict(found.columns or {})
+
+
+def place_readings(
+    probes: Sequence[ProbeReadings] | None, places: Sequence[int]
+) -> dict[str, dict[int, Float]]:
+    """Return what probes have read, by names such as `mood@2: cosine`, and by place.
+
+    A reading belongs to the token at which the stream was read. Entry i of an answer was read at
+    the token in front of token i, which was predicted there:
+
+        places of tokens        0    1    2
+        entries                 a    b    c
+        what is returned       -1: a, 0: b, 1: c
+
+    So the first is of the last token in front, and the last token has none: nothing is predicted
+    from it. A probe that was asked for twice is numbered.
+    """
     seen: Counter[str] = Counter()
-    for read in found.probes or ():
-        name = f"{read.name or 'probe'}@{read.layer}:{between}{read.read}"
+    named: dict[str, dict[int, Float]] = {}
+    for read in probes or ():
+        name = f"{read.name or 'probe'}@{read.layer}: {read.read}"
         seen[name] += 1
         if seen[name] > 1:
-            name += f"{between}({seen[name]})"
-        columns[name] = read.before
-        if read.after is not None:
-            columns[f"{name}{between}after"] = read.after
-    return columns
+            name += f" ({seen[name]})"
+        for key, context, own in (
+            (name, read.context_before, read.before),
+            (f"{name} after", read.context_after, read.after),
+        ):
+            if own:
+                front = places[0] - 1
+                named[key] = dict(enumerate(context or (), front - len(context or ())))
+                named[key] |= {place - 1: value for place, value in zip(places, own, strict=True)}
+    return named
 
 
 def _find_writers(answer: Any) -> Mapping[str, _Write]:
@@ -147,15 +166,24 @@ def _write_tokens(
     token_ids: Sequence[int] | None,
     logprobs: Sequence[Float] | None,
     found: RowColumns,
-    **places: Sequence[int],
+    positions: Sequence[int] | None = None,
 ) -> Iterator[FlatRow]:
-    """Yield a row for each token of a sequence, with all that was read of it."""
-    columns: dict[str, Sequence[Any]] = dict(places)
-    columns |= {"token": tokens} if tokens is not None else {}
+    """Yield a row for each token of a sequence, with all that was read of it.
+
+    A token in front that a probe has read has a row, too, of its readings alone; its place is below
+    0 where the sequence has no `positions` in a text.
+    """
+    columns: dict[str, Sequence[Any]] = {"token": tokens} if tokens is not None else {}
     columns |= {"token_id": token_ids} if token_ids is not None else {}
     columns |= name_columns(logprobs, found)
-    for number, values in enumerate(zip(*columns.values(), strict=True)):
-        yield {"place": number, **dict(zip(columns, values, strict=True))}
+    count = max(map(len, columns.values()), default=0)
+    numbers = {place: n for n, place in enumerate(positions or range(count))}
+    readings = place_readings(found.probes, list(numbers))
+    for place in sorted(numbers.keys() | {place for read in readings.values() for place in read}):
+        number = numbers.get(place)
+        row = {name: None if number is None else values[number] for name, values in columns.items()}
+        own = {name: read.get(place) for name, read in readings.items()}
+        yield {"place" if positions is None else "position": place, **row, **own}
 
 
 # ------------------------------------------------------------------ scores
@@ -231,8 +259,7 @@ def _write_text_tokens(text: TextResult) -> Iterable[FlatRow] | None:
     found: TokenScores | None = text.tokens
     if found is None:
         return None
-    places = {"position": found.positions}
-    return _write_tokens(found.tokens, found.token_ids, found.logprobs, found, **places)
+    return _write_tokens(found.tokens, found.token_ids, found.logprobs, found, found.positions)
 
 
 # ------------------------------------------------------------------ continuations
@@ -249,7 +276,7 @@ def _write_completion_tokens(completion: Completion) -> Iterable[FlatRow]:
     return _write_tokens(made.tokens, made.token_ids, made.logprobs, made)
 
 
-def _list_completions(result: PromptCompletions) -> Iterator[tuple[FlatRow, Completion]]:
+def list_completions(result: PromptCompletions) -> Iterator[tuple[FlatRow, Completion]]:
     """Yield each completion of a prompt and its number, behind each its unsteered neighbour."""
     for index, completion in enumerate(result.completions):
         if result.baseline is None:
@@ -260,12 +287,12 @@ def _list_completions(result: PromptCompletions) -> Iterator[tuple[FlatRow, Comp
 
 
 def _write_prompt(result: PromptCompletions) -> Iterator[FlatRow]:
-    for which, completion in _list_completions(result):
+    for which, completion in list_completions(result):
         yield {**which, **_write_completion(completion)}
 
 
 def _write_prompt_tokens(result: PromptCompletions) -> Iterator[FlatRow]:
-    for which, completion in _list_completions(result):
+    for which, completion in list_completions(result):
         for row in _write_completion_tokens(completion):
             yield {**which, **row}
 
@@ -321,6 +348,21 @@ def _write_plain(model: BaseModel) -> Iterator[FlatRow]:
     lists = {name: value for name, value in row.items() if isinstance(value, list)}
     told = {name: ", ".join(map(str, value)) for name, value in lists.items()}
     yield {name: value for name, value in (row | told).items() if not isinstance(value, dict)}
+
+
+def _write_model(card: ModelCard) -> Iterator[FlatRow]:
+    """Yield what is known of a model, and how many of its replicas answer."""
+    ready = sum(replica.state == "ready" for replica in card.replicas)
+    told = {"replicas": f"{ready}/{len(card.replicas)}"} if card.replicas else {"replicas": None}
+    for row in _write_plain(card):
+        yield row | told
+
+
+def _write_nearest(answer: TrainAnswer) -> Iterator[FlatRow]:
+    """Yield the stored vectors that a new one is most like, by layer."""
+    for layer, found in answer.similar.layers.items():
+        for one in found:
+            yield {"layer": layer, "nearest": one.name, "cosine": one.cosine}
 
 
 def _write_each(results: str, write: _Write) -> _Write:
@@ -382,7 +424,10 @@ _WRITERS: Mapping[type, Mapping[str, _Write]] = {
     GenerateAnswer: _of_all("prompt", _PROMPT),
     SweepAnswer: {"point": _write_sweep},
     VectorCard: {"layer": _write_layers, "vector": _write_card},
-    TrainAnswer: {"layer": lambda answer: _write_layers(answer.vector)},
+    TrainAnswer: {
+        "layer": lambda answer: _write_layers(answer.vector),
+        "neighbour": _write_nearest,
+    },
     SteeringReceipt: {"layer": _write_receipt},
     VectorList: {"vector": _write_each("vectors", _write_card)},
     DoseResponse: {"point": _write_each("points", _write_plain)},
@@ -390,7 +435,8 @@ _WRITERS: Mapping[type, Mapping[str, _Write]] = {
     ItemGradients: {"position": _write_norms, "target": _write_gradients},
     Encoded: {"token": _write_encoded},
     TokenizeAnswer: _of_all("text", {"token": _write_encoded}),
-    ModelList: {"model": _write_each("models", _write_plain)},
+    ModelList: {"model": _write_each("models", _write_model)},
+    ModelCard: {"model": _write_model},
     SelftestAnswer: {"check": _write_each("checks", _write_plain)},
     AdapterCard: {"adapter": _write_plain},
     AdapterList: {"adapter": _write_each("adapters", _write_plain)},

@@ -21,14 +21,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from logsteer.errors import LogsteerError
 from logsteer.extras.tensors import FLOATS, TensorFile, import_numpy, render_tensors
-from logsteer.schemas import ModelCard, ModelList, VectorCard, VectorReadout
+from logsteer.schemas import ModelCard, VectorCard, VectorReadout
 from logsteer.schemas.common import Reply
 
 READOUTS = "logsteer.readouts"
@@ -91,33 +91,21 @@ def read_feature(
     scale = config.choose_scale(activation_scale)
     weights = directory / "sae_weights.safetensors"
     if not weights.is_file():
-        raise _refuse(f"{directory} has no {weights.name}: give the directory that SAELens saved")
+        raise LogsteerError(
+            f"{directory} has no {weights.name}: give the directory that SAELens saved"
+        )
     place = config.choose_place(layer)
     if not weights.stat().st_size:
-        raise _refuse(f"{weights}: it is empty")
+        raise LogsteerError(f"{weights}: it is empty")
     try:
         tensors = TensorFile(import_numpy().memmap(weights, mode="r"))
         return _read(tensors, config, feature, place, scale)
     except ValueError as error:
-        raise _refuse(f"{weights}: {error}") from error
-
-
-class StoringClient(Protocol):
-    """What is asked of a client here."""
-
-    @property
-    def vectors(self) -> Any:
-        """The steering vectors that the server stores."""
-        ...
-
-    @property
-    def models(self) -> Callable[[], ModelList]:
-        """Return every configured model and its state."""
-        ...
+        raise LogsteerError(f"{weights}: {error}") from error
 
 
 def import_feature(
-    client: StoringClient,
+    client: Any,
     path: str | Path,
     feature: int,
     *,
@@ -128,8 +116,9 @@ def import_feature(
 ) -> ImportedFeature:
     """Store what a feature writes as `name`, and what it reads as `name.probe`.
 
-    The name is `sae-LAYER-FEATURE` unless given. Raises what `read_feature` raises; LogsteerError
-    where `model`, or every model of the server, has other activations; and what the client raises.
+    `client` is a `Client`. The name is `sae-LAYER-FEATURE` unless given. Raises what `read_feature`
+    raises; LogsteerError where `model`, or every model of the server, has other activations; and
+    what the client raises.
     """
     found = read_feature(path, feature, layer=layer, activation_scale=activation_scale)
     _check_models(client.models().models, found, model)
@@ -154,14 +143,14 @@ class SaeConfig:
         elif self.architecture not in _RELATIVE and function != "relu":
             self.architecture += f" with {function}"
         if self.architecture not in _ARCHITECTURES:
-            raise _refuse(
+            raise LogsteerError(
                 f"{place}: architecture {self.architecture[:80]!r} is not known; "
                 f"{', '.join(_ARCHITECTURES)} are read"
             )
         normalized = self.get("normalize_activations") or "none"
         self.normalization = "expected_average_only_in" if normalized is True else str(normalized)
         if self.normalization not in (*_AS_THEY_ARE, *_MEASURED):
-            raise _refuse(
+            raise LogsteerError(
                 f"{place}: normalize_activations {self.normalization[:80]!r} is not known; "
                 f"{', '.join((*_AS_THEY_ARE, *_MEASURED))} are"
             )
@@ -172,13 +161,15 @@ class SaeConfig:
         """Return the configuration of a directory. Raises LogsteerError, OSError."""
         place = directory / "cfg.json"
         if not place.is_file():
-            raise _refuse(f"{directory} has no cfg.json: give the directory that SAELens saved")
+            raise LogsteerError(
+                f"{directory} has no cfg.json: give the directory that SAELens saved"
+            )
         try:
             document = json.loads(place.read_bytes())
         except (ValueError, RecursionError) as error:
-            raise _refuse(f"{place}: no JSON: {error}") from error
+            raise LogsteerError(f"{place}: no JSON: {error}") from error
         if not isinstance(document, dict):
-            raise _refuse(f"{place}: no JSON object")
+            raise LogsteerError(f"{place}: no JSON object")
         return cls(document, place)
 
     def get(self, *names: str) -> Any:
@@ -193,17 +184,17 @@ class SaeConfig:
     def choose_scale(self, given: float | None) -> float:
         """Return the constant that activations are multiplied by. Raises LogsteerError."""
         if given is not None and not (math.isfinite(given) and given > 0):
-            raise _refuse(f"the activation scale is {given}; give a number above 0")
+            raise LogsteerError(f"the activation scale is {given}; give a number above 0")
         if self.normalization == "expected_average_only_in":
             if given is None:
-                raise _refuse(
+                raise LogsteerError(
                     f"{self._place}: activations are multiplied by a constant before this "
                     "autoencoder, and the files do not have it: give --activation-scale "
                     "(activation_scale), SAELens' norm_scaling_factor; 1 where it was folded in"
                 )
             return given
         if given is not None:
-            raise _refuse(
+            raise LogsteerError(
                 f"{self._place}: normalize_activations is {self.normalization}, so there is no "
                 "activation scale: leave it out"
             )
@@ -212,7 +203,9 @@ class SaeConfig:
     def choose_place(self, layer: int | None) -> tuple[int, str]:
         """Return the layer and hook of the activations. Raises LogsteerError."""
         if self.get("hook_head_index", "hook_point_head_index") is not None:
-            raise _refuse(f"{self._place}: it reads a single head, which no vector stands for")
+            raise LogsteerError(
+                f"{self._place}: it reads a single head, which no vector stands for"
+            )
         name = str(self.get("hook_name", "hook_point") or "")
         chosen, hook = layer, "resid_post"
         if found := _BLOCK.fullmatch(name):
@@ -222,17 +215,17 @@ class SaeConfig:
         elif found := _MODULE.fullmatch(name):
             chosen = int(found[1]) if layer is None else layer
         elif name and layer is None:
-            raise _refuse(
+            raise LogsteerError(
                 f"{self._place}: hook_name {name[:80]!r} is not known; give --layer (layer), the "
                 "block whose output it reads"
             )
         if chosen is None:
-            raise _refuse(
+            raise LogsteerError(
                 f"{self._place} names no hook: give --layer (layer), the block whose output it "
                 "reads"
             )
         if chosen < 0:
-            raise _refuse(f"layer {chosen}: layers are counted from 0")
+            raise LogsteerError(f"layer {chosen}: layers are counted from 0")
         if hook == "resid_pre" and chosen:
             # The stream that enters a block is the one that leaves the block before.
             chosen, hook = chosen - 1, "resid_post"
@@ -242,7 +235,7 @@ class SaeConfig:
         """Return `hook_layer`, None where it is not there. Raises LogsteerError."""
         found = self.get("hook_layer", "hook_point_layer")
         if found is not None and (type(found) is not int or found < 0):
-            raise _refuse(
+            raise LogsteerError(
                 f"{self._place}: hook_layer {found!r:.80} is no layer, which are counted from 0; "
                 "give --layer (layer)"
             )
@@ -254,12 +247,12 @@ def _read(
 ) -> SaeFeature:
     size, width = _read_sizes(tensors, config)
     if not 0 <= feature < size:
-        raise _refuse(f"there is no feature {feature}: this autoencoder has 0 to {size - 1}")
+        raise LogsteerError(f"there is no feature {feature}: this autoencoder has 0 to {size - 1}")
     written_D = _read_floats(tensors, "W_dec", feature)
     read_D = _read_floats(tensors, "W_enc", slice(None), feature)
     for what, numbers in (("W_dec row", written_D), ("W_enc column", read_D)):
         if not (numbers.any() and math.isfinite(abs(numbers).max())):
-            raise _refuse(f"feature {feature} has a {what} of zeros, or of NaN or infinity")
+            raise LogsteerError(f"feature {feature} has a {what} of zeros, or of NaN or infinity")
     centre = 0.0
     if config.has_centre:
         centre = math.fsum(_read_floats(tensors, "b_dec") * read_D)
@@ -278,7 +271,7 @@ def _read(
         vector = render_tensors({name: factor * written_D})
         probe = render_tensors({name: read_D}, metadata)
     except OverflowError as error:
-        raise _refuse(f"feature {feature} has numbers beyond float32, or NaN") from error
+        raise LogsteerError(f"feature {feature} has numbers beyond float32, or NaN") from error
     return SaeFeature(layer, hook, width, vector, probe, readout, _remark(config))
 
 
@@ -286,17 +279,21 @@ def _read_sizes(tensors: TensorFile, config: SaeConfig) -> tuple[int, int]:
     """Return the number of features and the width. Raises LogsteerError for shapes that differ."""
     shape = list(tensors.read("W_dec", FLOATS).shape)
     if len(shape) != 2:
-        raise _refuse(f"W_dec has shape {shape}, not [features, width]")
+        raise LogsteerError(f"W_dec has shape {shape}, not [features, width]")
     size, width = shape
     expected = {"W_enc": [width, size]}
     if config.has_centre:
         expected["b_dec"] = [width]
     for name, wanted in expected.items():
         if (found := list(tensors.read(name, FLOATS).shape)) != wanted:
-            raise _refuse(f"{name} has shape {found}, W_dec {shape}: they do not belong together")
+            raise LogsteerError(
+                f"{name} has shape {found}, W_dec {shape}: they do not belong together"
+            )
     for name, count in (("d_in", width), ("d_sae", size)):
         if config.get(name) not in (None, count):
-            raise _refuse(f"cfg.json has {name} {config.get(name)}, and W_dec has shape {shape}")
+            raise LogsteerError(
+                f"cfg.json has {name} {config.get(name)}, and W_dec has shape {shape}"
+            )
     return size, width
 
 
@@ -344,20 +341,20 @@ def _check_models(cards: Sequence[ModelCard], found: SaeFeature, model: str | No
     asked = [card for card in cards if model in (None, card.id)]
     if model is not None and not asked:
         there = ", ".join(card.id for card in cards) or "none"
-        raise _refuse(f"no model {model!r} on this server: it has {there}")
+        raise LogsteerError(f"no model {model!r} on this server: it has {there}")
     if not asked or not found.hook.startswith("resid_"):
         return  # other activations have widths of their own
     known = [card for card in asked if card.hidden_size is not None]
     fits = [card for card in known if card.hidden_size == found.width]
     if len(known) == len(asked) and not fits:
         sizes = ", ".join(f"{card.id} has {card.hidden_size}" for card in known)
-        raise _refuse(
+        raise LogsteerError(
             f"this autoencoder is for activations of {found.width} numbers, and {sizes}: serve the "
             "model that it was trained on, or take an autoencoder of this one"
         )
     if fits and all((card.num_layers or found.layer + 1) <= found.layer for card in fits):
         sizes = ", ".join(f"{card.id} has 0 to {(card.num_layers or 1) - 1}" for card in fits)
-        raise _refuse(
+        raise LogsteerError(
             f"this autoencoder is for layer {found.layer}, and {sizes}: serve the model that it "
             "was trained on, or give --layer (layer)"
         )
@@ -375,7 +372,3 @@ def _read_one(tensors: TensorFile, name: str, index: int) -> float:
 def _measure(numbers: Any) -> float:
     """Return the Euclidean norm."""
     return math.sqrt(math.fsum(numbers * numbers))
-
-
-def _refuse(detail: str) -> LogsteerError:
-    return LogsteerError(detail)

@@ -1,18 +1,30 @@
 """Many samples of many prompts, with their rewards: what `Client.sample` gives."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from logsteer.errors import LogsteerError
+from pydantic import ValidationError
+
+from logsteer.errors import AnswerError, LogsteerError
 from logsteer.extras.datasets import PromptRow
-from logsteer.extras.draws import DrawnPrompt
 from logsteer.extras.rows import load_pandas
-from logsteer.schemas import Completion
+from logsteer.schemas import Completion, PromptCompletions
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+class DrawnPrompt(PromptCompletions):
+    """One drawn prompt with its continuations.
+
+    `rewards` and `reward_errors` have an entry for each continuation; they are None where no
+    reward was asked for, and where none has failed.
+    """
+
+    index: int
+    rewards: list[float | None] | None = None
+    reward_errors: list[str | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +62,15 @@ class SampleFailure:
 
 
 class Samples(Sequence[Sample]):
-    """Samples in the order of their prompts; `failures` says which prompts have none, and why."""
+    """Samples in the order of their prompts; `failures` says which prompts have none, and why.
+
+    `draws` are fields of `DrawnPrompt`, read when they are asked for. Reading raises AnswerError
+    for what is none.
+    """
 
     def __init__(
         self,
-        draws: Sequence[DrawnPrompt],
+        draws: Sequence[Mapping[str, Any]],
         prompts: Sequence[PromptRow],
         n: int,
         failures: Sequence[SampleFailure] = (),
@@ -75,7 +91,7 @@ class Samples(Sequence[Sample]):
             # Each is read once for all its samples.
             if draw is None or place // self._n != last:
                 last = place // self._n
-                draw = self._draws[last]
+                draw = self._read(last)
             yield self._sample(draw, place % self._n)
 
     @overload
@@ -86,7 +102,13 @@ class Samples(Sequence[Sample]):
         found = self._places[place]
         if isinstance(found, range):
             return Samples(self._draws, self._prompts, self._n, self.failures, found)
-        return self._sample(self._draws[found // self._n], found % self._n)
+        return self._sample(self._read(found // self._n), found % self._n)
+
+    def _read(self, place: int) -> DrawnPrompt:
+        try:
+            return DrawnPrompt.model_validate(self._draws[place])
+        except ValidationError as error:
+            raise AnswerError(f"what the server sent is no sample: {error}") from error
 
     def _sample(self, draw: DrawnPrompt, number: int) -> Sample:
         return Sample(
@@ -106,10 +128,6 @@ class Samples(Sequence[Sample]):
         """Return the records as a table. Errors: ImportError that says what to install."""
         frame: pd.DataFrame = load_pandas().DataFrame(self.records())
         return frame
-
-    def to_parquet(self, path: str | Path) -> None:
-        """Write the table to a file. Errors: ImportError, OSError."""
-        self.to_pandas().to_parquet(path)
 
 
 def _flatten(sample: Sample) -> dict[str, Any]:

@@ -1,22 +1,17 @@
 """One run of `Client.sample`: which batches are sent, and what becomes of their answers.
 
-It does no input or output but to its file: `logsteer._sampling` sends the batches, in threads or
-in tasks.
+It does no input or output: `logsteer._sampling` sends the batches, in threads or in tasks.
 """
 
 import asyncio
-import hashlib
 import inspect
 import math
 import warnings
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from os import PathLike
 from typing import Any, NamedTuple, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, with_config
-from pydantic_core import to_json
 from typing_extensions import TypedDict
 
 from logsteer._calls import read_request
@@ -24,7 +19,6 @@ from logsteer._parameters import NOT_GIVEN
 from logsteer._progress import CountingProgress
 from logsteer.errors import DIVISIBLE, AnswerError, InvalidRequestError, LogsteerError
 from logsteer.extras.datasets import Row, Source, check_counts, draw_prompts, read_prompts
-from logsteer.extras.draws import Draws
 from logsteer.extras.samples import SampleFailure, Samples
 from logsteer.schemas import GenerateRequest
 
@@ -142,7 +136,6 @@ class SamplingOptions:
     batch_size: int
     concurrency: int
     max_failures: int
-    file: str | PathLike[str] | None
     progress: bool
 
     def __post_init__(self) -> None:
@@ -161,9 +154,8 @@ class SamplingRun:
     """The state of one run: what is to be asked for, what came, and what failed.
 
     A draw is a prompt by its place among those drawn. The continuations of draw i have the seeds
-    from seed + i n on, whatever batch it is sent in: so a run that goes on with another's file
-    gives what one run would have given. After `max_failures` failed batches in a row no further
-    one is begun.
+    from seed + i n on, whatever batch it is sent in. After `max_failures` failed batches in a row
+    no further one is begun.
     """
 
     def __init__(self, values: Mapping[str, Any], source: Source, *options: Any) -> None:
@@ -178,18 +170,15 @@ class SamplingRun:
         request = read_request("generate", {**self._values, "prompts": [pool[0].prompt]})
         assert isinstance(request, GenerateRequest), "what the endpoint takes"
         self._n = request.n
-        self._header = self._describe(request)
-        self._draws = Draws(self.options.file)
-        if self._draws.header is not None:
-            self._draws.begin(self._header)
+        self._draws: dict[int, dict[str, Any]] = {}
+        self._answered_by: tuple[str, str] | None = None
         self._batches = self._cut_batches()
         self._halves: list[range] = []
         self._failures: list[SampleFailure] = []
         self._failed_in_a_row = 0
         self._reward_errors: list[str] = []
-        self._bar = CountingProgress(
-            "sampling", "prompts", len(self._prompts), len(self._draws), self.options.progress
-        )
+        wanted = self.options.progress
+        self._bar = CountingProgress("sampling prompts", len(self._prompts), 0, wanted)
 
     def __enter__(self) -> Self:
         self._bar.__enter__()
@@ -212,13 +201,21 @@ class SamplingRun:
     def rate(self, batch: range, answer: SampledBatch) -> list[Rating | Awaitable[Any]]:
         """Return the rating of each continuation, or what is awaited for it; none if not asked for.
 
-        Raises AnswerError where there are not `n` continuations for each draw.
+        Raises AnswerError where there are not `n` continuations for each draw, and for those of
+        another model than before.
         """
         sizes = [len(result["completions"]) for result in answer.results]
         if sizes != [self._n] * len(batch):
             raise AnswerError(
                 f"asked for {self._n} continuations of {len(batch)} prompts, got {sizes}: a fault "
                 "of the server",
+                request_id=answer.id,
+            )
+        answered_by = answer.model, answer.provenance.weights_digest
+        self._answered_by = self._answered_by or answered_by
+        if answered_by != self._answered_by:
+            raise AnswerError(
+                f"another model than before has answered: {answered_by}, not {self._answered_by}",
                 request_id=answer.id,
             )
         if self.options.reward is None:
@@ -232,10 +229,9 @@ class SamplingRun:
         ]
 
     def keep(self, batch: range, answer: SampledBatch, ratings: Sequence[Rating]) -> None:
-        """Keep the answer for these draws. Raises InvalidRequestError: a file of another model."""
-        lines: dict[int, bytes] = {}
+        """Keep the answer for these draws."""
         for place, (index, result) in enumerate(zip(batch, answer.results, strict=True)):
-            draw: dict[str, Any] = {"index": index, "prompt": self._prompts[index].prompt, **result}
+            draw: dict[str, Any] = {"index": index, **result}
             rated = ratings[place * self._n : (place + 1) * self._n]
             if rated:
                 draw["rewards"] = [rating.value for rating in rated]
@@ -243,10 +239,7 @@ class SamplingRun:
                 if any(errors):
                     draw["reward_errors"] = errors
                     self._reward_errors += filter(None, errors)
-            lines[index] = to_json(draw)
-        weights = answer.provenance.weights_digest
-        self._draws.begin({**self._header, "model": answer.model, "weights": weights})
-        self._draws.add(lines)
+            self._draws[index] = draw
         self._failed_in_a_row = 0
         self._bar.advance(len(batch))
 
@@ -262,7 +255,7 @@ class SamplingRun:
     def finish(self) -> Samples:
         """Return what came, and warn of what did not.
 
-        Raises the first batch's error where there is no draw, of an earlier run neither.
+        Raises the first batch's error where there is no draw.
         """
         if self._failures and not self._draws:
             raise self._failures[0].error
@@ -282,27 +275,11 @@ class SamplingRun:
                 f"{self._reward_errors[0]}",
                 stacklevel=5,
             )
-        return Samples(self._draws, self._prompts, self._n, self._failures)
-
-    def _describe(self, request: GenerateRequest) -> dict[str, Any]:
-        """Return what the run's file says first: all that its samples follow from but the model."""
-        digest = hashlib.sha256()
-        for row in self._prompts:
-            digest.update(f"{len(row.prompt)}:{row.prompt}".encode(errors="surrogatepass"))
-        fields = request.model_dump(mode="json", exclude_unset=True, exclude={"prompts"})
-        return {
-            "draws": len(self._prompts),
-            "prompts": f"sha256:{digest.hexdigest()}",
-            "rewarded": self.options.reward is not None,
-            "request": fields,
-        }
+        draws = [self._draws[index] for index in sorted(self._draws)]
+        return Samples(draws, self._prompts, self._n, self._failures)
 
     def _cut_batches(self) -> Iterator[range]:
-        """Yield neighbouring draws that are not there yet, `batch_size` at most."""
-        indices = range(len(self._prompts))
-        for wanted, run in groupby(indices, lambda index: not self._draws.has(index)):
-            if wanted:
-                places = list(run)
-                end = places[-1] + 1
-                for start in range(places[0], end, self.options.batch_size):
-                    yield range(start, min(start + self.options.batch_size, end))
+        """Yield neighbouring draws, `batch_size` at most."""
+        end = len(self._prompts)
+        for start in range(0, end, self.options.batch_size):
+            yield range(start, min(start + self.options.batch_size, end))

@@ -9,7 +9,7 @@ its index ends.
 
 import hashlib
 import json
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NotRequired, overload
 
@@ -78,9 +78,6 @@ class ActivationShards(Sequence[Activations]):
             return [open_activations(self.directory / name) for name in self._files[place]]
         return open_activations(self.directory / self._files[place])
 
-    def __iter__(self) -> Iterator[Activations]:
-        return (open_activations(self.directory / name) for name in self._files)
-
     @property
     def num_items(self) -> int:
         """Texts of all shards."""
@@ -111,7 +108,7 @@ def capture_shards(
     values = {**options, "layers": layers}
     writer = _ShardWriter(Path(directory), _describe(values))
     first = writer.count_done(texts)
-    with CountingProgress("capturing", "texts", len(texts), first, progress) as bar:
+    with CountingProgress("capturing texts", len(texts), first, progress) as bar:
         while first < len(texts):
             batch = texts[first : first + batch_size]
             try:

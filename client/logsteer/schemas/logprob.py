@@ -21,7 +21,7 @@ from logsteer.schemas.common import (
     Window,
 )
 from logsteer.schemas.interventions import ActivationFields, AppliedInterventions
-from logsteer.schemas.views import Plotted
+from logsteer.schemas.views import Tabled
 
 Boundary = Literal["joint", "separate"]
 BoundaryFinding = Literal["exact", "merged"]
@@ -114,7 +114,7 @@ class DiagnosticsRequest(LogprobRequest):
     window: Window = 16
 
 
-class TargetScore(RowColumns, Plotted):
+class TargetScore(RowColumns, Tabled):
     """The score of one target of T tokens; the arrays have one entry per token."""
 
     target: str = Field(description="The target as given; for ids, their text.")
@@ -160,7 +160,7 @@ class ScoredTarget(TargetScore):
     )
 
 
-class ItemScore(Plotted):
+class ItemScore(Tabled):
     """The scores of one context's targets."""
 
     targets: list[ScoredTarget]
@@ -170,7 +170,7 @@ class ItemScore(Plotted):
     )
 
 
-class LogprobAnswer(Answer, AppliedInterventions, Plotted):
+class LogprobAnswer(Answer, AppliedInterventions, Tabled):
     """One result per item, in the order given."""
 
     results: list[ItemScore]

@@ -33,7 +33,7 @@ from logsteer.schemas.interventions import (
 from logsteer.schemas.logprob import Boundary, LogprobItem
 from logsteer.schemas.openai import FinishReason
 from logsteer.schemas.steering import Finite, Steering, SteeringReceipt
-from logsteer.schemas.views import Plotted
+from logsteer.schemas.views import Plotted, Tabled
 
 MAX_SWEEP = 256
 
@@ -115,7 +115,7 @@ class GenerateRequest(PromptRequest):
     window: Window = 16
 
 
-class Completion(RowColumns, Plotted):
+class Completion(RowColumns, Tabled):
     """One continuation; the arrays have one entry per token."""
 
     text: str
@@ -131,7 +131,7 @@ class Completion(RowColumns, Plotted):
     aggregates: dict[str, Aggregate] | None = None
 
 
-class PromptCompletions(Plotted):
+class PromptCompletions(Tabled):
     """The continuations of one prompt."""
 
     completions: list[Completion]
@@ -147,14 +147,14 @@ class PromptCompletions(Plotted):
     )
 
 
-class SteerAnswer(Answer, AppliedInterventions, Plotted):
+class SteerAnswer(Answer, AppliedInterventions, Tabled):
     """One result per prompt, in the order given."""
 
     results: list[PromptCompletions]
     steering: SteeringReceipt
 
 
-class GenerateAnswer(Answer, AppliedInterventions, Plotted):
+class GenerateAnswer(Answer, AppliedInterventions, Tabled):
     """One result per prompt, in the order given."""
 
     results: list[PromptCompletions]

@@ -34,22 +34,18 @@ class TableViews:
         return VIEWS["table"](self, per)
 
 
-class PlotViews(TableViews):
-    """What matplotlib draws, too."""
-
-    def plot(self, path: str | Path | None = None, **options: Any) -> "Figure":
-        """Draw this answer, write the picture to `path` where given, and return the figure.
-
-        `options` are those of `logsteer.extras.plots.plot_sweep` for a sweep; others take none.
-        Raises LogsteerError without matplotlib, and where there is nothing to draw.
-        """
-        figure: Figure = VIEWS["plot"](self, path, **options)
-        return figure
-
-
 class Tabled(Reply, TableViews):
     """A reply that notebooks draw, and that is a table of pandas where one is wanted."""
 
 
-class Plotted(Tabled, PlotViews):
+class Plotted(Tabled):
     """One that matplotlib draws, too."""
+
+    def plot(self, path: str | Path | None = None, **options: Any) -> "Figure":
+        """Draw this answer, write the picture to `path` where given, and return the figure.
+
+        `options` are those of `logsteer.plot_sweep` for a sweep; others take none. Raises
+        LogsteerError without matplotlib, and where there is nothing to draw.
+        """
+        figure: Figure = VIEWS["plot"](self, path, **options)
+        return figure
