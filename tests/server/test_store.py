@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 
 from logsteer.errors import APIError, ConflictError, NotFoundError, PayloadTooLargeError
-from logsteer_server.settings import ConfigurationError, ModelSettings, Settings
+from logsteer_server.settings import (
+    ConfigurationError,
+    ModelSettings,
+    Settings,
+    parse_settings,
+)
 from logsteer_server.stores import objects as objects_module
 from logsteer_server.stores import store as store_module
 from logsteer_server.stores.objects import Objects, check_store_directory
@@ -340,7 +345,7 @@ def test_a_url_that_cannot_be_used_is_a_fault_of_the_configuration(tmp_path: Pat
 
 
 def settings_of(tmp_path: Path, **fields: Any) -> Settings:
-    return Settings(models=[ModelSettings(id="a", path="p")], directory=tmp_path, **fields)
+    return parse_settings({"models": [{"id": "a", "path": "p"}], **fields}, tmp_path)
 
 
 def test_where_the_stores_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
