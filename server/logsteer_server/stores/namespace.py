@@ -75,14 +75,6 @@ class Namespace(Generic[C]):
         card, found = store.look_up(bare)
         return self._show(store, card), StoredContent(name, found.sha256, found.source)
 
-    def describe(self, name: str) -> C:
-        """Return the card of a name."""
-        return self.look_up(name)[0]
-
-    def find(self, name: str) -> StoredContent:
-        """Return the content of a name."""
-        return self.look_up(name)[1]
-
     def _show(self, store: Store[C], card: C) -> C:
         """Return a card of a store under the name that this caller has for it."""
         return card if store is self._own else _rename(card, PREFIX + card.name)

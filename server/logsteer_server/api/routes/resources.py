@@ -116,7 +116,7 @@ def make_router(resource: Resource[C]) -> APIRouter:
     )
     async def show(name: VectorName, request: Request, threads: StoreThreadsDep) -> Response:
         store = await resource.get_store(request)
-        card = await threads.run(store.describe, name)
+        card, _ = await threads.run(store.look_up, name)
         return answer(request, card.model_dump())
 
     @router.delete(
