@@ -339,31 +339,3 @@ def test_small_etas_are_linear_over_six_decades(engine: Any, tmp_path: Path, dty
     else:  # a tenth of the second error would be as small as the noise
         assert errors[1] == pytest.approx(double_error / 2, rel=0.2)
     assert errors[2] < 1e-2
-
-
-def test_importance_weights_are_those_of_a_direct_computation(
-    engine: Any, moved: Any, direction: Direction
-) -> None:
-    prompt = draw_ids(np.random.default_rng(13), 6)
-    samples = run(engine, *(GenerateJob(prompt, 12, seed=i, ignore_eos=True) for i in range(16)))
-    both = [np.concatenate([prompt, sample.token_ids]) for sample in samples]
-    jobs = [ScoreJob(ids[:-1], ids[len(prompt) :]) for ids in both]
-    under = [ScoreJob(j.tokens, j.targets, override=at(direction, ETA)) for j in jobs]
-    base = np.array([values.sum(dtype=np.float64) for values in score(engine, *jobs)])
-    other = np.array([values.sum(dtype=np.float64) for values in score(engine, *under)])
-    plain = load_model(DEMO_MODEL)
-    direct = np.array(
-        [
-            sum(
-                (read_logprobs(moved, ids) - read_logprobs(plain, ids))[len(prompt) - 1 :].astype(
-                    np.float64
-                )
-            )
-            for ids in both
-        ]
-    )
-    weights = np.exp(other - base)
-    print("\nimportance weights:", weights.min(), "to", weights.max())
-    print("largest relative error:", np.abs(weights / np.exp(direct) - 1).max())
-    assert weights == pytest.approx(np.exp(direct), rel=1e-4)
-    assert weights.min() < 0.5 < 2 * weights.max()

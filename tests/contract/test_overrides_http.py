@@ -233,33 +233,6 @@ def test_gradients_through_http(client: Client) -> None:
     assert relative(np.array(other["3"]), np.array(first.gradients["3"])) < 1e-5
 
 
-def test_a_gradient_says_what_a_vector_would_do(client: Client) -> None:
-    """The model steered below, and then also by a small step along the gradient and against it."""
-    item = {"context_ids": CONTEXT, "target_ids": [TARGET]}
-    below = {"data": {"1": draw_vector(norm=2.0).tolist()}}
-    where = {"positions": {"slices": [[4, 6]]}}
-    answer = client.gradient([item], {"layers": [2]} | where, steering={"vectors": [below]} | where)
-    assert answer.steering is not None
-    assert answer.steering.tokens_steered == 2
-    target = answer.results[0].targets[0]
-    assert target.positions == [4, 5]
-    assert target.gradients is not None
-    gradient = np.array(target.gradients["2"]).sum(0)
-    step = 0.05 / np.linalg.norm(gradient)
-    found = []
-    for sign in (1, -1):
-        nudge = {"data": {"2": (sign * step * gradient).tolist()}}
-        steering = {"vectors": [below, nudge]} | where
-        found.append(client.logprob([item], steering=steering).results[0].targets[0].logprob)
-    up, down = found
-    assert up is not None
-    assert down is not None
-    assert (up - down) / 2 == pytest.approx(step * float(gradient @ gradient), rel=0.02)
-    plain = client.gradient([item], {"layers": [2]} | where).results[0].targets[0].gradients
-    assert plain is not None
-    assert relative(np.array(plain["2"]), np.array(target.gradients["2"])) > 0.01
-
-
 def test_directional_derivatives_through_both_clients(client: Client, tensors: Any) -> None:
     answer = client.gradient([ITEM], {"override": "drawn"})
     first = answer.results[0].targets[0]

@@ -157,8 +157,9 @@ class TransformerLensEngine:
         return results
 
     def _remove_ended(self) -> None:
-        for turn in [turn for turn in self._turns if turn.has_ended]:
-            self._turns.remove(turn)
+        running = [turn for turn in self._turns if isinstance(turn, RunningBatch)]
+        for ended in [batch for batch in running if not batch.has_work]:
+            self._turns.remove(ended)
 
     def _check_override(self, job: CheckOverrideJob) -> CheckOverrideOutput:
         return self._model.parameters.check(job.shapes)
