@@ -169,7 +169,7 @@ async def open_upload(
     try:
         yield upload
     finally:
-        await asyncio.to_thread(upload.discard)  # it is never refused, and waits for no lock
+        await asyncio.to_thread(upload.discard)  # as a store thread it might be refused
 
 
 def _discard_late(receiving: "asyncio.Future[Upload]") -> None:

@@ -19,8 +19,9 @@ from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.points import HookFunction, Point
+from logsteer_server.engines.tlens.probes import TokenRange
 from logsteer_server.engines.tlens.queue import EngineLimits, Entry, JobQueue, Results
-from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow, TokenRange
+from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow
 
 
 def accept_row(model: CausalModel, job: Job) -> SteeredRow | None:

@@ -7,7 +7,6 @@ runs. They take turns, so nobody waits for a long one. Jobs of one batch have th
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from logsteer_server.contract.jobs import GenerateJob, GradientJob, Job, JobFail
 from logsteer_server.engines.failures import describe_error, lacks_memory
 from logsteer_server.engines.machine import describe_machine, name_devices, read_memory
 from logsteer_server.engines.tlens.capture import CaptureQueue
+from logsteer_server.engines.tlens.causal import describe_model
 from logsteer_server.engines.tlens.generation import GenerateQueue, RunningBatch
 from logsteer_server.engines.tlens.gradient import GradientQueue
 from logsteer_server.engines.tlens.model import BridgeModel
@@ -40,7 +40,6 @@ from logsteer_server.engines.tlens.queue import (
 from logsteer_server.engines.tlens.scoring import ScoreQueue
 from logsteer_server.engines.weights import digest_weights, locate_model
 from logsteer_server.numerics.hidden_rows import RowBounds
-from logsteer_server.numerics.rows import PUBLIC_COLUMNS
 
 MAX_RUNNING_DELTAS = 2
 """Parameter deltas that continuations run under at once, each with a copy of parameters."""
@@ -56,8 +55,7 @@ class TransformerLensEngine:
         limits = EngineLimits.parse(spec.engine_args)
         path = locate_model(spec.path)
         self._model = BridgeModel(spec, path)
-        info = _describe(spec, str(path), self._model, digest_weights(path))
-        self._info = replace(info, room=EngineRoom(limits.max_held_tokens))
+        self._info = self._describe(spec, str(path), digest_weights(path), limits)
         self._deltas = DeltaCache(self._model.parameters, limits.override_cache_bytes)
         self._failures: Results = []
         # Whoever is first has the next turn.
@@ -80,6 +78,26 @@ class TransformerLensEngine:
         }
         self._turns.extend([*queues.values(), delta_queue])
         return queues
+
+    def _describe(
+        self, spec: EngineSpec, path: str, digest: str, limits: EngineLimits
+    ) -> EngineInfo:
+        model = self._model
+        return replace(
+            describe_model(model),
+            model_path=spec.path,
+            tokenizer_path=path,
+            weights_digest=digest,
+            logits_dtype=model.logits_dtype,
+            quantization=model.quantization,
+            pipeline_parallel=model.num_devices,
+            max_probes=spec.steering_probes,
+            hook_widths=model.points.list_widths(model.hidden_size),
+            tf32=spec.tf32 and model.device.type == "cuda",
+            computed_on=describe_machine(model.device.type),
+            device=name_devices(model.device.type),
+            room=EngineRoom(limits.max_held_tokens),
+        )
 
     @property
     def info(self) -> EngineInfo:
@@ -193,31 +211,3 @@ def _describe_shortage(batch: BatchRun) -> JobFailure:
         "send less, or set engine_args max_batch_tokens or max_batch_rows lower"
     )
     return JobFailure("out_of_memory", detail)
-
-
-def _describe(spec: EngineSpec, path: str, model: BridgeModel, digest: str) -> EngineInfo:
-    return EngineInfo(
-        engine="transformer_lens",
-        engine_version=version("transformer-lens"),
-        model_path=spec.path,
-        tokenizer_path=path,
-        weights_digest=digest,
-        dtype=str(model.dtype).removeprefix("torch."),
-        logits_dtype=model.logits_dtype,
-        quantization=model.quantization,
-        tensor_parallel=1,
-        pipeline_parallel=model.num_devices,
-        batch_invariant=False,
-        context_length=model.context_length,
-        vocab_size=model.vocab_size,
-        columns=PUBLIC_COLUMNS,
-        eos_ids=model.eos_ids,
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        hooks=model.points.names,
-        max_probes=spec.steering_probes,
-        hook_widths=model.points.list_widths(model.hidden_size),
-        tf32=spec.tf32 and model.device.type == "cuda",
-        computed_on=describe_machine(model.device.type),
-        device=name_devices(model.device.type),
-    )

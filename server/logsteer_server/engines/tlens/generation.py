@@ -28,8 +28,9 @@ from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.decode_step import NextTokens
 from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.points import HookFunction, Point, RefusedJobError
+from logsteer_server.engines.tlens.probes import TokenRange
 from logsteer_server.engines.tlens.queue import BatchRun, EngineLimits, Entry, JobQueue, Results
-from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow, TokenRange
+from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow
 from logsteer_server.numerics.drawing import RowSampler, spec_of_draw
 from logsteer_server.numerics.rows import RowSpec
 
