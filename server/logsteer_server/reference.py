@@ -30,7 +30,8 @@ def write_settings() -> str:
             "# Settings\n\n",
             WRITTEN,
             "\nA setting stands in the configuration file, or in a variable `LOGSTEER_` and its "
-            "name in capitals, which comes before the file, or in a `.env` file. "
+            "name in capitals, which comes before the file, or in a `.env` file. Relative paths "
+            "start in the configuration file's directory. "
             "`logsteer-server --check` says whether a configuration is valid, without loading a "
             "model.\n\n",
             "## The server\n\n",

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from logsteer_server.contract.finite import find_failure
-from logsteer_server.contract.jobs import Job, JobResult, Output
+from logsteer_server.contract.jobs import JobResult, Output
 from logsteer_server.contract.plan import SteeringTrace
 from logsteer_server.engines.tlens.points import Point
 from logsteer_server.engines.tlens.steering import SteeredRow
@@ -184,20 +184,3 @@ class JobQueue(ABC, Generic[E]):
 
 def _count_tokens(entry: Entry) -> int:
     return len(entry.job.tokens)
-
-
-class CheckQueue(JobQueue[Entry]):
-    """Jobs that only ask whether something fits the model: `check` answers, one at a time."""
-
-    def __init__(self, limits: EngineLimits, check: Callable[[Any], Output]) -> None:
-        super().__init__(limits)
-        self._check = check
-
-    def _accept(self, job_id: int, job: Job) -> Entry:
-        return Entry(job_id, job)
-
-    def _group(self, entry: Entry) -> object:
-        return entry.job_id
-
-    def _run(self, batch: list[Entry]) -> Results:
-        return [(entry.job_id, self._check(entry.job)) for entry in batch]
