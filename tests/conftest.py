@@ -170,7 +170,7 @@ CONFIGURATIONS: dict[str, Callable[[Path], Configuration]] = {
         vllm_model("compiled", compile=True), vllm_model("unsteered", steering_slots=0)
     ),
     # Room for all adapters of test_adapters.py.
-    "tlens": lambda _: uncached(tlens_model("demo"), max_adapter_bytes=2**20),
+    "tlens": lambda _: uncached(tlens_model("demo"), max_upload_bytes=2**22),
     "demo": configure_demo,
     "quantized": configure_quantized,
     "precision": configure_precision,
@@ -184,13 +184,12 @@ CONFIGURATIONS: dict[str, Callable[[Path], Configuration]] = {
     "pipeline_parallel": lambda _: uncached(vllm_model("two", pipeline_parallel=2)),
     # Room for all adapters of its tests, and on vLLM for two of them at once.
     "vllm_adapters": lambda _: uncached(
-        vllm_model("demo", adapter_slots=2, adapter_rank=8), max_adapter_bytes=2**20
+        vllm_model("demo", adapter_slots=2, adapter_rank=8), max_upload_bytes=2**22
     ),
-    # With a result cache, which the others have not, and little room for what is sent and asked.
+    # With a result cache, which the others have not, and little room for what is sent.
     "tlens_limited": lambda _: {
         "models": [tlens_model("demo")],
-        "max_gradient_numbers": 128 * 20,
-        "max_override_bytes": 2**22,
+        "max_upload_bytes": 2**22,
     },
 }
 """Servers by name, for all files that name their fixture, such as `vllm_server`.

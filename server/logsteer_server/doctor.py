@@ -9,7 +9,6 @@ import os
 import platform
 import secrets
 import shutil
-import socket
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from typing import Literal
 from logsteer.errors import APIError
 from logsteer_server import __version__
 from logsteer_server.engines.needs import ModelNeeds, estimate
+from logsteer_server.listening import listen_at
 from logsteer_server.runtime.machine_facts import Gpu, count_cores, list_gpus, measure_memory
 from logsteer_server.settings import ConfigurationError, ModelSettings, Settings, load_settings
 from logsteer_server.stores.objects import Objects
@@ -139,14 +139,11 @@ def _try_port(settings: Settings) -> MachineFinding:
         text = "exists: a server may listen there" if taken else "is free"
         return MachineFinding("warn" if taken else "ok", "socket", f"{settings.uds} {text}")
     place = f"{settings.host}:{settings.port}"
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((settings.host, settings.port))
-        except OSError as error:
-            text = f"{place} cannot be used: {error.strerror or error}; choose another --port"
-            return MachineFinding("fail", "port", text)
+    try:
+        listen_at(settings.host, settings.port).close()
+    except OSError as error:
+        text = f"{place} cannot be used: {error.strerror or error}; choose another --port"
+        return MachineFinding("fail", "port", text)
     return MachineFinding("ok", "port", f"{place} is free")
 
 

@@ -30,7 +30,8 @@ def write_settings() -> str:
             "# Settings\n\n",
             WRITTEN,
             "\nA setting stands in the configuration file, or in a variable `LOGSTEER_` and its "
-            "name in capitals, which comes before the file, or in a `.env` file. "
+            "name in capitals, which comes before the file, or in a `.env` file. Relative paths "
+            "start in the configuration file's directory. "
             "`logsteer-server --check` says whether a configuration is valid, without loading a "
             "model.\n\n",
             "## The server\n\n",
@@ -89,9 +90,9 @@ def write_metrics() -> str:
         [
             "# Metrics\n\n",
             WRITTEN,
-            "\n`GET /metrics` answers in Prometheus' text format, on the service's port or on "
-            "`metrics_port`, and asks for `metrics_key` where there is one. `replica` tells the "
-            "engine processes of a model apart. Times are in seconds; their histograms have "
+            "\n`GET /metrics` answers in Prometheus' text format, on the service's address or "
+            "on `metrics_address`, and asks for `metrics_key` where there is one. `replica` tells "
+            "the engine processes of a model apart. Times are in seconds; their histograms have "
             f"buckets of {', '.join(f'{bound:g}' for bound in TIME_BOUNDS_S)}. Counters of an "
             "engine begin anew with its process; the last ones are of the HTTP process.\n\n",
             *tabulate(("name", "type", "labels", "meaning"), rows),

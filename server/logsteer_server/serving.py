@@ -31,9 +31,7 @@ from logsteer_server.keys.entries import check_key_file
 from logsteer_server.listening import (
     check_exposure,
     is_loopback,
-    listen,
-    listen_at,
-    listen_unix,
+    open_listeners,
     raise_descriptor_limit,
 )
 from logsteer_server.models.cachefile import check_cache_file
@@ -97,45 +95,26 @@ def main(argv: list[str] | None = None) -> int:
     0 after a signal, 1 where the start failed, 2 for an unusable configuration, 3 where a required
     model was given up; 128 and its number after a second signal.
     """
-    arguments = parse_arguments(argv)
-    reread = partial(_read_settings, arguments)
     try:
-        settings = reread()
-        check_places(settings)
+        return _run(parse_arguments(argv))
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Do what the command line asks for; return the exit status. Errors: ConfigurationError."""
+    reread = partial(_read_settings, arguments)
+    settings = reread()
+    check_places(settings)
     if arguments.check:
         models = ", ".join(f"{model.id} ({model.engine})" for model in settings.models)
         print(f"The configuration is valid. Models: {models}.")
         return 0
-    try:
-        open_logs(settings)
-    except ConfigurationError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    place = settings.uds or f"{settings.host}:{settings.port}"
-    metrics_listener = None
-    try:
-        listener = listen(settings) if settings.uds is None else listen_unix(settings.uds)
-        if settings.metrics_port is not None:
-            metrics_listener = listen_at(settings.metrics_host, settings.metrics_port)
-    except OSError as error:
-        other = "--port" if settings.uds is None else "--uds"
-        if settings.metrics_port is not None:
-            place, other = f"{place} and {settings.metrics_port}", f"{other} or metrics_port"
-        print(
-            f"error: cannot listen on {place}: {error.strerror or error}; choose another {other}",
-            file=sys.stderr,
-        )
-        return 2
-    try:
-        with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
-            serving = _serve(settings, listener, metrics_listener, reread)
-            status, last_words = runner.run(serving)
-    except ConfigurationError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    open_logs(settings)
+    listeners = open_listeners(settings)
+    with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+        status, last_words = runner.run(_serve(settings, *listeners, reread))
     if last_words:
         log.critical(last_words)
     return status

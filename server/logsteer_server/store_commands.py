@@ -71,7 +71,7 @@ def _verify(store: Store[Any]) -> int:
     problems = [f"{name}: its card is damaged, or its content is gone" for name in listing.damaged]
     for card in listing.cards:
         try:
-            store.check(store.find(card.name))
+            store.check(store.look_up(card.name)[1])
         except APIError as error:
             if error.code != store.kind.unknown:  # deleted just now
                 problems.append(f"{card.name}: {error.detail}")

@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from logsteer_server.engines.tlens import model, placement
-from logsteer_server.engines.tlens.placement import Placement
 
 KIND = "lazy"
 """A kind of device that torch knows without support for it, and runs backward passes for."""
@@ -136,7 +135,7 @@ def pretend(count: int) -> Iterator[None]:
     """Have GPUs be pretended devices: everything with models on them belongs in the context."""
     with pytest.MonkeyPatch.context() as patch, _Pretence(), _TensorFactory():
         patch.setattr(torch.cuda, "device_count", lambda: count)
-        places = Placement(tuple(f"{KIND}:{index}" for index in range(count)))
+        places = tuple(f"{KIND}:{index}" for index in range(count))
         patch.setattr(model, "place_model", lambda spec: places)
         patch.setattr(placement, "measure_free_bytes", lambda device: 1)
         # The pretence holds in this thread.

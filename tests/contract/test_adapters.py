@@ -202,7 +202,7 @@ def test_what_does_not_fit_is_refused(client: Client, tmp_path: Path) -> None:
         assert caught.value.code == "invalid_adapter", name
     assert client.adapters.list() == before
     url = f"{client.base_url}/adapters/bad"
-    files = {"config": b"{}", "weights": b"x" * 2**21}
+    files = {"config": b"{}", "weights": b"x" * 2**23}
     assert httpx.put(url, files=files).json()["code"] == "payload_too_large"
     assert "two files" in httpx.put(url, files={"config": b"{}"}).json()["detail"]
     assert httpx.put(url, content=b"{}").json()["code"] == "invalid_request"

@@ -1,8 +1,5 @@
 """The model in Python, without HTTP: numbers that carry their graph."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -63,45 +60,6 @@ def test_log_probabilities_and_their_gradient_are_transformers(model: LocalModel
     assert not any(values.requires_grad for values in plain)
 
 
-@pytest.mark.parametrize("policy", [Policy(), POLICY], ids=["softmax", "policy"])
-def test_entropies_and_their_derivatives_are_finite_differences(
-    fine: LocalModel, policy: Policy
-) -> None:
-    contexts, targets = draw_pairs()
-    theta = leaves(fine)
-    found = read_entropies(fine, policy, parameters=theta)
-    total = torch.cat(found).sum()
-    total.backward()  # type: ignore[no-untyped-call]
-    torch.manual_seed(2)
-    v = {name: torch.randn_like(tensor) * 0.1 for name, tensor in theta.items()}
-    slope = sum(float((v[name] * t.grad).sum()) for name, t in theta.items() if t.grad is not None)
-    sums = []
-    for sign in (1, -1):
-        moved = {n: t.detach() + sign * 1e-6 * v[n] for n, t in theta.items()}
-        sums.append(float(torch.cat(read_entropies(fine, policy, parameters=moved)).sum()))
-    assert slope == pytest.approx((sums[0] - sums[1]) / 2e-6, rel=1e-5)
-    for rows, entropies in zip(fine.read(contexts, targets), found, strict=True):
-        for logits_V, entropy in zip(rows.logits_RV, entropies, strict=True):
-            assert float(entropy.detach()) == pytest.approx(define_entropy(logits_V, policy))
-
-
-def read_entropies(model: LocalModel, policy: Policy, **changes: Any) -> list[Tensor]:
-    rows = model.columns(*draw_pairs(), ["rb_entropy"], policy=policy, **changes)
-    return [row["rb_entropy"] for row in rows]
-
-
-def define_entropy(logits_V: Tensor, policy: Policy) -> float:
-    """-sum q log q by the definition, a token at a time."""
-    scaled = sorted((logits_V / policy.temperature).tolist(), reverse=True)
-    kept = scaled[: policy.top_k or None]
-    p = np.exp(np.array(kept) - kept[0])
-    p /= p.sum()
-    if policy.top_p < 1:
-        p = p[: int(np.searchsorted(p.cumsum(), policy.top_p)) + 1]
-        p /= p.sum()
-    return float(-(p * np.log(p)).sum())
-
-
 def test_a_policy_scores_what_it_draws(model: LocalModel) -> None:
     prompt = model.encode("Once upon a time")
     samples = model.sample([prompt] * 4, 12, POLICY, seed=3)
@@ -116,42 +74,6 @@ def test_a_policy_scores_what_it_draws(model: LocalModel) -> None:
         assert (rows.log_q_RV(POLICY)[torch.arange(len(q_RV)), unlikely_R] == -torch.inf).all()
         with pytest.raises(ValueError, match="temperature 0"):
             rows.columns(["rb_entropy"], Policy(temperature=0.0))
-
-
-def test_one_step_of_reinforce_lowers_the_loss(model: LocalModel) -> None:
-    """The reward is the share of one token, the one that varies most; the loss is its negative,
-    expected under the policy. Importance weights say what it is after the step.
-    """
-    before = {name: tensor.clone() for name, tensor in model.parameters.items()}
-    theta = leaves(model)
-    prompts = [model.encode("Once upon a time, there was")] * 64
-    samples = model.sample(prompts, 8, seed=0, parameters=theta)
-    ids = np.unique(np.concatenate(samples))
-    spread = [np.std([(sample == token).mean() for sample in samples]) for token in ids]
-    wanted = ids[np.argmax(spread)]
-    rewards = torch.tensor([float((sample == wanted).mean()) for sample in samples])
-    weights = rewards - rewards.mean()
-    rows = model.columns(prompts, samples, ["logprob", "entropy"], parameters=theta)
-    logp = torch.stack([row["logprob"].sum() for row in rows])
-    entropy = torch.cat([row["entropy"] for row in rows]).mean()
-    loss = -(weights * logp).mean() - 1e-3 * entropy
-    loss.backward()  # type: ignore[no-untyped-call]
-    torch.optim.SGD(theta.values(), lr=3e-2).step()  # type: ignore[no-untyped-call]
-    with torch.no_grad():
-        after = model.columns(prompts, samples, parameters=theta)
-    ratio = (torch.stack([row["logprob"].sum() for row in after]) - logp.detach()).exp()
-    expected = float((ratio * rewards).sum() / ratio.sum())
-    fresh = mean_reward(model.sample(prompts, 8, seed=1000, parameters=theta), int(wanted))
-    plain = mean_reward(model.sample(prompts, 8, seed=1000), int(wanted))
-    print(f"\nreward {rewards.mean():.4f}; after one step {expected:.4f} by importance weights;")
-    print(f"on fresh samples {plain:.4f} before and {fresh:.4f} after")
-    assert -expected < -float(rewards.mean())
-    assert fresh > plain
-    assert all((tensor == before[name]).all() for name, tensor in model.parameters.items())
-
-
-def mean_reward(samples: Sequence[np.ndarray], wanted: int) -> float:
-    return float(np.mean([(sample == wanted).mean() for sample in samples]))
 
 
 def test_what_does_not_fit_is_refused(model: LocalModel) -> None:

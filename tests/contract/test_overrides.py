@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from logsteer_server.contract.check_jobs import CheckOverrideJob, CheckOverrideOutput
 from logsteer_server.contract.jobs import GenerateJob, JobFailure, Policy, ScoreJob
@@ -240,9 +239,9 @@ def test_a_file_that_is_gone_or_damaged_fails_its_own_jobs(engine: Any, tmp_path
     file = write_direction(tmp_path, {"model.norm.weight": torch.ones(128)})
     ids = draw_ids(np.random.default_rng(10), 5)
     plain = score(engine, whole(ids))[0]
-    save_file({"model.norm.weight": torch.zeros(128)}, file.path)
+    Path(file.path).write_bytes(b"x" * 100)
     damaged, beside = run(engine, whole(ids, override=at(file, 1.0)), whole(ids))
-    assert (damaged.code, "damaged" in damaged.detail) == ("internal", True)
+    assert (damaged.code, "cannot be read" in damaged.detail) == ("internal", True)
     assert (beside.columns["logprob"] == plain).all()
     Path(file.path).unlink()
     for job in (whole(ids, override=at(file, 1.0)), GenerateJob(ids, 3, override=at(file, 1.0))):
@@ -339,31 +338,3 @@ def test_small_etas_are_linear_over_six_decades(engine: Any, tmp_path: Path, dty
     else:  # a tenth of the second error would be as small as the noise
         assert errors[1] == pytest.approx(double_error / 2, rel=0.2)
     assert errors[2] < 1e-2
-
-
-def test_importance_weights_are_those_of_a_direct_computation(
-    engine: Any, moved: Any, direction: Direction
-) -> None:
-    prompt = draw_ids(np.random.default_rng(13), 6)
-    samples = run(engine, *(GenerateJob(prompt, 12, seed=i, ignore_eos=True) for i in range(16)))
-    both = [np.concatenate([prompt, sample.token_ids]) for sample in samples]
-    jobs = [ScoreJob(ids[:-1], ids[len(prompt) :]) for ids in both]
-    under = [ScoreJob(j.tokens, j.targets, override=at(direction, ETA)) for j in jobs]
-    base = np.array([values.sum(dtype=np.float64) for values in score(engine, *jobs)])
-    other = np.array([values.sum(dtype=np.float64) for values in score(engine, *under)])
-    plain = load_model(DEMO_MODEL)
-    direct = np.array(
-        [
-            sum(
-                (read_logprobs(moved, ids) - read_logprobs(plain, ids))[len(prompt) - 1 :].astype(
-                    np.float64
-                )
-            )
-            for ids in both
-        ]
-    )
-    weights = np.exp(other - base)
-    print("\nimportance weights:", weights.min(), "to", weights.max())
-    print("largest relative error:", np.abs(weights / np.exp(direct) - 1).max())
-    assert weights == pytest.approx(np.exp(direct), rel=1e-4)
-    assert weights.min() < 0.5 < 2 * weights.max()

@@ -64,7 +64,8 @@ def test_the_engine_says_what_it_is(engine: Any) -> None:
 
 def test_every_kind_of_job_has_a_queue(engine: Any) -> None:
     kinds = {kind.__name__ for kind in Job.__subclasses__()}
-    assert {kind.__name__ for kind in engine._queues} == kinds
+    answered = {"CheckOverrideJob", "CheckAdapterJob"}
+    assert {kind.__name__ for kind in engine._queues} == kinds - answered
 
 
 def test_scores_are_transformers_alone_and_in_any_batch(engine: Any, reference: Any) -> None:

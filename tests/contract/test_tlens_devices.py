@@ -27,7 +27,7 @@ from logsteer_server.contract.jobs import (
 )
 from logsteer_server.contract.parameters import Adapter, Override, ParameterDelta
 from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan
-from logsteer_server.engines.tlens.placement import Placement, place_model, spread_blocks
+from logsteer_server.engines.tlens.placement import place_model, spread_blocks
 from logsteer_server.stores.formats.adapter_file import join_files
 from tests.conftest import DEMO_MODEL
 from tests.contract.directions import draw_direction, load_model, write_direction
@@ -245,12 +245,12 @@ def test_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
-    def place(**fields: Any) -> Placement:
+    def place(**fields: Any) -> tuple[str, ...]:
         return place_model(EngineSpec("demo", "transformer_lens", "demo", **fields))
 
-    assert place().devices == ("cuda:0",)
-    assert place(pipeline_parallel=2).devices == ("cuda:0", "cuda:1")
-    assert place(devices="cpu").devices == ("cpu",)
+    assert place() == ("cuda:0",)
+    assert place(pipeline_parallel=2) == ("cuda:0", "cuda:1")
+    assert place(devices="cpu") == ("cpu",)
     with pytest.raises(ValueError, match="3 GPUs are wanted, and 2 are here"):
         place(pipeline_parallel=3)
     with pytest.raises(ValueError, match=r"pipeline_parallel is 3, devices \[0, 1\]"):

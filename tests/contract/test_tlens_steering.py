@@ -73,7 +73,8 @@ def test_half_a_batch_steered_leaves_the_other_half_alone(engine: Any, prompt: n
 
 def test_the_example_of_padded_prompts() -> None:
     """Of the module `steering`: where the steered tokens are, in the first pass and the next."""
-    from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow, TokenRange
+    from logsteer_server.engines.tlens.probes import TokenRange
+    from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow
 
     plan = add_plan("last_prompt")
     steering = BatchSteering([SteeredRow(plan, (), None, length) for length in (2, 4)])

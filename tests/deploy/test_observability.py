@@ -219,7 +219,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
         ],
         "key_file": str(keys),
         "cache_file": "cache.sqlite",
-        "metrics_port": 0,
+        "metrics_address": "127.0.0.1:0",
         "metrics_key": "to-scrape",
         "max_pending_tokens": 500,
         "log_format": "json",

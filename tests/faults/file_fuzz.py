@@ -291,7 +291,7 @@ def read_cache(data: bytes, place: Path) -> None:
     for path in place.glob("results.db*"):
         path.unlink()
     (place / "results.db").write_bytes(data)
-    file = CacheFile.open(place / "results.db", 2**20)
+    file = CacheFile.open(place / "results.db")
     keys = [bytes([n]) * 32 for n in range(60)]
     for _ in range(2):
         found = file.read(keys)

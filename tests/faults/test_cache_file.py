@@ -45,7 +45,7 @@ def test_a_damaged_file_is_set_aside_at_start(
     assert main(["--config", str(config), "--check"]) == 0
     assert [p.name for p in tmp_path.glob("results.db*")] == ["results.db"]
     caplog.clear()
-    file = CacheFile.open(path, 2**20)
+    file = CacheFile.open(path)
     file.write(rows_of([7], 10))
     assert file.read([rows_of([7], 10)[0][0]])
     file.close()

@@ -36,10 +36,7 @@ def server(start_server: ServerFactory) -> Iterator[Server]:
                 fake_model("slow", delay_s=5.0),
             ],
             "max_connections": MOST_CONNECTIONS,
-            "max_header_bytes": 4096,
-            "header_timeout_s": TIMEOUT_S,
-            "read_timeout_s": TIMEOUT_S,
-            "write_timeout_s": 3 * TIMEOUT_S,
+            "stall_timeout_s": TIMEOUT_S,
         }
     )
 
@@ -70,7 +67,7 @@ def check_health(server: Server) -> None:
 
 def test_headers_that_never_end_are_cut_by_their_size(server: Server) -> None:
     with connect(server) as connection:
-        connection.sendall(REQUEST + b"X: " + b"a" * 8192)
+        connection.sendall(REQUEST + b"X: " + b"a" * 2**17)
         assert read_all(connection).startswith(b"HTTP/1.1 431 ")
 
 
@@ -79,7 +76,7 @@ def test_headers_that_come_slowly_are_cut_by_their_time(server: Server) -> None:
         connection.sendall(REQUEST)
         began = time.monotonic()
         assert read_all(connection).startswith(b"HTTP/1.1 408 ")
-        assert time.monotonic() - began < 8, "it is 10 s without the setting"
+        assert time.monotonic() - began < 8, "it is 30 s without the setting"
 
 
 def test_a_connection_without_a_byte_is_closed(server: Server) -> None:
@@ -101,7 +98,7 @@ def test_trailers_that_never_end_are_cut(server: Server) -> None:
     with connect(server) as connection:
         connection.sendall(head)
         try:
-            for n in range(1000):
+            for n in range(10_000):
                 connection.sendall(b"x%d: " % n + b"a" * 100 + b"\r\n")
         except OSError:
             pass
@@ -150,7 +147,7 @@ def test_a_stream_that_is_not_read_holds_no_budget(start_server: ServerFactory) 
         {
             "models": [fake_model("fake", context_length=4096)],
             "max_pending_tokens": 15_000,
-            "write_timeout_s": 600.0,
+            "stall_timeout_s": 600.0,
         }
     )
     with connect_slowly(patient, "/generate", STREAM):

@@ -64,7 +64,7 @@ def test_sound_stores_are_found_sound(run: Run) -> None:
 
 
 def test_damage_is_named(run: Run, root: Path) -> None:
-    place = open_store(root).find("a").path
+    place = open_store(root).look_up("a")[1].path
     place.write_bytes(place.read_bytes()[:-1] + b"!")
     (root / "vectors" / "names" / "happy.json").write_text("{")
     status, printed = run("verify")

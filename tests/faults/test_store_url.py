@@ -49,8 +49,7 @@ def pair(bucket: Bucket, tmp_path: Path, request: pytest.FixtureRequest) -> Iter
             settings = Settings.model_validate(
                 {
                     "models": [fake_model(reads_files=True)],
-                    "directory": tmp_path / name,
-                    "store_directory": "own",
+                    "store_directory": tmp_path / name / "own",
                     "cache_bytes": 0,
                 }
                 | bucket.settings

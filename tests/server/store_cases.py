@@ -51,7 +51,7 @@ def read_state(store: Store[Any]) -> dict[str, bytes]:
     """Return each name's content, all of it whole: nothing is damaged, and the sizes are right."""
     listing = store.list_all()
     assert listing.damaged == []
-    state = {card.name: store.read(store.find(card.name)) for card in listing.cards}
+    state = {card.name: store.read(store.look_up(card.name)[1]) for card in listing.cards}
     for card in listing.cards:
         assert hashlib.sha256(state[card.name]).hexdigest() == card.sha256
     assert listing.num_bytes == sum({hash(data): len(data) for data in state.values()}.values())

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import fcntl
 import hashlib
 import os
 import subprocess
@@ -54,16 +55,28 @@ def list_kept(files: ContentFiles) -> set[str]:
     return {path.stem for path in files.directory.glob("*.safetensors")}
 
 
+def is_in_use(path: Path) -> bool:
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 def test_a_content_is_fetched_once(bucket: Bucket, tmp_path: Path) -> None:
     files = open_in(bucket, tmp_path)
     own = add(files._objects, 1)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        (path,) = set(pool.map(lambda _: files.hold(*own), range(8)))
+        held = list(pool.map(lambda _: files.hold(*own), range(8)))
+    (path,) = {file.path for file in held}
     assert path.read_bytes() == bytes([1]) * SIZE
     assert path.stat().st_mode & 0o077 == 0
     assert list(files.directory.iterdir()) == [path]
-    for _ in range(8):
-        files.release(own[0])
+    for file in held:
+        assert is_in_use(path)
+        file.release()
+    assert not is_in_use(path)
     bucket.stop()
     with files.open(*own), open_in(bucket, tmp_path).open(*own):  # another process of the machine
         pass
@@ -83,8 +96,8 @@ def test_the_one_unused_for_longest_goes_and_what_is_in_use_stays(
     for asked in (files, other):
         with pytest.raises(OverloadedError, match="store_cache_bytes"):
             asked.hold(*added[3])
-    assert all(path.exists() for path in held)
-    files.release(added[1][0])
+    assert all(file.path.exists() for file in held)
+    held[1].release()
     with other.open(*added[3]):
         assert list_kept(files) == {added[n][0] for n in (0, 2, 3)}
     with pytest.raises(PayloadTooLargeError, match="raise store_cache_bytes"):
@@ -176,10 +189,11 @@ def test_jobs_get_files_of_this_machine(bucket: Bucket, tmp_path: Path, batched:
                     assert hashlib.sha256(data).hexdigest() == expected[0]
                 assert job.override.eta == 0.5
                 assert job.fingerprint == jobs[0].fingerprint
-            assert len(files._held) == 2
+            assert all(is_in_use(path) for path in files.directory.glob("*.safetensors"))
 
     asyncio.run(use())
-    assert not files._held
+    assert len(list_kept(files)) == 2
+    assert not any(is_in_use(path) for path in files.directory.glob("*.safetensors"))
 
 
 def test_jobs_of_a_directory_keep_their_paths_and_damage_is_told(tmp_path: Path) -> None:
@@ -231,7 +245,7 @@ def test_who_leaves_while_a_content_is_fetched_holds_nothing(
             await task
         release.set()
         async with asyncio.timeout(60):
-            while not list_kept(files) or files._held:
+            while not (found := list(files.directory.glob("*.safetensors"))) or is_in_use(found[0]):
                 await asyncio.sleep(0.005)
 
     asyncio.run(work())

@@ -282,7 +282,7 @@ class TestLoadable:
 
 def test_a_shared_store_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def ask(**fields: Any) -> MachineFinding:
-        settings = settings_of({"id": "a", "path": "p"}, directory=tmp_path, **fields)
+        settings = settings_of({"id": "a", "path": "p"}, store_directory=tmp_path, **fields)
         found = look(settings, [], monkeypatch)
         return next(finding for finding in found if finding.subject == "shared store")
 

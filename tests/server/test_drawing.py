@@ -77,14 +77,6 @@ def test_no_seed_has_the_sequence_of_another_moved_on() -> None:
     assert not set(uniform_SI[0]) & set(uniform_SI[1])
 
 
-def test_draws_have_the_frequencies_of_q() -> None:
-    q_V = torch.tensor([0.0, 0.5, 0.0, 0.2, 0.3, 0.0])
-    count = 10_000
-    uniform_R = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    ids_R = draw_rows(q_V.expand(count, -1), uniform_R)
-    assert (ids_R.bincount(minlength=6) - q_V * count).abs().max() <= 1
-
-
 def test_the_example_of_the_draw() -> None:
     q_RV = torch.tensor([[0.5, 0.2, 0.3]]).expand(3, -1)
     assert draw_rows(q_RV, torch.tensor([0.1, 0.5, 0.69], dtype=torch.float64)).tolist() == [

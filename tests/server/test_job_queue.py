@@ -5,10 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from logsteer_server.contract.check_jobs import CheckOverrideJob, CheckOverrideOutput
 from logsteer_server.contract.jobs import Job, Output
 from logsteer_server.engines.tlens.queue import (
-    CheckQueue,
     EngineLimits,
     Entry,
     JobQueue,
@@ -73,14 +71,6 @@ def test_dropped_jobs_are_gone() -> None:
     queue.drop(frozenset({20, 5, 99}))
     assert take_all(queue) == [[10]]
     assert not queue.has_work
-
-
-def test_checks_are_answered_one_at_a_time() -> None:
-    queue = CheckQueue(EngineLimits(), lambda job: CheckOverrideOutput(len(job.shapes), 9))
-    for job_id in range(2):
-        queue.add(job_id, CheckOverrideJob(shapes={"w": (3,)}))
-    assert queue.take().run() == [(0, CheckOverrideOutput(1, 9))]
-    assert take_all(queue) == [[1]]
 
 
 def test_limits_are_whole_numbers_that_are_known() -> None:

@@ -254,9 +254,7 @@ def test_a_file_is_for_its_owner_alone_and_opened_anew_once_moved(
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, restored: None) -> None:
-    settings = Settings(
-        models=[fake_model()], directory=tmp_path, audit_log_file=Path("none/audit.log")
-    )
+    settings = Settings(models=[fake_model()], audit_log_file=tmp_path / "none/audit.log")
     with pytest.raises(ConfigurationError, match=r"none/audit\.log cannot be written"):
         open_logs(settings)
 

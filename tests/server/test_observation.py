@@ -21,7 +21,7 @@ from logsteer_server.observation.metrics import ENGINE, OTHER_KEYS, Metrics, Tok
 from logsteer_server.observation.processes import read_family
 from logsteer_server.observation.readings import EngineStatus, ModelReading
 from logsteer_server.observation.requests import RequestObserver, RequestRecord
-from logsteer_server.settings import Settings
+from logsteer_server.settings import Settings, parse_settings
 from logsteer_server.stores import upkeep
 from logsteer_server.stores.objects import Objects
 from logsteer_server.stores.threads import StoreThreads
@@ -168,8 +168,8 @@ class TestProcesses:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    given = {"models": [fake_model()], "directory": tmp_path, "store_directory": "store"}
-    return Settings(**given, cache_file="cache.sqlite")
+    given = {"models": [fake_model()], "store_directory": "store", "cache_file": "cache.sqlite"}
+    return parse_settings(given, tmp_path)
 
 
 class TestDisk:

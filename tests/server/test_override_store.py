@@ -107,7 +107,9 @@ def test_an_override_is_resolved_and_told(tmp_path: Path) -> None:
     found = resolve_override(given, store, INFO)
     assert found is not None
     assert found.used == {"name": "step", "sha256": card.sha256, "eta": -1e-3, "cast": None}
-    assert found.override == Override(Direction(str(store.find("step").path), card.sha256), -1e-3)
+    assert found.override == Override(
+        Direction(str(store.look_up("step")[1].path), card.sha256), -1e-3
+    )
     wide = resolve_override(given.model_copy(update={"cast": "float32"}), store, INFO)
     assert wide is not None
     assert wide.used == found.used | {"cast": "float32"}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from logsteer.errors import APIError
-from logsteer_server.contract.jobs import GenerateJob, Job, JobResult, ScoreJob
+from logsteer_server.contract.jobs import Job, JobResult, ScoreJob
 from logsteer_server.contract.lane import Lane
 from logsteer_server.contract.results import ResultPart
 from logsteer_server.models import model as model_module
@@ -162,41 +162,6 @@ class TestJobs:
 
         on_loop(work)
         assert handle.num_jobs == 2
-
-    def test_without_the_cache_each_job_is_run(self, results: ResultCache) -> None:
-        handle = ScriptedHandle()
-        model = make_model(handle, results=results)
-
-        async def work() -> None:
-            assert sorted(await compute(model, score(1, 1), cache=False)) == [0, 1]
-            assert (await model.prepare(score(1), cache=True)).hits == []
-
-        on_loop(work)
-        assert handle.num_jobs == 2
-
-    def test_what_is_used_once_is_never_known(self, results: ResultCache) -> None:
-        """Completions are drawn anew, and come in pieces of which each finds its job."""
-        handle = ScriptedHandle()
-        model = make_model(handle, results=results)
-        draw = GenerateJob(np.array([5, 6], np.int32), 3, seed=1, stream=True)
-
-        async def work() -> None:
-            for _ in range(2):
-                prepared = await model.prepare([draw, *score(1), draw], cache=True)
-                indices = [index for index, _ in await list_outputs(model, prepared)]
-                assert sorted(indices) == [0, 0, 0, 1, 2, 2, 2]
-
-        on_loop(work)
-        assert [len(call) for call in handle.calls] == [3, 2]
-
-    def test_other_facts_of_the_engine_are_another_scope(self, results: ResultCache) -> None:
-        async def work() -> None:
-            await compute(make_model(results=results), score(1))
-            half = ScriptedHandle(replace(INFO, dtype="bfloat16"))
-            assert (await make_model(half, results=results).prepare(score(1), True)).hits == []
-            assert len((await make_model(results=results).prepare(score(1), True)).hits) == 1
-
-        on_loop(work)
 
     @pytest.mark.parametrize("at_once", [2, 1000])
     def test_who_leaves_early_keeps_what_was_computed_and_ends_the_rest(

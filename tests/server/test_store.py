@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 
 from logsteer.errors import APIError, ConflictError, NotFoundError, PayloadTooLargeError
-from logsteer_server.settings import ConfigurationError, ModelSettings, Settings
+from logsteer_server.settings import (
+    ConfigurationError,
+    ModelSettings,
+    Settings,
+    parse_settings,
+)
 from logsteer_server.stores import objects as objects_module
 from logsteer_server.stores import store as store_module
 from logsteer_server.stores.objects import Objects, check_store_directory
@@ -74,31 +79,31 @@ def test_what_is_put_comes_back_on_another_server(open_store: Open, kind: Kind[A
     assert store.list_all() == StoreListing([], [], 0)
     card = put_content(store, "step.1", make_content(1))
     again = open_store(kind)
-    found = again.find("step.1")
+    found = again.look_up("step.1")[1]
     assert (found.name, found.sha256) == ("step.1", card.sha256)
     assert again.read(found) == make_content(1)
     by_content = again.find_content(card.sha256)
     assert (by_content.name, by_content.source) == (None, found.source)
     assert found.path.is_absolute() == store.objects.is_local
-    assert again.describe("step.1") == card
+    assert again.look_up("step.1")[0] == card
     assert again.list_all() == StoreListing([card], [], SIZE)
     assert not open_store(kind, prefix="keys/ann/").list_all().cards
 
 
 def test_an_unknown_name_lists_those_that_are_there(store: Store[Any]) -> None:
-    for call in (store.find, store.describe, store.delete):
+    for call in (store.look_up, store.delete):
         with pytest.raises(NotFoundError, match="none is there yet; PUT"):
             call("a")
     for name in ("c", "b"):
         put_content(store, name, make_content(1))
-    for call in (store.find, store.describe, store.delete):
+    for call in (store.look_up, store.delete):
         with pytest.raises(NotFoundError, match=r"'a'; these are there: b, c\.") as caught:
             call("a")
         assert caught.value.code == store.kind.unknown
     for number in range(20):
         put_content(store, f"n{number}", make_content(1))
     with pytest.raises(NotFoundError, match=r"b, c, n0, .*, n6, n7, and more"):
-        store.find("a")
+        store.look_up("a")[1]
 
 
 def test_cards_are_listed_by_name(store: Store[Any]) -> None:
@@ -114,9 +119,9 @@ def test_servers_see_what_others_changed(store: Store[Any], open_store: Open) ->
     put_content(store, "a", make_content(1))
     put_content(other, "c", make_content(2))
     put_content(store, "a", make_content(2))
-    assert other.find("a").sha256 == store.find("c").sha256
+    assert other.look_up("a")[1].sha256 == store.look_up("c")[1].sha256
     other.delete("c")
-    assert store.read(store.find("a")) == make_content(2)
+    assert store.read(store.look_up("a")[1]) == make_content(2)
     assert other.list_all() == store.list_all()
     assert read_state(other) == {"a": make_content(2)}
     with pytest.raises(NotFoundError):
@@ -160,7 +165,7 @@ def test_an_equal_request_gets_the_first_answer_and_another_is_refused(
     assert list_places(store) == places
     assert other.find_repeat("a", "two", overwrite=True) is None
     put_content(other, "a", make_content(2), "two")
-    assert store.find_repeat("a", "two") == store.describe("a")
+    assert store.find_repeat("a", "two") == store.look_up("a")[0]
     assert store.find_repeat("b", "one") is None
 
 
@@ -267,7 +272,7 @@ def test_a_damaged_name_concerns_nobody_else(
         assert [card.name for card in used.list_all().cards] == ["d", "e"]
         assert used.sweep() == []  # it may be the content of a damaged one
         with pytest.raises(APIError, match=r"card of .*'a' is damaged: PUT the") as caught:
-            used.find("a")
+            used.look_up("a")[1]
         assert caught.value.code == "internal"
         assert str(store.objects.root) not in str(caught.value)
     assert store.delete("a") is None
@@ -293,7 +298,7 @@ def test_a_damaged_content_is_told_and_replaced(
     again = open_store()
     assert again.list_all().damaged == ([] if damage == "turned" else ["a", "b"])
     with pytest.raises(APIError, match=r"content of .*'a' is damaged: PUT") as caught:
-        again.read(again.find("a"))
+        again.read(again.look_up("a")[1])
     assert str(again.objects.root) not in str(caught.value)
     put_content(again, "a", make_content(1), "r", overwrite=damage == "turned")
     assert read_state(again) == {"a": make_content(1), "b": make_content(1)}
@@ -318,7 +323,7 @@ def test_a_bucket_that_does_not_answer_is_told(
         store = Store(OVERRIDES, Objects.open(settings), MIB)
         put_content(store, "a", make_content(1))
         bucket.stop()
-        for call in (store.list_all, lambda: store.find("a"), lambda: store.delete("a")):
+        for call in (store.list_all, lambda: store.look_up("a")[1], lambda: store.delete("a")):
             with pytest.raises(APIError, match="does not answer") as caught:
                 call()
             assert (caught.value.code, caught.value.retryable) == ("overloaded", True)
@@ -340,7 +345,7 @@ def test_a_url_that_cannot_be_used_is_a_fault_of_the_configuration(tmp_path: Pat
 
 
 def settings_of(tmp_path: Path, **fields: Any) -> Settings:
-    return Settings(models=[ModelSettings(id="a", path="p")], directory=tmp_path, **fields)
+    return parse_settings({"models": [{"id": "a", "path": "p"}], **fields}, tmp_path)
 
 
 def test_where_the_stores_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
     patch.setattr(app_module, "open_tracer", lambda: RequestTracer(provider))
     directory = tmp_path_factory.mktemp("traced")
     model = fake_model("fake", delay_s=0.05)
-    settings = Settings(models=[model], directory=directory, store_directory="s", tracing=True)
+    settings = Settings(models=[model], store_directory=directory, tracing=True)
     with TestClient(app_module.create_app(settings), base_url="http://localhost") as http:
         while http.get("/readyz").status_code != 200:
             pass

@@ -38,8 +38,8 @@ def test_what_is_put_comes_back_after_a_restart(store: VectorStore, tmp_path: Pa
     assert (found.name, found.sha256, found.vectors) == ("happy", make(1).sha256, make(1))
     assert store.find_content(card.sha256).vectors == make(1)
     assert store.find_content(card.sha256).name is None
-    assert store.files.describe("happy") == card
-    assert store.files.find("happy").path.read_bytes() == make(1).content
+    assert store.files.look_up("happy")[0] == card
+    assert store.files.look_up("happy")[1].path.read_bytes() == make(1).content
     assert card.layers == [2, 10]
     assert card.norms["2"] == pytest.approx(np.linalg.norm(make(1).layers[2]))
 
@@ -75,7 +75,7 @@ def test_readouts_are_part_of_the_content(store: VectorStore, tmp_path: Path) ->
     assert store.put("b", plain, ABOUT).readouts is None
     fresh = open_store(tmp_path)
     assert fresh.find("a").vectors.readouts == dict(READOUTS)
-    card = fresh.files.describe("a").model_dump()
+    card = fresh.files.look_up("a")[0].model_dump()
     assert card["readouts"] == {
         "2": {"kind": "logistic", "slope": 2.0, "bias": -1.5, "threshold": 0.0},
         "10": {"kind": "relu", "slope": 1.5, "bias": -0.25, "threshold": 0.5},
@@ -141,7 +141,7 @@ def test_vectors_that_cannot_be_used_are_refused(layers: object, hook: str, reas
 
 def test_a_turned_bit_is_noticed(store: VectorStore) -> None:
     card = store.put("a", make(1), ABOUT)
-    path = store.files.find("a").path
+    path = store.files.look_up("a")[1].path
     content = bytearray(path.read_bytes())
     content[-5] ^= 4
     path.write_bytes(content)

@@ -2,8 +2,6 @@
 
 import asyncio
 import hashlib
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ import httpx
 import msgpack
 import numpy as np
 import pytest
-import yaml
 
 from logsteer import Client, InvalidRequestError
 from logsteer.errors import APIError, ConflictError, NotFoundError
@@ -350,18 +347,6 @@ def test_a_key_is_asked_for() -> None:
         return [answer.status_code for answer in answers]
 
     assert asyncio.run(ask()) == [401] * 6
-
-
-def test_a_directory_that_cannot_serve_keeps_the_server_from_starting(tmp_path: Path) -> None:
-    (tmp_path / "bad").write_bytes(b"no directory")
-    config = {"models": [fake_model()], "store_directory": "bad"}
-    (tmp_path / "models.yaml").write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "logsteer_server", "--config", "models.yaml"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "store_directory: " in done.stderr
-    assert "bad is not a directory" in done.stderr
-    assert (tmp_path / "bad").read_bytes() == b"no directory"
 
 
 def test_answers_are_of_the_contract(client: Client, http: httpx.Client) -> None:

@@ -3,9 +3,9 @@
 A caller who has sent no key yet can open connections and send bytes, so what these may take is
 bounded before a request exists:
 
-    connection ── header_timeout_s ──► headers ── read_timeout_s ──► body ──► the application
-                  max_header_bytes               without a byte               │
-    closed by the other ◄── write_timeout_s without progress ── answer ◄──────┘
+    connection ──── MAX_HEADER_BYTES ────► headers ─────────────► body ──► the application
+                  within stall_timeout_s            never without a byte        │
+    closed by the other ◄──────────── never without progress ──── answer ◄──────┘
 
 At `max_connections` the connection that has been without a request the longest makes room for a new
 one; where all have one, the new one is answered 503.
@@ -25,7 +25,9 @@ NO_LINGER = struct.pack("ii", 1, 0)
 """`struct linger` that ends a connection with RST; without it, bytes that nobody reads stay in the
 system's buffers for minutes."""
 MIN_WRITE_PROGRESS = 2**16
-"""Bytes that a reader takes within `write_timeout_s` at least."""
+"""Bytes that a reader takes within `stall_timeout_s` at least."""
+MAX_HEADER_BYTES = 2**16
+"""Four times what proxies and browsers send at most."""
 MAX_DISCARDED_BYTES = 2**24
 """Bytes of a body that are dropped after its answer, so that the caller gets to read that."""
 
@@ -35,22 +37,13 @@ class ConnectionLimits:
     """The bounds of all connections, and those without a request, the oldest first."""
 
     max_connections: int
-    max_header_bytes: int
-    header_timeout_s: float
-    read_timeout_s: float
-    write_timeout_s: float
+    stall_timeout_s: float
     idle: dict["LimitedProtocol", None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, settings: Settings, descriptors: int) -> "ConnectionLimits":
         """Return the bounds of the settings; `descriptors`: how many connections there can be."""
-        return cls(
-            max(1, min(settings.max_connections, descriptors)),
-            settings.max_header_bytes,
-            settings.header_timeout_s,
-            settings.read_timeout_s,
-            settings.write_timeout_s,
-        )
+        return cls(max(1, min(settings.max_connections, descriptors)), settings.stall_timeout_s)
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -76,7 +69,7 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         super().connection_made(transport)
         limits.idle[self] = None
-        self._reading = self.loop.call_later(limits.header_timeout_s, self._end_headers)
+        self._reading = self.loop.call_later(limits.stall_timeout_s, self._end_headers)
 
     def _make_room(self) -> bool:
         """End the connection that has been without a request the longest, if there is any."""
@@ -103,11 +96,10 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._in_headers:
             self._header_bytes += len(data)
         if self._reading is None:  # the first bytes of another request on this connection
-            self._reading = self.loop.call_later(self._limits.header_timeout_s, self._end_headers)
+            self._reading = self.loop.call_later(self._limits.stall_timeout_s, self._end_headers)
         super().data_received(data)
-        if self._header_bytes > self._limits.max_header_bytes and not self.transport.is_closing():
-            limit = self._limits.max_header_bytes
-            self._refuse(431, f"the headers are longer than {limit} bytes; send fewer")
+        if self._header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
+            self._refuse(431, f"the headers are longer than {MAX_HEADER_BYTES} bytes; send fewer")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Count trailers behind a body in, which are headers, too."""
@@ -126,7 +118,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _wait_for_body(self) -> None:
         if self._reading is not None:
             self._reading.cancel()
-        self._reading = self.loop.call_later(self._limits.read_timeout_s, self._end_body)
+        self._reading = self.loop.call_later(self._limits.stall_timeout_s, self._end_body)
 
     def on_body(self, body: bytes) -> None:
         """Take a piece of the body; that of a request that was answered is dropped, to a bound."""
@@ -154,9 +146,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _end_headers(self) -> None:
         if self._is_answering:  # the next request waits for this one's end
-            self._reading = self.loop.call_later(self._limits.header_timeout_s, self._end_headers)
+            self._reading = self.loop.call_later(self._limits.stall_timeout_s, self._end_headers)
         elif self._header_bytes:
-            seconds = self._limits.header_timeout_s
+            seconds = self._limits.stall_timeout_s
             self._refuse(408, f"the headers did not come within {seconds:g} s")
         else:
             self.transport.close()
@@ -174,7 +166,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _watch_writing(self) -> None:
         self._unsent_bytes = self.transport.get_write_buffer_size()
-        self._writing = self.loop.call_later(self._limits.write_timeout_s, self._end_writing)
+        self._writing = self.loop.call_later(self._limits.stall_timeout_s, self._end_writing)
 
     def _end_writing(self) -> None:
         taken = self._unsent_bytes - self.transport.get_write_buffer_size()

@@ -28,7 +28,13 @@ from logsteer_server.listening import listen_at
 from logsteer_server.models.changes import COMES_UP, refuse_configuration
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.serving import check_places, check_vllm_arguments
-from logsteer_server.settings import ConfigurationError, ModelSettings, Settings, load_settings
+from logsteer_server.settings import (
+    ConfigurationError,
+    ModelSettings,
+    Settings,
+    load_settings,
+    parse_settings,
+)
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +54,7 @@ LOOK_BACK_S = 30.0
 DRAIN_MORE_S = 15.0
 INGRESS_CPUS = 0.01
 """More than none, so that no ingress runs on a head without CPUs."""
-OF_ONE_MACHINE = ("uds", "metrics_port")
+OF_ONE_MACHINE = ("uds", "metrics_address")
 """Settings of a server's own sockets, which replicas and ingress have in their place."""
 SERVE_LOG = {"log_level": "WARNING"}
 """Serve would write a line for each call: requests are in the service's own access log."""
@@ -129,7 +135,7 @@ def read_document(config: Path) -> dict[str, Any]:
 
 def read_settings(document: Mapping[str, Any]) -> Settings:
     """Return the settings of a document, with the environment of this node above it."""
-    return Settings(**document)
+    return parse_settings(document, Path(document["directory"]))
 
 
 def find_groups(settings: Settings) -> dict[str, Group]:

@@ -37,7 +37,7 @@ from logsteer_server.api.hosts import AllowedHosts
 from logsteer_server.api.metrics import check_key
 from logsteer_server.cluster.exchange import Exchange, HangUpError, make_server
 from logsteer_server.keys.keyring import KeyRing
-from logsteer_server.listening import listen
+from logsteer_server.listening import listen_at
 from logsteer_server.models.admission import BYTES, Admission, Reservation
 from logsteer_server.observation.logs import LogStyle, configure_logs
 from logsteer_server.settings import Settings
@@ -160,7 +160,7 @@ class Ingress:
         app = RequestGate(self, hosts, Drain(), memory)
         self._server = make_server(settings, app, settings.drain_s)
         self._server.config.lifespan = "off"
-        listener = listen(settings)
+        listener = listen_at(settings.host, settings.port)
         self._serving = asyncio.create_task(self._server._serve(sockets=[listener]))
         self._watching = asyncio.create_task(self._watch())
 

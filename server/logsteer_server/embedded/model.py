@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import numpy as np
 import torch
@@ -23,7 +24,6 @@ from logsteer_server.contract.jobs import (
     ScoreJob,
     draw_seed,
 )
-from logsteer_server.contract.plan import SteeringPlan
 from logsteer_server.embedded.rows import (
     FEATURE_COLUMNS,
     DifferentiableRows,
@@ -40,13 +40,13 @@ from logsteer_server.engines.tlens.queue import Entry
 from logsteer_server.engines.tlens.steering import SteeredRow
 from logsteer_server.engines.weights import locate_model
 from logsteer_server.interventions.receipt import check_reach
-from logsteer_server.interventions.steering import ResolvedSteering
 from logsteer_server.numerics.rows import NEUTRAL
 
 Ids = Sequence[int] | np.ndarray
 Parameters = Mapping[str, Tensor]
 Function = Callable[..., Tensor | None]
 Hook = tuple[int, str, Function]
+J = TypeVar("J", bound=Job)
 
 
 class Changes(TypedDict, total=False):
@@ -198,22 +198,17 @@ class LocalModel:
         """
         start = draw_seed() if seed is None else seed
         with _refusals(), self._model.evaluating():
-            steering = self._steering.resolve(changes.get("steering"))
             jobs = []
             for index, prompt in enumerate(prompts):
                 ids = np.array(prompt, np.int32)
                 self._check_length(ids, np.zeros(max_tokens, np.int32))
-                plan = _plan(steering)
-                jobs.append(GenerateJob(ids, max_tokens, policy, seed=start + index, plan=plan))
-            _check_reach(steering, jobs)
+                jobs.append(GenerateJob(ids, max_tokens, policy, seed=start + index))
             rows = [
-                GenerationRow.start(index, job, accept_row(self._model, job), self._model)
-                for index, job in enumerate(jobs)
+                GenerationRow.start(index, job, steered, self._model)
+                for index, (job, steered) in enumerate(self._steer(jobs, changes))
             ]
-            given, hooks = self._fit(changes), self._find_hooks(changes)
-            self._check_changes([row.steered for row in rows], given, hooks)
-            detached = {name: tensor.detach() for name, tensor in given.items()}
-            batch = RunningBatch(self._model, rows, detached, hooks)
+            detached = {name: tensor.detach() for name, tensor in self._fit(changes).items()}
+            batch = RunningBatch(self._model, rows, detached, self._find_hooks(changes))
             found: dict[int, np.ndarray] = {}
             while batch.has_work:
                 for index, output in batch.step():
@@ -228,18 +223,25 @@ class LocalModel:
         """Return a job for each pair, with how it is steered."""
         if len(contexts) != len(targets) or not contexts:
             raise ValueError(f"{len(contexts)} contexts and {len(targets)} targets; give pairs")
-        steering = self._steering.resolve(changes.get("steering"))
         jobs = []
         for context, target in zip(contexts, targets, strict=True):
             before, scored = np.array(context, np.int32), np.array(target, np.int32)
             self._check_length(before, scored)
-            tokens = np.concatenate([before, scored[:-1]])
-            jobs.append(ScoreJob(tokens, scored, plan=_plan(steering)))
-        _check_reach(steering, jobs)
-        entries = [Entry(i, job, accept_row(self._model, job)) for i, job in enumerate(jobs)]
-        given, hooks = self._fit(changes), self._find_hooks(changes)
-        self._check_changes([entry.steered for entry in entries], given, hooks)
-        return entries
+            jobs.append(ScoreJob(np.concatenate([before, scored[:-1]]), scored))
+        return [Entry(index, *each) for index, each in enumerate(self._steer(jobs, changes))]
+
+    def _steer(self, jobs: Sequence[J], changes: Changes) -> list[tuple[J, SteeredRow | None]]:
+        """Return each job with its plan, and how its row is steered, once all changes fit."""
+        steering = self._steering.resolve(changes.get("steering"))
+        if steering is not None:
+            jobs = [replace(job, plan=steering.plan) for job in jobs]
+            check_reach(steering, jobs)
+        rows = [accept_row(self._model, job) for job in jobs]
+        hooked = [point for point, _ in self._find_hooks(changes)]
+        if self._fit(changes):  # they are to act everywhere, whatever is hooked
+            steered = [point for row in rows if row for point in row.points]
+            self._model.check_delta([*steered, *hooked])
+        return list(zip(jobs, rows, strict=True))
 
     def _read(self, entries: Sequence[Entry], changes: Changes) -> list[DifferentiableRows]:
         model, hooks = self._model, self._find_hooks(changes)
@@ -302,17 +304,6 @@ class LocalModel:
         if count > limit:
             raise ValueError(f"{count} tokens are to be read, the model reads {limit}")
 
-    def _check_changes(
-        self,
-        rows: Sequence[SteeredRow | None],
-        given: Parameters,
-        hooks: Sequence[tuple[Point, Function]],
-    ) -> None:
-        """Check that parameters act everywhere, whatever is hooked. Errors: RefusedJobError."""
-        if given:
-            steered = [point for row in rows if row for point in row.points]
-            self._model.check_delta([*steered, *(point for point, _ in hooks)])
-
 
 @contextmanager
 def _refusals() -> Iterator[None]:
@@ -323,15 +314,6 @@ def _refusals() -> Iterator[None]:
         raise ValueError(error.failure.detail) from error
     except APIError as error:
         raise ValueError(error.detail) from error
-
-
-def _plan(steering: ResolvedSteering | None) -> SteeringPlan | None:
-    return None if steering is None else steering.plan
-
-
-def _check_reach(steering: ResolvedSteering | None, jobs: Sequence[Job]) -> None:
-    if steering is not None:
-        check_reach(steering, jobs)
 
 
 def _split(entries: Sequence[Entry], batch_tokens: int | None) -> list[list[Entry]]:

@@ -1,15 +1,12 @@
 """Steering objects, as requests have them, for a model in Python."""
 
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from logsteer.schemas import Steering
-from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.engines.tlens.causal import CausalModel
+from logsteer_server.engines.tlens.causal import CausalModel, describe_model
 from logsteer_server.interventions.steering import ResolvedSteering, resolve_steering
-from logsteer_server.numerics.rows import PUBLIC_COLUMNS
 from logsteer_server.stores.namespace import Namespace
 from logsteer_server.stores.objects import Objects
 from logsteer_server.stores.store import VECTORS, Store
@@ -33,7 +30,7 @@ class SteeringResolver:
     """
 
     def __init__(self, model: CausalModel, vectors: str | Path | None) -> None:
-        self._info = _describe(model)
+        self._info = describe_model(model)
         self._source = _NoVectors() if vectors is None else _open_store(Path(vectors))
 
     def resolve(self, given: Steering | Mapping[str, Any] | None) -> ResolvedSteering | None:
@@ -48,28 +45,3 @@ def _open_store(directory: Path) -> VectorStore:
     if not (directory / VECTORS.plural).is_dir():
         raise ValueError(f"vectors: {directory} is no store_directory of a server; it has none")
     return VectorStore(Namespace(Store(VECTORS, Objects(directory), max_bytes=0)))  # it only reads
-
-
-def _describe(model: CausalModel) -> EngineInfo:
-    """Return the model as one that steering is resolved for."""
-    dtype = str(model.dtype).removeprefix("torch.")
-    return EngineInfo(
-        engine="transformer_lens",
-        engine_version=version("transformer-lens"),
-        model_path="local",
-        tokenizer_path="local",
-        weights_digest="",
-        dtype=dtype,
-        logits_dtype=dtype,
-        quantization=None,
-        tensor_parallel=1,
-        pipeline_parallel=1,
-        batch_invariant=False,
-        context_length=model.context_length,
-        vocab_size=model.vocab_size,
-        columns=PUBLIC_COLUMNS,
-        eos_ids=model.eos_ids,
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        hooks=model.points.names,
-    )

@@ -47,7 +47,7 @@ def resolve_direction(name: str | None, store: Namespace[OverrideCard]) -> Resol
 
 
 def _resolve(given: ParameterOverride, store: Namespace[OverrideCard]) -> ResolvedOverride:
-    found = store.find(given.name)
+    _, found = store.look_up(given.name)
     used = {"sha256": found.sha256, **given.model_dump()}
     direction = Direction(found.source, found.sha256)
     return ResolvedOverride(Override(direction, given.eta, given.cast), used)
@@ -71,6 +71,6 @@ def resolve_adapter(
     if name is None:
         return None
     check_feature("adapter", info, "adapter")
-    found = store.find(name)
+    _, found = store.look_up(name)
     used = {"name": name, "sha256": found.sha256}
     return ResolvedAdapter(Adapter(found.source, found.sha256), used)

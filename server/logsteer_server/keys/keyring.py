@@ -6,7 +6,7 @@ import logging
 import os
 from pathlib import Path
 
-from logsteer.errors import APIError, api_error
+from logsteer.errors import api_error
 from logsteer_server.contract.lane import Lane, Priority
 from logsteer_server.keys.caller import Allowance, Requester, TokenCounts
 from logsteer_server.keys.entries import (
@@ -59,20 +59,15 @@ class KeyRing:
 
         `priority` is what the request asks for: it may lower its key's, not raise it.
         """
-        if not self.needs_key:
-            return Requester(
-                lane=Lane(priority=priority, request_id=request_id), allowance=self._everybody
-            )
         scheme, _, token = authorization.partition(" ")
         token = token.strip()
-        if scheme.lower() != "bearer" or not token:
+        if self.needs_key and (scheme.lower() != "bearer" or not token):
             raise api_error("unauthorized", UNAUTHORIZED)
         if self._path is None:
-            if not hmac.compare_digest(token.encode(), self._api_key or b""):
+            if self._api_key and not hmac.compare_digest(token.encode(), self._api_key):
                 raise api_error("unauthorized", UNAUTHORIZED)
-            return Requester(
-                lane=Lane(priority=priority, request_id=request_id), allowance=self._everybody
-            )
+            lane = Lane(priority=priority, request_id=request_id)
+            return Requester(lane=lane, allowance=self._everybody)
         self._reload_if_changed(self._path)
         key = self._verify(token)
         lane = Lane(
@@ -88,7 +83,7 @@ class KeyRing:
         found = TOKEN.fullmatch(token)
         key = None if found is None else self._keys.get(found[1])
         if found is None or key is None or not key.verify(found[2]):
-            raise _refuse_key()
+            raise api_error("unauthorized", "No key of this server is the one that was sent.")
         return key
 
     def _reload_if_changed(self, path: Path) -> None:
@@ -132,10 +127,6 @@ class KeyRing:
 
 def _read_version(found: os.stat_result) -> tuple[int, ...]:
     return (found.st_mtime_ns, found.st_ino, found.st_size)
-
-
-def _refuse_key() -> APIError:
-    return api_error("unauthorized", "No key of this server is the one that was sent.")
 
 
 def name_cache(key: str) -> str:

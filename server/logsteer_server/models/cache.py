@@ -184,7 +184,7 @@ class ResultCache:
         file = None
         if settings.cache_file is not None:
             path = settings.directory / settings.cache_file.expanduser()
-            file = CacheFile.open(path, settings.cache_file_bytes)
+            file = CacheFile.open(path)
         return cls(settings.cache_bytes, file)
 
     @property

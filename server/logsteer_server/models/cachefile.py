@@ -5,9 +5,8 @@ import os
 import sqlite3
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from itertools import accumulate, islice
 from pathlib import Path
 
 from logsteer_server.settings import ConfigurationError, Settings
@@ -15,26 +14,27 @@ from logsteer_server.settings import ConfigurationError, Settings
 log = logging.getLogger(__name__)
 
 APPLICATION_ID = 0x6C67_7374
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 SCHEMA = f"""
 PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 CREATE TABLE IF NOT EXISTS results (
-    id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, value BLOB NOT NULL, used INTEGER NOT NULL
+    id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, value BLOB NOT NULL
 );
-CREATE INDEX IF NOT EXISTS results_by_use ON results (used);
 """
 
+MAX_BYTES = 4 * 2**30
+"""Of the file: some hundred thousand results. A disk that has less keeps what fits."""
 KEYS_AT_ONCE = 30_000
 """Parameters of one statement; SQLite takes 32,766."""
-EVICTED_AT_ONCE = 256
-ROW_BYTES = 160
-"""What a row takes beyond its value: its key twice, its places in the indices, half-full pages."""
+ROWS_AT_ONCE = 1024
+"""Rows of one transaction, which is in the write-ahead log as a whole."""
+EVICTED_AT_ONCE = 8
+ROW_BYTES = 150
+"""What a row takes beyond its value: its key twice, its place in the index, half-full pages."""
 PAGE_BYTES = 4096
 LOG_BYTES = 4 * 2**20
-"""Of the write-ahead log before it goes into the file. A transaction takes at most one row for
-each of its pages, because a row's key may lie on a page of its own."""
-TOUCHES_AT_ONCE = 65_536
+"""Of the write-ahead log before it goes into the file."""
 CRC_BYTES = 4
 OWNER_ONLY = 0o600
 LOCKED_S = 5.0
@@ -58,7 +58,7 @@ def check_cache_file(settings: Settings) -> None:
     path = settings.directory / settings.cache_file.expanduser()
     if path.exists():
         try:
-            CacheFile(path, settings.cache_file_bytes).close()
+            CacheFile(path).close()
         except DamagedCacheError as error:  # the server sets it aside, and makes it anew
             log.warning("%s", error)
     elif not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
@@ -73,7 +73,9 @@ class DamagedCacheError(ConfigurationError):
 
 
 class CacheFile:
-    """Values by key in a file of at most `max_bytes`; those used longest ago make room.
+    """Values by key in a file of at most `max_bytes`; the oldest make room.
+
+    Oldest by when they were written: what is used often is in memory, and not read here.
 
     One thread at a time may use it, and its owner alone may read the file. A fault of the disk
     costs the results, never the request: it is logged, and a file that turns out to be damaged is
@@ -82,19 +84,18 @@ class CacheFile:
     """
 
     @classmethod
-    def open(cls, path: Path, max_bytes: int) -> "CacheFile":
+    def open(cls, path: Path) -> "CacheFile":
         """Open a file; set a damaged one aside, and make a new one. Errors: ConfigurationError."""
         try:
-            return cls(path, max_bytes)
+            return cls(path)
         except DamagedCacheError as error:
             log.error("%s; it is set aside as %s, and made anew", error, set_aside(path))
-            return cls(path, max_bytes)
+            return cls(path)
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
+    def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
         self._path = path
         self._max_bytes = max_bytes
         self._log_bytes = min(LOG_BYTES, max_bytes // 8)
-        self._touched: set[int] = set()
         self._is_sound = True
         self._db = self._connect()
 
@@ -145,11 +146,7 @@ class CacheFile:
         self._db.execute("PRAGMA synchronous = NORMAL")
         self._db.execute(f"PRAGMA journal_size_limit = {self._log_bytes}")
         self._db.execute(f"PRAGMA wal_autocheckpoint = {self._log_bytes // PAGE_BYTES}")
-        self._clock = 1 + (self._ask("SELECT max(used) FROM results") or 0)
-        if self._ask("PRAGMA page_count") * PAGE_BYTES > self._max_bytes:
-            with self._db:
-                self._make_room(0)
-            self._db.execute("VACUUM")  # rows leave holes in the file, which only this gives back
+        self._ask("SELECT max(id) FROM results")  # damage is found now, not by a request
 
     def _ask(self, statement: str) -> int:
         """Return the one number that a statement gives."""
@@ -166,80 +163,44 @@ class CacheFile:
                 part = keys[start : start + KEYS_AT_ONCE]
                 marks = ",".join("?" * len(part))
                 rows = self._db.execute(
-                    f"SELECT id, key, value FROM results WHERE key IN ({marks})",  # noqa: S608
+                    f"SELECT key, value FROM results WHERE key IN ({marks})",  # noqa: S608
                     part,
                 )
-                for row_id, key, stored in rows:
+                for key, stored in rows:
                     if (value := _verify(key, stored)) is not None:
                         found[key] = value
-                        self._touched.add(row_id)
-            if len(self._touched) > TOUCHES_AT_ONCE:
-                self._touch()
         except (sqlite3.Error, *UNREADABLE) as error:
             self._bear(error)
         return found
 
     def write(self, rows: Sequence[tuple[bytes, bytes]]) -> None:
-        """Store values."""
+        """Store values; leave out one that would take half of the file."""
         if not self._is_sound:
             return
+        sealed = [
+            (key, _seal(key, value)) for key, value in rows if 2 * len(value) < self._max_bytes
+        ]
         try:
-            self._touch()
-            for part, size in self._split(rows):
+            for start in range(0, len(sealed), ROWS_AT_ONCE):
+                part = sealed[start : start + ROWS_AT_ONCE]
                 with self._db:
-                    self._make_room(size)
+                    self._make_room(sum(len(value) + ROW_BYTES for _, value in part))
                     self._db.executemany(
-                        "INSERT OR REPLACE INTO results (key, value, used) VALUES (?, ?, ?)",
-                        [(key, _seal(key, value), self._clock) for key, value in part],
+                        "INSERT OR REPLACE INTO results (key, value) VALUES (?, ?)", part
                     )
         except (sqlite3.Error, *UNREADABLE) as error:
             self._bear(error)
 
-    def _split(
-        self, rows: Sequence[tuple[bytes, bytes]]
-    ) -> Iterator[tuple[list[tuple[bytes, bytes]], int]]:
-        """Yield rows for one transaction each, and their size; leave out those too large."""
-        part: list[tuple[bytes, bytes]] = []
-        size = 0
-        for row in rows:
-            own = len(row[1]) + ROW_BYTES
-            if own > self._max_bytes // 2:
-                continue
-            if part and (size + own > self._log_bytes or len(part) == self._rows_at_once):
-                yield part, size
-                part, size = [], 0
-            part.append(row)
-            size += own
-        if part:
-            yield part, size
-
-    def _touch(self) -> None:
-        """Note which rows were read since the last time."""
-        self._clock += 1
-        while self._touched:
-            part = list(islice(self._touched, self._rows_at_once))
-            with self._db:
-                self._db.executemany(
-                    "UPDATE results SET used = ? WHERE id = ?", [(self._clock, i) for i in part]
-                )
-            self._touched.difference_update(part)
-
-    @property
-    def _rows_at_once(self) -> int:
-        return self._log_bytes // PAGE_BYTES
-
     def _make_room(self, size: int) -> None:
-        """Delete the rows used longest ago until `size` more bytes fit, or none is left."""
-        while (excess := self._count_bytes() + size - self._max_bytes) > 0:
-            oldest = self._db.execute(
-                "SELECT id, length(value) FROM results ORDER BY used LIMIT ?", (EVICTED_AT_ONCE,)
-            ).fetchall()
-            if not oldest:
+        """Delete the oldest rows until `size` more bytes fit, or none is left."""
+        oldest = "SELECT id FROM results ORDER BY id LIMIT ?"
+        while self._count_bytes() + size > self._max_bytes:
+            gone = self._db.execute(
+                f"DELETE FROM results WHERE id IN ({oldest})",  # noqa: S608
+                (EVICTED_AT_ONCE,),
+            )
+            if not gone.rowcount:
                 return
-            freed = accumulate(length + ROW_BYTES for _, length in oldest)
-            count = 1 + sum(total < excess for total in freed)
-            gone = [(row_id,) for row_id, _ in oldest[:count]]
-            self._db.executemany("DELETE FROM results WHERE id = ?", gone)
 
     def _count_bytes(self) -> int:
         """Count the bytes of the file's pages that hold something."""
@@ -252,7 +213,6 @@ class CacheFile:
             log.warning("cache_file %s: %s; results are not kept there now", self._path, error)
             return
         self._is_sound = False
-        self._touched.clear()
         with suppress(sqlite3.Error):
             self._db.close()
         try:
@@ -265,11 +225,6 @@ class CacheFile:
 
     def close(self) -> None:
         """Close the file."""
-        try:
-            if self._is_sound:
-                self._touch()
-        except (sqlite3.Error, *UNREADABLE) as error:
-            self._bear(error)
         with suppress(sqlite3.Error):
             self._db.close()
 

@@ -37,8 +37,6 @@ from logsteer_server.settings import ConfigurationError, ModelSettings, Settings
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-OTHERS = {"models", "directory"}
-"""Settings that are no reason to start the server again."""
 QUIET_S = 1.0
 """A replaced model has ended its work when none was there for so long: a request that has found
 it may be on its way."""
@@ -103,7 +101,7 @@ def find_fixed(old: Settings, new: Settings) -> list[str]:
     return [
         name
         for name in Settings.model_fields
-        if name not in OTHERS and getattr(new, name) != getattr(old, name)
+        if name != "models" and getattr(new, name) != getattr(old, name)
     ]
 
 

@@ -1,11 +1,12 @@
 """The server's configuration: the one reader of files and environment variables."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from logsteer_server.settings.model import ModelSettings
@@ -29,7 +30,6 @@ class Settings(BaseSettings):
     models: list[ModelSettings] = Field(
         default_factory=list, description="The models to keep resident, one at least."
     )
-    directory: Path = Field(Path(), description="Where relative paths start.")
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0: any that is free.")
     uds: Path | None = Field(
@@ -86,14 +86,12 @@ class Settings(BaseSettings):
         description="Send a trace of each request as the standard OTEL_… variables say; takes "
         "logsteer[otel].",
     )
-    metrics_port: int | None = Field(
+    metrics_address: str | None = Field(
         None,
-        ge=0,
-        le=65535,
-        description="A port of its own for /metrics, which the service's then does not answer; "
-        "null: on the service's.",
+        pattern=r"^.+:[0-9]{1,5}$",
+        description="HOST:PORT for /metrics alone, such as 127.0.0.1:9100, which the service's own "
+        "address then does not answer; null: on the service's.",
     )
-    metrics_host: str = Field("127.0.0.1", description="Address of that port.")
     metrics_key: str | None = Field(
         None, min_length=1, repr=False, description="Asked for by /metrics as a bearer token."
     )
@@ -101,11 +99,11 @@ class Settings(BaseSettings):
     max_connections: int = Field(
         2048, ge=1, description="Connections at once, as far as the system's descriptors reach."
     )
-    max_header_bytes: int = Field(2**16, ge=1024, description="Bytes of a request's headers.")
-    header_timeout_s: float = Field(10.0, gt=0, description="For the headers of a request.")
-    read_timeout_s: float = Field(30.0, gt=0, description="Without a byte of a request's body.")
-    write_timeout_s: float = Field(
-        30.0, gt=0, description="In which a caller reads some of the answer."
+    stall_timeout_s: float = Field(
+        30.0,
+        gt=0,
+        description="In which a request's headers come whole, some of its body comes, and its "
+        "caller reads some of the answer; else the connection is closed.",
     )
     max_body_bytes: int = Field(8 * 2**20, ge=1024, description="Bytes of a JSON request.")
     max_text_chars: int = Field(
@@ -134,9 +132,10 @@ class Settings(BaseSettings):
         256 * 2**20, ge=0, description="Memory for results of earlier work; 0: none."
     )
     cache_file: Path | None = Field(
-        None, description="SQLite file behind that memory, so that results survive a restart."
+        None,
+        description="SQLite file behind that memory, of at most 4 GiB, so that results survive a "
+        "restart.",
     )
-    cache_file_bytes: int = Field(4 * 2**30, ge=2**20, description="Bytes of that file.")
     store_directory: Path | None = Field(
         None,
         description="Directory of vectors, overrides and adapters, one below it for each; null: "
@@ -170,13 +169,11 @@ class Settings(BaseSettings):
         2**33,
         ge=2**10,
         description="Bytes of all vectors, of all overrides and of all adapters that a key stores, "
-        "unless its entry has stored_bytes: one file of the largest size that is taken.",
+        "unless its entry has stored_bytes: one file of max_upload_bytes.",
     )
     max_vector_bytes: int = Field(64 * 2**20, ge=2**10, description="Bytes of one vector's file.")
-    max_override_bytes: int = Field(2**33, ge=2**10, description="Bytes of one override's file.")
-    max_adapter_bytes: int = Field(2**33, ge=2**10, description="Bytes of one adapter's files.")
-    max_gradient_numbers: int = Field(
-        2**22, ge=1, description="Numbers that the gradients of one request may come to."
+    max_upload_bytes: int = Field(
+        2**33, ge=2**10, description="Bytes of one override's file, and of one adapter's files."
     )
     max_activation_bytes: int = Field(
         128 * 2**20,
@@ -254,6 +251,13 @@ class Settings(BaseSettings):
             raise ValueError("api_key and key_file are both set; give the file alone")
         return self
 
+    _directory = PrivateAttr(default=Path())
+
+    @property
+    def directory(self) -> Path:
+        """Where relative paths start: the configuration file's directory."""
+        return Path(self._directory)
+
     @property
     def store_path(self) -> Path:
         """The directory below which vectors, overrides and adapters are stored."""
@@ -269,6 +273,16 @@ class Settings(BaseSettings):
         if not self.models:
             raise ValueError("no model is configured: name one under `models:`")
         return self
+
+
+def parse_settings(document: Mapping[str, Any], directory: Path) -> Settings:
+    """Return the settings of a document, whose relative paths start in a directory.
+
+    The environment stands above it. Errors: ValueError.
+    """
+    settings = Settings(**document)
+    settings._directory = directory
+    return settings
 
 
 def load_settings(config: Path | None, **overrides: Any) -> Settings:
@@ -292,9 +306,8 @@ def load_settings(config: Path | None, **overrides: Any) -> Settings:
         if unknown:
             known = ", ".join(Settings.model_fields)
             raise ConfigurationError(f"{config}: unknown {sorted(unknown)}; known are {known}")
-        document.setdefault("directory", config.parent)
     try:
-        settings = Settings(**document)
+        settings = parse_settings(document, Path() if config is None else config.parent)
     except ValueError as error:
         raise ConfigurationError(f"{config or 'settings'}: {error}") from error
     given = {name: value for name, value in overrides.items() if value is not None}

@@ -52,10 +52,17 @@ class DamagedContentError(Exception):
     """A content that is not what its SHA-256 says."""
 
 
-@dataclass
-class _Held:
-    handle: int
-    users: int = 1
+@dataclass(frozen=True, slots=True)
+class HeldContent:
+    """The file of a content, which stays until this is released."""
+
+    path: Path
+    _handle: int | None = None
+
+    def release(self) -> None:
+        """Need the content no more."""
+        if self._handle is not None:
+            os.close(self._handle)
 
 
 class ContentFiles:
@@ -68,7 +75,6 @@ class ContentFiles:
         self._objects = objects
         self.directory = objects.root / "fetched"
         self._max_bytes = max_bytes
-        self._held: dict[str, _Held] = {}
         self._known: LRUCache[str, tuple[int, int, int]] = LRUCache(KNOWN_FILES)
         self._lock = threading.Lock()
         self._making_room = threading.Lock()
@@ -77,14 +83,14 @@ class ContentFiles:
     @contextmanager
     def open(self, sha256: str, source: str) -> Iterator[Path]:
         """Give the file of a content, which stays for so long. Errors: as `hold`."""
-        path = self.hold(sha256, source)
+        held = self.hold(sha256, source)
         try:
-            yield path
+            yield held.path
         finally:
-            self.release(sha256)
+            held.release()
 
-    def hold(self, sha256: str, source: str) -> Path:
-        """Return the file of a content, which stays until `release` was called as often as this.
+    def hold(self, sha256: str, source: str) -> HeldContent:
+        """Return the file of a content.
 
         `source` is as in `StoredContent`. Errors: FileNotFoundError where the store does not have
         it; DamagedContentError; APIError `overloaded` where a bucket does not answer or there is no
@@ -93,75 +99,39 @@ class ContentFiles:
         """
         if Path(source).is_absolute():
             self._check(Path(source), sha256)
-            return Path(source)
-        with self._stripes[int(sha256[:8], 16) % STRIPES]:
-            with self._lock:
-                if (held := self._held.get(sha256)) is not None:
-                    held.users += 1
-                    return self._locate(sha256)
-            path = self._locate(sha256)
-            with _report_faults(self.directory):
-                while (handle := self._lock_file(path)) is None:
-                    self._fetch(path, sha256, source)
-                try:
-                    self._check(path, sha256)
-                    # The one unused for longest goes first.
-                    os.utime(path, ns=(now := time.time_ns(), now))
-                except BaseException:
-                    os.close(handle)
-                    raise
-            with self._lock:
-                self._held[sha256] = _Held(handle)
-        return path
-
-    def release(self, sha256: str) -> None:
-        """Need a content no more."""
-        with self._lock:
-            held = self._held.get(sha256)
-            if held is None:  # a file of the store, or of an upload
-                return
-            held.users -= 1
-            if held.users:
-                return
-            del self._held[sha256]
-        os.close(held.handle)
-
-    def _locate(self, sha256: str) -> Path:
-        return self.directory / f"{sha256}.safetensors"
+            return HeldContent(Path(source))
+        path = self.directory / f"{sha256}.safetensors"
+        with self._stripes[int(sha256[:8], 16) % STRIPES], report_faults(self.directory):
+            while (handle := _lock_file(path)) is None:
+                self._fetch(path, sha256, source)
+            try:
+                self._check(path, sha256)
+                # The one unused for longest goes first.
+                os.utime(path, ns=(now := time.time_ns(), now))
+            except BaseException:
+                os.close(handle)
+                raise
+        return HeldContent(path, handle)
 
     def _check(self, path: Path, sha256: str) -> None:
         """Read a file against its SHA-256, once. One that was fetched is removed where it differs.
 
         Errors: FileNotFoundError, DamagedContentError, APIError `internal`.
         """
-        with _report_faults(path):
+        is_fetched = path.parent == self.directory
+        with report_faults(path):
             about = path.stat()
-            identity = about.st_ino, about.st_size, 0 if self._holds(path) else about.st_mtime_ns
+            identity = about.st_ino, about.st_size, 0 if is_fetched else about.st_mtime_ns
             with self._lock:
                 if self._known.get(sha256) == identity:
                     return
             if digest_file(path) != sha256:
                 log.error("%s is damaged", path)
-                if self._holds(path):
+                if is_fetched:
                     path.unlink(missing_ok=True)
                 raise DamagedContentError(path)
             with self._lock:
                 self._known[sha256] = identity
-
-    def _holds(self, path: Path) -> bool:
-        return path.parent == self.directory
-
-    def _lock_file(self, path: Path) -> int | None:
-        """Return a file that was fetched, open and locked; None where there is none."""
-        try:
-            handle = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:
-            return None
-        fcntl.flock(handle, fcntl.LOCK_SH)
-        if os.fstat(handle).st_nlink:
-            return handle
-        os.close(handle)  # removed before it was locked
-        return None
 
     def _fetch(self, path: Path, sha256: str, place: str) -> None:
         size = self._objects.measure(place)
@@ -224,16 +194,17 @@ def _remove_unused(path: Path) -> bool:
     return True
 
 
-@contextmanager
-def _report_faults(place: Path) -> Iterator[None]:
-    """Turn the faults of a disk into APIError; a content that is not there is none."""
+def _lock_file(path: Path) -> int | None:
+    """Return a file that was fetched, open and locked; None where there is none."""
     try:
-        yield
+        handle = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
-        raise
-    except OSError as error:
-        with report_faults(place):
-            raise error
+        return None
+    fcntl.flock(handle, fcntl.LOCK_SH)
+    if os.fstat(handle).st_nlink:
+        return handle
+    os.close(handle)  # removed before it was locked
+    return None
 
 
 class JobContents:
@@ -263,28 +234,29 @@ class JobContents:
         if not wanted:
             yield jobs
             return
-        paths: dict[Content, str] = {}
+        held: dict[Content, HeldContent] = {}
         try:
             for content in wanted:
-                paths[content] = await self._hold(content)
+                held[content] = await self._hold(content)
+            paths = {content: str(file.path) for content, file in held.items()}
             if all(content.path == path for content, path in paths.items()):
                 yield jobs
             else:
                 yield change_all(jobs, lambda job: _move(job, paths))
         finally:
-            for content in paths:
-                self._files.release(content.sha256)
+            for file in held.values():
+                file.release()
 
-    async def _hold(self, content: Content) -> str:
-        """Return a content's path. A caller that leaves early holds nothing."""
+    async def _hold(self, content: Content) -> HeldContent:
+        """Return a content's file. A caller that leaves early holds nothing."""
         noun, unknown = UNKNOWN[type(content)]
         work = self._threads.run(self._files.hold, content.sha256, content.path)
         holding = asyncio.ensure_future(work)
         try:
-            return str(await asyncio.shield(holding))
+            return await asyncio.shield(holding)
         except asyncio.CancelledError:  # it may be fetched all the same
             holding.add_done_callback(
-                lambda done: None if done.exception() else self._files.release(content.sha256)
+                lambda done: None if done.exception() else done.result().release()
             )
             raise
         except FileNotFoundError as error:

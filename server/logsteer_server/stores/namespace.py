@@ -36,6 +36,10 @@ class Namespace(Generic[C]):
             return self._shared, name.removeprefix(PREFIX)
         return self._own, name
 
+    def _locate_writable(self, name: str) -> tuple[Store[C], str]:
+        self.check_writing(name)
+        return self._locate(name)
+
     def check_writing(self, name: str) -> None:
         """Make sure that this caller may write under a name. Errors: APIError."""
         if name.startswith(PREFIX) and not self._may_share:
@@ -51,21 +55,18 @@ class Namespace(Generic[C]):
 
     def receive(self, name: str, announced: int = 0) -> Upload:
         """Open a file for the upload of a name; see `Store.receive`."""
-        self.check_writing(name)
-        store, bare = self._locate(name)
+        store, bare = self._locate_writable(name)
         return store.receive(bare, announced)
 
     def find_repeat(self, name: str, request: str, *, overwrite: bool) -> C | None:
         """Return the card that the same request has made; see `Store.find_repeat`."""
-        self.check_writing(name)
-        store, bare = self._locate(name)
+        store, bare = self._locate_writable(name)
         card = store.find_repeat(bare, request, overwrite=overwrite)
         return None if card is None else self._show(store, card)
 
     def put(self, upload: Upload, card: C, request: str = "", *, overwrite: bool = True) -> C:
         """Point the card's name to an upload that was received for it; see `Store.put`."""
-        self.check_writing(card.name)
-        store, bare = self._locate(card.name)
+        store, bare = self._locate_writable(card.name)
         stored = store.put(upload, _rename(card, bare), request, overwrite=overwrite)
         return self._show(store, stored)
 
@@ -74,14 +75,6 @@ class Namespace(Generic[C]):
         store, bare = self._locate(name)
         card, found = store.look_up(bare)
         return self._show(store, card), StoredContent(name, found.sha256, found.source)
-
-    def describe(self, name: str) -> C:
-        """Return the card of a name."""
-        return self.look_up(name)[0]
-
-    def find(self, name: str) -> StoredContent:
-        """Return the content of a name."""
-        return self.look_up(name)[1]
 
     def _show(self, store: Store[C], card: C) -> C:
         """Return a card of a store under the name that this caller has for it."""
@@ -110,8 +103,7 @@ class Namespace(Generic[C]):
 
     def delete(self, name: str) -> str | None:
         """Remove a name; return its SHA-256, None where the card was damaged."""
-        self.check_writing(name)
-        store, bare = self._locate(name)
+        store, bare = self._locate_writable(name)
         return store.delete(bare)
 
     def read(self, found: StoredContent) -> bytes:

@@ -30,8 +30,8 @@ from logsteer.errors import APIError, api_error
 from logsteer_server.settings import ConfigurationError, Settings
 from logsteer_server.stores.upload import (
     OWNER_ONLY_DIRECTORY,
+    StoreRoom,
     Upload,
-    UploadRoom,
     remove_left_overs,
     report_faults,
     sync_directory,
@@ -106,11 +106,11 @@ class Objects:
         """Return an object's absolute path, or its place in the bucket."""
         return str(self.root / place) if self.is_local else place
 
-    def open_upload(self, room: UploadRoom | None = None) -> Upload:
-        """Open a file that `write_file` can give a place."""
+    def open_upload(self, room: StoreRoom | None = None, stored: int = 0) -> Upload:
+        """Open a file that `write_file` can give a place; see `Upload`."""
         with report_faults(self.uploads):
             make_directory(self.uploads)
-            return Upload(self.uploads, room)
+            return Upload(self.uploads, room, stored)
 
     def remove_left_overs(self) -> None:
         """Remove the uploads of servers that were killed."""
@@ -204,14 +204,9 @@ class Objects:
                 obstore.delete(self._store, place)
             return
         path = self.root / place
-        try:
+        with report_faults(path):
             os.unlink(path)  # noqa: PTH108
             sync_directory(path.parent)
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            with report_faults(path):
-                raise error
 
     def probe(self) -> None:
         """Find out whether the bucket answers: `trouble` says."""

@@ -38,7 +38,7 @@ from logsteer.errors import APIError, api_error
 from logsteer.schemas import AdapterCard, OverrideCard, VectorCard
 from logsteer.schemas.problem import ProblemCode
 from logsteer_server.stores.objects import ObjectEntry, Objects
-from logsteer_server.stores.upload import StoreRoom, Upload, UploadRoom, refuse_size
+from logsteer_server.stores.upload import StoreRoom, Upload, refuse_size
 
 log = logging.getLogger(__name__)
 
@@ -182,20 +182,20 @@ class Store(Generic[C]):
         """
         index = self._read_index()
         self._check_count(index.records, name)
-        room = UploadRoom(self.room, index.measure(without=name))
-        room.grow_to(announced)
-        if sum(index.sizes.values()) + announced > SLACK * self.max_bytes:
-            room.release()
-            detail = (
-                f"The {self.kind.noun} store still holds contents that were replaced or deleted "
-                f"within the last {3 * self.grace_s:g} s: try again when they are swept."
-            )
-            raise api_error("overloaded", detail, retry_after=RETRY_AFTER_S)
+        upload = self.objects.open_upload(self.room, index.measure(without=name))
         try:
-            return self.objects.open_upload(room)
+            upload.reserve(announced)
+            if sum(index.sizes.values()) + announced > SLACK * self.max_bytes:
+                detail = (
+                    f"The {self.kind.noun} store still holds contents that were replaced or "
+                    f"deleted within the last {3 * self.grace_s:g} s: try again when they are "
+                    "swept."
+                )
+                raise api_error("overloaded", detail, retry_after=RETRY_AFTER_S)
         except BaseException:
-            room.release()
+            upload.discard()
             raise
+        return upload
 
     def find_repeat(self, name: str, request: str, *, overwrite: bool = False) -> C | None:
         """Return the card that the same request has made; None where there is none to return.
@@ -252,8 +252,7 @@ class Store(Generic[C]):
         record = NameRecord(card, content, request)
         if not self.objects.write(record.write(), self._locate(card.name), create=create):
             return self._repeat(self._find_record(card.name), request)  # another server's
-        if upload.room is not None:
-            upload.room.release()
+        self.room.release(upload)  # what it reserved is stored now
         return card
 
     def _check_count(self, names: Mapping[str, object], name: str) -> None:
@@ -265,14 +264,6 @@ class Store(Generic[C]):
         """Return the card of a name, and its content."""
         record = self._find_record(name)
         return record.card, self._show(name, record)
-
-    def describe(self, name: str) -> C:
-        """Return the card of a name."""
-        return self.look_up(name)[0]
-
-    def find(self, name: str) -> StoredContent:
-        """Return the content of a name."""
-        return self.look_up(name)[1]
 
     def find_content(self, sha256: str) -> StoredContent:
         """Return the content with a SHA-256, where a name has it."""

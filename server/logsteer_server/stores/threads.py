@@ -2,12 +2,12 @@
 
 import asyncio
 import threading
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import ParamSpec, TypeVar
+from weakref import WeakValueDictionary
 
 from logsteer.errors import api_error
 
@@ -56,37 +56,16 @@ class FairTurns:
     """
 
     def __init__(self, at_once: int = HEAVY) -> None:
-        self._free = at_once
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._turns = asyncio.Semaphore(at_once)
+        self._firsts: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @asynccontextmanager
     async def take(self, tenant: str) -> AsyncIterator[None]:
         """Wait for a turn, and have it for so long."""
-        if self._free:
-            self._free -= 1
-        else:
-            turn = asyncio.get_running_loop().create_future()
-            self._waiting.setdefault(tenant, deque()).append(turn)
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if not turn.cancelled():  # it was given just now
-                    self._pass_on()
-                raise
+        # A tenant's first one waits among those of all others, and its next ones behind it.
+        async with self._firsts.setdefault(tenant, asyncio.Lock()):
+            await self._turns.acquire()
         try:
             yield
         finally:
-            self._pass_on()
-
-    def _pass_on(self) -> None:
-        """Give a turn to the next tenant, which then stands last."""
-        while self._waiting:
-            tenant = next(iter(self._waiting))
-            turns = self._waiting.pop(tenant)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[tenant] = turns
-            if not turn.done():  # its caller waits still
-                turn.set_result(None)
-                return
-        self._free += 1
+            self._turns.release()

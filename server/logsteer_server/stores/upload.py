@@ -31,7 +31,7 @@ class StoreRoom:
     def __init__(self, noun: str, max_bytes: int) -> None:
         self.noun = noun
         self.max_bytes = max_bytes
-        self._reserved: dict[UploadRoom, int] = {}
+        self._reserved: dict[Upload, int] = {}
         self._lock = threading.Lock()
 
     @property
@@ -40,12 +40,13 @@ class StoreRoom:
         with self._lock:
             return sum(self._reserved.values())
 
-    def reserve(self, upload: "UploadRoom", size: int) -> None:
-        """Set what an upload reserves.
+    def reserve(self, upload: "Upload", size: int) -> None:
+        """Have an upload reserve `size` bytes at least.
 
         Errors: APIError `payload_too_large`; `overloaded` where the others are in the way.
         """
         with self._lock:
+            size = max(size, self._reserved.get(upload, 0))
             others = sum(own for other, own in self._reserved.items() if other is not upload)
             total = upload.stored + size
             if total > self.max_bytes:
@@ -58,29 +59,10 @@ class StoreRoom:
                 raise api_error("overloaded", detail, retry_after=RETRY_AFTER_S)
             self._reserved[upload] = size
 
-    def release(self, upload: "UploadRoom") -> None:
+    def release(self, upload: "Upload") -> None:
         """Give back what an upload reserves."""
         with self._lock:
             self._reserved.pop(upload, None)
-
-
-class UploadRoom:
-    """What one upload reserves beside the `stored` bytes that stay, from its first byte on."""
-
-    def __init__(self, store: StoreRoom, stored: int) -> None:
-        self._store = store
-        self.stored = stored
-        self._size = 0
-
-    def grow_to(self, size: int) -> None:
-        """Reserve room for `size` bytes in all. Errors: as `StoreRoom.reserve`."""
-        if size > self._size:
-            self._store.reserve(self, size)
-            self._size = size
-
-    def release(self) -> None:
-        """Give the room back."""
-        self._store.release(self)
 
 
 def refuse_size(noun: str, total: int, max_bytes: int) -> APIError:
@@ -95,12 +77,13 @@ def refuse_size(noun: str, total: int, max_bytes: int) -> APIError:
 class Upload:
     """A file that is being written; `discard` it when done, whether or not it was stored.
 
-    It reserves `room` as it grows.
+    It reserves its place in `room` as it grows, beside the `stored` bytes that stay there.
     """
 
-    def __init__(self, directory: Path, room: UploadRoom | None = None) -> None:
+    def __init__(self, directory: Path, room: StoreRoom | None = None, stored: int = 0) -> None:
         self._directory = directory
-        self.room = room
+        self._room = room
+        self.stored = stored
         self._handle, name = mkstemp(dir=directory, suffix=".part")
         self.path = Path(name)
         fcntl.flock(self._handle, fcntl.LOCK_EX)  # what nobody locks is left over
@@ -110,14 +93,14 @@ class Upload:
         self.size = 0
 
     def reserve(self, size: int) -> None:
-        """Reserve room for a file of `size` bytes. Errors: as `UploadRoom.grow_to`."""
-        if self.room is not None:
-            self.room.grow_to(size)
+        """Reserve room for a file of `size` bytes. Errors: as `StoreRoom.reserve`."""
+        if self._room is not None:
+            self._room.reserve(self, size)
 
     def write(self, data: bytes) -> None:
         """Append bytes. Errors: as `reserve`; APIError `internal` where the disk fails."""
-        self.reserve(self.size + len(data))
         with self._use():
+            self.reserve(self.size + len(data))
             self._hasher.update(data)
             rest = memoryview(data)
             while rest:
@@ -151,8 +134,8 @@ class Upload:
                 log.warning("%s could not be removed: %s", self.path, error)
             finally:
                 os.close(self._handle)
-                if self.room is not None:
-                    self.room.release()
+                if self._room is not None:
+                    self._room.release(self)
 
 
 def remove_left_overs(directory: Path, min_age_s: float = UNLOCKED_S) -> list[Path]:
@@ -173,10 +156,12 @@ def remove_left_overs(directory: Path, min_age_s: float = UNLOCKED_S) -> list[Pa
 def report_faults(place: Path) -> Iterator[None]:
     """Turn the faults of a disk into APIError; where it was is for the log alone.
 
-    `internal`, with status 507 where the disk is full.
+    `internal`, with status 507 where the disk is full. A file that is not there is no fault.
     """
     try:
         yield
+    except FileNotFoundError:
+        raise
     except OSError as error:
         log.error("%s cannot be used: %s", place, error)
         why = error.strerror or type(error).__name__

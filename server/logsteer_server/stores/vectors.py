@@ -92,7 +92,7 @@ class VectorStore:
 
     def find(self, name: str) -> StoredVectors:
         """Return the vectors of a name."""
-        found = self.files.find(name)
+        _, found = self.files.look_up(name)
         return StoredVectors(name, found.sha256, self._load(found))
 
     def find_content(self, sha256: str) -> StoredVectors:

@@ -35,6 +35,10 @@ from logsteer_server.tasks.targets import (
 )
 from logsteer_server.text.tokenizer import TextCodec
 
+MAX_NUMBERS = 2**22
+"""That the gradients of one request may come to: some 50 MB of JSON. Who wants more asks for other
+layers or targets in another request."""
+
 
 def plan_gradients(
     targets: TargetPlan,
@@ -74,7 +78,7 @@ def _bound_width(jobs: Sequence[GradientJob], max_numbers: int) -> list[Gradient
     if not width:
         detail = (
             f"The gradients would have {rows} rows, and at most {max_numbers} numbers are given: "
-            "name fewer layers, positions or targets, or raise max_gradient_numbers."
+            "name fewer layers, positions or targets, or ask for parts of them."
         )
         raise api_error("payload_too_large", detail, param="wrt")
     return [replace(job, max_width=width) for job in jobs]
@@ -134,9 +138,8 @@ class GradientTask(Task):
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Differentiate all targets in one batch."""
         codec, info = self.model.require()
-        limit = planner.settings.max_gradient_numbers
         planner.cover_text(find_longest(self._body.items))
-        targets, jobs = await planner.advance(self._plan(codec, info, limit))
+        targets, jobs = await planner.advance(self._plan(codec, info))
         collector = Collector(jobs)
         yield Batch(jobs, collector.take)
         found = collector.outputs
@@ -146,7 +149,7 @@ class GradientTask(Task):
         ]
 
     def _plan(
-        self, codec: TextCodec, info: EngineInfo, max_numbers: int
+        self, codec: TextCodec, info: EngineInfo
     ) -> Steps[tuple[TargetPlan, Sequence[GradientJob]]]:
         body, wrt = self._body, self._body.wrt
         check_feature("gradient", info, None)
@@ -157,7 +160,7 @@ class GradientTask(Task):
         sites = tuple((layer, wrt.hook) for layer in wrt.layers or [])
         direction = self._along.override.direction if self._along else None
         positions = place_positions(wrt.positions)
-        plain = plan_gradients(targets, sites, positions, direction, max_numbers)
+        plain = plan_gradients(targets, sites, positions, direction, MAX_NUMBERS)
         return targets, self.interventions.apply(plain)
 
     def report(self) -> dict[str, Any]:

@@ -100,7 +100,7 @@ async def upload_adapter(
             created=stamp(),
         )
 
-    limit = UploadLimit(settings.max_adapter_bytes, "max_adapter_bytes")
+    limit = UploadLimit(settings.max_upload_bytes, "max_upload_bytes")
     async with (
         open_upload(request, store, name, limit, threads) as upload,
         _open_form(request, limit, upload) as (config, weights),

@@ -155,6 +155,6 @@ def _name_waiting(models: ModelRegistry) -> str | None:
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Everything counted, in Prometheus' text format; needs the key metrics_key, if any."""
-    if request.app.state.settings.metrics_port is not None:
-        raise api_error("not_found", "Metrics are on a port of their own here: metrics_port.")
+    if request.app.state.settings.metrics_address is not None:
+        raise api_error("not_found", "Metrics have an address of their own here: metrics_address.")
     return Response(await render_metrics(request), media_type=METRICS_TYPE)

@@ -75,7 +75,7 @@ async def upload_override(
             created=stamp(),
         )
 
-    limit = UploadLimit(settings.max_override_bytes, "max_override_bytes")
+    limit = UploadLimit(settings.max_upload_bytes, "max_upload_bytes")
     async with open_upload(request, store, name, limit, threads) as upload:
         await write_body(request, upload, limit, threads)
         if not upload.size:

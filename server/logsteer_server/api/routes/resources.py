@@ -116,7 +116,7 @@ def make_router(resource: Resource[C]) -> APIRouter:
     )
     async def show(name: VectorName, request: Request, threads: StoreThreadsDep) -> Response:
         store = await resource.get_store(request)
-        card = await threads.run(store.describe, name)
+        card, _ = await threads.run(store.look_up, name)
         return answer(request, card.model_dump())
 
     @router.delete(
@@ -169,7 +169,7 @@ async def open_upload(
     try:
         yield upload
     finally:
-        await asyncio.to_thread(upload.discard)  # it is never refused, and waits for no lock
+        await asyncio.to_thread(upload.discard)  # as a store thread it might be refused
 
 
 def _discard_late(receiving: "asyncio.Future[Upload]") -> None:

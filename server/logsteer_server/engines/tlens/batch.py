@@ -7,6 +7,7 @@ nothing. Axis letters: B sequences, T tokens, D hidden size.
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +19,9 @@ from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.model import BridgeModel
 from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.points import HookFunction, Point
+from logsteer_server.engines.tlens.probes import TokenRange
 from logsteer_server.engines.tlens.queue import EngineLimits, Entry, JobQueue, Results
-from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow, TokenRange
+from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow
 
 
 def accept_row(model: CausalModel, job: Job) -> SteeredRow | None:
@@ -71,11 +73,25 @@ def read_batch(
     The jobs have one parameter delta, which the model is under. The traces of the batch's steered
     rows then hold what was measured. Errors: as `CausalModel.read`.
     """
-    steering = BatchSteering([entry.steered for entry in batch])
     tokens_BT = pad_right([entry.job.tokens for entry in batch])
     ranges = [TokenRange(0, 0, len(entry.job.tokens)) for entry in batch]
-    with model.hooked([*steering.hooks(ranges, tokens_BT.shape[1]), *hooks]):
-        hidden_BTD = model.read(tokens_BT, cast=batch[0].job.delta.cast)
+    return _read_pass(
+        model, [entry.steered for entry in batch], ranges, hooks,
+        tokens_BT=tokens_BT, cast=batch[0].job.delta.cast,
+    )  # fmt: skip
+
+
+def _read_pass(
+    model: CausalModel,
+    rows: Sequence[SteeredRow | None],
+    ranges: Sequence[TokenRange],
+    hooks: Sequence[tuple[Point, HookFunction]] = (),
+    **read: Any,
+) -> Tensor:
+    """Read these tokens of rows, steered; `read` has the arguments of `CausalModel.read`."""
+    steering = BatchSteering(rows)
+    with model.hooked([*steering.hooks(ranges, read["tokens_BT"].shape[1]), *hooks]):
+        hidden_BTD = model.read(**read)
     steering.end_pass()
     steering.collect()
     return hidden_BTD
@@ -107,12 +123,12 @@ def read_behind_contexts(
     mask_UT = (columns_T >= pads_U1).long() if any(pads) else None
     # What is measured of a context counts for all its sequences.
     measured = [own and replace(own, counts={}) for own in (batch[b].steered for b in firsts)]
-    steering = BatchSteering(measured)
-    ranges = [TokenRange(pad, 0, width - pad) for pad in pads]
-    cache, cast = model.new_cache(), batch[0].job.delta.cast
-    with model.hooked(steering.hooks(ranges, width)):
-        model.read(tokens_UT, mask_UT, (columns_T - pads_U1).clamp(min=0), cache, cast)
-    steering.collect()
+    cache = model.new_cache()
+    _read_pass(
+        model, measured, [TokenRange(pad, 0, width - pad) for pad in pads],
+        tokens_BT=tokens_UT, mask_BT=mask_UT, positions_BT=(columns_T - pads_U1).clamp(min=0),
+        cache=cache, cast=batch[0].job.delta.cast,
+    )  # fmt: skip
     place = {b: u for u, b in enumerate(firsts)}
     for entry, owner in zip(batch, owners, strict=True):
         if entry.steered and (context := measured[place[owner]]):
@@ -134,9 +150,9 @@ def _read_on(
     mask_BT = ((columns_T >= -lengths_B1) & (columns_T < ends_B1)).long()
     # Padding has places, too, and a model may have no more than its context.
     positions_BT = (torch.arange(width) + lengths_B1).clamp(max=model.context_length - 1)
-    steering = BatchSteering([entry.steered for entry in batch])
     ranges = [TokenRange(0, n, n + len(tokens)) for n, tokens in zip(lengths, rest, strict=True)]
-    with model.hooked(steering.hooks(ranges, width)):
-        hidden_BTD = model.read(tokens_BT, mask_BT, positions_BT, cache, batch[0].job.delta.cast)
-    steering.collect()
-    return hidden_BTD
+    return _read_pass(
+        model, [entry.steered for entry in batch], ranges,
+        tokens_BT=tokens_BT, mask_BT=mask_BT, positions_BT=positions_BT,
+        cache=cache, cast=batch[0].job.delta.cast,
+    )  # fmt: skip

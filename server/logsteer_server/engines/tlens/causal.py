@@ -8,12 +8,14 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.parameters import Cast
 from logsteer_server.engines.tlens.cache import PLAIN_LAYERS, RowCache
 from logsteer_server.engines.tlens.decode_step import NextTokens
@@ -21,6 +23,7 @@ from logsteer_server.engines.tlens.overflow import CheckedAttention
 from logsteer_server.engines.tlens.parameters import HALF, Parameters
 from logsteer_server.engines.tlens.plain_forward import agree
 from logsteer_server.engines.tlens.points import HookFunction, Point, PointMap, RefusedJobError
+from logsteer_server.numerics.rows import PUBLIC_COLUMNS
 
 HEAD_TOLERANCE = 1e-3
 """How much the two parts may differ from the whole, per unit of the largest number."""
@@ -201,3 +204,28 @@ class CausalModel(ABC):
 
     def _probe_tokens(self, length: int) -> Tensor:
         return (torch.arange(2 * length, device=self.device) % 7 + 1).view(2, length)
+
+
+def describe_model(model: CausalModel) -> EngineInfo:
+    """Return what a model is, as one of this process that no server has."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    return EngineInfo(
+        engine="transformer_lens",
+        engine_version=version("transformer-lens"),
+        model_path="local",
+        tokenizer_path="local",
+        weights_digest="",
+        dtype=dtype,
+        logits_dtype=dtype,
+        quantization=None,
+        tensor_parallel=1,
+        pipeline_parallel=1,
+        batch_invariant=False,
+        context_length=model.context_length,
+        vocab_size=model.vocab_size,
+        columns=PUBLIC_COLUMNS,
+        eos_ids=model.eos_ids,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        hooks=model.points.names,
+    )

@@ -7,7 +7,6 @@ runs. They take turns, so nobody waits for a long one. Jobs of one batch have th
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -17,13 +16,20 @@ from logsteer_server.contract.check_jobs import (
     CheckAdapterJob,
     CheckAdapterOutput,
     CheckOverrideJob,
-    CheckOverrideOutput,
 )
 from logsteer_server.contract.engine import EngineInfo, EngineReading, EngineRoom, EngineSpec
-from logsteer_server.contract.jobs import GenerateJob, GradientJob, Job, JobFailure, ScoreJob
+from logsteer_server.contract.jobs import (
+    GenerateJob,
+    GradientJob,
+    Job,
+    JobFailure,
+    JobResult,
+    ScoreJob,
+)
 from logsteer_server.engines.failures import describe_error, lacks_memory
 from logsteer_server.engines.machine import describe_machine, name_devices, read_memory
 from logsteer_server.engines.tlens.capture import CaptureQueue
+from logsteer_server.engines.tlens.causal import describe_model
 from logsteer_server.engines.tlens.generation import GenerateQueue, RunningBatch
 from logsteer_server.engines.tlens.gradient import GradientQueue
 from logsteer_server.engines.tlens.model import BridgeModel
@@ -31,7 +37,6 @@ from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.points import RefusedJobError
 from logsteer_server.engines.tlens.queue import (
     BatchRun,
-    CheckQueue,
     EngineLimits,
     JobQueue,
     Results,
@@ -40,7 +45,6 @@ from logsteer_server.engines.tlens.queue import (
 from logsteer_server.engines.tlens.scoring import ScoreQueue
 from logsteer_server.engines.weights import digest_weights, locate_model
 from logsteer_server.numerics.hidden_rows import RowBounds
-from logsteer_server.numerics.rows import PUBLIC_COLUMNS
 
 MAX_RUNNING_DELTAS = 2
 """Parameter deltas that continuations run under at once, each with a copy of parameters."""
@@ -56,10 +60,10 @@ class TransformerLensEngine:
         limits = EngineLimits.parse(spec.engine_args)
         path = locate_model(spec.path)
         self._model = BridgeModel(spec, path)
-        info = _describe(spec, str(path), self._model, digest_weights(path))
-        self._info = replace(info, room=EngineRoom(limits.max_held_tokens))
+        self._info = self._describe(spec, str(path), digest_weights(path), limits)
         self._deltas = DeltaCache(self._model.parameters, limits.override_cache_bytes)
-        self._failures: Results = []
+        self._known: Results = []
+        """Results of jobs that take no step."""
         # Whoever is first has the next turn.
         self._turns: deque[Turn] = deque()
         self._queues = self._make_queues(limits, RowBounds(spec.chunk_bytes, spec.column_bytes))
@@ -75,11 +79,29 @@ class TransformerLensEngine:
             CaptureJob: CaptureQueue(model, deltas, limits),
             GradientJob: GradientQueue(model, deltas, limits, bounds.logits),
             GenerateJob: GenerateQueue(model, deltas, limits, start, delta_queue=delta_queue),
-            CheckOverrideJob: CheckQueue(limits, self._check_override),
-            CheckAdapterJob: CheckQueue(limits, self._check_adapter),
         }
         self._turns.extend([*queues.values(), delta_queue])
         return queues
+
+    def _describe(
+        self, spec: EngineSpec, path: str, digest: str, limits: EngineLimits
+    ) -> EngineInfo:
+        model = self._model
+        return replace(
+            describe_model(model),
+            model_path=spec.path,
+            tokenizer_path=path,
+            weights_digest=digest,
+            logits_dtype=model.logits_dtype,
+            quantization=model.quantization,
+            pipeline_parallel=model.num_devices,
+            max_probes=spec.steering_probes,
+            hook_widths=model.points.list_widths(model.hidden_size),
+            tf32=spec.tf32 and model.device.type == "cuda",
+            computed_on=describe_machine(model.device.type),
+            device=name_devices(model.device.type),
+            room=EngineRoom(limits.max_held_tokens),
+        )
 
     @property
     def info(self) -> EngineInfo:
@@ -89,33 +111,43 @@ class TransformerLensEngine:
     @property
     def busy(self) -> bool:
         """Whether a job is unfinished."""
-        return bool(self._failures) or any(turn.has_work for turn in self._turns)
+        return bool(self._known) or any(turn.has_work for turn in self._turns)
 
     def add(self, jobs: Sequence[tuple[int, Job]]) -> None:
-        """Take jobs in; one that does not fit the model fails with the next step."""
+        """Take jobs in; what is known without a step comes with the next one."""
         for job_id, job in jobs:
-            failure = self._info.refuse(job)
-            if failure is None:
+            result: JobResult | None = self._info.refuse(job)
+            if result is None:
                 try:
-                    self._queues[type(job)].add(job_id, job)
+                    result = self._begin(job_id, job)
                 except RefusedJobError as error:
-                    failure = error.failure
+                    result = error.failure
                 except Exception as error:
-                    failure = describe_error(error)
-            if failure is not None:
-                self._failures.append((job_id, failure))
+                    result = describe_error(error)
+            if result is not None:
+                self._known.append((job_id, result))
+
+    def _begin(self, job_id: int, job: Job) -> JobResult | None:
+        """Put a job into its queue; return the output of one that only asks whether it fits."""
+        if isinstance(job, CheckOverrideJob):
+            return self._model.parameters.check(job.shapes)
+        if isinstance(job, CheckAdapterJob):
+            assert job.adapter is not None
+            return CheckAdapterOutput(len(self._deltas.read_adapter(job.adapter)))
+        self._queues[type(job)].add(job_id, job)
+        return None
 
     def cancel(self, job_ids: Sequence[int]) -> None:
         """Drop jobs, wherever they are."""
         ids = frozenset(job_ids)
-        self._failures = [(i, failure) for i, failure in self._failures if i not in ids]
+        self._known = [(job_id, result) for job_id, result in self._known if job_id not in ids]
         for turn in self._turns:
             turn.drop(ids)
         self._remove_ended()
 
     def step(self) -> Results:
         """Run the batch whose turn it is, and return the results that came of it."""
-        results, self._failures = self._failures, []
+        results, self._known = self._known, []
         for _ in range(len(self._turns)):
             turn = self._turns.popleft()
             self._turns.append(turn)
@@ -157,15 +189,9 @@ class TransformerLensEngine:
         return results
 
     def _remove_ended(self) -> None:
-        for turn in [turn for turn in self._turns if turn.has_ended]:
-            self._turns.remove(turn)
-
-    def _check_override(self, job: CheckOverrideJob) -> CheckOverrideOutput:
-        return self._model.parameters.check(job.shapes)
-
-    def _check_adapter(self, job: CheckAdapterJob) -> CheckAdapterOutput:
-        assert job.adapter is not None
-        return CheckAdapterOutput(len(self._deltas.read_adapter(job.adapter)))
+        running = [turn for turn in self._turns if isinstance(turn, RunningBatch)]
+        for ended in [batch for batch in running if not batch.has_work]:
+            self._turns.remove(ended)
 
     def take_load(self) -> None:
         """Return nothing: continuations are let in by all that they may come to."""
@@ -192,31 +218,3 @@ def _describe_shortage(batch: BatchRun) -> JobFailure:
         "send less, or set engine_args max_batch_tokens or max_batch_rows lower"
     )
     return JobFailure("out_of_memory", detail)
-
-
-def _describe(spec: EngineSpec, path: str, model: BridgeModel, digest: str) -> EngineInfo:
-    return EngineInfo(
-        engine="transformer_lens",
-        engine_version=version("transformer-lens"),
-        model_path=spec.path,
-        tokenizer_path=path,
-        weights_digest=digest,
-        dtype=str(model.dtype).removeprefix("torch."),
-        logits_dtype=model.logits_dtype,
-        quantization=model.quantization,
-        tensor_parallel=1,
-        pipeline_parallel=model.num_devices,
-        batch_invariant=False,
-        context_length=model.context_length,
-        vocab_size=model.vocab_size,
-        columns=PUBLIC_COLUMNS,
-        eos_ids=model.eos_ids,
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        hooks=model.points.names,
-        max_probes=spec.steering_probes,
-        hook_widths=model.points.list_widths(model.hidden_size),
-        tf32=spec.tf32 and model.device.type == "cuda",
-        computed_on=describe_machine(model.device.type),
-        device=name_devices(model.device.type),
-    )

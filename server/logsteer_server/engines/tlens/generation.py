@@ -28,8 +28,9 @@ from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.decode_step import NextTokens
 from logsteer_server.engines.tlens.parameters import DeltaCache
 from logsteer_server.engines.tlens.points import HookFunction, Point, RefusedJobError
+from logsteer_server.engines.tlens.probes import TokenRange
 from logsteer_server.engines.tlens.queue import BatchRun, EngineLimits, Entry, JobQueue, Results
-from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow, TokenRange
+from logsteer_server.engines.tlens.steering import BatchSteering, SteeredRow
 from logsteer_server.numerics.drawing import RowSampler, spec_of_draw
 from logsteer_server.numerics.rows import RowSpec
 
@@ -65,20 +66,23 @@ class GrowingText:
     def add(self, token: int) -> bool:
         """Take a token in, and return whether a stop string ends the text here."""
         self._ids.append(token)
-        before = self._decode(self._ids[self._begin : self._done])
-        text = self._decode(self._ids[self._begin :])
-        waits = len(text) <= len(before) or text.endswith(INCOMPLETE)
+        piece = self._decode_piece()
+        waits = not piece or piece.endswith(INCOMPLETE)
         if waits and len(self._ids) - self._done <= LONGEST_CHARACTER:
             return False
         self._begin, self._done = self._done, len(self._ids)
-        return self._extend(text[len(before) :])
+        return self._extend(piece)
 
     def end(self) -> bool:
         """Take in what is left of a character that no token completed, and return as `add` does."""
-        before = self._decode(self._ids[self._begin : self._done])
-        text = self._decode(self._ids[self._begin :])
+        piece = self._decode_piece()
         self._begin = self._done = len(self._ids)
-        return self._extend(text[len(before) :])
+        return self._extend(piece)
+
+    def _decode_piece(self) -> str:
+        """Return what the tokens add whose text is not out to the text before them."""
+        before = self._decode(self._ids[self._begin : self._done])
+        return self._decode(self._ids[self._begin :])[len(before) :]
 
     def _extend(self, piece: str) -> bool:
         searched = max(0, len(self._text) - self._held)
@@ -106,15 +110,11 @@ class GrowingText:
 
 @dataclass(slots=True, kw_only=True)
 class GenerationRow(Entry):
-    """One job's row of a batch: its tokens so far, and those that no output has had yet.
-
-    One that is `alone` shares no batch.
-    """
+    """One job's row of a batch: its tokens so far, and those that no output has had yet."""
 
     text: GrowingText
     spec: RowSpec
     values: DrawnValues
-    alone: bool = False
     num_tokens: int = 0
     ids: list[int] = field(default_factory=list)
 
@@ -189,11 +189,7 @@ class RunningBatch:
         self._next_BT = torch.zeros((len(rows), width), dtype=torch.int64)
         for b, row in enumerate(rows):
             self._next_BT[b, self._pads[b] :] = torch.from_numpy(row.job.tokens)
-        self._steering = BatchSteering([row.steered for row in rows])
-        self._sampler = self._make_sampler()
-
-    def _make_sampler(self) -> RowSampler:
-        return RowSampler([row.spec for row in self.rows], [row.job.seed for row in self.rows])
+        self._set_rows()
 
     @property
     def delta(self) -> ParameterDelta:
@@ -205,11 +201,6 @@ class RunningBatch:
     def has_work(self) -> bool:
         """Whether a row goes on."""
         return bool(self.rows)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether no row is left."""
-        return not self.rows
 
     def take(self) -> BatchRun:
         """Return the next step of all rows."""
@@ -342,7 +333,8 @@ class RunningBatch:
     def _set_rows(self) -> None:
         """Steer and sample the rows that there are now."""
         self._steering = BatchSteering([row.steered for row in self.rows])
-        self._sampler = self._make_sampler()
+        specs, seeds = [row.spec for row in self.rows], [row.job.seed for row in self.rows]
+        self._sampler = RowSampler(specs, seeds)
 
 
 class GenerateQueue(JobQueue[GenerationRow]):
@@ -395,7 +387,6 @@ class GenerateQueue(JobQueue[GenerationRow]):
             self._delta_queue.add(job_id, job, alone)
         else:
             super().add(job_id, job, alone)
-            self._arrived[-1].alone = alone
 
     def _accept(self, job_id: int, job: GenerateJob) -> GenerationRow:
         if job.max_tokens < 1:

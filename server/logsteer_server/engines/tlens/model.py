@@ -21,7 +21,7 @@ from logsteer_server.engines.tlens.cache import RoomyLayer
 from logsteer_server.engines.tlens.causal import CausalModel
 from logsteer_server.engines.tlens.decode_step import DecodeStep, NextTokens, UnknownBlockError
 from logsteer_server.engines.tlens.parameters import Parameters
-from logsteer_server.engines.tlens.placement import follow_devices, place_model
+from logsteer_server.engines.tlens.placement import follow_devices, load_options, place_model
 from logsteer_server.engines.tlens.plain_forward import PlainForward, agree, unwrap
 from logsteer_server.engines.tlens.points import (
     HOOK_LEVEL,
@@ -80,12 +80,12 @@ class BridgeModel(CausalModel):
         transformers_logging.disable_progress_bar()
         torch.set_float32_matmul_precision("high" if spec.tf32 else "highest")
         config = AutoConfig.from_pretrained(path)
-        placement = place_model(spec)
+        devices = place_model(spec)
         dtype = choose_dtype(spec.dtype, config)
         bridge = TransformerBridge.boot_transformers(
-            str(path), dtype=dtype, **placement.boot_options(config, dtype)
+            str(path), dtype=dtype, **load_options(devices, config, dtype)
         )
-        self.num_devices = len(placement.devices)
+        self.num_devices = len(devices)
         causal: Any = bridge.original_model
         causal.eval().requires_grad_(False)
         follow_devices(causal)
@@ -119,13 +119,10 @@ class BridgeModel(CausalModel):
         # Fused attention has no forward derivative, and bridged blocks have no fused attention.
         fused = self._fuses_attention and self._plain_forward.is_plain
         fused = fused and torch.is_inference_mode_enabled()
-        self._choose_attention("sdpa" if fused else "eager")
-        return self._plain_forward.body
-
-    def _choose_attention(self, name: str) -> None:
-        """Have transformers compute attention by its function of this name."""
-        if self._causal.config._attn_implementation != name:
+        name = "sdpa" if fused else "eager"
+        if self._causal.config._attn_implementation != name:  # the attention that modules look up
             self._causal.config._attn_implementation = name
+        return self._plain_forward.body
 
     @contextmanager
     def _attach(self, hooks: Sequence[tuple[Point, HookFunction]]) -> Iterator[None]:

@@ -9,7 +9,6 @@ the bridge's modules learn it, too.
 
 from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -21,24 +20,11 @@ from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.engines.machine import show_devices
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The devices of a model, in the order of its blocks."""
+def place_model(spec: EngineSpec) -> tuple[str, ...]:
+    """Return the devices of a model, in the order of its blocks.
 
-    devices: tuple[str, ...]
-
-    def boot_options(self, config: Any, dtype: torch.dtype) -> dict[str, Any]:
-        """Return what has the bridge load a model of this configuration there."""
-        if len(self.devices) == 1:
-            return {"device": self.devices[0]}
-        free = [measure_free_bytes(device) for device in self.devices]
-        return {"device_map": spread_blocks(_sketch(config, dtype), self.devices, free)}
-
-
-def place_model(spec: EngineSpec) -> Placement:
-    """Return where the specification wants the model. Errors: ValueError where that cannot be.
-
-    GPUs are chosen by CUDA_VISIBLE_DEVICES, which counts only until CUDA is first used.
+    GPUs are chosen by CUDA_VISIBLE_DEVICES, which counts only until CUDA is first used. Errors:
+    ValueError where the specification asks for what cannot be.
     """
     if spec.tensor_parallel > 1:
         raise ValueError("transformer_lens spreads layers, not tensors: set pipeline_parallel")
@@ -46,7 +32,7 @@ def place_model(spec: EngineSpec) -> Placement:
     if spec.devices == "cpu":
         if num_gpus > 1:
             raise ValueError("pipeline_parallel spreads layers over GPUs; leave it out for a CPU")
-        return Placement(("cpu",))
+        return ("cpu",)
     if not isinstance(spec.devices, str):
         if num_gpus not in (1, len(spec.devices)):
             raise ValueError(f"pipeline_parallel is {num_gpus}, devices {list(spec.devices)}")
@@ -54,10 +40,18 @@ def place_model(spec: EngineSpec) -> Placement:
         num_gpus = len(spec.devices)
     found = torch.cuda.device_count()
     if not found and isinstance(spec.devices, str) and num_gpus == 1:
-        return Placement(("cpu",))
+        return ("cpu",)
     if found < num_gpus:
         raise ValueError(f"devices: {num_gpus} GPUs are wanted, and {found} are here")
-    return Placement(tuple(f"cuda:{index}" for index in range(num_gpus)))
+    return tuple(f"cuda:{index}" for index in range(num_gpus))
+
+
+def load_options(devices: Sequence[str], config: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """Return what has the bridge load a model of this configuration on these devices."""
+    if len(devices) == 1:
+        return {"device": devices[0]}
+    free = [measure_free_bytes(device) for device in devices]
+    return {"device_map": spread_blocks(_sketch(config, dtype), devices, free)}
 
 
 def measure_free_bytes(device: str) -> int:

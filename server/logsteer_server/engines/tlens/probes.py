@@ -76,6 +76,15 @@ class ProbedRow:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenRange:
+    """The tokens of a row in a forward pass: tokens [begin, end), from column `first` on."""
+
+    first: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReadRange:
     """The tokens of a row in a forward pass: `count` from place `start` on; the first's position.
 
@@ -115,16 +124,20 @@ class BatchProbes:
         """The activations that are read."""
         return list(self._points.values())
 
-    def begin(self, ranges: Sequence[ReadRange], num_places: int) -> None:
-        """Begin a forward pass over so many places, of which these are read."""
-        self._ranges = list(ranges)
-        total = sum(part.count for part in ranges)
+    def begin(self, tokens: Sequence[TokenRange], num_columns: int) -> None:
+        """Begin a forward pass [B, num_columns] with these tokens of each row."""
+        self._ranges, total = [], 0
+        for b, (row, read) in enumerate(zip(self._rows, tokens, strict=True)):
+            if row is not None and (count := read.end - read.begin) > 0:
+                start = b * num_columns + read.first
+                self._ranges.append(ReadRange(b, start, total, count, read.begin))
+                total += count
         self._readings_rGR = torch.zeros((total, self._count, READINGS))
-        self._token_of_place = torch.full((num_places,), -1)
+        self._token_of_place = torch.full((len(tokens) * num_columns,), -1)
         self._source_r = torch.full((total,), -1)
         self._decided_r = torch.zeros((total,), dtype=torch.int64)
         self._is_decided_r = torch.zeros((total,), dtype=torch.bool)
-        for part in ranges:
+        for part in self._ranges:
             own = slice(part.first, part.first + part.count)
             self._token_of_place[part.start : part.start + part.count] = torch.arange(
                 own.start, own.stop
@@ -191,19 +204,3 @@ class BatchProbes:
             assert row is not None
             row.sequence.add(part.position, read_rGR[part.first : part.first + part.count].copy())
         self._ranges = []
-
-
-def list_ranges(
-    rows: Sequence[ProbedRow | None], begins: Sequence[tuple[int, int, int]], num_columns: int
-) -> list[ReadRange]:
-    """Return the tokens of a forward pass [B, num_columns] that are read.
-
-    `begins`: of each row, the first column with a token of its own, and positions [begin, end).
-    """
-    found = []
-    num_read = 0
-    for b, (row, (column, begin, end)) in enumerate(zip(rows, begins, strict=True)):
-        if row is not None and end > begin:
-            found.append(ReadRange(b, b * num_columns + column, num_read, end - begin, begin))
-            num_read += end - begin
-    return found

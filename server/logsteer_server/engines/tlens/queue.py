@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from logsteer_server.contract.finite import find_failure
-from logsteer_server.contract.jobs import Job, JobResult, Output
+from logsteer_server.contract.jobs import JobResult, Output
 from logsteer_server.contract.plan import SteeringTrace
 from logsteer_server.engines.tlens.points import Point
 from logsteer_server.engines.tlens.steering import SteeredRow
@@ -26,7 +26,7 @@ class Entry:
 
     `steered`: how its row is steered; `points`: the activations that are captured or differentiated
     by. Score jobs whose `context` is equal read the same tokens, steered alike, up to their first
-    row; None is equal to no other.
+    row; None is equal to no other. One that is `alone` shares no batch: it was in one that broke.
     """
 
     job_id: int
@@ -34,6 +34,7 @@ class Entry:
     steered: SteeredRow | None = None
     points: tuple[Point, ...] = ()
     context: object = None
+    alone: bool = False
 
     @property
     def trace(self) -> SteeringTrace | None:
@@ -91,11 +92,6 @@ class Turn(Protocol):
         """Whether there is a batch to run now."""
         ...
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether it will never have work again."""
-        ...
-
     def take(self) -> BatchRun:
         """Take the next batch out, which must exist."""
         ...
@@ -118,13 +114,10 @@ class JobQueue(ABC, Generic[E]):
     A job of another group than the first one's is passed over and keeps its place.
     """
 
-    has_ended = False
-
     def __init__(self, limits: EngineLimits) -> None:
         self._limits = limits
         self._arrived: list[E] = []
         self._sorted: deque[E] = deque()
-        self._alone: set[int] = set()
 
     @property
     def has_work(self) -> bool:
@@ -146,9 +139,9 @@ class JobQueue(ABC, Generic[E]):
 
         Errors: RefusedJobError where it cannot run.
         """
-        self._arrived.append(self._accept(job_id, job))
-        if alone:
-            self._alone.add(job_id)
+        entry = self._accept(job_id, job)
+        entry.alone = alone
+        self._arrived.append(entry)
 
     def take(self) -> BatchRun:
         """Take the next batch out: jobs of one group, within the limits."""
@@ -157,18 +150,13 @@ class JobQueue(ABC, Generic[E]):
             self._arrived = []
         batch: list[E] = []
         passed: list[E] = []
-        longest = max(1, _count_tokens(self._sorted[0]))
-        limit = max(1, self._limits.max_batch_tokens // longest)
-        limit = min(limit, self._limits.max_batch_rows)
-        if self._sorted[0].job_id in self._alone:
-            self._alone.discard(self._sorted[0].job_id)
-            limit = 1
+        first = self._sorted[0]
+        limit = max(1, self._limits.max_batch_tokens // max(1, _count_tokens(first)))
+        limit = 1 if first.alone else min(limit, self._limits.max_batch_rows)
         while self._sorted and len(batch) < limit:
             entry = self._sorted.popleft()
-            fits = not batch or (
-                self._group(entry) == self._group(batch[0]) and entry.job_id not in self._alone
-            )
-            (batch if fits else passed).append(entry)
+            is_like = self._group(entry) == self._group(first) and not entry.alone
+            (batch if is_like or entry is first else passed).append(entry)
         self._sorted.extendleft(reversed(passed))
         return BatchRun(batch, partial(self._run, batch))
 
@@ -176,7 +164,6 @@ class JobQueue(ABC, Generic[E]):
         """Forget jobs."""
         self._arrived = [entry for entry in self._arrived if entry.job_id not in job_ids]
         self._sorted = deque(entry for entry in self._sorted if entry.job_id not in job_ids)
-        self._alone -= job_ids
 
     @abstractmethod
     def _accept(self, job_id: int, job: Any) -> E:
@@ -197,20 +184,3 @@ class JobQueue(ABC, Generic[E]):
 
 def _count_tokens(entry: Entry) -> int:
     return len(entry.job.tokens)
-
-
-class CheckQueue(JobQueue[Entry]):
-    """Jobs that only ask whether something fits the model: `check` answers, one at a time."""
-
-    def __init__(self, limits: EngineLimits, check: Callable[[Any], Output]) -> None:
-        super().__init__(limits)
-        self._check = check
-
-    def _accept(self, job_id: int, job: Job) -> Entry:
-        return Entry(job_id, job)
-
-    def _group(self, entry: Entry) -> object:
-        return entry.job_id
-
-    def _run(self, batch: list[Entry]) -> Results:
-        return [(entry.job_id, self._check(entry.job)) for entry in batch]

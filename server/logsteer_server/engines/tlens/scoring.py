@@ -115,14 +115,18 @@ class ScoreQueue(ModelQueue):
         width = hidden_BTD.shape[1]
         index_R = np.concatenate([batch[b].job.rows - begins[b] + b * width for b in members])
         targets_R = np.concatenate([job.targets for job in jobs])
-        spec = RowSpec.of(jobs[0], self._model.eos_ids)
+        spec, vocab_size = RowSpec.of(jobs[0], self._model.eos_ids), self._model.vocab_size
+        export, reference = (
+            ReferenceFile(path, vocab_size) if path else None
+            for path in (jobs[0].export, jobs[0].reference)
+        )
         values_RW = read_hidden(
             HiddenRows.take(hidden_BTD.flatten(0, 1), index_R, targets_R),
             self._model.project,
-            self._model.vocab_size,
+            vocab_size,
             spec,
             self._bounds,
-            _find_files(jobs[0], self._model.vocab_size),
+            RowFiles(export, reference),
         )
         found_RW = values_RW.cpu().numpy()
         results: Results = []
@@ -137,10 +141,3 @@ class ScoreQueue(ModelQueue):
             )
             results.append(entry.conclude(output))
         return results
-
-
-def _find_files(job: ScoreJob, vocab_size: int) -> RowFiles:
-    return RowFiles(
-        ReferenceFile(job.export, vocab_size) if job.export else None,
-        ReferenceFile(job.reference, vocab_size) if job.reference else None,
-    )

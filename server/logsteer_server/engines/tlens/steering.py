@@ -35,7 +35,7 @@ from logsteer_server.engines.tlens.points import (
 from logsteer_server.engines.tlens.probes import (
     BatchProbes,
     ProbedRow,
-    list_ranges,
+    TokenRange,
     place_probes,
 )
 from logsteer_server.numerics.residual_ops import change_stream, pack_ops
@@ -133,15 +133,6 @@ class SteeredRow:
         }
         tokens = self.plan.positions.count(num_tokens, self.prompt_len)
         return SteeringTrace(tokens, sites, self.probed.sequence.passed if self.probed else ())
-
-
-@dataclass(frozen=True, slots=True)
-class TokenRange:
-    """The tokens of a row in a forward pass: tokens [begin, end), from column `first` on."""
-
-    first: int
-    begin: int
-    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,8 +267,7 @@ class BatchSteering:
         for index, row in enumerate(rows):
             for placed in row.sites if row else ():
                 sites.setdefault(placed.group, {})[index] = placed
-        self._probed = [row.probed if row else None for row in rows]
-        self._probes = BatchProbes(self._probed)
+        self._probes = BatchProbes([row.probed if row else None for row in rows])
         self._groups = [_SiteGroup(found, len(rows), self._probes) for found in sites.values()]
         self._last: tuple[list[int], list[int]] = ([], [])
         self._tokens = _TokenIndex(
@@ -293,10 +283,7 @@ class BatchSteering:
         read = self._probes.points
         if not read:
             return self._steer_hooks(ranges, num_columns)
-        begins = [(tokens.first, tokens.begin, tokens.end) for tokens in ranges]
-        self._probes.begin(
-            list_ranges(self._probed, begins, num_columns), len(ranges) * num_columns
-        )
+        self._probes.begin(ranges, num_columns)
         before = [(point, self._probes.read_hook(point, after=False)) for point in read]
         steering = self._steer_hooks(ranges, num_columns)
         if not steering:
