@@ -183,7 +183,7 @@ def _write_heat(
     """Return the tokens on a background as strong as their value; a title shows under a pointer.
 
     `most` 0: values are surprisals in nats. Else it is the largest size of values of both signs,
-    blue above 0 and orange below.
+    orange above 0 and blue below, as on the server's page.
     """
     spans = []
     for row, value, title in zip(rows, values, titles, strict=True):
@@ -208,7 +208,7 @@ def _colour(value: float | None, most: float) -> str:
         return "rgba(128,128,128,.35)"
     if not most:
         return f"rgba(222,84,30,{_STRONGEST * min(max(value, 0.0) / _MOST, 1.0):.3f})"
-    colour = "31,111,180" if value > 0 else "222,84,30"
+    colour = "222,84,30" if value > 0 else "31,111,180"
     return f"rgba({colour},{_STRONGEST * min(abs(value) / most, 1.0):.3f})"
 
 
