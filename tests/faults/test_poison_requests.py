@@ -89,7 +89,6 @@ class TestMemory:
         return [number for number in numbers if self.memory.is_poison(job(number))]
 
     def test_the_second_death_is_one_too_many(self) -> None:
-        assert not self.memory
         assert not self.die(1, 2)
         assert self.refused(1, 2) == []
         assert self.die(1, 3)
@@ -112,13 +111,13 @@ class TestMemory:
         assert self.refused(1) == [1]
         self.now += 1
         assert self.refused(1) == []
-        assert not self.memory
+        assert not self.memory.deaths
 
     def test_memory_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(poison, "MAX_FINGERPRINTS", 5)
         self.die(*range(12))
-        assert self.memory
-        assert len(self.memory._deaths) == 5
+        assert self.refused(0) == []
+        assert len(self.memory.deaths) == 5
 
 
 @pytest.fixture(scope="module")

@@ -18,11 +18,11 @@ from logsteer_server.contract.jobs import (
     GenerateJob,
     GenerateOutput,
     Job,
+    Lane,
     Output,
     ScoreJob,
     ScoreOutput,
 )
-from logsteer_server.contract.lane import Lane
 from logsteer_server.contract.plan import Site, SteeringPlan, SteeringTrace
 from logsteer_server.contract.results import ResultPart
 from tests.server import scripted_model

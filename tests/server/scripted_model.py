@@ -20,9 +20,9 @@ from logsteer_server.contract.jobs import (
     Job,
     JobFailure,
     JobResult,
+    Lane,
     ScoreJob,
 )
-from logsteer_server.contract.lane import Lane
 from logsteer_server.contract.results import ResultPart
 from logsteer_server.engines.fake import (
     FAKE_COLUMNS,

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from logsteer.errors import APIError
-from logsteer_server.contract.jobs import GenerateJob, Job, JobResult, ScoreJob
-from logsteer_server.contract.lane import Lane
+from logsteer_server.contract.jobs import GenerateJob, Job, JobResult, Lane, ScoreJob
 from logsteer_server.contract.results import ResultPart
 from logsteer_server.models import model as model_module
 from logsteer_server.models.cache import ResultCache

@@ -14,7 +14,7 @@ from logsteer._endpoints import ENDPOINTS
 from logsteer.errors import api_error
 from logsteer.schemas import KeyScope
 from logsteer_server.api.bodies import LimitedRequest
-from logsteer_server.contract.lane import Priority
+from logsteer_server.contract.jobs import Priority
 from logsteer_server.keys.keyring import KeyRing
 from logsteer_server.observation.requests import find_record
 

@@ -212,6 +212,11 @@ def read_all(jobs: Sequence[Job]) -> Sequence[Any]:
     return [jobs.like] if isinstance(jobs, ScoreJobs) else jobs
 
 
+def name_contents(jobs: Sequence[Job]) -> bool:
+    """Return whether any of the jobs names a stored file, of an override or an adapter."""
+    return any(job.override or job.adapter for job in read_all(jobs))
+
+
 def select_jobs(jobs: Sequence[Job], indices: Sequence[int]) -> Sequence[Job]:
     """Return the jobs at these indices."""
     if isinstance(jobs, ScoreJobs):

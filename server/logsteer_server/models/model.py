@@ -20,8 +20,7 @@ from logsteer_server.contract.batches import (
     select_jobs,
 )
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import GenerateJob, Job, Output
-from logsteer_server.contract.lane import Lane
+from logsteer_server.contract.jobs import GenerateJob, Job, Lane, Output
 from logsteer_server.contract.parameters import Cast
 from logsteer_server.contract.results import OutputPart, WorkCounts, count_work
 from logsteer_server.models.admission import Admission
