@@ -22,7 +22,6 @@ from logsteer.schemas import (
     VectorList,
 )
 from logsteer.schemas.steering import VectorName
-from logsteer_server.api.access import KeyedRoute
 from logsteer_server.api.dependencies import (
     StoreThreadsDep,
     get_adapters,
@@ -33,6 +32,7 @@ from logsteer_server.api.dependencies import (
     refuse_upload,
 )
 from logsteer_server.api.respond import answer
+from logsteer_server.api.routing import KeyedRoute
 from logsteer_server.stores.namespace import Namespace
 from logsteer_server.stores.store import (
     ADAPTERS,

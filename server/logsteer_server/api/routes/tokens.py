@@ -12,12 +12,12 @@ from logsteer.schemas import (
     TokenizeAnswer,
     TokenizeRequest,
 )
-from logsteer_server.api.access import KeyedRoute
 from logsteer_server.api.dependencies import (
     CapacityDep,
     ModelsDep,
 )
 from logsteer_server.api.respond import answer, run_within
+from logsteer_server.api.routing import KeyedRoute
 from logsteer_server.tasks.planning import Capacity, Steps, cover_text
 from logsteer_server.tasks.run import check_count
 from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, split_sizes
