@@ -25,7 +25,7 @@ from logsteer_server.api.routes import (
 )
 from logsteer_server.api.routing import BodyTurns
 from logsteer_server.engines.scratch import sweep
-from logsteer_server.interventions.namespaces import NamespaceRegistry
+from logsteer_server.interventions.interventions import NamespaceRegistry
 from logsteer_server.keys.keyring import KeyRing
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.changes import ModelChanges

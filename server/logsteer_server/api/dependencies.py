@@ -8,8 +8,7 @@ from fastapi import Depends, Request
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import AdapterCard, OverrideCard, VectorCard
 from logsteer_server.api.gate import Drain
-from logsteer_server.interventions.interventions import Stores
-from logsteer_server.interventions.namespaces import NamespaceRegistry
+from logsteer_server.interventions.interventions import NamespaceRegistry, Stores
 from logsteer_server.models.changes import ModelChanges
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings

@@ -8,7 +8,7 @@ import msgpack
 import numpy as np
 import orjson
 
-from logsteer_server.tasks.target_scores import FiniteDocuments
+from logsteer_server.tasks.logprob import FiniteDocuments
 
 JSON = "application/json"
 MSGPACK = "application/msgpack"

@@ -12,10 +12,14 @@ from typing import Protocol
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import ModelState, ReplicaCard
-from logsteer_server.contract.batches import name_contents
+from logsteer_server.contract.batches import (
+    ResultPart,
+    find_first_failure,
+    find_last,
+    name_contents,
+)
 from logsteer_server.contract.engine import EngineInfo, EngineLoad, EngineSpec
 from logsteer_server.contract.jobs import Job, Lane
-from logsteer_server.contract.results import ResultPart, find_first_failure, find_last
 from logsteer_server.engines.lifetime import measure_progress
 from logsteer_server.observation.readings import EngineStatus
 from logsteer_server.runtime.engine_process import Ended, EngineProcess

@@ -38,7 +38,7 @@ async def export_files(
     all of it reserved. Errors: APIError `overloaded` where the disk has no room.
     """
     with ScratchDirectory() as scratch:
-        yield await planner.call_long(_reserve_files, scratch, jobs, vocab_size)
+        yield await planner.capacity.call_long(_reserve_files, scratch, jobs, vocab_size)
 
 
 def _reserve_files(directory: Path, jobs: Sequence[ScoreJob], vocab_size: int) -> list[str]:

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 
 from logsteer.schemas import ALL_COLUMNS, GenerateRequest, PromptRequest, SteerRequest
-from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, Policy, draw_seed
 from logsteer_server.interventions.interventions import Interventions, Stores
 from logsteer_server.models.registry import ModelRegistry
@@ -19,7 +18,6 @@ from logsteer_server.tasks.continuations import (
 )
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import Batch, Event, Task, check_count, take_each
-from logsteer_server.text.tokenizer import TextCodec
 
 NO_TOKENS = np.zeros(0, dtype=np.int32)
 
@@ -58,18 +56,17 @@ class GenerationTask(Task):
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Generate everything in one batch."""
         body = self._body
-        codec, info = self.model.require()
         planner.cover_text(find_longest_prompt(body.prompts or [], body.messages or []))
-        self._continuations = await planner.advance(self._plan(codec, info))
+        self._continuations = await planner.advance(self._plan())
         tokens = len(self._continuations.jobs) * body.max_tokens
         planner.expect_rows(tokens, 1 + len(self.columns))
         contexts = [job.prompt_len for job in self._continuations.jobs]
         planner.expect_readings(self.interventions, len(contexts), tokens, sum(contexts))
         yield Batch(self._continuations.jobs, take_each(self._take))
 
-    def _plan(self, codec: TextCodec, info: EngineInfo) -> Steps[Continuations]:
+    def _plan(self) -> Steps[Continuations]:
         body = self._body
-        interventions = Interventions.resolve(body, self._stores, info)
+        interventions = Interventions.resolve(body, self._stores, self.info)
         given = body.prompts or body.prompt_ids or []
         prompts = Prompts(given, body.messages, body.bos, body.on_overflow)
         first = GenerateJob(
@@ -84,7 +81,7 @@ class GenerationTask(Task):
             columns=tuple(self.columns),
             double=body.precision == "float64",
         )
-        steps = plan_continuations(prompts, first, body.n, codec, info)
+        steps = plan_continuations(prompts, first, body.n, self.codec, self.info)
         plain, self._truncated = yield from steps
         baseline = interventions.unsteered.apply(plain) if self.has_baseline else []
         self.interventions = interventions
@@ -96,8 +93,9 @@ class GenerationTask(Task):
 
     def report(self) -> dict[str, Any]:
         """Return the completions of each prompt."""
-        codec, _ = self.model.require()
-        results = self._continuations.write(codec, self.interventions, self._truncated, self.window)
+        results = self._continuations.write(
+            self.codec, self.interventions, self._truncated, self.window
+        )
         return {"results": results}
 
 

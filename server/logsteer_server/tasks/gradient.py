@@ -9,7 +9,6 @@ import numpy as np
 
 from logsteer.errors import api_error
 from logsteer.schemas import GradientRequest
-from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import GradientJob, GradientOutput, Ids
 from logsteer_server.contract.parameters import Direction
 from logsteer_server.contract.plan import Positions
@@ -23,9 +22,7 @@ from logsteer_server.interventions.steering import place_positions
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.columns import ColumnOptions
-from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.run import Batch, Collector, Task
-from logsteer_server.tasks.targets import (
+from logsteer_server.tasks.logprob import (
     PlannedTarget,
     TargetOptions,
     TargetPlan,
@@ -33,7 +30,8 @@ from logsteer_server.tasks.targets import (
     find_longest,
     plan_targets,
 )
-from logsteer_server.text.tokenizer import TextCodec
+from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.run import Batch, Collector, Task
 
 
 def plan_gradients(
@@ -133,11 +131,10 @@ class GradientTask(Task):
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Differentiate all targets in one batch."""
-        codec, info = self.model.require()
         limit = planner.settings.max_gradient_numbers
         planner.cover_text(find_longest(self._body.items))
-        targets, jobs = await planner.advance(self._plan(codec, info, limit))
-        collector = Collector(jobs)
+        targets, jobs = await planner.advance(self._plan(limit))
+        collector = Collector()
         yield Batch(jobs, collector.take)
         found = collector.outputs
         described = [_describe(*each) for each in zip(targets.planned, jobs, found, strict=True)]
@@ -145,15 +142,13 @@ class GradientTask(Task):
             {"targets": [described[i] for i in item.targets]} for item in targets.items
         ]
 
-    def _plan(
-        self, codec: TextCodec, info: EngineInfo, max_numbers: int
-    ) -> Steps[tuple[TargetPlan, Sequence[GradientJob]]]:
-        body, wrt = self._body, self._body.wrt
+    def _plan(self, max_numbers: int) -> Steps[tuple[TargetPlan, Sequence[GradientJob]]]:
+        body, wrt, info = self._body, self._body.wrt, self.info
         check_feature("gradient", info, None)
         self.interventions = Interventions.resolve(body, self._stores, info)
         self._along = resolve_direction(wrt.override, self._stores.overrides)
         options = TargetOptions(body.boundary, bos=body.bos, on_overflow=body.on_overflow)
-        targets = yield from plan_targets(body.items, codec, info, options, ColumnOptions())
+        targets = yield from plan_targets(body.items, self.codec, info, options, ColumnOptions())
         sites = tuple((layer, wrt.hook) for layer in wrt.layers or [])
         direction = self._along.override.direction if self._along else None
         positions = place_positions(wrt.positions)

@@ -14,9 +14,9 @@ from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
 from logsteer_server.interventions.interventions import Interventions, Stores
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
+from logsteer_server.tasks.logprob import MAX_TARGETS
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import Batch, Collector, Facts, Task, check_count
-from logsteer_server.tasks.targets import MAX_TARGETS
 from logsteer_server.text.sums import log_sum_exp
 from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, split_sizes
 
@@ -102,11 +102,10 @@ class LabelTask(Task):
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Score all items in one batch; the prefix cache serves what they begin with."""
-        codec, info = self.model.require()
         planner.cover_text(self._longest)
-        jobs = await planner.advance(self._plan(codec, info))
+        jobs = await planner.advance(self._plan())
         planner.expect_rows(sum(job.num_scored for job in jobs), 1)
-        collector = Collector(jobs)
+        collector = Collector()
         yield Batch(jobs, collector.take, cache=True)
         self._scores = [
             weigh_labels(output, self._body.apply_softmax) for output in collector.outputs
@@ -119,9 +118,9 @@ class LabelTask(Task):
         longest = max((len(item) for item in items if isinstance(item, str)), default=0)
         return longest + (len(self._body.query) if isinstance(self._body.query, str) else 0)
 
-    def _plan(self, codec: TextCodec, info: EngineInfo) -> Steps[Sequence[ScoreJob]]:
-        self.interventions = Interventions.resolve(self._body, self._stores, info)
-        jobs = yield from plan_labels(self._body, codec, info)
+    def _plan(self) -> Steps[Sequence[ScoreJob]]:
+        self.interventions = Interventions.resolve(self._body, self._stores, self.info)
+        jobs = yield from plan_labels(self._body, self.codec, self.info)
         return self.interventions.apply(jobs)
 
     def report(self) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 from logsteer.schemas.openai import ChatCompletionRequest, CompletionRequest, SamplingRequest
-from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import (
     GenerateJob,
     GenerateOutput,
@@ -40,7 +39,6 @@ from logsteer_server.tasks.run import (
     check_count,
     take_each,
 )
-from logsteer_server.text.tokenizer import TextCodec
 
 
 class OpenAITask(Task):
@@ -64,19 +62,18 @@ class OpenAITask(Task):
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch | Event, None]:
         """Score echoes and generate completions in one batch; in a stream the echoes come first."""
-        codec, info = self.model.require()
         planner.cover_text(self._longest)
-        self._prompts, jobs = await planner.advance(self._plan(codec, info))
+        self._prompts, jobs = await planner.advance(self._plan())
         if not self.streams:
             self._expect(planner, jobs)
-            collector = Collector(jobs)
+            collector = Collector()
             yield Batch(jobs, collector.take, cache=True)
             self._found = collector.outputs
             return
         samples = [job for job in jobs if isinstance(job, GenerateJob)]
         if self.echoes:
             scored = [job for job in jobs if isinstance(job, ScoreJob)]
-            collector = Collector(scored)
+            collector = Collector()
             room = sum(job.num_expected for job in samples)
             yield Batch(scored, collector.take, cache=True, room=room)
             for event in self._show_echoes(collector.outputs):
@@ -91,11 +88,9 @@ class OpenAITask(Task):
         """Whether prompts are given back before their completions."""
         return False
 
-    def _plan(
-        self, codec: TextCodec, info: EngineInfo
-    ) -> Steps[tuple[list[CompletionPrompt], Sequence[Job]]]:
-        self.interventions = Interventions.resolve(self._sampling, self._stores, info)
-        prompts = yield from self._plan_prompts(codec, info)
+    def _plan(self) -> Steps[tuple[list[CompletionPrompt], Sequence[Job]]]:
+        self.interventions = Interventions.resolve(self._sampling, self._stores, self.info)
+        prompts = yield from self._plan_prompts()
         return prompts, self.interventions.apply([job for each in prompts for job in each.jobs])
 
     def _expect(self, planner: Planner, jobs: Sequence[Job]) -> None:
@@ -114,7 +109,7 @@ class OpenAITask(Task):
         """Characters, or ids, of the longest prompt."""
 
     @abstractmethod
-    def _plan_prompts(self, codec: TextCodec, info: EngineInfo) -> Steps[list[CompletionPrompt]]:
+    def _plan_prompts(self) -> Steps[list[CompletionPrompt]]:
         """Return the prompts with their plain jobs."""
 
     @abstractmethod
@@ -207,8 +202,8 @@ class CompletionTask(OpenAITask):
             return len(given)
         return max(len(entry) for entry in given if not isinstance(entry, int))
 
-    def _plan_prompts(self, codec: TextCodec, info: EngineInfo) -> Steps[list[CompletionPrompt]]:
-        return plan_completions(self._body, codec, info)
+    def _plan_prompts(self) -> Steps[list[CompletionPrompt]]:
+        return plan_completions(self._body, self.codec, self.info)
 
     @property
     def echoes(self) -> bool:
@@ -239,10 +234,9 @@ class CompletionTask(OpenAITask):
         self, index: int, text: str, columns: TokenColumns | None, finish_reason: str | None
     ) -> dict[str, Any]:
         """Return (a piece of) a choice; its offsets go on from those of the piece before."""
-        codec, _ = self.model.require()
         logprobs = None
         if columns is not None and self._body.logprobs is not None:
-            logprobs = columns.render(codec, self._offsets[index])
+            logprobs = columns.render(self.codec, self._offsets[index])
             self._offsets[index] += sum(map(len, logprobs["tokens"]))
         return {
             "index": index,
@@ -276,9 +270,8 @@ class CompletionTask(OpenAITask):
         return own[1 if prompt.echo_job else 0 :] or [None]
 
     def _read_next(self, echo: ScoreOutput) -> GenerateOutput:
-        codec, info = self.model.require()
-        eos_ids = () if self._body.ignore_eos else info.eos_ids
-        return read_next(echo, codec, self._body.logprobs or 0, eos_ids)
+        eos_ids = () if self._body.ignore_eos else self.info.eos_ids
+        return read_next(echo, self.codec, self._body.logprobs or 0, eos_ids)
 
     def _join(
         self,
@@ -315,16 +308,15 @@ class ChatCompletionTask(OpenAITask):
     def _longest(self) -> int:
         return find_longest_prompt([], self._body.messages)
 
-    def _plan_prompts(self, codec: TextCodec, info: EngineInfo) -> Steps[list[CompletionPrompt]]:
-        prompt = plan_chat(self._body, codec, info)
+    def _plan_prompts(self) -> Steps[list[CompletionPrompt]]:
+        prompt = plan_chat(self._body, self.codec, self.info)
         yield sum(job.num_expected for job in prompt.jobs)
         return [prompt]
 
     def _render(self, index: int, output: GenerateOutput) -> dict[str, Any]:
-        codec, _ = self.model.require()
         logprobs = None
         if self._body.logprobs:
-            logprobs = render_chat_logprobs(read_generated(output), codec)
+            logprobs = render_chat_logprobs(read_generated(output), self.codec)
         role = {} if index in self._started else {"role": "assistant"}
         self._started.add(index)
         return {

@@ -148,24 +148,16 @@ class Planner:
         self.expected_bytes = 0
         self._takes_long = False
         self._packs_arrays = packs_arrays
-        self._capacity = capacity
+        self.capacity = capacity
         self._tokens = tokens
         self._memory = memory
-
-    async def call(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what short blocking work returns. Errors: as `Capacity.call`."""
-        return await self._capacity.call(work, *args, **kwargs)
-
-    async def call_long(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what long blocking work returns. Errors: as `Capacity.call`."""
-        return await self._capacity.call_long(work, *args, **kwargs)
 
     async def advance(self, steps: Steps[T]) -> T:
         """Return what steps come to; the run's room covers the tokens that they plan.
 
         Errors: as `Capacity.advance` and `Reservation.cover`.
         """
-        return await self._capacity.advance(steps, self._tokens.cover, self._takes_long)
+        return await self.capacity.advance(steps, self._tokens.cover, self._takes_long)
 
     def cover_text(self, longest: int) -> None:
         """Reserve memory for the longest text while it is encoded, of so many characters.

@@ -233,37 +233,37 @@ class TrainTask(Task):
         body = self._body
         store = self._stores.vectors
         store.files.check_writing(body.name)
-        codec, info = self.model.require()
+        info = self.info
         asked = body.model_dump(mode="json", exclude={"overwrite", "model"})
         weights = {"model": self.model.id, "weights_digest": info.weights_digest}
         request = digest_request("train", **asked, **weights)
-        repeated = await planner.call_long(
+        repeated = await planner.capacity.call_long(
             store.files.find_repeat, body.name, request, overwrite=body.overwrite
         )
         if repeated is not None:
             self._card = repeated
-            stored = await planner.call_long(store.find, body.name)
+            stored = await planner.capacity.call_long(store.find, body.name)
             await self._compare(stored.vectors, planner)
             return
         site = CaptureSite(body.hook, body.layers, body.read)
         limit = planner.settings.max_training_bytes
         texts = list_texts(body.pairs)
         planner.cover_text(max(map(len, texts)))
-        jobs = await planner.advance(plan_pairs(texts, site, body.bos, codec, info, limit))
-        collector = Collector(jobs)
+        jobs = await planner.advance(plan_pairs(texts, site, body.bos, self.codec, info, limit))
+        collector = Collector()
         yield Batch(jobs, collector.take)
-        trained = await planner.call_long(
+        trained = await planner.capacity.call_long(
             train_vectors, jobs, collector.outputs, body.method, body.whiten
         )
         about = self._describe(trained, info)
-        self._card = await planner.call_long(
+        self._card = await planner.capacity.call_long(
             store.put, body.name, trained.vectors, about, request, overwrite=body.overwrite
         )
         await self._compare(trained.vectors, planner)
 
     async def _compare(self, vectors: LayerVectors, planner: Planner) -> None:
         """Compare the vectors with one another, and with those stored."""
-        self._similar = await planner.call_long(
+        self._similar = await planner.capacity.call_long(
             find_similar, self._body.name, vectors, self._stores.vectors
         )
         self._cosines = compare_layers(vectors)

@@ -197,7 +197,7 @@ async def write_body(
 async def take_turn(request: Request, num_bytes: int) -> AsyncIterator[None]:
     """Wait for the caller's turn at work on stored files; reserve its memory for so long.
 
-    Errors: APIError `overloaded` and `payload_too_large`, as `Admission.grow`.
+    Errors: APIError `overloaded` and `payload_too_large`, as `Reservation.cover`.
     """
     state = request.app.state
     turns: FairTurns = state.store_turns
