@@ -219,10 +219,10 @@ def name_contents(jobs: Sequence[Job]) -> bool:
     return any(job.override or job.adapter for job in read_all(jobs))
 
 
-def select_jobs(jobs: Sequence[Job], indices: Sequence[int]) -> Sequence[Job]:
+def select_jobs(jobs: Sequence[Job], indices: Indices) -> Sequence[Job]:
     """Return the jobs at these indices."""
     if isinstance(jobs, ScoreJobs):
-        return jobs.select(np.array(indices, dtype=np.int64))
+        return jobs.select(indices)
     return [jobs[index] for index in indices]
 
 
@@ -289,8 +289,9 @@ class ScoreOutputs(_Entries[ScoreOutput]):
         )
 
     @classmethod
-    def join(cls, parts: Sequence["ScoreOutputs"]) -> "ScoreOutputs":
+    def join(cls, given: Sequence[Sequence[ScoreOutput]]) -> "ScoreOutputs":
         """Return the outputs of all parts, one at least, which have the same columns."""
+        parts = list(map(cls.of, given))
         first = parts[0]
         if len(parts) == 1:
             return first

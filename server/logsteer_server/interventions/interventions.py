@@ -126,7 +126,7 @@ class Interventions:
         Errors: APIError `forbidden`, `unknown_vector`, `invalid_vector`, `unknown_override`,
         `unknown_adapter`, `unsupported_by_engine`.
         """
-        if not [name for name in INTERVENTIONS if getattr(asked, name, None) is not None]:
+        if asked.model_fields_set.isdisjoint(INTERVENTIONS):
             return UNCHANGED
         stores.check_use(asked)
         steering = asked.steering if isinstance(asked, InterventionFields) else None

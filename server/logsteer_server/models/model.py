@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
+import numpy as np
+
 from logsteer.errors import api_error
 from logsteer.schemas import ModelCard, ModelState, Precision, Provenance
 from logsteer_server.contract.batches import (
@@ -136,19 +138,11 @@ class ResidentModel:
         """Whether requests can be answered."""
         return self.status[0] == "ready"
 
-    def require(self) -> tuple[TextCodec, EngineInfo]:
-        """Return tokenizer and engine. Errors: APIError where the model does not answer now."""
-        found = self.require_engine()
-        if self.gate is not None:
-            state, why = self.gate
-            detail = f"Model {self.id} does not answer: {why}."
-            if state == "failed":
-                raise api_error("internal", f"{detail} POST /models/{self.id}/selftest shows more.")
-            raise api_error("model_loading", f"{detail} Try again shortly.", retry_after=5)
-        return found
+    def require(self, *, through_gate: bool = False) -> tuple[TextCodec, EngineInfo]:
+        """Return tokenizer and engine; `through_gate`: whatever the gate says.
 
-    def require_engine(self) -> tuple[TextCodec, EngineInfo]:
-        """Return tokenizer and engine, whatever the gate says. Errors: APIError without them."""
+        Errors: APIError where the model does not answer now.
+        """
         if self.closed is not None:
             detail = f"Model {self.id} takes no requests: {self.closed[1]}. Try again later."
             raise api_error("model_loading", detail, retry_after=CLOSED_RETRY_S)
@@ -159,6 +153,12 @@ class ResidentModel:
         if self._codec is None:
             detail = f"The tokenizer of model {self.id} is still loading; try again shortly."
             raise api_error("model_loading", detail, retry_after=2)
+        if self.gate is not None and not through_gate:
+            state, why = self.gate
+            detail = f"Model {self.id} does not answer: {why}."
+            if state == "failed":
+                raise api_error("internal", f"{detail} POST /models/{self.id}/selftest shows more.")
+            raise api_error("model_loading", f"{detail} Try again shortly.", retry_after=5)
         return self._codec, info
 
     async def prepare(
@@ -173,7 +173,7 @@ class ResidentModel:
         scope = digest_scope(self.handle.check_ready(), self.settings)
         found = await self._results.find(scope, jobs)
         missing = found.missing
-        unknown = select_jobs(jobs, [entry.indices[0] for entry in missing])
+        unknown = select_jobs(jobs, np.array([entry.indices[0] for entry in missing], np.int64))
         num_known = len(jobs) - len(missing)
         self.metrics.cache_hits.inc(num_known)
         self.metrics.cache_misses.inc(sum(entry.key is not None for entry in missing))

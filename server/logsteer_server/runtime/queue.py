@@ -21,6 +21,7 @@ both know it, and share what comes.
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import get_args
 
 import numpy as np
@@ -70,7 +71,7 @@ class EngineCall:
 
     def select(self, ids: Sequence[int]) -> Sequence[Job]:
         """Return the jobs of these ids."""
-        return select_jobs(self.jobs, [job_id - self.first_id for job_id in ids])
+        return select_jobs(self.jobs, np.array(ids, dtype=np.int64) - self.first_id)
 
     @property
     def generates(self) -> bool:
@@ -107,9 +108,6 @@ class CallQueue:
             for tenant in sorted(calls, key=self._served[priority].__getitem__):
                 yield from calls[tenant]
 
-    def __len__(self) -> int:
-        return sum(len(own) for calls in self._calls.values() for own in calls.values())
-
     def peek(self, reading: bool, held: Collection[EngineCall]) -> EngineCall | None:
         """Return the call whose turn it is, but for those held; with `reading`, of those whose next
         job does not generate.
@@ -136,8 +134,10 @@ class CallQueue:
         self._turns_without_batch = self._turns_without_batch + 1 if is_passed_over else 0
         served = self._served[priority]
         self._reached[priority] = max(self._reached[priority], served[tenant])
-        ids = [call.unsent.popleft() for _ in range(count)]
-        for job_id in ids:
+        ids = []
+        for _ in range(count):
+            job_id = call.unsent.popleft()
+            ids.append(job_id)
             size = call.sizes[job_id - call.first_id]
             served[tenant] += max(1, size if call.only_reads else call.job(job_id).num_expected)
         calls = self._calls[priority][tenant]
@@ -377,12 +377,15 @@ class FairQueue:
             if call.generates and not (fit := [own for own in fit if own.may_generate(call)]):
                 reading = True
                 continue
-            is_suspect = self._is_suspect(call)
+            # Each look at a job takes time: none is needed while nothing is remembered.
+            has_deaths = bool(self.poison.deaths)
+            is_suspect = has_deaths and self.poison.remembers(call.job(call.unsent[0]))
             if is_suspect and not (fit := [own for own in fit if own.suspect is None]):
                 held.add(call)
                 continue
             replica = fit[0] if len(self.replicas) == 1 else self._choose(call, fit)
-            is_alone = len(self.replicas) == len(self._waiting) == 1 and not self.poison.deaths
+            others = islice(self._waiting, 1, None)
+            is_alone = len(self.replicas) == 1 and not has_deaths and next(others, None) is None
             count = replica.count_due(call) if is_alone and call.only_reads else 1
             ids = self._waiting.pop(call, count)
             replica.add(call, ids)
@@ -402,10 +405,6 @@ class FairQueue:
         if number is not None and self.replicas[number].is_open:
             return [self.replicas[number]]
         return [replica for replica in self.replicas if replica.may_read(call)]
-
-    def _is_suspect(self, call: EngineCall) -> bool:
-        """Return whether an engine has died with a call's next job."""
-        return bool(self.poison.deaths) and self.poison.remembers(call.job(call.unsent[0]))
 
     def _choose(self, call: EngineCall, fit: Sequence[ReplicaLoad]) -> ReplicaLoad:
         """Return the replica that a call's next job goes to, of these."""

@@ -32,7 +32,7 @@ from logsteer_server.contract.batches import (
     find_starts,
 )
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import Ids, ScoreJob
+from logsteer_server.contract.jobs import Ids, ScoreJob, Scores
 from logsteer_server.interventions.interventions import UNCHANGED, Interventions, Stores
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
@@ -69,8 +69,10 @@ class TargetOptions:
 def check_items(items: Sequence[LogprobItem], settings: Settings) -> None:
     """Bound items and targets. Errors: APIError `payload_too_large`."""
     check_count("items", len(items), settings.max_items)
-    targets = sum(len(item.targets or item.target_ids or ()) for item in items)
-    check_count("items[].targets", targets, MAX_TARGETS)
+    count = 0
+    for item in items:
+        count += len(item.targets or item.target_ids or ())
+    check_count("items[].targets", count, MAX_TARGETS)
 
 
 def find_longest(items: Sequence[LogprobItem]) -> int:
@@ -165,7 +167,7 @@ def plan_targets(
             work = 0
             yield 0
     decoded = yield from _decode_targets(codec, list(distinct.values()))
-    text_cuts = cut_pairs(codec, pairs, options.boundary, options.bos)
+    text_cuts = cut_pairs(codec, pairs, options.boundary, options.bos) if pairs else iter(())
     builder = _JobBuilder(options.on_overflow, info)
     planned = []
     for place, text in enumerate(texts):
@@ -310,7 +312,7 @@ class _JobBuilder:
         """Return the jobs, by their numbers, which read these columns."""
         none = np.zeros(0, dtype=np.int32)
         like = ScoreJob(none, none, read.columns, read.top, policy=read.policy, double=read.double)
-        counts = np.array([len(targets) for targets in self._targets])
+        counts = np.array(list(map(len, self._targets)))
         shares_row = np.zeros(len(counts), dtype=bool)
         shares_row[list(self._sharing.values())] = True
         return ScoreJobs(
@@ -467,28 +469,25 @@ class _ScoreWriter:
             score["aggregates"] = aggregate_columns(asked, shown.window)
         if shown.per_token:
             score["token_ids"] = token_ids
-            score["tokens"] = self._tokens.get(id(token_ids)) or self._split(token_ids)
+            if (tokens := self._tokens.get(id(token_ids))) is None:
+                tokens = self._tokens[id(token_ids)] = list(map(self._codec.piece, token_ids))
+            score["tokens"] = tokens
             score["offsets"] = offsets
             for name, values in self._columns.items():
                 score[name] = values[begin:end]
             if self._others is not None:
                 others = self._others.items()
                 score["columns"] = {name: values[begin:end] for name, values in others}
-            self._add_top(score, slice(begin, end))
+            top_ids, top_logprobs = self._outputs.top_ids, self._outputs.top_logprobs
+            if top_ids is not None and top_logprobs is not None:
+                score["top"] = self._list_top(top_ids[begin:end], top_logprobs[begin:end])
         return score
 
-    def _split(self, token_ids: list[int]) -> list[str]:
-        """Return the text of each token."""
-        tokens = self._tokens[id(token_ids)] = list(map(self._codec.piece, token_ids))
-        return tokens
-
-    def _add_top(self, score: dict[str, Any], rows: slice) -> None:
-        outputs, piece = self._outputs, self._codec.piece
-        if outputs.top_ids is not None and outputs.top_logprobs is not None:
-            top_ids = outputs.top_ids[rows]
-            tokens = [[piece(token_id) for token_id in row] for row in top_ids.tolist()]
-            logprobs = outputs.top_logprobs[rows]
-            score["top"] = {"token_ids": top_ids, "tokens": tokens, "logprobs": logprobs}
+    def _list_top(self, top_ids: Ids, top_logprobs: Scores) -> dict[str, Any]:
+        """Return the alternatives of some rows."""
+        piece = self._codec.piece
+        tokens = [[piece(token_id) for token_id in row] for row in top_ids.tolist()]
+        return {"token_ids": top_ids, "tokens": tokens, "logprobs": top_logprobs}
 
 
 class LogprobTask(Task):

@@ -16,7 +16,8 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, cast
+from itertools import chain
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,7 @@ from logsteer.errors import api_error
 from logsteer.schemas import Precision, Provenance
 from logsteer_server.contract.batches import OutputPart, ScoreOutputs, count_work, find_steered
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import GenerateJob, Job, ScoreOutput
+from logsteer_server.contract.jobs import GenerateJob, Job
 from logsteer_server.interventions.interventions import UNCHANGED, AppliedReport, Interventions
 from logsteer_server.keys.caller import Requester
 from logsteer_server.models.admission import Admission, Reservation
@@ -93,27 +94,26 @@ class Collector:
     """Outputs of a batch, which are taken as they come and put into the order of its jobs."""
 
     def __init__(self) -> None:
-        self._parts: list[OutputPart] = []
+        self._indices: list[int] = []
+        self._parts: list[Sequence[Any]] = []
 
     def take(self, part: OutputPart) -> Iterable[Event]:
         """Take outputs of some of the jobs."""
-        self._parts.append(part)
+        self._indices += part.indices
+        self._parts.append(part.outputs)
         return ()
 
     @property
     def outputs(self) -> list[Any]:
         """All outputs."""
-        found: dict[int, Any] = {}
-        for part in self._parts:
-            found.update(zip(part.indices, part.outputs, strict=True))
+        found = dict(zip(self._indices, chain.from_iterable(self._parts), strict=True))
         return [found[index] for index in sorted(found)]
 
     @property
     def scores(self) -> ScoreOutputs:
         """All outputs of score jobs of the same columns, in arrays."""
-        parts = [ScoreOutputs.of(cast(Sequence[ScoreOutput], part.outputs)) for part in self._parts]
-        indices = [index for part in self._parts for index in part.indices]
-        return ScoreOutputs.join(parts).select(np.argsort(np.array(indices, dtype=np.int64)))
+        order = np.argsort(np.array(self._indices, dtype=np.int64))
+        return ScoreOutputs.join(self._parts).select(order)
 
 
 class Task(ABC):

@@ -47,7 +47,7 @@ class SelftestTask(Task):
 
     def require(self) -> None:
         """Make sure that the engine is ready; a model that failed its self-test can be tested."""
-        self.codec, self.info = self.model.require_engine()
+        self.codec, self.info = self.model.require(through_gate=True)
 
     def check_limits(self, settings: Settings) -> None:
         """Leave it to the plan, which knows how many tokens the texts are."""
