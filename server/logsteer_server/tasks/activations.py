@@ -8,9 +8,8 @@ import numpy.typing as npt
 
 from logsteer.schemas import ActivationsRequest
 from logsteer_server.contract.captures import CaptureJob, CaptureOutput
-from logsteer_server.interventions.interventions import Interventions, Stores
+from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.interventions.steering import place_positions
-from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.captures import (
     CaptureSite,
@@ -20,23 +19,19 @@ from logsteer_server.tasks.captures import (
     read_items,
 )
 from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.run import Batch, Collector, Task, TensorLayout, check_count
+from logsteer_server.tasks.run import Batch, BodyTask, Collector, TensorLayout, check_count
 
 Array = npt.NDArray[Any]
 
 
-class ActivationsTask(Task):
+class ActivationsTask(BodyTask[ActivationsRequest]):
     """The activations of texts at a hook: of each token, of the last one, or their mean."""
 
     kind = "activations"
     has_file = True
 
-    def __init__(self, body: ActivationsRequest, models: ModelRegistry, stores: Stores) -> None:
-        super().__init__(models.find(body.model))
-        self._body = body
-        self._stores = stores
-        self._planned: list[PlannedCapture] = []
-        self._outputs: Sequence[CaptureOutput] = ()
+    _planned: list[PlannedCapture]
+    _outputs: Sequence[CaptureOutput]
 
     def check_limits(self, settings: Settings) -> None:
         """Bound the number of items. Errors: APIError `payload_too_large`."""

@@ -12,14 +12,13 @@ from logsteer.schemas import GradientRequest
 from logsteer_server.contract.jobs import GradientJob, GradientOutput, Ids
 from logsteer_server.contract.parameters import Direction
 from logsteer_server.contract.plan import Positions
-from logsteer_server.interventions.interventions import Interventions, Stores
+from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.interventions.parameters import (
     ResolvedOverride,
     check_feature,
     resolve_direction,
 )
 from logsteer_server.interventions.steering import place_positions
-from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.columns import ColumnOptions
 from logsteer_server.tasks.logprob import (
@@ -31,7 +30,7 @@ from logsteer_server.tasks.logprob import (
     plan_targets,
 )
 from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.run import Batch, Collector, Task
+from logsteer_server.tasks.run import Batch, BodyTask, Collector
 
 
 def plan_gradients(
@@ -113,17 +112,13 @@ def _describe(target: PlannedTarget, job: GradientJob, output: GradientOutput) -
     return found | {"flags": [] if finite else ["non_finite"]}
 
 
-class GradientTask(Task):
+class GradientTask(BodyTask[GradientRequest]):
     """Derivatives of every target's log-probability, by activations or along an override."""
 
     kind = "gradient"
 
-    def __init__(self, body: GradientRequest, models: ModelRegistry, stores: Stores) -> None:
-        super().__init__(models.find(body.model))
-        self._body = body
-        self._stores = stores
-        self._along: ResolvedOverride | None = None
-        self._results: list[dict[str, Any]] = []
+    _along: ResolvedOverride | None
+    _results: list[dict[str, Any]]
 
     def check_limits(self, settings: Settings) -> None:
         """Bound items and targets. Errors: APIError `payload_too_large`."""

@@ -16,7 +16,7 @@ from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.logprob import MAX_TARGETS
 from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.run import Batch, Collector, Facts, Task, check_count
+from logsteer_server.tasks.run import Batch, BodyTask, Collector, Facts, check_count
 from logsteer_server.text.sums import log_sum_exp
 from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, split_sizes
 
@@ -80,17 +80,16 @@ def weigh_labels(output: ScoreOutput, apply_softmax: bool) -> list[float | None]
     return [None if math.isnan(v) else math.exp(v - total) for v in logprobs]
 
 
-class LabelTask(Task):
+class LabelTask(BodyTask[ScoreRequest]):
     """Probabilities of label tokens after a query and each item, in SGLang's shape."""
 
     kind = "score"
 
+    _scores: list[list[float | None]]
+
     def __init__(self, body: ScoreRequest, models: ModelRegistry, stores: Stores) -> None:
-        super().__init__(models.find(body.model))
-        self._body = body
-        self._stores = stores
+        super().__init__(body, models, stores)
         self._created = int(time.time())
-        self._scores: list[list[float | None]] = []
 
     def check_limits(self, settings: Settings) -> None:
         """Bound items and what is read of them. Errors: APIError `payload_too_large`."""

@@ -8,7 +8,7 @@ import hashlib
 import math
 from array import array
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -33,12 +33,11 @@ from logsteer_server.contract.batches import (
 )
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import Ids, ScoreJob, Scores
-from logsteer_server.interventions.interventions import UNCHANGED, Interventions, Stores
-from logsteer_server.models.registry import ModelRegistry
+from logsteer_server.interventions.interventions import UNCHANGED, Interventions
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.columns import Column, ColumnOptions, aggregate_columns, show_columns
 from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.run import Batch, Collector, Task, check_count
+from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
 from logsteer_server.text.boundaries import Cut, Pair, cut_pairs, space_variants
 from logsteer_server.text.sums import log_sum_exp
 from logsteer_server.text.tokenizer import Offsets, TextCodec
@@ -490,18 +489,12 @@ class _ScoreWriter:
         return {"token_ids": top_ids, "tokens": tokens, "logprobs": top_logprobs}
 
 
-class LogprobTask(Task):
+class LogprobTask(BodyTask[LogprobRequest]):
     """Exact log-probability of every target given its context."""
 
     kind = "logprob"
 
-    def __init__(self, body: LogprobRequest, models: ModelRegistry, stores: Stores) -> None:
-        super().__init__(models.find(body.model))
-        self.precision = body.precision
-        self._body = body
-        self._stores = stores
-        self._shown = Shown(body.columns, body.per_token)
-        self._results: list[dict[str, Any]] = []
+    _results: list[dict[str, Any]]
 
     def check_limits(self, settings: Settings) -> None:
         """Bound items and targets. Errors: APIError `payload_too_large`."""
@@ -519,7 +512,8 @@ class LogprobTask(Task):
             planner.expect_readings(self.interventions, len(contexts), rows, sum(contexts))
         collector = Collector()
         yield Batch(jobs, collector.take, cache=body.cache)
-        shown = replace(self._shown, interventions=self.interventions)
+        window = body.window if isinstance(body, DiagnosticsRequest) else None
+        shown = Shown(body.columns, body.per_token, window, self.interventions)
         steps = assemble_targets(plan, collector.scores, self.codec, shown)
         self._results = await planner.advance(steps)
 
@@ -539,7 +533,3 @@ class LogprobTask(Task):
 
 class DiagnosticsTask(LogprobTask):
     """Targets as a sampling policy saw them: every column of each token, and aggregates."""
-
-    def __init__(self, body: DiagnosticsRequest, models: ModelRegistry, stores: Stores) -> None:
-        super().__init__(body, models, stores)
-        self._shown = Shown(body.columns, body.per_token, body.window)

@@ -4,7 +4,7 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from logsteer.schemas.openai import ChatCompletionRequest, CompletionRequest, SamplingRequest
 from logsteer_server.contract.jobs import (
@@ -32,16 +32,18 @@ from logsteer_server.tasks.continuations import find_longest_prompt
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import (
     Batch,
+    BodyTask,
     Collector,
     Event,
     Facts,
-    Task,
     check_count,
     take_each,
 )
 
+S = TypeVar("S", bound=SamplingRequest)
 
-class OpenAITask(Task):
+
+class OpenAITask(BodyTask[S]):
     """Continues prompts; what completions and chat completions share.
 
     The jobs of a prompt lie together: the one that scores its echo, where there is one, and those
@@ -51,13 +53,12 @@ class OpenAITask(Task):
     shape: str
     """The `object` of an answer."""
 
-    def __init__(self, body: SamplingRequest, models: ModelRegistry, stores: Stores) -> None:
-        super().__init__(models.find(body.model), streams=body.stream)
-        self._sampling = body
-        self._stores = stores
+    _prompts: list[CompletionPrompt]
+    _found: list[Any]
+
+    def __init__(self, body: S, models: ModelRegistry, stores: Stores) -> None:
+        super().__init__(body, models, stores)
         self._created = int(time.time())
-        self._prompts: list[CompletionPrompt] = []
-        self._found: list[Any] = []
         self._num_generated = 0
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch | Event, None]:
@@ -80,7 +81,7 @@ class OpenAITask(Task):
                 yield event
         if samples:
             yield Batch(samples, take_each(self._show))
-        if self._sampling.includes_usage:
+        if self._body.includes_usage:
             yield Event("chunk", {**self._head, "choices": [], "usage": self._count_usage()})
 
     @property
@@ -89,7 +90,7 @@ class OpenAITask(Task):
         return False
 
     def _plan(self) -> Steps[tuple[list[CompletionPrompt], Sequence[Job]]]:
-        self.interventions = Interventions.resolve(self._sampling, self._stores, self.info)
+        self.interventions = Interventions.resolve(self._body, self._stores, self.info)
         prompts = yield from self._plan_prompts()
         return prompts, self.interventions.apply([job for each in prompts for job in each.jobs])
 
@@ -131,13 +132,13 @@ class OpenAITask(Task):
         """Return what probes have read of (a piece of) the completion of that number."""
         if not self.interventions.probes:
             return {}
-        prompt = self._prompts[index // self._sampling.n]
+        prompt = self._prompts[index // self._body.n]
         return self.interventions.show_readings(output.readings, len(prompt.ids) - 1)
 
     def _write_chunk(self, choice: dict[str, Any], last: Output | None) -> Event:
         """Return a choice's chunk; where its last output is given, with what was applied to it."""
         document = {**self._head, "choices": [choice]}
-        if self._sampling.includes_usage:
+        if self._body.includes_usage:
             document["usage"] = None
         if last is not None:
             report = AppliedReport(self.interventions)
@@ -177,7 +178,7 @@ def _drop_nulls(applied: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in applied.items() if value is not None}
 
 
-class CompletionTask(OpenAITask):
+class CompletionTask(OpenAITask[CompletionRequest]):
     """Continuations of prompts; `echo` with `logprobs` scores the prompts as well."""
 
     kind = "cmpl"
@@ -185,7 +186,6 @@ class CompletionTask(OpenAITask):
 
     def __init__(self, body: CompletionRequest, models: ModelRegistry, stores: Stores) -> None:
         super().__init__(body, models, stores)
-        self._body = body
         self._offsets: Counter[int] = Counter()
 
     def check_limits(self, settings: Settings) -> None:
@@ -289,14 +289,13 @@ class CompletionTask(OpenAITask):
         return self._choose(index, text, columns, output.finish_reason if output else "length")
 
 
-class ChatCompletionTask(OpenAITask):
+class ChatCompletionTask(OpenAITask[ChatCompletionRequest]):
     """The assistant's next turn in a conversation."""
 
     kind = "chatcmpl"
 
     def __init__(self, body: ChatCompletionRequest, models: ModelRegistry, stores: Stores) -> None:
         super().__init__(body, models, stores)
-        self._body = body
         self._started: set[int] = set()
         self.shape = "chat.completion.chunk" if body.stream else "chat.completion"
 

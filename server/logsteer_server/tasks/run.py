@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mappin
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +27,16 @@ from logsteer.schemas import Precision, Provenance
 from logsteer_server.contract.batches import OutputPart, ScoreOutputs, count_work, find_steered
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import GenerateJob, Job
-from logsteer_server.interventions.interventions import UNCHANGED, AppliedReport, Interventions
+from logsteer_server.interventions.interventions import (
+    UNCHANGED,
+    AppliedReport,
+    Interventions,
+    Stores,
+)
 from logsteer_server.keys.caller import Requester
 from logsteer_server.models.admission import Admission, Reservation
 from logsteer_server.models.model import ResidentModel
+from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.observation.metrics import TokenTimes
 from logsteer_server.observation.requests import RequestRecord
 from logsteer_server.settings import Settings
@@ -119,8 +125,7 @@ class Collector:
 class Task(ABC):
     """One request's work on one model, from its plan to its part of the answer.
 
-    The first line of a task's docstring describes its endpoint. It is made of the request's body,
-    the models and the stores.
+    The first line of a task's docstring describes its endpoint.
     """
 
     kind: ClassVar[str]
@@ -179,6 +184,28 @@ class Task(ABC):
             "timing": facts.timing,
             "provenance": facts.provenance.model_dump(),
         }
+
+
+class Body(Protocol):
+    """The body of a request that names a model."""
+
+    @property
+    def model(self) -> str | None:
+        """The model's id; None: the only one."""
+        ...
+
+
+B = TypeVar("B", bound=Body)
+
+
+class BodyTask(Task, Generic[B]):
+    """A task of a request's body, with the stores that its caller sees."""
+
+    def __init__(self, body: B, models: ModelRegistry, stores: Stores) -> None:
+        super().__init__(models.find(body.model), streams=getattr(body, "stream", False))
+        self.precision = getattr(body, "precision", "float32")
+        self._body = body
+        self._stores = stores
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from logsteer_server.tasks.logprob import (
     sum_targets,
 )
 from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.run import Batch, Collector, Task, check_count
+from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
 from logsteer_server.tasks.texts import TextWindow, cut_texts
 from logsteer_server.text.tokenizer import TextCodec
 from logsteer_server.text.windows import Windowing
@@ -130,20 +130,18 @@ def _scale(steering: Steering, scale: float, layers: list[int] | None) -> Steeri
     return steering.model_copy(update={"vectors": vectors})
 
 
-class SweepTask(Task):
+class SweepTask(BodyTask[SweepRequest]):
     """How targets and texts change with the scale of a steering object, and with its layers."""
 
     kind = "sweep"
     applied_fields = ("override", "adapter")
 
+    _settings: list[SweepSetting]
+    _points: list[dict[str, Any]]
+
     def __init__(self, body: SweepRequest, models: ModelRegistry, stores: Stores) -> None:
-        super().__init__(models.find(body.model))
-        self.precision = body.precision
-        self._body = body
-        self._stores = stores
+        super().__init__(body, models, stores)
         self._scratch = models.scratch
-        self._settings: list[SweepSetting] = []
-        self._points: list[dict[str, Any]] = []
 
     def check_limits(self, settings: Settings) -> None:
         """Bound what is scored, over all points. Errors: APIError `payload_too_large`."""

@@ -23,15 +23,13 @@ from logsteer.schemas import (
 )
 from logsteer_server.contract.captures import CaptureJob, CaptureOutput
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.interventions.interventions import Stores
-from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.stores.layer_vectors import LayerVectors, Readout, Vector, invalid_vector
 from logsteer_server.stores.store import digest_request
 from logsteer_server.stores.vectors import VectorStore
 from logsteer_server.tasks.captures import CaptureSite, plan_captures, read_texts
 from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.run import Batch, Collector, Task, check_count
+from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
 from logsteer_server.tasks.vector_methods import Double, find_direction
 from logsteer_server.tasks.vector_quality import (
     compare_layers,
@@ -210,19 +208,15 @@ def find_similar(name: str, vectors: LayerVectors, store: VectorStore) -> Simila
     )
 
 
-class TrainTask(Task):
+class TrainTask(BodyTask[TrainRequest]):
     """A vector from the activations of contrasting texts, stored under the name given."""
 
     kind = "train"
     applied_fields = ()
 
-    def __init__(self, body: TrainRequest, models: ModelRegistry, stores: Stores) -> None:
-        super().__init__(models.find(body.model))
-        self._body = body
-        self._stores = stores
-        self._card: VectorCard | None = None
-        self._similar: SimilarVectors | None = None
-        self._cosines: list[list[float | None]] = []
+    _card: VectorCard
+    _similar: SimilarVectors
+    _cosines: list[list[float | None]]
 
     def check_limits(self, settings: Settings) -> None:
         """Bound the number of texts. Errors: APIError `payload_too_large`."""
@@ -284,7 +278,6 @@ class TrainTask(Task):
 
     def report(self) -> dict[str, Any]:
         """Return the card of the stored vector, and what it is like."""
-        assert self._card is not None and self._similar is not None
         return {
             "vector": self._card.model_dump(),
             "layer_cosines": self._cosines,
