@@ -1,11 +1,9 @@
 """What routes depend on: models, the caller's stores, the bodies of uploads."""
 
-from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
-from logsteer.errors import APIError, api_error
 from logsteer.schemas import AdapterCard, OverrideCard, VectorCard
 from logsteer_server.api.gate import Drain
 from logsteer_server.interventions.interventions import NamespaceRegistry, Stores
@@ -67,33 +65,3 @@ VectorsDep = Annotated[VectorStore, Depends(get_vectors)]
 OverridesDep = Annotated[Namespace[OverrideCard], Depends(get_overrides)]
 AdaptersDep = Annotated[Namespace[AdapterCard], Depends(get_adapters)]
 StoresDep = Annotated[Stores, Depends(get_stores)]
-
-
-def read_announced(request: Request) -> int:
-    """Return the bytes that a body says to have, 0 where it says nothing."""
-    announced = request.headers.get("content-length", "")
-    return int(announced) if announced.isdecimal() else 0
-
-
-async def read_upload(request: Request, limit: int, setting: str) -> AsyncIterator[bytes]:
-    """Yield the body of an upload, piece by piece.
-
-    Errors: APIError `payload_too_large`, before it is read where it says its size; `setting` is
-    what to raise then.
-    """
-    size = read_announced(request)
-    if size <= limit:
-        size = 0
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > limit:
-                break
-            yield chunk
-    if size > limit:
-        raise refuse_upload(limit, setting)
-
-
-def refuse_upload(limit: int, setting: str) -> APIError:
-    """Return the error for an upload that is too large; `setting` is what to raise."""
-    detail = f"The file is larger than {limit} bytes: raise {setting} to take it."
-    return api_error("payload_too_large", detail)

@@ -57,7 +57,8 @@ class ActivationsTask(BodyTask[ActivationsRequest]):
         body, info = self._body, self.info
         self.interventions = Interventions.resolve(body, self._stores, info)
         sequences = read_items(body.items, body.bos, self.codec, info.vocab_size)
-        planned = yield from plan_captures(sequences, site, info, body.on_overflow)
+        places = [f"items[{index}]" for index in range(len(body.items))]
+        planned = yield from plan_captures(sequences, places, site, info, body.on_overflow)
         jobs = self.interventions.apply([capture.job for capture in planned])
         return [
             PlannedCapture(job, capture.truncated)

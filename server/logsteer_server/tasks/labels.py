@@ -64,8 +64,7 @@ def _read_prompts(request: ScoreRequest, codec: TextCodec) -> Iterator[list[int]
                 texts.append(f"{first or ''}{second or ''}")
             else:
                 yield [*first, *second]
-        for ids in codec.encode_ids(texts):
-            yield codec.bos_ids("auto", ids) + ids
+        yield from codec.encode_prompts(texts, "auto")
 
 
 def weigh_labels(output: ScoreOutput, apply_softmax: bool) -> list[float | None]:

@@ -27,7 +27,7 @@ from logsteer_server.settings import Settings
 from logsteer_server.stores.layer_vectors import LayerVectors, Readout, Vector, invalid_vector
 from logsteer_server.stores.store import digest_request
 from logsteer_server.stores.vectors import VectorStore
-from logsteer_server.tasks.captures import CaptureSite, plan_captures, read_texts
+from logsteer_server.tasks.captures import CaptureSite, plan_captures
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
 from logsteer_server.tasks.vector_methods import Double, find_direction
@@ -97,7 +97,7 @@ def plan_pairs(
         raise api_error("payload_too_large", detail)
     sides = ("positive", "negative")
     places = [f"pairs[{n // 2}].{sides[n % 2]}" for n in range(len(texts))]
-    planned = yield from plan_captures(read_texts(texts, places, bos, codec), site, info)
+    planned = yield from plan_captures(codec.encode_prompts(texts, bos), places, site, info)
     return [capture.job for capture in planned]
 
 
