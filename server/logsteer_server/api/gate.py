@@ -53,7 +53,9 @@ class AllowedHosts:
         host = headers.get("host", "").strip().lower()
         # `[::1]:8000` is ::1, `name:8000` is name.
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-        if not (self._allows_any or not host or self._is_own(name)):
+        known = name.rstrip(".")
+        is_own = known in self._names or known.endswith(".localhost") or _is_address(known)
+        if not (self._allows_any or not host or is_own):
             detail = f"This server is not called {name!r}: add the name to allowed_hosts."
             return api_error("forbidden", detail)
         origin = headers.get("origin", "").strip().lower().rstrip("/")
@@ -64,10 +66,6 @@ class AllowedHosts:
             )
             return api_error("forbidden", detail)
         return None
-
-    def _is_own(self, name: str) -> bool:
-        name = name.rstrip(".")
-        return name in self._names or name.endswith(".localhost") or _is_address(name)
 
     def _is_own_origin(self, origin: str, host: str) -> bool:
         return origin in self._origins or origin in (f"http://{host}", f"https://{host}")

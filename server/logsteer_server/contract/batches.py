@@ -176,16 +176,6 @@ class ScoreJobs(_Entries[ScoreJob]):
             )
         ]
 
-    @property
-    def num_tokens(self) -> npt.NDArray[np.int64]:
-        """[N]: tokens that the model reads for each job, which are its positions, too."""
-        return np.diff(self.token_starts)
-
-    @property
-    def num_targets(self) -> npt.NDArray[np.int64]:
-        """[N]: tokens whose log-probability is read for each job."""
-        return np.diff(self.target_starts)
-
 
 def pack_jobs(jobs: Sequence[Job]) -> Sequence[Job]:
     """Return jobs as arrays where all are score jobs that are like one another."""
@@ -216,7 +206,9 @@ def read_all(jobs: Sequence[Job]) -> Sequence[Any]:
 
 def name_contents(jobs: Sequence[Job]) -> bool:
     """Return whether any of the jobs names a stored file, of an override or an adapter."""
-    return any(job.override or job.adapter for job in read_all(jobs))
+    if isinstance(jobs, ScoreJobs):
+        return bool(jobs.like.override or jobs.like.adapter)
+    return any(job.override or job.adapter for job in jobs)
 
 
 def select_jobs(jobs: Sequence[Job], indices: Indices) -> Sequence[Job]:
@@ -236,7 +228,7 @@ def make_fingerprints(jobs: Sequence[Job]) -> list[bytes | None]:
 def count_positions(jobs: Sequence[Job]) -> list[int]:
     """Return each job's `num_positions`."""
     if isinstance(jobs, ScoreJobs):
-        found: list[int] = jobs.num_tokens.tolist()
+        found: list[int] = np.diff(jobs.token_starts).tolist()
         return found
     return [job.num_positions for job in jobs]
 
@@ -407,7 +399,8 @@ def count_work(jobs: Sequence[Job], part: OutputPart) -> WorkCounts:
     """Count the tokens of outputs of some of the jobs."""
     if isinstance(jobs, ScoreJobs) and isinstance(part.outputs, ScoreOutputs):
         own = np.array(part.indices)
-        read, scored = int(jobs.num_tokens[own].sum()), int(jobs.num_targets[own].sum())
+        read = int(np.diff(jobs.token_starts)[own].sum())
+        scored = int(np.diff(jobs.target_starts)[own].sum())
         return WorkCounts(read, scored, 0, int(part.outputs.cached_tokens.sum()))
     pairs = zip(part.indices, part.outputs, strict=True)
     ended = [(jobs[index], output) for index, output in pairs if output.is_last]

@@ -154,7 +154,7 @@ class TextCodec:
 
     def decode_lazily(self, sequences: Sequence[list[int]]) -> Iterator[str]:
         """Yield the text of each sequence, of so many at once that no call takes long."""
-        for part in split_sizes([1 + len(ids) for ids in sequences], DECODED_AT_ONCE):
+        for part in split_sizes(list(map(len, sequences)), DECODED_AT_ONCE):
             own = list(sequences[part.start : part.stop])
             yield from self._backend.decode_batch(own, skip_special_tokens=False)
 
