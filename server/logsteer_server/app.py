@@ -10,10 +10,7 @@ from fastapi import FastAPI
 
 from logsteer.schemas import Problem
 from logsteer_server import __version__
-from logsteer_server.api.bodies import BodyTurns
-from logsteer_server.api.drain import Drain
-from logsteer_server.api.gate import RequestGate
-from logsteer_server.api.hosts import AllowedHosts
+from logsteer_server.api.gate import AllowedHosts, Drain, RequestGate
 from logsteer_server.api.problems import add_handlers
 from logsteer_server.api.routes import (
     adapters,
@@ -26,8 +23,9 @@ from logsteer_server.api.routes import (
     tokens,
     vectors,
 )
+from logsteer_server.api.routing import BodyTurns
 from logsteer_server.engines.scratch import sweep
-from logsteer_server.interventions.namespaces import NamespaceRegistry
+from logsteer_server.interventions.interventions import NamespaceRegistry
 from logsteer_server.keys.keyring import KeyRing
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.changes import ModelChanges

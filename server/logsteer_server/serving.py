@@ -23,7 +23,7 @@ from uvicorn.loops.auto import auto_loop_factory
 from logsteer.errors import APIError
 from logsteer_server import __version__
 from logsteer_server.api.connections import ConnectionLimits, LimitedProtocol
-from logsteer_server.api.drain import Drain
+from logsteer_server.api.gate import Drain
 from logsteer_server.api.metrics import make_metrics_app
 from logsteer_server.app import create_app, open_logs
 from logsteer_server.engines.vllm.arguments import check_arguments, check_devices

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from logsteer.schemas import KeyScope
-from logsteer_server.contract.lane import Priority
+from logsteer_server.contract.jobs import Priority
 from logsteer_server.keys.caller import KeyLimits
 from logsteer_server.keys.entries import change_keys, make_key
 from tests.servers import Configuration, Server

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from logsteer import AsyncClient, Client
 from logsteer.errors import LogsteerError
 from logsteer_server.__main__ import main
-from logsteer_server.api.hosts import AllowedHosts
+from logsteer_server.api.gate import AllowedHosts
 from logsteer_server.listening import check_exposure, listen_at
 from logsteer_server.settings import ConfigurationError, ModelSettings, Settings
 from tests.conftest import Server, fake_model

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from logsteer.errors import APIError
+from logsteer_server.contract.batches import ResultPart
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob, ScoreJob
-from logsteer_server.contract.results import ResultPart
 from logsteer_server.engines.fake import fake_generation, fake_logprobs
 from logsteer_server.runtime.handle import EngineHandle
 from logsteer_server.runtime.supervision import SupervisionLimits

@@ -7,9 +7,9 @@ import pytest
 
 from logsteer.errors import OverloadedError
 from logsteer_server.api.respond import EventBuffer
+from logsteer_server.contract.batches import ResultPart
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob, GenerateOutput
-from logsteer_server.contract.results import ResultPart
 from logsteer_server.runtime.handle import EngineHandle
 from logsteer_server.runtime.supervision import SupervisionLimits
 

@@ -12,19 +12,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from logsteer.schemas import ReplicaCard
+from logsteer_server.contract.batches import ResultPart
 from logsteer_server.contract.captures import CaptureJob, CaptureOutput
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import (
     GenerateJob,
     GenerateOutput,
     Job,
+    Lane,
     Output,
     ScoreJob,
     ScoreOutput,
 )
-from logsteer_server.contract.lane import Lane
 from logsteer_server.contract.plan import Site, SteeringPlan, SteeringTrace
-from logsteer_server.contract.results import ResultPart
 from tests.server import scripted_model
 from tests.server.scripted_model import ScriptedHandle
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from logsteer.errors import api_error
 from logsteer.schemas import ModelState, ReplicaCard
+from logsteer_server.contract.batches import ResultPart
 from logsteer_server.contract.captures import CaptureJob, CaptureOutput
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import (
@@ -20,10 +21,9 @@ from logsteer_server.contract.jobs import (
     Job,
     JobFailure,
     JobResult,
+    Lane,
     ScoreJob,
 )
-from logsteer_server.contract.lane import Lane
-from logsteer_server.contract.results import ResultPart
 from logsteer_server.engines.fake import (
     FAKE_COLUMNS,
     fake_activations,

@@ -349,4 +349,4 @@ def test_one_tenant_leaves_room_for_others() -> None:
     with admission.enter() as everybody:
         everybody.cover(50)
     eve.release()
-    assert (admission.pending, admission._by_tenant) == (0, {})
+    assert (admission.pending, admission.by_tenant) == (0, {})

@@ -8,7 +8,7 @@ from fastapi.exceptions import RequestValidationError
 
 from logsteer.errors import APIError
 from logsteer.schemas import LogprobRequest
-from logsteer_server.api.bodies import MAX_BRACKETS, MAX_FAULTS, parse_body
+from logsteer_server.api.routing import MAX_BRACKETS, MAX_FAULTS, parse_body
 
 ITEM = {"context": "Infinity and NaN", "targets": [" a"]}
 

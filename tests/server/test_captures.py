@@ -20,7 +20,7 @@ from logsteer_server.engines.vllm.config import SteeringSize
 from logsteer_server.engines.vllm.engine import VllmEngine
 from logsteer_server.engines.vllm.extra_args import describe_capture
 from logsteer_server.engines.vllm.steering import StepSteering
-from logsteer_server.tasks.captures import CaptureSite, PlacedText, plan_captures
+from logsteer_server.tasks.captures import CaptureSite, plan_captures
 from tests.server.plan_steps import finish
 from tests.server.steering_cases import INFO
 
@@ -186,9 +186,9 @@ def info(**changes: object) -> EngineInfo:
 
 def plan(length: int = 9, site: CaptureSite | None = None, **changes: object) -> list[CaptureJob]:
     site = site or CaptureSite("resid_post", [2, 0], "each")
-    texts = [PlacedText("items[0]", list(range(length)))]
+    texts, places = [list(range(length))], ["items[0]"]
     policy = changes.pop("on_overflow", "error")
-    found = finish(plan_captures(texts, site, info(**changes), policy))  # type: ignore[arg-type]
+    found = finish(plan_captures(texts, places, site, info(**changes), policy))  # type: ignore[arg-type]
     assert all(entry.truncated == max(0, length - INFO.context_length) for entry in found)
     return [entry.job for entry in found]
 

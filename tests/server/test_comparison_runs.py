@@ -14,6 +14,7 @@ from logsteer_server.contract.jobs import Job, JobFailure, JobResult, ScoreJob
 from logsteer_server.engines.fake import fake_scores
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.settings import Settings
+from logsteer_server.tasks import planning
 from logsteer_server.tasks.perplexity import PerplexityTask
 from logsteer_server.tasks.planning import Capacity
 from logsteer_server.tasks.run import Run, Task
@@ -99,8 +100,11 @@ def test_files_of_log_probabilities_are_gone_however_a_run_ends(
     assert model.admission.pending == reference.admission.pending == 0
 
 
-def test_a_comparison_reserves_its_largest_part_before_its_stream_opens(tmp_path: Path) -> None:
+def test_a_comparison_reserves_its_largest_part_before_its_stream_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both models: the first part is not the largest, as its window scores more tokens."""
+    monkeypatch.setattr(planning, "SLICE_S", 60.0)  # between slices, room covers the whole plan
     settings = SETTINGS.model_copy(update={"max_reference_bytes": 4 * INFO.vocab_size * 130})
     own, other = ScriptedHandle(), ScriptedHandle()
     model, reference = make_model(own, 10_000), make_model(other, 10_000, model_id="other")

@@ -7,7 +7,7 @@ import pytest
 from starlette.types import Message
 
 from logsteer.errors import APIError
-from logsteer_server.api.drain import Drain
+from logsteer_server.api.gate import Drain
 
 MESSAGE: Message = {"type": "http.request", "body": b"{}", "more_body": False}
 

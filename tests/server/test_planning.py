@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from logsteer.errors import APIError, OverloadedError, PayloadTooLargeError
-from logsteer_server.models.admission import Admission
+from logsteer_server.models.admission import Admission, Reservation
 from logsteer_server.settings import ModelSettings, Settings
 from logsteer_server.tasks import planning
 from logsteer_server.tasks.planning import (
@@ -43,22 +43,37 @@ def count_up(steps: int, seconds: float = 0.0, log: list[str] | None = None) -> 
     return "done"
 
 
+class Covered(Reservation):
+    """A reservation that notes what it is to cover."""
+
+    def __init__(self) -> None:
+        super().__init__(Admission(2**40))
+        self.amounts: list[int] = []
+
+    def cover(self, amount: int) -> None:
+        self.amounts.append(amount)
+
+
+async def advance(capacity: Capacity, steps: Steps[str], room: Reservation | None = None) -> str:
+    """What the steps of a request come to."""
+    return await Planner(capacity, room or Covered(), capacity.memory.enter()).advance(steps)
+
+
 def test_steps_return_what_they_come_to_and_tell_what_they_plan(
     capacity: Capacity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planning, "SLICE_S", 0.1)
-    covered: list[int] = []
-    steps = count_up(20, 0.03)
-    assert asyncio.run(capacity.advance(steps, covered.append)) == "done"
-    assert covered == sorted(covered)
-    assert 3 <= len(covered) < 20, "several steps are a slice"
+    room = Covered()
+    assert asyncio.run(advance(capacity, count_up(20, 0.03), room)) == "done"
+    assert room.amounts == sorted(room.amounts)
+    assert 3 <= len(room.amounts) < 20, "several steps are a slice"
 
 
 def test_cheap_steps_are_one_slice(capacity: Capacity, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "SLICE_S", 60.0)
-    covered: list[int] = []
-    assert asyncio.run(capacity.advance(count_up(50), covered.append)) == "done"
-    assert covered == []
+    room = Covered()
+    assert asyncio.run(advance(capacity, count_up(50), room)) == "done"
+    assert room.amounts == []
 
 
 def test_what_cannot_be_covered_ends_the_steps(capacity: Capacity) -> None:
@@ -67,7 +82,7 @@ def test_what_cannot_be_covered_ends_the_steps(capacity: Capacity) -> None:
 
     async def run() -> None:
         with tokens.enter() as room:
-            await capacity.advance(count_up(1000, SLICE_S, ran), room.cover)
+            await advance(capacity, count_up(1000, SLICE_S, ran), room)
 
     with pytest.raises(PayloadTooLargeError, match="at most 100"):
         asyncio.run(run())
@@ -79,13 +94,13 @@ def test_a_short_plan_does_not_wait_for_long_ones(capacity: Capacity) -> None:
     async def run() -> int:
         names: list[str] = []
         long = [
-            asyncio.create_task(capacity.advance(count_up(1000, SLICE_S, names), lambda _: None))
+            asyncio.create_task(advance(capacity, count_up(1000, SLICE_S, names)))
             for _ in range(10)
         ]
         while not any(name.startswith("planning-long") for name in names):
             await asyncio.sleep(SLICE_S)
         before = len(names)
-        await capacity.advance(count_up(1), lambda _: None)
+        await advance(capacity, count_up(1))
         waited = len(names) - before
         for task in long:
             task.cancel()
@@ -98,7 +113,7 @@ def test_a_short_plan_does_not_wait_for_long_ones(capacity: Capacity) -> None:
 def test_nobody_plans_for_a_caller_who_has_left(capacity: Capacity) -> None:
     async def run() -> int:
         ran: list[str] = []
-        task = asyncio.create_task(capacity.advance(count_up(10_000, SLICE_S, ran), lambda _: None))
+        task = asyncio.create_task(advance(capacity, count_up(10_000, SLICE_S, ran)))
         await asyncio.sleep(5 * SLICE_S)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -23,8 +23,13 @@ from logsteer_server.engines.fake import fake_scores
 from logsteer_server.tasks.columns import ColumnOptions
 from logsteer_server.tasks.continuations import Prompts, plan_continuations
 from logsteer_server.tasks.gradient import plan_gradients
-from logsteer_server.tasks.target_scores import Shown, assemble_targets
-from logsteer_server.tasks.targets import TargetOptions, TargetPlan, plan_targets
+from logsteer_server.tasks.logprob import (
+    Shown,
+    TargetOptions,
+    TargetPlan,
+    assemble_targets,
+    plan_targets,
+)
 from logsteer_server.text.tokenizer import TextCodec
 from tests.server.plan_steps import finish
 from tests.server.scripted_model import INFO, load_codec

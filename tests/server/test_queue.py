@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from logsteer_server.contract.batches import ScoreJobs
 from logsteer_server.contract.engine import EngineLoad, EngineRoom
-from logsteer_server.contract.jobs import GenerateJob, Job
-from logsteer_server.contract.lane import Lane, Priority
-from logsteer_server.runtime.queue import LOOK_AHEAD, FairQueue
-from logsteer_server.runtime.turns import EngineCall
+from logsteer_server.contract.jobs import GenerateJob, Job, Lane, Priority, ScoreJob
+from logsteer_server.runtime.queue import LOOK_AHEAD, EngineCall, FairQueue
 
 SIZES = st.lists(st.integers(1, 12), max_size=6)
 
@@ -114,6 +113,28 @@ def test_a_call_goes_to_the_replica_that_it_names_while_that_is_open() -> None:
     queue.replicas[1].is_open = False
     queue.put(EngineCall(make_call(10, 4).jobs, 10, named))
     assert queue.dequeue().keys() == {0}
+
+
+def test_jobs_that_an_engine_died_with_are_sent_one_at_a_time_and_others_pass_them() -> None:
+    queue = FairQueue(EngineRoom(100), replicas=2)
+    died = [Job(np.full(4, n, np.int32)) for n in range(5)]
+    queue.poison.record_death(died)
+    queue.put(EngineCall(died, 0))
+    others = ScoreJobs.of([ScoreJob(job.tokens, job.tokens) for job in died])
+    queue.put(EngineCall(others, 10))
+    assert sorted(ids(queue)) == [0, 1, 10, 11, 12, 13, 14], "one for each replica, and all others"
+    for replica in (0, 1):
+        queue.finish(range(10, 15), replica)
+    assert ids(queue) == []
+    queue.finish([1], 1)
+    assert ids(queue) == [2]
+    queue.lose(0)
+    queue.poison.forget(died[4:])
+    assert ids(queue) == [3, 4], "its process is gone, and an engine has answered the last"
+    queue.finish([4], 0)
+    queue.finish([4], 1)
+    queue.put(EngineCall(died[2:3], 20))
+    assert ids(queue) == []
 
 
 def test_a_dropped_call_says_what_the_engine_has_of_it_and_keeps_that_room_till_the_end() -> None:

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from logsteer.errors import APIError
-from logsteer_server.contract.jobs import Job, JobResult, ScoreJob
-from logsteer_server.contract.lane import Lane
-from logsteer_server.contract.results import ResultPart
+from logsteer_server.contract.batches import ResultPart
+from logsteer_server.contract.jobs import Job, JobResult, Lane, ScoreJob
 from logsteer_server.models import model as model_module
 from logsteer_server.models.cache import ResultCache
-from logsteer_server.models.model import PreparedJobs, ResidentModel, WorkTimer
+from logsteer_server.models.model import PreparedJobs, ResidentModel
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.observation.metrics import Metrics
 from logsteer_server.settings import ModelSettings, Settings
@@ -107,20 +106,15 @@ def on_loop(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(work())
 
 
-async def compute(
-    model: ResidentModel, jobs: Sequence[Job], cache: bool = True, timer: WorkTimer | None = None
-) -> dict[int, Any]:
-    prepared = await model.prepare(jobs, cache)
-    return dict(await list_outputs(model, prepared, timer))
+async def compute(model: ResidentModel, jobs: Sequence[Job], cache: bool = True) -> dict[int, Any]:
+    return dict(await list_outputs(model, await model.prepare(jobs, cache)))
 
 
-async def list_outputs(
-    model: ResidentModel, prepared: PreparedJobs, timer: WorkTimer | None = None
-) -> list[tuple[int, Any]]:
+async def list_outputs(model: ResidentModel, prepared: PreparedJobs) -> list[tuple[int, Any]]:
     """Index and output of each job, as they come."""
     return [
         found
-        async for part in model.run(prepared, timer)
+        async for part in model.run(prepared)
         for found in zip(part.indices, part.outputs, strict=True)
     ]
 
@@ -187,15 +181,14 @@ class TestJobs:
     ) -> None:
         handle = ScriptedHandle()
         model = make_model(handle, results=results)
-        timer = WorkTimer()
 
         async def work() -> None:
             await compute(model, score(1))
-            await compute(model, score(1, 1), timer=timer)
+            known = [part async for part in model.run(await model.prepare(score(1, 1), True))]
+            assert [part.taken_at for part in known] == [None]
 
         on_loop(work)
         assert len(handle.calls) == 1
-        assert timer.read() == {"queue_ms": 0.0, "engine_ms": 0.0}
 
     def test_finished_work_teaches_how_long_to_wait(self) -> None:
         model = make_model(SlowHandle(), max_tokens=100)

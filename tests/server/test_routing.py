@@ -9,20 +9,19 @@ import pytest
 
 from logsteer_server.contract.batches import ScoreJobs
 from logsteer_server.contract.engine import EngineLoad, EngineRoom, EngineSpec
-from logsteer_server.contract.jobs import GenerateJob, Job, ScoreJob
-from logsteer_server.contract.lane import Lane
+from logsteer_server.contract.jobs import GenerateJob, Job, Lane, ScoreJob
 from logsteer_server.contract.parameters import Adapter
 from logsteer_server.contract.plan import Site, SteeringPlan
 from logsteer_server.runtime import queue as queue_module
 from logsteer_server.runtime.queue import (
     BLOCK,
+    EngineCall,
     FairQueue,
     PrefixMemory,
     ReplicaLoad,
     choose_replica,
     hash_blocks,
 )
-from logsteer_server.runtime.turns import EngineCall
 from logsteer_server.settings import ModelSettings
 
 CONTEXTS = 12
@@ -81,9 +80,9 @@ class TestRule:
     def test_a_token_of_prefix_is_worth_waiting_for_so_many(self) -> None:
         replicas, blocks = [ReplicaLoad(0), ReplicaLoad(1)], hash_blocks(score(1, 5))
         replicas[0].prefixes.record(blocks, None)
-        replicas[0].add([1], [4 * 4 * BLOCK])
+        replicas[0].add(EngineCall([Job(context(1, 4 * 4 * BLOCK))], 1), [1])
         assert choose_replica(blocks, replicas).number == 0, "as much as the prefix is worth"
-        replicas[0].add([2], [1])
+        replicas[0].add(EngineCall([Job(context(1, 1))], 2), [2])
         assert choose_replica(blocks, replicas).number == 1, "and one token more"
         assert choose_replica([], replicas).number == 1, "without a prefix load alone counts"
 
@@ -190,7 +189,7 @@ class TestSplit:
         assert list(send(queue)) == [0, 1]
         queue.lose(0)
         queue.put_back(call, [0, 1])
-        assert call.unsent_sizes == [len(job.tokens) for job in jobs]
+        assert call.sizes == [len(job.tokens) for job in jobs]
         assert list(send(queue)) == [0, 1]
         assert queue.replicas[0].ahead_tokens == 52
         queue.finish([0, 1])

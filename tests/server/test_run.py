@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from logsteer.errors import APIError, OverloadedError
-from logsteer.schemas import Steering
+from logsteer.schemas import GenerateRequest, Steering
 from logsteer_server.contract.jobs import (
     GenerateJob,
     Job,
@@ -24,6 +24,7 @@ from logsteer_server.interventions.steering import resolve_steering
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.settings import Settings
+from logsteer_server.tasks.generation import GenerateTask
 from logsteer_server.tasks.planning import Capacity, Planner
 from logsteer_server.tasks.run import Batch, Event, Run, Task, check_count, take_each
 from tests.server.scripted_model import (
@@ -33,6 +34,7 @@ from tests.server.scripted_model import (
     ScriptedHandle,
     answer_as_fake,
     make_model,
+    register,
 )
 
 Plan = Callable[["ScriptedTask"], AsyncGenerator[Batch, None]]
@@ -373,3 +375,16 @@ def test_cancelling_a_run_ends_its_jobs_before_it_is_over() -> None:
         assert (handle.open, model.admission.pending) == (0, 0)
 
     asyncio.run(cancel())
+
+
+def test_a_generation_at_work_is_answered_though_its_model_is_closed_meanwhile() -> None:
+    """As `unload` and `drain` promise."""
+
+    def answer(job: Job) -> Sequence[JobResult]:
+        model.closed = ("draining", "it is being unloaded")
+        return answer_as_fake(job)
+
+    model = make_model(ScriptedHandle(answer=answer))
+    body = GenerateRequest(prompts=["Once"], max_tokens=3)
+    found = finish(GenerateTask(body, register(model), STORES))
+    assert found["results"][0]["completions"][0]["num_tokens"] == 3

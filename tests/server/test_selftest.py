@@ -11,8 +11,7 @@ import pytest
 
 from logsteer.errors import APIError, OverloadedError, api_error
 from logsteer.schemas import SelftestAnswer, SelftestCheck, SelftestRequest
-from logsteer_server.contract.jobs import GenerateJob, Job, ScoreJob
-from logsteer_server.contract.lane import Lane
+from logsteer_server.contract.jobs import GenerateJob, Job, Lane, ScoreJob
 from logsteer_server.contract.plan import Site
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.settings import Settings

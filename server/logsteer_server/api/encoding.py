@@ -1,14 +1,14 @@
 """Answers as bytes: JSON, or MessagePack with the arrays as raw buffers."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgpack
 import numpy as np
 import orjson
 
-from logsteer_server.tasks.target_scores import FiniteDocuments
+from logsteer_server.tasks.logprob import FiniteDocuments
 
 JSON = "application/json"
 MSGPACK = "application/msgpack"
@@ -132,11 +132,8 @@ def choose_encoding(accept: str, *, has_file: bool = False) -> str:
     return MSGPACK if MSGPACK in accept else JSON
 
 
-def encode(document: Any, media_type: str) -> bytes:
-    """Encode a document in a media type of `choose_encoding`."""
-    return encode_msgpack(document) if media_type == MSGPACK else encode_json(document)
-
-
+ENCODERS: Mapping[str, Callable[[Any], bytes]] = {JSON: encode_json, MSGPACK: encode_msgpack}
+"""What encodes a document in each media type of `choose_encoding`, but for a file of tensors."""
 DONE = b"data: [DONE]\n\n"
 """What ends a stream of OpenAI's shape."""
 

@@ -1,24 +1,128 @@
-"""What every request passes through: it gets an id and room in memory, or is refused at once."""
+"""What every request passes through: it gets an id and room in memory, or is refused at once.
+
+A page of another site can have a browser send requests to a server on the same machine, and, once
+it has its own name point to that machine, read the answers. A request for a name that is not this
+server's is such a page's; so is one that computes or changes something and comes from its origin.
+"""
 
 import asyncio
+import ipaddress
+import socket
 import uuid
+from typing import Any, cast
 
 from fastapi import Request
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from logsteer.errors import APIError
-from logsteer_server.api.drain import Drain
-from logsteer_server.api.hosts import AllowedHosts
+from logsteer.errors import APIError, api_error
 from logsteer_server.api.problems import answer_problem
 from logsteer_server.models.admission import Admission, Reservation
 from logsteer_server.observation.logs import CURRENT_REQUEST
 from logsteer_server.runtime.handle import refuse_closing
+from logsteer_server.settings import Settings
 
 MAX_REQUEST_ID = 128
 SENT_AT_ONCE = 2**18
 """Bytes of an answer that are handed on together: the next ones once the caller has read most."""
 ANSWERED_TO_THE_END = frozenset({"/healthz", "/readyz", "/startupz", "/metrics"})
+
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+"""What these answer is nothing that a page of another origin could read."""
+ANY = "*"
+
+
+class AllowedHosts:
+    """The names and origins of a server.
+
+    An address is always allowed: what a browser asks for by its address has no name that could be
+    made to point elsewhere. Where a key is needed, or on a Unix domain socket, pages get nowhere,
+    and every name is allowed unless `allowed_hosts` says which.
+    """
+
+    def __init__(self, settings: Settings, *, needs_key: bool) -> None:
+        given = settings.allowed_hosts
+        is_out_of_reach = needs_key or settings.uds is not None
+        self._allows_any = is_out_of_reach if given is None else ANY in given
+        own = {"localhost", settings.host, socket.gethostname(), *(given or ())}
+        self._names = {name.lower().rstrip(".") for name in own}
+        self._origins = {origin.lower().rstrip("/") for origin in settings.allowed_origins}
+
+    def check(self, method: str, headers: Headers) -> APIError | None:
+        """Return why a request is refused, if it is."""
+        host = headers.get("host", "").strip().lower()
+        # `[::1]:8000` is ::1, `name:8000` is name.
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        known = name.rstrip(".")
+        is_own = known in self._names or known.endswith(".localhost") or _is_address(known)
+        if not (self._allows_any or not host or is_own):
+            detail = f"This server is not called {name!r}: add the name to allowed_hosts."
+            return api_error("forbidden", detail)
+        origin = headers.get("origin", "").strip().lower().rstrip("/")
+        if origin and method not in SAFE_METHODS and not self._is_own_origin(origin, host):
+            detail = (
+                f"A page of {origin} sent this to {host or 'this server'}: add the origin to "
+                "allowed_origins."
+            )
+            return api_error("forbidden", detail)
+        return None
+
+    def _is_own_origin(self, origin: str, host: str) -> bool:
+        return origin in self._origins or origin in (f"http://{host}", f"https://{host}")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+class Drain:
+    """How far the server's end has come, and how many requests still run.
+
+    begin   readiness is withdrawn; new requests get a 503 and lose their connection
+    end     who still reads a body, or waits within a deadline, gets an error from `receive`; the
+            engines' handles answer whoever waits for them
+    """
+
+    def __init__(self) -> None:
+        self.num_running = 0
+        self.has_begun = False
+        self.has_ended = False
+        self._receiving: set[asyncio.Task[Any]] = set()
+        """Tasks that wait for their request's next message."""
+
+    def begin(self) -> None:
+        """Refuse new requests from now on."""
+        self.has_begun = True
+
+    def end(self) -> None:
+        """Let whoever waits for a request's next message get an error."""
+        self.has_ended = True
+        for task in self._receiving:
+            task.cancel()
+
+    def limit(self, receive: Receive) -> Receive:
+        """Return a `receive` that raises APIError `engine_restarting` once the drain has ended."""
+
+        async def receive_until_end() -> Message:
+            if self.has_ended:
+                raise refuse_closing()
+            task = cast("asyncio.Task[Any]", asyncio.current_task())
+            cancelled = task.cancelling()
+            self._receiving.add(task)
+            try:
+                return await receive()
+            except asyncio.CancelledError:
+                if self.has_ended and task.uncancel() <= cancelled:
+                    raise refuse_closing() from None
+                raise  # somebody else cancelled it
+            finally:
+                self._receiving.discard(task)
+
+        return receive_until_end
 
 
 class RequestGate:

@@ -10,7 +10,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from logsteer.errors import APIError, api_error
-from logsteer_server.api.hosts import AllowedHosts
+from logsteer_server.api.gate import AllowedHosts
 from logsteer_server.observation.metrics import METRICS_TYPE, Metrics
 from logsteer_server.settings import Settings
 from logsteer_server.stores.upkeep import StoreUpkeep

@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
@@ -16,10 +17,9 @@ from starlette.types import Message, Receive, Scope, Send
 from logsteer.errors import APIError, api_error
 from logsteer_server.api.encoding import (
     DONE,
+    ENCODERS,
     JSON,
-    SAFETENSORS,
     choose_encoding,
-    encode,
     encode_data,
     encode_event,
     encode_tensors,
@@ -29,8 +29,6 @@ from logsteer_server.observation.requests import RequestRecord, find_record
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.run import Event, Run, Task
 
-MAX_UNREAD_BYTES = 4 * 2**20
-"""Events of a stream that wait for their reader: a slow one holds no more of the memory."""
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -95,32 +93,28 @@ async def respond(
     if not task.streams:
         document = await run_within(request, settings.request_timeout_s, run.finish())
         run.record.note_answer(document)
+        encode = ENCODERS.get(media_type) or partial(_lay_out, task)
         if run.expected_bytes < LONG_ANSWER:
-            content = _write(task, document, media_type)
+            content = encode(document)
         else:
-            content = await run.capacity.call_long(_write, task, document, media_type)
+            content = await run.capacity.call_long(encode, document)
         return Response(content, media_type=media_type)
     events = run.events()
-    first = anext(events)
+
+    async def open_stream() -> Event:
+        return await anext(events)
+
     if reads_body:
-        opening = await first
+        opening = await open_stream()
     else:
-        opening = await run_within(request, settings.request_timeout_s, _await(first))
-    stream = EventStream(task.id, opening, events, shape, MAX_UNREAD_BYTES)
-    stream.record = run.record
-    return stream
+        opening = await run_within(request, settings.request_timeout_s, open_stream())
+    return EventStream(task.id, opening, events, shape, run.record)
 
 
-def _write(task: Task, document: dict[str, Any], media_type: str) -> bytes | memoryview:
-    """Write a run's document, or the file that it is laid out as."""
-    if media_type != SAFETENSORS:
-        return encode(document, media_type)
+def _lay_out(task: Task, document: dict[str, Any]) -> memoryview:
+    """Write a run's document as a file of tensors."""
     file = task.lay_out(document)
     return encode_tensors(file.tensors, file.about)
-
-
-async def _await(work: Awaitable[T]) -> T:
-    return await work
 
 
 class EventBuffer:
@@ -177,14 +171,14 @@ class EventStream(StreamingResponse):
         opening: Event,
         events: AsyncGenerator[Event, None],
         shape: EventShape,
-        max_unread_bytes: int,
+        record: RequestRecord,
     ) -> None:
         self._answer_id = answer_id
         self._opening = opening
         self._events = events
         self._shape = shape
-        self._buffer = EventBuffer(max_unread_bytes)
-        self.record = RequestRecord()
+        self._buffer = EventBuffer(MAX_UNREAD_BYTES)
+        self._record = record
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(self._buffer.read(), headers=headers)
 
@@ -222,10 +216,10 @@ class EventStream(StreamingResponse):
             async for event in self._events:
                 yield shape.encode(event)
         except APIError as error:
-            self.record.code = error.code
+            self._record.code = error.code
             yield shape.encode_error(error, self._answer_id)
         except Exception:
-            self.record.code = "internal"
+            self._record.code = "internal"
             log.exception("the stream of %s failed", self._answer_id)
             detail = f"A fault of the server; its log has it under {self._answer_id}."
             yield shape.encode_error(api_error("internal", detail), self._answer_id)
@@ -239,44 +233,31 @@ async def run_within(request: Request, timeout_s: float, work: Coroutine[Any, An
 
     Errors: APIError `deadline_exceeded`, or that of a server that ends; ClientDisconnect.
     """
-    try:
-        timeout_s = min(timeout_s, _read_timeout(request))
-    except APIError:
-        work.close()
-        raise
+    working = asyncio.create_task(work)
     watching = asyncio.create_task(_wait_for_disconnect(request))
-    is_at_work = True
-
-    def end_now(_: "asyncio.Task[None]") -> None:
-        if is_at_work:  # a deadline whose block has ended cannot be changed
-            deadline.reschedule(asyncio.get_running_loop().time())
-
+    both = (working, watching)
     try:
-        async with asyncio.timeout(timeout_s) as deadline:
-            watching.add_done_callback(end_now)
-            try:
-                return await work
-            finally:
-                is_at_work = False
-    except TimeoutError:
-        if not deadline.expired():
-            raise
+        if (given := request.headers.get("x-request-timeout")) is not None:
+            timeout_s = min(timeout_s, _read_timeout(given))
+        await asyncio.wait(both, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
         if watching.done():
             watching.result()
-            raise ClientDisconnect from None
+            raise ClientDisconnect
         detail = (
             f"The work was not done within {timeout_s:g} s and was cancelled: send less at once, "
             "or raise request_timeout_s (or X-Request-Timeout)."
         )
-        raise api_error("deadline_exceeded", detail) from None
+        raise api_error("deadline_exceeded", detail)
     finally:
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+        for task in both:
+            task.cancel()
+        await asyncio.gather(*both, return_exceptions=True)
 
 
-def _read_timeout(request: Request) -> float:
+def _read_timeout(given: str) -> float:
     """Return the seconds that the caller will wait. Errors: APIError `invalid_request`."""
-    given = request.headers.get("x-request-timeout", "inf")
     try:
         seconds = float(given)
     except ValueError:
@@ -296,4 +277,4 @@ def answer(request: Request, document: dict[str, Any]) -> Response:
     """Answer with the document in the encoding that the caller accepts."""
     find_record(request.scope).note_answer(document)
     media_type = choose_encoding(request.headers.get("accept", ""))
-    return Response(encode(document, media_type), media_type=media_type)
+    return Response(ENCODERS[media_type](document), media_type=media_type)

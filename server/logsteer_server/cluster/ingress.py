@@ -31,9 +31,7 @@ from logsteer.errors import APIError, api_error
 from logsteer.schemas import ReloadAnswer
 from logsteer.schemas.queries import WaitQuery
 from logsteer_server import __version__
-from logsteer_server.api.drain import Drain
-from logsteer_server.api.gate import RequestGate
-from logsteer_server.api.hosts import AllowedHosts
+from logsteer_server.api.gate import AllowedHosts, Drain, RequestGate
 from logsteer_server.api.metrics import check_key
 from logsteer_server.cluster.exchange import Exchange, HangUpError, make_server
 from logsteer_server.keys.keyring import KeyRing

@@ -11,7 +11,7 @@ Both are sequences, so whoever works on single jobs takes them by their index.
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypeVar, cast, overload
+from typing import Any, NamedTuple, Self, TypeVar, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,9 @@ import numpy.typing as npt
 from logsteer_server.contract.jobs import (
     Ids,
     Job,
+    JobFailure,
     JobResult,
+    Output,
     ScoreJob,
     ScoreOutput,
     Scores,
@@ -174,16 +176,6 @@ class ScoreJobs(_Entries[ScoreJob]):
             )
         ]
 
-    @property
-    def num_tokens(self) -> npt.NDArray[np.int64]:
-        """[N]: tokens that the model reads for each job, which are its positions, too."""
-        return np.diff(self.token_starts)
-
-    @property
-    def num_targets(self) -> npt.NDArray[np.int64]:
-        """[N]: tokens whose log-probability is read for each job."""
-        return np.diff(self.target_starts)
-
 
 def pack_jobs(jobs: Sequence[Job]) -> Sequence[Job]:
     """Return jobs as arrays where all are score jobs that are like one another."""
@@ -212,10 +204,17 @@ def read_all(jobs: Sequence[Job]) -> Sequence[Any]:
     return [jobs.like] if isinstance(jobs, ScoreJobs) else jobs
 
 
-def select_jobs(jobs: Sequence[Job], indices: Sequence[int]) -> Sequence[Job]:
+def name_contents(jobs: Sequence[Job]) -> bool:
+    """Return whether any of the jobs names a stored file, of an override or an adapter."""
+    if isinstance(jobs, ScoreJobs):
+        return bool(jobs.like.override or jobs.like.adapter)
+    return any(job.override or job.adapter for job in jobs)
+
+
+def select_jobs(jobs: Sequence[Job], indices: Indices) -> Sequence[Job]:
     """Return the jobs at these indices."""
     if isinstance(jobs, ScoreJobs):
-        return jobs.select(np.array(indices, dtype=np.int64))
+        return jobs.select(indices)
     return [jobs[index] for index in indices]
 
 
@@ -229,16 +228,16 @@ def make_fingerprints(jobs: Sequence[Job]) -> list[bytes | None]:
 def count_positions(jobs: Sequence[Job]) -> list[int]:
     """Return each job's `num_positions`."""
     if isinstance(jobs, ScoreJobs):
-        found: list[int] = jobs.num_tokens.tolist()
+        found: list[int] = np.diff(jobs.token_starts).tolist()
         return found
     return [job.num_positions for job in jobs]
 
 
-def count_expected(jobs: Sequence[Job]) -> list[int]:
-    """Return each job's `num_expected`."""
+def sum_expected(jobs: Sequence[Job]) -> int:
+    """Return the sum of the jobs' `num_expected`."""
     if isinstance(jobs, ScoreJobs):
-        return count_positions(jobs)
-    return [job.num_expected for job in jobs]
+        return len(jobs.tokens)
+    return sum(job.num_expected for job in jobs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -282,8 +281,9 @@ class ScoreOutputs(_Entries[ScoreOutput]):
         )
 
     @classmethod
-    def join(cls, parts: Sequence["ScoreOutputs"]) -> "ScoreOutputs":
+    def join(cls, given: Sequence[Sequence[ScoreOutput]]) -> "ScoreOutputs":
         """Return the outputs of all parts, one at least, which have the same columns."""
+        parts = list(map(cls.of, given))
         first = parts[0]
         if len(parts) == 1:
             return first
@@ -334,21 +334,8 @@ class ScoreOutputs(_Entries[ScoreOutput]):
             [self.readings[n] for n in chosen] if self.readings else None,
         )
 
-    def add_between(self, name: str, begins: Starts, ends: Starts) -> npt.NDArray[np.float64]:
-        """Return the sums of a column's rows from each of `begins` to its end, in float64.
 
-        Each has one row at least.
-        """
-        return _add_between(self.columns[name].astype(np.float64), begins, ends)
-
-    def count_between(
-        self, marked: npt.NDArray[np.bool_], begins: Starts, ends: Starts
-    ) -> npt.NDArray[np.int64]:
-        """Return how many rows are marked from each of `begins` to its end."""
-        return _add_between(marked.astype(np.int64), begins, ends)
-
-
-def _add_between(values: npt.NDArray[Any], begins: Starts, ends: Starts) -> npt.NDArray[Any]:
+def add_between(values: npt.NDArray[Any], begins: Starts, ends: Starts) -> npt.NDArray[Any]:
     """Return the sum of the values from each of `begins` to its end, which lies behind it."""
     ended = np.append(values, values.dtype.type(0))  # an end is a place in it, the last one, too
     sums: npt.NDArray[Any] = np.add.reduceat(ended, np.stack([begins, ends], -1).ravel())[::2]
@@ -377,3 +364,72 @@ def _describe_shape(result: JobResult) -> tuple[Hashable, ...] | None:
     if not isinstance(result, ScoreOutput):
         return None
     return (*result.columns, None if result.top_ids is None else result.top_ids.shape[1])
+
+
+class ResultPart(NamedTuple):
+    """Results of some jobs of a call: the jobs' numbers, what came of each, and when the engine
+    took them (monotonic seconds, of a clock that all processes share).
+    """
+
+    numbers: Sequence[int]
+    results: Sequence[JobResult]
+    taken_at: float
+
+
+class OutputPart(NamedTuple):
+    """Outputs of some jobs of a call, the jobs' indices in it, and when the engine took them; None
+    for what it did not compute.
+    """
+
+    indices: Sequence[int]
+    outputs: Sequence[Output]
+    taken_at: float | None = None
+
+
+class WorkCounts(NamedTuple):
+    """What outputs come to; the jobs' own tokens are counted with their last ones."""
+
+    prompt_tokens: int
+    scored_tokens: int
+    generated_tokens: int
+    cached_tokens: int
+
+
+def count_work(jobs: Sequence[Job], part: OutputPart) -> WorkCounts:
+    """Count the tokens of outputs of some of the jobs."""
+    if isinstance(jobs, ScoreJobs) and isinstance(part.outputs, ScoreOutputs):
+        own = np.array(part.indices)
+        read = int(np.diff(jobs.token_starts)[own].sum())
+        scored = int(np.diff(jobs.target_starts)[own].sum())
+        return WorkCounts(read, scored, 0, int(part.outputs.cached_tokens.sum()))
+    pairs = zip(part.indices, part.outputs, strict=True)
+    ended = [(jobs[index], output) for index, output in pairs if output.is_last]
+    return WorkCounts(
+        sum(len(job.tokens) for job, _ in ended),
+        sum(job.num_scored for job, _ in ended),
+        sum(output.num_generated for output in part.outputs),
+        sum(output.cached_tokens for _, output in ended),
+    )
+
+
+def find_steered(jobs: Sequence[Job], part: OutputPart) -> Sequence[Output]:
+    """Return the last outputs of those jobs that have a plan."""
+    if isinstance(jobs, ScoreJobs) and jobs.like.plan is None:
+        return ()
+    pairs = zip(part.indices, part.outputs, strict=True)
+    return [out for index, out in pairs if out.is_last and jobs[index].plan is not None]
+
+
+def find_last(part: ResultPart) -> Sequence[int]:
+    """Return the numbers of the jobs whose last result is in a part."""
+    if isinstance(part.results, ScoreOutputs):
+        return part.numbers
+    pairs = zip(part.numbers, part.results, strict=True)
+    return [number for number, result in pairs if result.is_last]
+
+
+def find_first_failure(results: Sequence[JobResult]) -> JobFailure | None:
+    """Return the first failure among results; None where there is none."""
+    if isinstance(results, ScoreOutputs):
+        return None
+    return next((result for result in results if isinstance(result, JobFailure)), None)

@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from logsteer.errors import api_error
 from logsteer.schemas import SCOPES, KeyScope
-from logsteer_server.contract.lane import Lane
+from logsteer_server.contract.jobs import Lane
 from logsteer_server.settings import ConfigurationError
 
 T = TypeVar("T")

@@ -31,7 +31,7 @@ from pydantic import (
 )
 
 from logsteer.schemas import KeyScope
-from logsteer_server.contract.lane import Priority
+from logsteer_server.contract.jobs import Priority
 from logsteer_server.keys.caller import KeyLimits
 from logsteer_server.settings import ConfigurationError, Settings
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from logsteer.errors import api_error
-from logsteer_server.contract.lane import Lane, Priority
+from logsteer_server.contract.jobs import Lane, Priority
 from logsteer_server.keys.caller import Allowance, Requester, TokenCounts
 from logsteer_server.keys.entries import (
     TOKEN,

@@ -48,47 +48,22 @@ class Admission:
         self.pending = 0
         self.num_open = 0
         """Reservations that have not ended: runs that are at work."""
-        self._by_tenant: Counter[str] = Counter()
-        self._share = share
-        self._quantity = quantity
+        self.by_tenant: Counter[str] = Counter()
+        self.share = share
+        self.quantity = quantity
         self._per_s = 0.0
 
     def enter(self, tenant: str = "") -> "Reservation":
         """Begin a reservation of nothing. Errors: APIError `overloaded` where no room is left."""
         if self.pending >= self.limit:
-            raise self._refuse(1)
+            raise self.refuse(1)
         return Reservation(self, tenant)
 
-    def grow(self, amount: int, added: int, tenant: str = "") -> None:
-        """Take `added` for work that then has `amount`.
-
-        Errors: APIError `overloaded` where other work leaves no room, `payload_too_large` where
-        the work would not fit even alone.
-        """
-        noun, setting = self._quantity.noun, self._quantity.setting
-        limit = int(self.limit * self._share) if tenant else self.limit
-        if amount > limit:
-            detail = (
-                f"The request needs {amount} {noun}, at most {limit} are taken at once: "
-                f"split it, or raise {setting}."
-            )
-            raise api_error("payload_too_large", detail)
-        if self.pending + added > self.limit or self._by_tenant[tenant] + added > limit:
-            raise self._refuse(added)
-        self.pending += added
-        self._by_tenant[tenant] += added
-
-    def give_back(self, amount: int, tenant: str) -> None:
-        """Free what a tenant's work had."""
-        self.pending -= amount
-        self._by_tenant[tenant] -= amount
-        if not self._by_tenant[tenant]:
-            del self._by_tenant[tenant]
-
-    def _refuse(self, added: int) -> APIError:
+    def refuse(self, added: int) -> APIError:
+        """Return the error for work that would add so much to what is taken."""
         wait = self.pending / self._per_s if self._per_s else UNKNOWN_WAIT_S
         detail = (
-            f"{self.pending} {self._quantity.noun} are taken and this request adds {added}; "
+            f"{self.pending} {self.quantity.noun} are taken and this request adds {added}; "
             f"the limit is {self.limit}. Try again later."
         )
         return api_error("overloaded", detail, retry_after=max(1.0, round(wait)))
@@ -111,21 +86,43 @@ class Reservation(AbstractContextManager["Reservation"]):
         admission.num_open += 1
 
     def cover(self, amount: int) -> None:
-        """Hold at least this much. Errors: as `Admission.grow`."""
-        if amount > self._amount:
-            self._admission.grow(amount, amount - self._amount, self._tenant)
-            self._amount = amount
+        """Hold at least this much.
+
+        Errors: APIError `overloaded` where other work leaves no room, `payload_too_large` where
+        the work would not fit even alone.
+        """
+        added = amount - self._amount
+        if added <= 0:
+            return
+        admission, tenant = self._admission, self._tenant
+        limit = int(admission.limit * admission.share) if tenant else admission.limit
+        if amount > limit:
+            noun, setting = admission.quantity.noun, admission.quantity.setting
+            detail = (
+                f"The request needs {amount} {noun}, at most {limit} are taken at once: "
+                f"split it, or raise {setting}."
+            )
+            raise api_error("payload_too_large", detail)
+        taken, own = admission.pending, admission.by_tenant[tenant]
+        if taken + added > admission.limit or own + added > limit:
+            raise admission.refuse(added)
+        admission.pending = taken + added
+        admission.by_tenant[tenant] = own + added
+        self._amount = amount
 
     def add(self, amount: int) -> None:
-        """Hold this much more. Errors: as `Admission.grow`."""
+        """Hold this much more. Errors: as `cover`."""
         self.cover(self._amount + amount)
 
-    def release(self) -> None:
+    def release(self, *_: object) -> None:
         """Give the room back; a second time does nothing."""
-        self._admission.give_back(self._amount, self._tenant)
+        admission, tenant = self._admission, self._tenant
+        admission.pending -= self._amount
+        admission.by_tenant[tenant] -= self._amount
+        if not admission.by_tenant[tenant]:
+            del admission.by_tenant[tenant]
         self._amount = 0
-        self._admission.num_open -= self._is_open
+        admission.num_open -= self._is_open
         self._is_open = False
 
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    __exit__ = release

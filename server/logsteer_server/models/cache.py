@@ -253,7 +253,7 @@ class ResultCache:
 
         One that has a NaN is not kept: it says more of the machine or the text than of the model.
         """
-        if self.is_on and computed:
+        if self.is_on:
             self._memory_thread.submit(self._keep, computed).add_done_callback(_report)
 
     def _keep(self, computed: Sequence[Computed]) -> None:

@@ -10,23 +10,23 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
+import numpy as np
+
 from logsteer.errors import api_error
 from logsteer.schemas import ModelCard, ModelState, Precision, Provenance
 from logsteer_server.contract.batches import (
-    ScoreJobs,
+    OutputPart,
     change_all,
-    count_expected,
     pack_jobs,
     select_jobs,
+    sum_expected,
 )
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.contract.jobs import GenerateJob, Job, Output
-from logsteer_server.contract.lane import Lane
+from logsteer_server.contract.jobs import Job, Lane, Output
 from logsteer_server.contract.parameters import Cast
-from logsteer_server.contract.results import OutputPart, WorkCounts, count_work
 from logsteer_server.models.admission import Admission
 from logsteer_server.models.cache import Computed, MissingJob, ResultCache, digest_scope
-from logsteer_server.observation.metrics import ModelMetrics, TokenTimes
+from logsteer_server.observation.metrics import ModelMetrics
 from logsteer_server.observation.readings import ModelReading
 from logsteer_server.runtime.handle import EngineHandle
 from logsteer_server.settings import ModelSettings
@@ -50,72 +50,24 @@ def name_model(path: str) -> str:
 class PreparedJobs:
     """Jobs as far as they are known: results of earlier ones, and those to compute.
 
-    `missing` says where each of `jobs` belongs; None where the cache was not asked.
+    `num_tokens`: positions of the context that those are expected to use. `missing` says where each
+    of them belongs; None where the cache was not asked. `num_known`: those that the engine will not
+    see, known ones and repetitions within the call.
     """
 
     jobs: Sequence[Job]
+    num_tokens: int
     hits: Sequence[tuple[int, Output]] = ()
     missing: Sequence[MissingJob] | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """Positions of the context that the jobs to compute are expected to use."""
-        return sum(count_expected(self.jobs))
-
-    @property
-    def num_known(self) -> int:
-        """Jobs that the engine will not see: known ones, and repetitions within the call."""
-        repeated = sum(len(entry.indices) - 1 for entry in self.missing or ())
-        return len(self.hits) + repeated
+    num_known: int = 0
 
 
-def _repeat(entries: Sequence[MissingJob], outputs: Sequence[Output]) -> Iterator[OutputPart]:
+def _repeat(entries: Sequence[MissingJob], part: OutputPart) -> Iterator[OutputPart]:
     """Yield outputs of jobs that were missing, for every index at which the call has them."""
-    yield OutputPart([entry.indices[0] for entry in entries], outputs)
-    for entry, output in zip(entries, outputs, strict=True):
+    yield part._replace(indices=[entry.indices[0] for entry in entries])
+    for entry, output in zip(entries, part.outputs, strict=True):
         if others := entry.indices[1:]:
             yield OutputPart(others, [replace(output, cached_tokens=0)] * len(others))
-
-
-class WorkTimer:
-    """Times of one request: accepted when made, then when the engine took the first job.
-
-    `batch_taken` is when it took the first job of the latest batch; `begin_batch` forgets it.
-    """
-
-    def __init__(self) -> None:
-        self.accepted = time.monotonic()
-        self.batch_taken: float | None = None
-        self._taken: float | None = None
-
-    def begin_batch(self) -> None:
-        """Have what is noted from now on count for the next batch, too."""
-        self.batch_taken = None
-
-    def note(self, taken_at: float) -> bool:
-        """Count finished jobs in, which the engine took then; return whether they are the first."""
-        is_first = self._taken is None
-        self._taken = taken_at if self._taken is None else min(self._taken, taken_at)
-        own = self.batch_taken
-        self.batch_taken = taken_at if own is None else min(own, taken_at)
-        return is_first
-
-    @property
-    def queue_s(self) -> float:
-        """Seconds until the engine took the first job; 0 where it took none."""
-        return 0.0 if self._taken is None else max(0.0, self._taken - self.accepted)
-
-    @property
-    def engine_s(self) -> float | None:
-        """Seconds since then; None where it took no job."""
-        return None if self._taken is None else time.monotonic() - self._taken
-
-    def read(self) -> dict[str, float]:
-        """Return the fields of `Timing`."""
-        return {
-            "queue_ms": round(1e3 * self.queue_s, 3),
-            "engine_ms": round(1e3 * (self.engine_s or 0.0), 3),
-        }
 
 
 class ResidentModel:
@@ -129,6 +81,8 @@ class ResidentModel:
         results: ResultCache,
         metrics: ModelMetrics,
     ) -> None:
+        self.id = settings.id
+        """The id under which requests name this model."""
         self.settings = settings
         self.handle = handle
         self.admission = admission
@@ -145,11 +99,6 @@ class ResidentModel:
         self.note = ""
         """What is to be known of it beside its state."""
         self._num_checks = 0
-
-    @property
-    def id(self) -> str:
-        """The id under which requests name this model."""
-        return self.settings.id
 
     @property
     def num_running(self) -> int:
@@ -189,19 +138,11 @@ class ResidentModel:
         """Whether requests can be answered."""
         return self.status[0] == "ready"
 
-    def require(self) -> tuple[TextCodec, EngineInfo]:
-        """Return tokenizer and engine. Errors: APIError where the model does not answer now."""
-        found = self.require_engine()
-        if self.gate is not None:
-            state, why = self.gate
-            detail = f"Model {self.id} does not answer: {why}."
-            if state == "failed":
-                raise api_error("internal", f"{detail} POST /models/{self.id}/selftest shows more.")
-            raise api_error("model_loading", f"{detail} Try again shortly.", retry_after=5)
-        return found
+    def require(self, *, through_gate: bool = False) -> tuple[TextCodec, EngineInfo]:
+        """Return tokenizer and engine; `through_gate`: whatever the gate says.
 
-    def require_engine(self) -> tuple[TextCodec, EngineInfo]:
-        """Return tokenizer and engine, whatever the gate says. Errors: APIError without them."""
+        Errors: APIError where the model does not answer now.
+        """
         if self.closed is not None:
             detail = f"Model {self.id} takes no requests: {self.closed[1]}. Try again later."
             raise api_error("model_loading", detail, retry_after=CLOSED_RETRY_S)
@@ -212,6 +153,12 @@ class ResidentModel:
         if self._codec is None:
             detail = f"The tokenizer of model {self.id} is still loading; try again shortly."
             raise api_error("model_loading", detail, retry_after=2)
+        if self.gate is not None and not through_gate:
+            state, why = self.gate
+            detail = f"Model {self.id} does not answer: {why}."
+            if state == "failed":
+                raise api_error("internal", f"{detail} POST /models/{self.id}/selftest shows more.")
+            raise api_error("model_loading", f"{detail} Try again shortly.", retry_after=5)
         return self._codec, info
 
     async def prepare(
@@ -222,18 +169,18 @@ class ResidentModel:
         if lane is not None and lane.salt:
             jobs = change_all(jobs, partial(replace, salt=lane.salt))
         if not (cache and self._results.is_on):
-            return PreparedJobs(jobs)
+            return PreparedJobs(jobs, sum_expected(jobs))
         scope = digest_scope(self.handle.check_ready(), self.settings)
         found = await self._results.find(scope, jobs)
         missing = found.missing
-        unknown = select_jobs(jobs, [entry.indices[0] for entry in missing])
-        prepared = PreparedJobs(unknown, found.hits, missing)
-        self.metrics.cache_hits.inc(prepared.num_known)
+        unknown = select_jobs(jobs, np.array([entry.indices[0] for entry in missing], np.int64))
+        num_known = len(jobs) - len(missing)
+        self.metrics.cache_hits.inc(num_known)
         self.metrics.cache_misses.inc(sum(entry.key is not None for entry in missing))
-        return prepared
+        return PreparedJobs(unknown, sum_expected(unknown), found.hits, missing, num_known)
 
     async def run(
-        self, prepared: PreparedJobs, timer: WorkTimer | None = None, lane: Lane | None = None
+        self, prepared: PreparedJobs, lane: Lane | None = None
     ) -> AsyncGenerator[OutputPart, None]:
         """Yield indices and outputs of jobs as they end, piece by piece where they stream.
 
@@ -243,10 +190,14 @@ class ResidentModel:
         """
         if prepared.hits:
             yield OutputPart([n for n, _ in prepared.hits], [output for _, output in prepared.hits])
+        if not prepared.jobs:
+            return
+        started = time.monotonic()
         computed: list[Computed] = []
         try:
-            async with aclosing(self._compute(prepared.jobs, timer, lane)) as parts:
-                async for part in parts:
+            async with aclosing(self.handle.run(prepared.jobs, lane)) as parts:
+                async for numbers, results, taken_at in parts:
+                    part = OutputPart(numbers, cast(Sequence[Output], results), taken_at)
                     if prepared.missing is None:
                         yield part
                         continue
@@ -255,39 +206,12 @@ class ResidentModel:
                     if sum(len(own) for own, _ in computed) >= STORED_AT_ONCE:
                         self._results.keep(computed)
                         computed = []
-                    for again in _repeat(entries, part.outputs):
+                    for again in _repeat(entries, part):
                         yield again
+            self.admission.note_speed(prepared.num_tokens, time.monotonic() - started)
         finally:
-            self._results.keep(computed)
-
-    async def _compute(
-        self, jobs: Sequence[Job], timer: WorkTimer | None, lane: Lane | None
-    ) -> AsyncGenerator[OutputPart, None]:
-        if not jobs:
-            return
-        started = time.monotonic()
-        times = self._time_tokens(jobs, timer)
-        async with aclosing(self.handle.run(jobs, lane)) as parts:
-            async for part in parts:
-                if timer is not None and timer.note(part.taken_at):
-                    self.metrics.queue_s.observe(timer.queue_s)
-                found = OutputPart(part.numbers, cast(Sequence[Output], part.results))
-                self._count(count_work(jobs, found))
-                if times is not None:
-                    moment = time.monotonic()
-                    for number, output in zip(found.indices, found.outputs, strict=True):
-                        if count := output.num_generated:
-                            times.record(number, count, moment)
-                yield found
-        num_tokens = sum(count_expected(jobs))
-        self.admission.note_speed(num_tokens, time.monotonic() - started)
-
-    def _time_tokens(self, jobs: Sequence[Job], timer: WorkTimer | None) -> TokenTimes | None:
-        """Return what times the tokens of jobs that stream; None where they come together."""
-        first = None if isinstance(jobs, ScoreJobs) else jobs[0]
-        if timer is None or not (isinstance(first, GenerateJob) and first.stream):
-            return None
-        return TokenTimes(self.metrics, timer.accepted)
+            if computed:
+                self._results.keep(computed)
 
     async def check(self, job: Job) -> Output:
         """Run one job that reads no tokens. Errors: APIError where it fails."""
@@ -297,13 +221,6 @@ class ResidentModel:
         finally:
             self._num_checks -= 1
         return cast(Output, output)
-
-    def _count(self, work: WorkCounts) -> None:
-        metrics = self.metrics
-        metrics.prompt_tokens.inc(work.prompt_tokens)
-        metrics.prefix_cached_tokens.inc(work.cached_tokens)
-        metrics.scored_tokens.inc(work.scored_tokens)
-        metrics.generated_tokens.inc(work.generated_tokens)
 
     def read(self) -> ModelReading:
         """Return what the model is at right now."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from logsteer_server.contract.results import WorkCounts
+from logsteer_server.contract.batches import WorkCounts
 from logsteer_server.observation.logs import ACCESS, AUDIT, FIELDS
 from logsteer_server.observation.metrics import Metrics
 from logsteer_server.observation.tracing import Phase, RequestTracer

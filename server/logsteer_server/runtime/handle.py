@@ -12,10 +12,14 @@ from typing import Protocol
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas import ModelState, ReplicaCard
+from logsteer_server.contract.batches import (
+    ResultPart,
+    find_first_failure,
+    find_last,
+    name_contents,
+)
 from logsteer_server.contract.engine import EngineInfo, EngineLoad, EngineSpec
-from logsteer_server.contract.jobs import Job
-from logsteer_server.contract.lane import Lane
-from logsteer_server.contract.results import ResultPart, find_first_failure, find_last
+from logsteer_server.contract.jobs import Job, Lane
 from logsteer_server.engines.lifetime import measure_progress
 from logsteer_server.observation.readings import EngineStatus
 from logsteer_server.runtime.engine_process import Ended, EngineProcess
@@ -30,9 +34,8 @@ from logsteer_server.runtime.process import (
     JobGroup,
     Ready,
 )
-from logsteer_server.runtime.queue import FairQueue
+from logsteer_server.runtime.queue import EngineCall, FairQueue
 from logsteer_server.runtime.supervision import Replica, SupervisionLimits
-from logsteer_server.runtime.turns import EngineCall
 
 log = logging.getLogger(__name__)
 
@@ -86,11 +89,11 @@ class EngineHandle:
         self.info: EngineInfo | None = None
         self.ready = asyncio.Event()
         self._limits = limits or SupervisionLimits()
-        self._poison = PoisonMemory()
         self.replicas = [
             Replica(number, own, self._limits) for number, own in enumerate(spec.split())
         ]
-        self._queue = FairQueue(replicas=len(self.replicas))
+        self._poison = PoisonMemory()
+        self._queue = FairQueue(replicas=len(self.replicas), poison=self._poison)
         for load in self._queue.replicas:
             load.is_open = False
         self._waiters: dict[int, _Waiter] = {}
@@ -162,9 +165,9 @@ class EngineHandle:
         """Return what the engine is. Errors: APIError `model_loading` or `engine_restarting`."""
         if self._closing:
             raise refuse_closing()
-        state = self.state
-        if state == "ready" and self.info is not None:
+        if self.ready.is_set() and self.info is not None:
             return self.info
+        state = self.state
         if state == "loading":
             detail = f"Model {self.spec.id} is still loading ({self.detail}); try again shortly."
             raise api_error("model_loading", detail, retry_after=5)
@@ -194,14 +197,15 @@ class EngineHandle:
         Leaving early cancels the rest. Errors: APIError, where a job failed or the engine died.
         """
         self.check_ready()
-        opened = nullcontext(jobs) if self._contents is None else self._contents.open(jobs)
+        opened: AbstractAsyncContextManager[Sequence[Job]] = nullcontext(jobs)
+        if self._contents is not None and name_contents(jobs):
+            opened = self._contents.open(jobs)
         async with opened as own:
             self.check_ready()
-            if self._poison and any(map(self._poison.is_poison, own)):
+            if self._poison.deaths and any(map(self._poison.is_poison, own)):
                 raise self._refuse_poison()
-            waiter = self._enter(own, lane or Lane())
+            waiter, missing = self._enter(own, lane or Lane()), len(own)
             try:
-                missing = len(own)
                 while missing:
                     part = await waiter.results.get()
                     if isinstance(part, APIError):
@@ -214,8 +218,9 @@ class EngineHandle:
                     first = waiter.call.first_id
                     yield part._replace(numbers=[job_id - first for job_id in part.numbers])
             finally:
-                self._drop(waiter)
-                self._send_jobs()
+                if missing:
+                    self._drop(waiter)
+                    self._send_jobs()
 
     def _enter(self, jobs: Sequence[Job], lane: Lane) -> _Waiter:
         first = next(self._ids)
@@ -259,7 +264,7 @@ class EngineHandle:
         """Hand results of one call to whoever waits for them."""
         waiter = self._waiters.get(part.numbers[0])
         ended = find_last(part)
-        if self._poison:
+        if self._poison.deaths:
             calls = {job_id: replica.in_engine.get(job_id) for job_id in ended}
             self._poison.forget(call.job(job_id) for job_id, call in calls.items() if call)
         self._remove(replica, ended)

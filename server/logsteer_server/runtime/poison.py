@@ -46,32 +46,37 @@ class PoisonMemory:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._deaths: dict[bytes, tuple[int, float]] = {}
-        """Fingerprint -> deaths and the time of the last one; the oldest first."""
-
-    def __bool__(self) -> bool:
-        """Return whether anything is remembered."""
-        while self._deaths:
-            oldest, (_, died_at) = next(iter(self._deaths.items()))
-            if len(self._deaths) <= MAX_FINGERPRINTS and self._clock() - died_at < KEEP_S:
-                return True
-            del self._deaths[oldest]
-        return False
+        self.deaths: dict[bytes, tuple[int, float]] = {}
+        """Fingerprint -> deaths and the time of the last one; the oldest first. While there is
+        none, no job has to be looked at."""
 
     def record_death(self, jobs: Iterable[Job]) -> bool:
         """Remember that an engine has died with these jobs; return whether one is poison now."""
         now, most = self._clock(), 0
         for name in {fingerprint(job) for job in jobs}:
-            deaths, _ = self._deaths.pop(name, (0, now))
-            self._deaths[name] = deaths + 1, now
+            deaths, _ = self.deaths.pop(name, (0, now))
+            self.deaths[name] = deaths + 1, now
             most = max(most, deaths + 1)
         return most >= DEATHS
 
     def is_poison(self, job: Job) -> bool:
         """Return whether a job is refused."""
-        return bool(self) and self._deaths.get(fingerprint(job), (0, 0.0))[0] >= DEATHS
+        return self._count(job) >= DEATHS
+
+    def remembers(self, job: Job) -> bool:
+        """Return whether an engine has died with a job."""
+        return self._count(job) > 0
+
+    def _count(self, job: Job) -> int:
+        """Return the engines that have died with a job; those of long ago are forgotten."""
+        while self.deaths:
+            oldest, (_, died_at) = next(iter(self.deaths.items()))
+            if len(self.deaths) <= MAX_FINGERPRINTS and self._clock() - died_at < KEEP_S:
+                return self.deaths.get(fingerprint(job), (0, 0.0))[0]
+            del self.deaths[oldest]
+        return 0
 
     def forget(self, jobs: Iterable[Job]) -> None:
         """Forget jobs that an engine has answered."""
-        for job in jobs if self else ():
-            self._deaths.pop(fingerprint(job), None)
+        for job in jobs:
+            self.deaths.pop(fingerprint(job), None)

@@ -13,7 +13,7 @@ from multiprocessing import util
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
-from logsteer_server.contract.batches import pack_results
+from logsteer_server.contract.batches import ResultPart, find_first_failure, pack_results
 from logsteer_server.contract.engine import (
     Engine,
     EngineInfo,
@@ -23,7 +23,6 @@ from logsteer_server.contract.engine import (
     StepCounts,
 )
 from logsteer_server.contract.jobs import Job, JobResult
-from logsteer_server.contract.results import ResultPart, find_first_failure
 from logsteer_server.engines.failures import lacks_memory
 from logsteer_server.engines.lifetime import follow_parent
 from logsteer_server.engines.machine import let_threads_sleep, take_share

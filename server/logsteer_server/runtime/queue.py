@@ -1,4 +1,12 @@
-"""The queue of calls before an engine, and which of its replicas gets a job.
+"""The queue of calls before an engine: whose turn it is, and which replica gets a job.
+
+Turns are taken at three heights, each turn of one job:
+
+    priority   `interactive` first; of BATCH_EVERY turns, `batch` has one where both wait
+    tenant     within a priority: the one whose jobs had the fewest tokens of late
+    call       within a tenant: one after another
+
+Where no keys are in use, all calls have one tenant and one priority, and take turns.
 
 A job goes to the replica with the least of
 
@@ -10,18 +18,21 @@ go to 0 until it has 1536 tokens more to do than 1; then 1 reads the context, to
 both know it, and share what comes.
 """
 
-from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import islice
+from typing import get_args
 
 import numpy as np
 
+from logsteer_server.contract.batches import ScoreJobs, count_positions, select_jobs
 from logsteer_server.contract.engine import EngineLoad, EngineRoom
-from logsteer_server.contract.jobs import Job
-from logsteer_server.runtime.turns import CallQueue, EngineCall
+from logsteer_server.contract.jobs import GenerateJob, Job, Lane, Priority
+from logsteer_server.runtime.poison import PoisonMemory
 
+BATCH_EVERY = 16
+"""So that work of priority batch is slow where others never pause, and does not stand still."""
 PREFIX_WORTH = 4.0
 BLOCK = 32
 """Tokens that are looked up together: engines share prefixes in blocks of 16 or 32."""
@@ -29,6 +40,121 @@ UNKNOWN_CACHE = 131_072
 """Tokens that a replica is taken to remember where its engine does not say."""
 LOOK_AHEAD = 16
 """Tokens that each generation may still grow by when another one is let in."""
+
+
+@dataclass(eq=False)
+class EngineCall:
+    """The jobs of one caller, of `sizes` positions; `unsent` holds the ids of those that the engine
+    does not have.
+    """
+
+    jobs: Sequence[Job]
+    first_id: int
+    lane: Lane = field(default_factory=Lane)
+    unsent: deque[int] = field(init=False)
+    sizes: list[int] = field(init=False)
+    only_reads: bool = field(init=False)
+    """Whether none of its jobs generates, as far as is known without a look at each."""
+
+    def __post_init__(self) -> None:
+        self.unsent = deque(range(self.first_id, self.first_id + len(self.jobs)))
+        self.sizes = count_positions(self.jobs)
+        self.only_reads = isinstance(self.jobs, ScoreJobs)
+
+    def job(self, job_id: int) -> Job:
+        """Return the job of that id."""
+        return self.jobs[job_id - self.first_id]
+
+    def put_back(self, ids: Sequence[int]) -> None:
+        """Have jobs that an engine had be sent again, before the others."""
+        self.unsent.extendleft(reversed(ids))
+
+    def select(self, ids: Sequence[int]) -> Sequence[Job]:
+        """Return the jobs of these ids."""
+        return select_jobs(self.jobs, np.array(ids, dtype=np.int64) - self.first_id)
+
+    @property
+    def generates(self) -> bool:
+        """Whether the job that it sends in its next turn generates."""
+        return not self.only_reads and isinstance(self.job(self.unsent[0]), GenerateJob)
+
+
+class CallQueue:
+    """All calls that wait for one engine, of which one has the next turn.
+
+    Of a priority's tenants the one with the least `served` is next: the tokens of its jobs. One
+    that comes, or comes back, begins where those stand that wait: what it left unused is not saved
+    up, and what it took lately still counts.
+
+        ann, jobs of 10 tokens   10       20 30       40 50
+        eve, jobs of 20 tokens      20          40          60
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[Priority, dict[str, deque[EngineCall]]] = {
+            priority: {} for priority in get_args(Priority)
+        }
+        self._served: dict[Priority, Counter[str]] = {
+            priority: Counter() for priority in get_args(Priority)
+        }
+        self._reached: Counter[Priority] = Counter()
+        self._turns_without_batch = 0
+
+    def __iter__(self) -> Iterator[EngineCall]:
+        """Yield the calls, the one that has the next turn first; it stays so until `pop`."""
+        order = reversed if self._turns_without_batch >= BATCH_EVERY - 1 else iter
+        for priority in order(get_args(Priority)):
+            calls = self._calls[priority]
+            for tenant in sorted(calls, key=self._served[priority].__getitem__):
+                yield from calls[tenant]
+
+    def peek(self, reading: bool, held: Collection[EngineCall]) -> EngineCall | None:
+        """Return the call whose turn it is, but for those held; with `reading`, of those whose next
+        job does not generate.
+        """
+        for call in self:
+            if not (call in held or (reading and call.generates)):
+                return call
+        return None
+
+    def put(self, call: EngineCall) -> None:
+        """Append a call to those of its tenant."""
+        tenant, priority = call.lane.tenant, call.lane.priority
+        calls, served = self._calls[priority], self._served[priority]
+        if tenant not in calls:
+            calls[tenant] = deque()
+            served[tenant] = max(self._reached[priority], served[tenant])
+        calls[tenant].append(call)
+
+    def pop(self, call: EngineCall, count: int = 1) -> list[int]:
+        """Take the next jobs of a call, and return their ids; it has its next turn later."""
+        tenant, priority = call.lane.tenant, call.lane.priority
+        has_batch = bool(self._calls["batch"])
+        is_passed_over = has_batch and priority != "batch"
+        self._turns_without_batch = self._turns_without_batch + 1 if is_passed_over else 0
+        served = self._served[priority]
+        self._reached[priority] = max(self._reached[priority], served[tenant])
+        ids = []
+        for _ in range(count):
+            job_id = call.unsent.popleft()
+            ids.append(job_id)
+            size = call.sizes[job_id - call.first_id]
+            served[tenant] += max(1, size if call.only_reads else call.job(job_id).num_expected)
+        calls = self._calls[priority][tenant]
+        calls.remove(call)
+        if call.unsent:
+            calls.append(call)
+        if not calls:
+            del self._calls[priority][tenant]
+        return ids
+
+    def drop(self, call: EngineCall) -> None:
+        """Remove a call, if it is there."""
+        waiting, tenant = self._calls[call.lane.priority], call.lane.tenant
+        if call in waiting.get(tenant, ()):
+            waiting[tenant].remove(call)
+            if not waiting[tenant]:
+                del waiting[tenant]
 
 
 def hash_blocks(job: Job) -> list[int]:
@@ -78,7 +204,7 @@ class ReplicaLoad:
     generation holds (`update`), a job that generates counts there with its prompt, until that has
     been read. A further one is let in while the prompts to come fit into the cache beside what is
     held now, and all may grow by LOOK_AHEAD. The engine preempts some where they grow more. It
-    takes nothing unless it `is_open`.
+    takes nothing unless it `is_open`. `suspect` is the one job of it that an engine died with.
     """
 
     def __init__(
@@ -89,6 +215,7 @@ class ReplicaLoad:
         self.is_open = is_open
         self.prefixes = PrefixMemory()
         self.ahead_tokens = 0
+        self.suspect: int | None = None
         self._ahead_of: dict[int, int] = {}
         """Job -> its tokens that count as not begun."""
         self._to_generate: dict[int, int] = {}
@@ -107,11 +234,10 @@ class ReplicaLoad:
         """Tokens that it has still to read and to generate, as far as is known of the latter."""
         return self.ahead_tokens + self._generated_ahead
 
-    def measure(self, call: EngineCall) -> int:
-        """Return the tokens of a call's next job that count as not begun."""
-        job_id = call.unsent[0]
+    def measure(self, call: EngineCall, job_id: int) -> int:
+        """Return the tokens of a job that count as not begun."""
         if self.room.cache_tokens is None or call.only_reads:
-            return call.size(job_id)
+            return call.sizes[job_id - call.first_id]
         return len(call.job(job_id).tokens)
 
     def may_read(self, call: EngineCall) -> bool:
@@ -119,7 +245,7 @@ class ReplicaLoad:
         if not self.is_open:
             return False
         return not self.ahead_tokens or (
-            self.ahead_tokens + self.measure(call) <= self.room.ahead_tokens
+            self.ahead_tokens + self.measure(call, call.unsent[0]) <= self.room.ahead_tokens
         )
 
     def may_generate(self, call: EngineCall) -> bool:
@@ -132,24 +258,29 @@ class ReplicaLoad:
             return False
         if cache_tokens is None:
             return True
-        to_come = self._unread_prompts + self.measure(call) + LOOK_AHEAD * (count + 1)
+        size = self.measure(call, call.unsent[0])
+        to_come = self._unread_prompts + size + LOOK_AHEAD * (count + 1)
         return self._held_tokens + to_come <= cache_tokens
 
-    def count_due(self, sizes: Sequence[int]) -> int:
-        """Return how many of the next jobs, of these sizes, it has room for: one at least."""
-        room = self.room.ahead_tokens - self.ahead_tokens
-        return max(1, bisect_right(list(accumulate(sizes)), room))
+    def count_due(self, call: EngineCall) -> int:
+        """Return how many of a call's next jobs, which all read, have room: one at least."""
+        room, count = self.room.ahead_tokens - self.ahead_tokens, 0
+        for job_id in call.unsent:
+            room -= call.sizes[job_id - call.first_id]
+            if room < 0:
+                break
+            count += 1
+        return max(1, count)
 
-    def add(self, ids: Sequence[int], sizes: Sequence[int]) -> None:
-        """Count jobs of these tokens as its own."""
-        self._ahead_of.update(zip(ids, sizes, strict=True))
-        self.ahead_tokens += sum(sizes)
-
-    def expect(self, job_id: int, size: int, num_generated: int) -> None:
-        """Count tokens that a job which it has, of this size, is expected to generate."""
-        self._to_generate[job_id] = num_generated
-        self._generated_ahead += num_generated
-        self._unread_prompts += size
+    def add(self, call: EngineCall, ids: Sequence[int]) -> None:
+        """Count jobs of a call as its own."""
+        for job_id in ids:
+            size = self._ahead_of[job_id] = self.measure(call, job_id)
+            self.ahead_tokens += size
+            if not call.only_reads and isinstance(job := call.job(job_id), GenerateJob):
+                self._to_generate[job_id] = job.num_expected - len(job.tokens)
+                self._generated_ahead += self._to_generate[job_id]
+                self._unread_prompts += size
 
     def update(self, load: EngineLoad) -> None:
         """Count what generation holds, and which prompts have been read."""
@@ -163,10 +294,14 @@ class ReplicaLoad:
 
     def finish(self, job_ids: Collection[int]) -> None:
         """Free the room of jobs that the replica no longer has."""
-        for job_id in self._to_generate.keys() & job_ids if self._to_generate else ():
-            self._unread_prompts -= self._ahead_of.get(job_id, 0)
-            self._generated_ahead -= self._to_generate.pop(job_id)
-        self.ahead_tokens -= sum(self._ahead_of.pop(job_id, 0) for job_id in job_ids)
+        if self.suspect in job_ids:
+            self.suspect = None
+        for job_id in job_ids:
+            size = self._ahead_of.pop(job_id, 0)
+            self.ahead_tokens -= size
+            if job_id in self._to_generate:
+                self._unread_prompts -= size
+                self._generated_ahead -= self._to_generate.pop(job_id)
 
 
 def choose_replica(blocks: Sequence[int], fit: Sequence[ReplicaLoad]) -> ReplicaLoad:
@@ -185,11 +320,6 @@ class ReplicaJobs:
     order: list[int] = field(default_factory=list)
     by_call: dict[EngineCall, list[int]] = field(default_factory=dict)
 
-    def add(self, call: EngineCall, ids: Sequence[int]) -> None:
-        """Append jobs of a call."""
-        self.order += ids
-        self.by_call.setdefault(call, []).extend(ids)
-
 
 class FairQueue:
     """Send an engine's replicas the next jobs of the calls that wait, in turn, while there is room.
@@ -201,10 +331,19 @@ class FairQueue:
         40 prompts of 20 tokens wait     0      540   27 are sent: 27 * (20 + 16) <= 1000
         each has generated 15          945        0   none is sent: 945 + 20 + 28 * 16 > 1000
         22 have ended                  175      400   20 are sent: 175 + 20 * 20 + 25 * 16 <= 1000
+
+    Of the jobs that an engine died with (`poison`), a replica has one at a time, so that the second
+    death of one accuses no other. What is sent beside it goes past those that wait for their turn.
     """
 
-    def __init__(self, room: EngineRoom | None = None, replicas: int = 1) -> None:
+    def __init__(
+        self,
+        room: EngineRoom | None = None,
+        replicas: int = 1,
+        poison: PoisonMemory | None = None,
+    ) -> None:
         self.replicas = [ReplicaLoad(number, room) for number in range(replicas)]
+        self.poison = poison or PoisonMemory()
         self._waiting = CallQueue()
         self._sent: dict[int, int] = {}
         """Job -> the replica that has it."""
@@ -212,7 +351,7 @@ class FairQueue:
     @property
     def num_waiting(self) -> int:
         """Jobs that no replica has been sent."""
-        return self._waiting.num_jobs
+        return sum(len(call.unsent) for call in self._waiting)
 
     def put(self, call: EngineCall) -> None:
         """Append a call to those that take turns."""
@@ -229,19 +368,32 @@ class FairQueue:
     def dequeue(self) -> dict[int, ReplicaJobs]:
         """Return the jobs that replicas, by number, have room for now; count them as theirs."""
         found: dict[int, ReplicaJobs] = {}
+        held: set[EngineCall] = set()
         reading = False
-        while (call := self._waiting.peek(reading)) is not None:
+        while (call := self._waiting.peek(reading, held)) is not None:
             fit = self._find_room(call)
             if not fit:
                 break
             if call.generates and not (fit := [own for own in fit if own.may_generate(call)]):
                 reading = True
                 continue
-            if len(self.replicas) == 1 and len(self._waiting) == 1 and call.only_reads:
-                replica, ids = fit[0], self._pop_run(call, fit[0])
-            else:
-                replica, ids = self._pop_one(call, fit)
-            found.setdefault(replica.number, ReplicaJobs()).add(call, ids)
+            # Each look at a job takes time: none is needed while nothing is remembered.
+            has_deaths = bool(self.poison.deaths)
+            is_suspect = has_deaths and self.poison.remembers(call.job(call.unsent[0]))
+            if is_suspect and not (fit := [own for own in fit if own.suspect is None]):
+                held.add(call)
+                continue
+            replica = fit[0] if len(self.replicas) == 1 else self._choose(call, fit)
+            others = islice(self._waiting, 1, None)
+            is_alone = len(self.replicas) == 1 and not has_deaths and next(others, None) is None
+            count = replica.count_due(call) if is_alone and call.only_reads else 1
+            ids = self._waiting.pop(call, count)
+            replica.add(call, ids)
+            if is_suspect:
+                replica.suspect = ids[0]
+            jobs = found.setdefault(replica.number, ReplicaJobs())
+            jobs.order += ids
+            jobs.by_call.setdefault(call, []).extend(ids)
             self._sent |= dict.fromkeys(ids, replica.number)
         return found
 
@@ -254,29 +406,14 @@ class FairQueue:
             return [self.replicas[number]]
         return [replica for replica in self.replicas if replica.may_read(call)]
 
-    def _pop_one(
-        self, call: EngineCall, fit: Sequence[ReplicaLoad]
-    ) -> tuple[ReplicaLoad, list[int]]:
-        """Remove a call's next job from those that wait, for one of these replicas."""
-        generates, job_id, replica = call.generates, call.unsent[0], fit[0]
-        if len(self.replicas) > 1:
-            blocks = hash_blocks(call.job(job_id)) if call.size(job_id) >= BLOCK else []
-            replica = choose_replica(blocks, fit)
-            replica.prefixes.record(blocks, replica.room.cache_tokens)
-        size = replica.measure(call)
-        self._waiting.pop(call)
-        if generates:
-            job = call.job(job_id)
-            replica.expect(job_id, size, job.num_expected - len(job.tokens))
-        replica.add([job_id], [size])
-        return replica, [job_id]
-
-    def _pop_run(self, call: EngineCall, replica: ReplicaLoad) -> list[int]:
-        """Remove the next jobs of the only call that waits, as many as there is room for."""
-        sizes = call.unsent_sizes
-        ids = self._waiting.pop_run(call, replica.count_due(sizes))
-        replica.add(ids, sizes[: len(ids)])
-        return ids
+    def _choose(self, call: EngineCall, fit: Sequence[ReplicaLoad]) -> ReplicaLoad:
+        """Return the replica that a call's next job goes to, of these."""
+        job_id = call.unsent[0]
+        is_short = call.sizes[job_id - call.first_id] < BLOCK
+        blocks = [] if is_short else hash_blocks(call.job(job_id))
+        replica = choose_replica(blocks, fit)
+        replica.prefixes.record(blocks, replica.room.cache_tokens)
+        return replica
 
     def update(self, load: EngineLoad, replica: int = 0) -> None:
         """Count what generation holds in a replica, and which prompts have been read."""

@@ -21,7 +21,7 @@ from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.observation.logs import LogStyle
 from logsteer_server.runtime.engine_process import EngineProcess
 from logsteer_server.runtime.process import Heartbeat
-from logsteer_server.runtime.turns import EngineCall
+from logsteer_server.runtime.queue import EngineCall
 
 Phase = Literal["starting", "ready", "silent", "ended", "given up"]
 Happening = Literal["loads", "fails", "ends", "restarts", "exhausts"]

@@ -8,10 +8,8 @@ import numpy.typing as npt
 
 from logsteer.schemas import ActivationsRequest
 from logsteer_server.contract.captures import CaptureJob, CaptureOutput
-from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.interventions.interventions import Interventions, Stores
+from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.interventions.steering import place_positions
-from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.captures import (
     CaptureSite,
@@ -21,24 +19,19 @@ from logsteer_server.tasks.captures import (
     read_items,
 )
 from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.run import Batch, Collector, Task, TensorLayout, check_count
-from logsteer_server.text.tokenizer import TextCodec
+from logsteer_server.tasks.run import Batch, BodyTask, Collector, TensorLayout, check_count
 
 Array = npt.NDArray[Any]
 
 
-class ActivationsTask(Task):
+class ActivationsTask(BodyTask[ActivationsRequest]):
     """The activations of texts at a hook: of each token, of the last one, or their mean."""
 
     kind = "activations"
     has_file = True
 
-    def __init__(self, body: ActivationsRequest, models: ModelRegistry, stores: Stores) -> None:
-        super().__init__(models.find(body.model))
-        self._body = body
-        self._stores = stores
-        self._planned: list[PlannedCapture] = []
-        self._outputs: Sequence[CaptureOutput] = ()
+    _planned: list[PlannedCapture]
+    _outputs: Sequence[CaptureOutput]
 
     def check_limits(self, settings: Settings) -> None:
         """Bound the number of items. Errors: APIError `payload_too_large`."""
@@ -46,7 +39,6 @@ class ActivationsTask(Task):
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Capture all activations in one batch."""
-        codec, info = self.model.require()
         planner.cover_text(max(map(_count_chars, self._body.items)))
         site = CaptureSite(
             self._body.hook,
@@ -54,20 +46,19 @@ class ActivationsTask(Task):
             self._body.read,
             place_positions(self._body.positions),
         )
-        self._planned = await planner.advance(self._plan(site, codec, info))
+        self._planned = await planner.advance(self._plan(site))
         jobs = [capture.job for capture in self._planned]
-        planner.expect_arrays(count_numbers(jobs, site.find_width(info)) + _count_ids(jobs))
-        collector = Collector(jobs)
+        planner.expect_arrays(count_numbers(jobs, site.find_width(self.info)) + _count_ids(jobs))
+        collector = Collector()
         yield Batch(jobs, collector.take)
         self._outputs = collector.outputs
 
-    def _plan(
-        self, site: CaptureSite, codec: TextCodec, info: EngineInfo
-    ) -> Steps[list[PlannedCapture]]:
-        body = self._body
+    def _plan(self, site: CaptureSite) -> Steps[list[PlannedCapture]]:
+        body, info = self._body, self.info
         self.interventions = Interventions.resolve(body, self._stores, info)
-        sequences = read_items(body.items, body.bos, codec, info.vocab_size)
-        planned = yield from plan_captures(sequences, site, info, body.on_overflow)
+        sequences = read_items(body.items, body.bos, self.codec, info.vocab_size)
+        places = [f"items[{index}]" for index in range(len(body.items))]
+        planned = yield from plan_captures(sequences, places, site, info, body.on_overflow)
         jobs = self.interventions.apply([capture.job for capture in planned])
         return [
             PlannedCapture(job, capture.truncated)

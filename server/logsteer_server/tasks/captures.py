@@ -41,26 +41,10 @@ class CaptureSite:
         return info.hook_widths.get(self.hook, info.hidden_size)
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedText:
-    """One sequence of a request: its place there, and its tokens, BOS included."""
-
-    place: str
-    ids: list[int]
-
-
-def read_texts(
-    texts: Sequence[str], places: Sequence[str], bos: BosPolicy, codec: TextCodec
-) -> Iterator[PlacedText]:
-    """Yield the tokens of texts. Errors: APIError `invalid_request` for BOS where there is none."""
-    for place, ids in zip(places, codec.encode_ids_lazily(texts), strict=True):
-        yield PlacedText(place, codec.bos_ids(bos, ids) + ids)
-
-
 def read_items(
     items: Sequence[str | ActivationItem], bos: BosPolicy, codec: TextCodec, vocab_size: int
-) -> Iterator[PlacedText]:
-    """Yield the tokens of a request's items; ids are taken as they are.
+) -> Iterator[list[int]]:
+    """Yield the tokens of a request's items, BOS included; ids are taken as they are.
 
     Errors: APIError `invalid_request`.
     """
@@ -69,18 +53,17 @@ def read_items(
         for item in items
         if isinstance(item, str) or item.messages is not None
     ]
-    encoded = codec.encode_ids_lazily(rendered)
+    encoded = codec.encode_prompts(rendered, bos)
     for index, item in enumerate(items):
-        place = f"items[{index}]"
         if isinstance(item, str) or item.token_ids is None:
-            ids = next(encoded)
-            yield PlacedText(place, codec.bos_ids(bos, ids) + ids)
+            yield next(encoded)
             continue
         if max(item.token_ids) >= vocab_size:
+            place = f"items[{index}]"
             detail = f"{place}.token_ids has id {max(item.token_ids)}; this model's vocabulary "
             detail += f"ends at {vocab_size - 1}."
             raise api_error("invalid_request", detail, param=place)
-        yield PlacedText(place, item.token_ids)
+        yield item.token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +75,13 @@ class PlannedCapture:
 
 
 def plan_captures(
-    sequences: Iterable[PlacedText],
+    sequences: Iterable[list[int]],
+    places: Iterable[str],
     site: CaptureSite,
     info: EngineInfo,
     on_overflow: OverflowPolicy = "error",
 ) -> Steps[list[PlannedCapture]]:
-    """Plan one job a sequence, in their order.
+    """Plan one job a sequence, in their order; errors name its place in the request.
 
     Errors: APIError `unsupported_by_engine`, `invalid_request`, `context_too_long`, and
     `payload_too_large` for one whose activations the engine has no room for.
@@ -105,8 +89,7 @@ def plan_captures(
     layers = site.find_layers(info)
     planned: list[PlannedCapture] = []
     num_planned = 0
-    for given in sequences:
-        tokens, place = given.ids, given.place
+    for place, tokens in zip(places, sequences, strict=True):
         if not tokens:
             raise api_error("invalid_request", f"{place} has no token.", param=place)
         excess = max(0, len(tokens) - info.context_length)

@@ -46,9 +46,10 @@ def show_columns(read: Mapping[str, Column], asked: Sequence[str]) -> dict[str, 
 
     For `["rank", "entropy"]`: `{"ranks": [...], "columns": {"entropy": [...]}}`.
     """
-    shown: dict[str, Any] = {
-        array: read[name] for name, array in ARRAY_NAMES.items() if name in asked
-    }
+    shown: dict[str, Any] = {}
+    for name, array in ARRAY_NAMES.items():
+        if name in asked:
+            shown[array] = read[name]
     others = {name: read[name] for name in asked if name not in ARRAY_NAMES}
     return shown | ({"columns": others} if others else {})
 

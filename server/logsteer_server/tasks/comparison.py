@@ -38,7 +38,7 @@ async def export_files(
     all of it reserved. Errors: APIError `overloaded` where the disk has no room.
     """
     with ScratchDirectory() as scratch:
-        yield await planner.call_long(_reserve_files, scratch, jobs, vocab_size)
+        yield await planner.capacity.call_long(_reserve_files, scratch, jobs, vocab_size)
 
 
 def _reserve_files(directory: Path, jobs: Sequence[ScoreJob], vocab_size: int) -> list[str]:
@@ -80,7 +80,7 @@ def check_same_vocabulary(model: ResidentModel, other: ResidentModel, param: str
 
     Errors: APIError `invalid_request` where they have different vocabularies.
     """
-    codec, info = model.require_engine()
+    codec, info = model.require(through_gate=True)
     other_codec, other_info = other.require()
     if (codec.digest, info.vocab_size) != (other_codec.digest, other_info.vocab_size):
         detail = (

@@ -1,15 +1,13 @@
 """`/steer` and `/generate`: continuations of prompts, with what the sampling policy saw."""
 
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from logsteer.schemas import ALL_COLUMNS, GenerateRequest, PromptRequest, SteerRequest
-from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import GenerateJob, GenerateOutput, Policy, draw_seed
-from logsteer_server.interventions.interventions import Interventions, Stores
-from logsteer_server.models.registry import ModelRegistry
+from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.continuations import (
     Continuations,
@@ -18,22 +16,17 @@ from logsteer_server.tasks.continuations import (
     plan_continuations,
 )
 from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.run import Batch, Event, Task, check_count, take_each
-from logsteer_server.text.tokenizer import TextCodec
+from logsteer_server.tasks.run import Batch, BodyTask, Event, check_count, take_each
 
+P = TypeVar("P", bound=PromptRequest)
 NO_TOKENS = np.zeros(0, dtype=np.int32)
 
 
-class GenerationTask(Task):
+class GenerationTask(BodyTask[P]):
     """Continues prompts, and tells of each token what it was drawn from."""
 
-    def __init__(self, body: PromptRequest, models: ModelRegistry, stores: Stores) -> None:
-        super().__init__(models.find(body.model), streams=body.stream)
-        self._body = body
-        self._stores = stores
-        self._truncated: list[int] = []
-        self._continuations = Continuations([], [], body.n)
-        self.precision = body.precision
+    _truncated: list[int]
+    _continuations: Continuations
 
     @property
     def columns(self) -> list[str]:
@@ -58,18 +51,17 @@ class GenerationTask(Task):
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Generate everything in one batch."""
         body = self._body
-        codec, info = self.model.require()
         planner.cover_text(find_longest_prompt(body.prompts or [], body.messages or []))
-        self._continuations = await planner.advance(self._plan(codec, info))
+        self._continuations = await planner.advance(self._plan())
         tokens = len(self._continuations.jobs) * body.max_tokens
         planner.expect_rows(tokens, 1 + len(self.columns))
         contexts = [job.prompt_len for job in self._continuations.jobs]
         planner.expect_readings(self.interventions, len(contexts), tokens, sum(contexts))
         yield Batch(self._continuations.jobs, take_each(self._take))
 
-    def _plan(self, codec: TextCodec, info: EngineInfo) -> Steps[Continuations]:
+    def _plan(self) -> Steps[Continuations]:
         body = self._body
-        interventions = Interventions.resolve(body, self._stores, info)
+        interventions = Interventions.resolve(body, self._stores, self.info)
         given = body.prompts or body.prompt_ids or []
         prompts = Prompts(given, body.messages, body.bos, body.on_overflow)
         first = GenerateJob(
@@ -84,7 +76,7 @@ class GenerationTask(Task):
             columns=tuple(self.columns),
             double=body.precision == "float64",
         )
-        steps = plan_continuations(prompts, first, body.n, codec, info)
+        steps = plan_continuations(prompts, first, body.n, self.codec, self.info)
         plain, self._truncated = yield from steps
         baseline = interventions.unsteered.apply(plain) if self.has_baseline else []
         self.interventions = interventions
@@ -96,42 +88,35 @@ class GenerationTask(Task):
 
     def report(self) -> dict[str, Any]:
         """Return the completions of each prompt."""
-        codec, _ = self.model.require()
-        results = self._continuations.write(codec, self.interventions, self._truncated, self.window)
+        results = self._continuations.write(
+            self.codec, self.interventions, self._truncated, self.window
+        )
         return {"results": results}
 
 
-class SteerTask(GenerationTask):
+class SteerTask(GenerationTask[SteerRequest]):
     """Continuations of prompts under steering, with a receipt of what was done."""
 
     kind = "steer"
 
-    def __init__(self, body: SteerRequest, models: ModelRegistry, stores: Stores) -> None:
-        super().__init__(body, models, stores)
-        self._baseline = body.baseline
-
     @property
     def has_baseline(self) -> bool:
         """Whether everything is also continued without steering."""
-        return self._baseline
+        return self._body.baseline
 
 
-class GenerateTask(GenerationTask):
+class GenerateTask(GenerationTask[GenerateRequest]):
     """Continuations of prompts, with what the sampling policy saw where asked for."""
 
     kind = "generate"
-
-    def __init__(self, body: GenerateRequest, models: ModelRegistry, stores: Stores) -> None:
-        super().__init__(body, models, stores)
-        self._diagnosed = body
 
     @property
     def columns(self) -> list[str]:
         """Columns that the completions show: all of them for diagnostics, unless named."""
         named = super().columns
-        return list(ALL_COLUMNS) if self._diagnosed.diagnostics and not named else named
+        return list(ALL_COLUMNS) if self._body.diagnostics and not named else named
 
     @property
     def window(self) -> int | None:
         """What `early` and `late` aggregates are over; None without diagnostics."""
-        return self._diagnosed.window if self._diagnosed.diagnostics else None
+        return self._body.window if self._body.diagnostics else None

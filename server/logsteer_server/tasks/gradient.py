@@ -9,23 +9,19 @@ import numpy as np
 
 from logsteer.errors import api_error
 from logsteer.schemas import GradientRequest
-from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import GradientJob, GradientOutput, Ids
 from logsteer_server.contract.parameters import Direction
 from logsteer_server.contract.plan import Positions
-from logsteer_server.interventions.interventions import Interventions, Stores
+from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.interventions.parameters import (
     ResolvedOverride,
     check_feature,
     resolve_direction,
 )
 from logsteer_server.interventions.steering import place_positions
-from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.columns import ColumnOptions
-from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.run import Batch, Collector, Task
-from logsteer_server.tasks.targets import (
+from logsteer_server.tasks.logprob import (
     PlannedTarget,
     TargetOptions,
     TargetPlan,
@@ -33,7 +29,8 @@ from logsteer_server.tasks.targets import (
     find_longest,
     plan_targets,
 )
-from logsteer_server.text.tokenizer import TextCodec
+from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.run import Batch, BodyTask, Collector
 
 MAX_NUMBERS = 2**22
 """That the gradients of one request may come to: some 50 MB of JSON. Who wants more asks for other
@@ -119,17 +116,13 @@ def _describe(target: PlannedTarget, job: GradientJob, output: GradientOutput) -
     return found | {"flags": [] if finite else ["non_finite"]}
 
 
-class GradientTask(Task):
+class GradientTask(BodyTask[GradientRequest]):
     """Derivatives of every target's log-probability, by activations or along an override."""
 
     kind = "gradient"
 
-    def __init__(self, body: GradientRequest, models: ModelRegistry, stores: Stores) -> None:
-        super().__init__(models.find(body.model))
-        self._body = body
-        self._stores = stores
-        self._along: ResolvedOverride | None = None
-        self._results: list[dict[str, Any]] = []
+    _along: ResolvedOverride | None
+    _results: list[dict[str, Any]]
 
     def check_limits(self, settings: Settings) -> None:
         """Bound items and targets. Errors: APIError `payload_too_large`."""
@@ -137,10 +130,9 @@ class GradientTask(Task):
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Differentiate all targets in one batch."""
-        codec, info = self.model.require()
         planner.cover_text(find_longest(self._body.items))
-        targets, jobs = await planner.advance(self._plan(codec, info))
-        collector = Collector(jobs)
+        targets, jobs = await planner.advance(self._plan())
+        collector = Collector()
         yield Batch(jobs, collector.take)
         found = collector.outputs
         described = [_describe(*each) for each in zip(targets.planned, jobs, found, strict=True)]
@@ -148,15 +140,13 @@ class GradientTask(Task):
             {"targets": [described[i] for i in item.targets]} for item in targets.items
         ]
 
-    def _plan(
-        self, codec: TextCodec, info: EngineInfo
-    ) -> Steps[tuple[TargetPlan, Sequence[GradientJob]]]:
-        body, wrt = self._body, self._body.wrt
+    def _plan(self) -> Steps[tuple[TargetPlan, Sequence[GradientJob]]]:
+        body, wrt, info = self._body, self._body.wrt, self.info
         check_feature("gradient", info, None)
         self.interventions = Interventions.resolve(body, self._stores, info)
         self._along = resolve_direction(wrt.override, self._stores.overrides)
         options = TargetOptions(body.boundary, bos=body.bos, on_overflow=body.on_overflow)
-        targets = yield from plan_targets(body.items, codec, info, options, ColumnOptions())
+        targets = yield from plan_targets(body.items, self.codec, info, options, ColumnOptions())
         sites = tuple((layer, wrt.hook) for layer in wrt.layers or [])
         direction = self._along.override.direction if self._along else None
         positions = place_positions(wrt.positions)

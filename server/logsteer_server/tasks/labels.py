@@ -14,9 +14,9 @@ from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
 from logsteer_server.interventions.interventions import Interventions, Stores
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
+from logsteer_server.tasks.logprob import MAX_TARGETS
 from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.run import Batch, Collector, Facts, Task, check_count
-from logsteer_server.tasks.targets import MAX_TARGETS
+from logsteer_server.tasks.run import Batch, BodyTask, Collector, Facts, check_count
 from logsteer_server.text.sums import log_sum_exp
 from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, split_sizes
 
@@ -64,8 +64,7 @@ def _read_prompts(request: ScoreRequest, codec: TextCodec) -> Iterator[list[int]
                 texts.append(f"{first or ''}{second or ''}")
             else:
                 yield [*first, *second]
-        for ids in codec.encode_ids(texts):
-            yield codec.bos_ids("auto", ids) + ids
+        yield from codec.encode_prompts(texts, "auto")
 
 
 def weigh_labels(output: ScoreOutput, apply_softmax: bool) -> list[float | None]:
@@ -80,17 +79,16 @@ def weigh_labels(output: ScoreOutput, apply_softmax: bool) -> list[float | None]
     return [None if math.isnan(v) else math.exp(v - total) for v in logprobs]
 
 
-class LabelTask(Task):
+class LabelTask(BodyTask[ScoreRequest]):
     """Probabilities of label tokens after a query and each item, in SGLang's shape."""
 
     kind = "score"
 
+    _scores: list[list[float | None]]
+
     def __init__(self, body: ScoreRequest, models: ModelRegistry, stores: Stores) -> None:
-        super().__init__(models.find(body.model))
-        self._body = body
-        self._stores = stores
+        super().__init__(body, models, stores)
         self._created = int(time.time())
-        self._scores: list[list[float | None]] = []
 
     def check_limits(self, settings: Settings) -> None:
         """Bound items and what is read of them. Errors: APIError `payload_too_large`."""
@@ -102,11 +100,10 @@ class LabelTask(Task):
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Score all items in one batch; the prefix cache serves what they begin with."""
-        codec, info = self.model.require()
         planner.cover_text(self._longest)
-        jobs = await planner.advance(self._plan(codec, info))
+        jobs = await planner.advance(self._plan())
         planner.expect_rows(sum(job.num_scored for job in jobs), 1)
-        collector = Collector(jobs)
+        collector = Collector()
         yield Batch(jobs, collector.take, cache=True)
         self._scores = [
             weigh_labels(output, self._body.apply_softmax) for output in collector.outputs
@@ -119,9 +116,9 @@ class LabelTask(Task):
         longest = max((len(item) for item in items if isinstance(item, str)), default=0)
         return longest + (len(self._body.query) if isinstance(self._body.query, str) else 0)
 
-    def _plan(self, codec: TextCodec, info: EngineInfo) -> Steps[Sequence[ScoreJob]]:
-        self.interventions = Interventions.resolve(self._body, self._stores, info)
-        jobs = yield from plan_labels(self._body, codec, info)
+    def _plan(self) -> Steps[Sequence[ScoreJob]]:
+        self.interventions = Interventions.resolve(self._body, self._stores, self.info)
+        jobs = yield from plan_labels(self._body, self.codec, self.info)
         return self.interventions.apply(jobs)
 
     def report(self) -> dict[str, Any]:

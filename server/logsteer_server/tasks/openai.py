@@ -4,10 +4,9 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from logsteer.schemas.openai import ChatCompletionRequest, CompletionRequest, SamplingRequest
-from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.jobs import (
     GenerateJob,
     GenerateOutput,
@@ -33,17 +32,18 @@ from logsteer_server.tasks.continuations import find_longest_prompt
 from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import (
     Batch,
+    BodyTask,
     Collector,
     Event,
     Facts,
-    Task,
     check_count,
     take_each,
 )
-from logsteer_server.text.tokenizer import TextCodec
+
+S = TypeVar("S", bound=SamplingRequest)
 
 
-class OpenAITask(Task):
+class OpenAITask(BodyTask[S]):
     """Continues prompts; what completions and chat completions share.
 
     The jobs of a prompt lie together: the one that scores its echo, where there is one, and those
@@ -53,37 +53,35 @@ class OpenAITask(Task):
     shape: str
     """The `object` of an answer."""
 
-    def __init__(self, body: SamplingRequest, models: ModelRegistry, stores: Stores) -> None:
-        super().__init__(models.find(body.model), streams=body.stream)
-        self._sampling = body
-        self._stores = stores
+    _prompts: list[CompletionPrompt]
+    _found: list[Any]
+
+    def __init__(self, body: S, models: ModelRegistry, stores: Stores) -> None:
+        super().__init__(body, models, stores)
         self._created = int(time.time())
-        self._prompts: list[CompletionPrompt] = []
-        self._found: list[Any] = []
         self._num_generated = 0
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch | Event, None]:
         """Score echoes and generate completions in one batch; in a stream the echoes come first."""
-        codec, info = self.model.require()
         planner.cover_text(self._longest)
-        self._prompts, jobs = await planner.advance(self._plan(codec, info))
+        self._prompts, jobs = await planner.advance(self._plan())
         if not self.streams:
             self._expect(planner, jobs)
-            collector = Collector(jobs)
+            collector = Collector()
             yield Batch(jobs, collector.take, cache=True)
             self._found = collector.outputs
             return
         samples = [job for job in jobs if isinstance(job, GenerateJob)]
         if self.echoes:
             scored = [job for job in jobs if isinstance(job, ScoreJob)]
-            collector = Collector(scored)
+            collector = Collector()
             room = sum(job.num_expected for job in samples)
             yield Batch(scored, collector.take, cache=True, room=room)
             for event in self._show_echoes(collector.outputs):
                 yield event
         if samples:
             yield Batch(samples, take_each(self._show))
-        if self._sampling.includes_usage:
+        if self._body.includes_usage:
             yield Event("chunk", {**self._head, "choices": [], "usage": self._count_usage()})
 
     @property
@@ -91,11 +89,9 @@ class OpenAITask(Task):
         """Whether prompts are given back before their completions."""
         return False
 
-    def _plan(
-        self, codec: TextCodec, info: EngineInfo
-    ) -> Steps[tuple[list[CompletionPrompt], Sequence[Job]]]:
-        self.interventions = Interventions.resolve(self._sampling, self._stores, info)
-        prompts = yield from self._plan_prompts(codec, info)
+    def _plan(self) -> Steps[tuple[list[CompletionPrompt], Sequence[Job]]]:
+        self.interventions = Interventions.resolve(self._body, self._stores, self.info)
+        prompts = yield from self._plan_prompts()
         return prompts, self.interventions.apply([job for each in prompts for job in each.jobs])
 
     def _expect(self, planner: Planner, jobs: Sequence[Job]) -> None:
@@ -114,7 +110,7 @@ class OpenAITask(Task):
         """Characters, or ids, of the longest prompt."""
 
     @abstractmethod
-    def _plan_prompts(self, codec: TextCodec, info: EngineInfo) -> Steps[list[CompletionPrompt]]:
+    def _plan_prompts(self) -> Steps[list[CompletionPrompt]]:
         """Return the prompts with their plain jobs."""
 
     @abstractmethod
@@ -136,13 +132,13 @@ class OpenAITask(Task):
         """Return what probes have read of (a piece of) the completion of that number."""
         if not self.interventions.probes:
             return {}
-        prompt = self._prompts[index // self._sampling.n]
+        prompt = self._prompts[index // self._body.n]
         return self.interventions.show_readings(output.readings, len(prompt.ids) - 1)
 
     def _write_chunk(self, choice: dict[str, Any], last: Output | None) -> Event:
         """Return a choice's chunk; where its last output is given, with what was applied to it."""
         document = {**self._head, "choices": [choice]}
-        if self._sampling.includes_usage:
+        if self._body.includes_usage:
             document["usage"] = None
         if last is not None:
             report = AppliedReport(self.interventions)
@@ -182,7 +178,7 @@ def _drop_nulls(applied: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in applied.items() if value is not None}
 
 
-class CompletionTask(OpenAITask):
+class CompletionTask(OpenAITask[CompletionRequest]):
     """Continuations of prompts; `echo` with `logprobs` scores the prompts as well."""
 
     kind = "cmpl"
@@ -190,7 +186,6 @@ class CompletionTask(OpenAITask):
 
     def __init__(self, body: CompletionRequest, models: ModelRegistry, stores: Stores) -> None:
         super().__init__(body, models, stores)
-        self._body = body
         self._offsets: Counter[int] = Counter()
 
     def check_limits(self, settings: Settings) -> None:
@@ -207,8 +202,8 @@ class CompletionTask(OpenAITask):
             return len(given)
         return max(len(entry) for entry in given if not isinstance(entry, int))
 
-    def _plan_prompts(self, codec: TextCodec, info: EngineInfo) -> Steps[list[CompletionPrompt]]:
-        return plan_completions(self._body, codec, info)
+    def _plan_prompts(self) -> Steps[list[CompletionPrompt]]:
+        return plan_completions(self._body, self.codec, self.info)
 
     @property
     def echoes(self) -> bool:
@@ -239,10 +234,9 @@ class CompletionTask(OpenAITask):
         self, index: int, text: str, columns: TokenColumns | None, finish_reason: str | None
     ) -> dict[str, Any]:
         """Return (a piece of) a choice; its offsets go on from those of the piece before."""
-        codec, _ = self.model.require()
         logprobs = None
         if columns is not None and self._body.logprobs is not None:
-            logprobs = columns.render(codec, self._offsets[index])
+            logprobs = columns.render(self.codec, self._offsets[index])
             self._offsets[index] += sum(map(len, logprobs["tokens"]))
         return {
             "index": index,
@@ -276,9 +270,8 @@ class CompletionTask(OpenAITask):
         return own[1 if prompt.echo_job else 0 :] or [None]
 
     def _read_next(self, echo: ScoreOutput) -> GenerateOutput:
-        codec, info = self.model.require()
-        eos_ids = () if self._body.ignore_eos else info.eos_ids
-        return read_next(echo, codec, self._body.logprobs or 0, eos_ids)
+        eos_ids = () if self._body.ignore_eos else self.info.eos_ids
+        return read_next(echo, self.codec, self._body.logprobs or 0, eos_ids)
 
     def _join(
         self,
@@ -296,14 +289,13 @@ class CompletionTask(OpenAITask):
         return self._choose(index, text, columns, output.finish_reason if output else "length")
 
 
-class ChatCompletionTask(OpenAITask):
+class ChatCompletionTask(OpenAITask[ChatCompletionRequest]):
     """The assistant's next turn in a conversation."""
 
     kind = "chatcmpl"
 
     def __init__(self, body: ChatCompletionRequest, models: ModelRegistry, stores: Stores) -> None:
         super().__init__(body, models, stores)
-        self._body = body
         self._started: set[int] = set()
         self.shape = "chat.completion.chunk" if body.stream else "chat.completion"
 
@@ -315,16 +307,15 @@ class ChatCompletionTask(OpenAITask):
     def _longest(self) -> int:
         return find_longest_prompt([], self._body.messages)
 
-    def _plan_prompts(self, codec: TextCodec, info: EngineInfo) -> Steps[list[CompletionPrompt]]:
-        prompt = plan_chat(self._body, codec, info)
+    def _plan_prompts(self) -> Steps[list[CompletionPrompt]]:
+        prompt = plan_chat(self._body, self.codec, self.info)
         yield sum(job.num_expected for job in prompt.jobs)
         return [prompt]
 
     def _render(self, index: int, output: GenerateOutput) -> dict[str, Any]:
-        codec, _ = self.model.require()
         logprobs = None
         if self._body.logprobs:
-            logprobs = render_chat_logprobs(read_generated(output), codec)
+            logprobs = render_chat_logprobs(read_generated(output), self.codec)
         role = {} if index in self._started else {"role": "assistant"}
         self._started.add(index)
         return {

@@ -138,15 +138,14 @@ class PerplexityTask(WindowTask):
                     yield Batch(compare_jobs(compared, files), take, room=room)
 
     def _cut(self) -> Steps[list[TextWindow]]:
-        codec, info = self.model.require()
-        self._codec = codec
+        info = self.info
         if self._comparison is not None:
             info = replace(info, context_length=self._comparison.context_length)
         body = self._body
         self.interventions = Interventions.resolve(body, self._stores, info)
         read = ColumnOptions.of(body.columns, body.policy, body.precision)
         self.windowing = Windowing.of(body).fit(info.context_length)
-        steps = cut_texts(body.texts, self.windowing, read, codec, info)
+        steps = cut_texts(body.texts, self.windowing, read, self.codec, info)
         windows, lengths = yield from steps
         for score, length in zip(self._scores, lengths, strict=True):
             score.tally.num_tokens = length
@@ -169,7 +168,7 @@ class PerplexityTask(WindowTask):
                 result["windows"] = sorted(score.windows, key=lambda entry: entry["start"])
             if self._body.tokens:
                 tokens = score.list_tokens(self._body.columns, self.interventions)
-                pieces = map(self._codec.piece, tokens["token_ids"].tolist())
+                pieces = map(self.codec.piece, tokens["token_ids"].tolist())
                 result["tokens"] = tokens | {"tokens": list(pieces)}
         divergence = self._comparison.summarize() if self._comparison else None
         return {**document, "divergence": divergence}
@@ -201,23 +200,24 @@ class PerplexityStreamTask(WindowTask):
 
         Errors: APIError `invalid_request` for a text without a token.
         """
-        query = self._query
-        codec, info = self.model.require()
+        query, info = self._query, self.info
         given = InterventionFields(
             steering=query.steering, override=query.override, adapter=query.adapter
         )
-        self.interventions = await planner.call(Interventions.resolve, given, self._stores, info)
+        self.interventions = await planner.capacity.call(
+            Interventions.resolve, given, self._stores, info
+        )
         read = ColumnOptions.of((), precision=query.precision)
         self.windowing = Windowing.of(query).fit(info.context_length)
-        text = StreamedText(self.windowing, read, codec, info)
+        text = StreamedText(self.windowing, read, self.codec, info)
         waiting: list[TextWindow] = []
         limit = WINDOWS_IN_FLIGHT
         async for piece in self._pieces:
-            waiting += await planner.call(text.feed, piece)
+            waiting += await planner.capacity.call(text.feed, piece)
             while len(waiting) >= limit:
                 ready, waiting = waiting[:limit], waiting[limit:]
                 yield self._batch(ready, silent=True)
-        waiting += await planner.call(text.finish)
+        waiting += await planner.capacity.call(text.finish)
         self._scores[0].tally.num_tokens = text.num_tokens
         if not text.num_tokens:
             raise api_error("invalid_request", "The body is empty: send the text as UTF-8.")

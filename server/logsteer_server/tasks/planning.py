@@ -64,62 +64,24 @@ class Capacity:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.memory = Admission(settings.max_pending_bytes, BYTES)
-        self._short = ThreadPoolExecutor(THREADS, "planning")
-        self._long = ThreadPoolExecutor(THREADS, "planning-long")
-        self._texts = ThreadPoolExecutor(1, "planning-texts")
+        self.short = ThreadPoolExecutor(THREADS, "planning")
+        self.long = ThreadPoolExecutor(THREADS, "planning-long")
+        self.texts = ThreadPoolExecutor(1, "planning-texts")
 
     async def call(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return what blocking work returns that is no longer than a slice, done in a thread."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._short, partial(work, *args, **kwargs))
+        return await loop.run_in_executor(self.short, partial(work, *args, **kwargs))
 
     async def call_long(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return what blocking work returns that may take long, done in a thread."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._long, partial(work, *args, **kwargs))
-
-    async def advance(
-        self, steps: Steps[T], cover: Callable[[int], None], takes_long: bool = False
-    ) -> T:
-        """Return what steps come to; `cover` is told the tokens that are planned, between slices.
-
-        `takes_long`: a step takes longer than a slice, and much memory; one of those at a time.
-
-        Errors: those of the steps and of `cover`.
-        """
-        loop = asyncio.get_running_loop()
-        spent = 0.0
-        while True:
-            threads = self._short if spent < LONG_AFTER_S else self._long
-            threads = self._texts if takes_long else threads
-            planned, ended, seconds = await loop.run_in_executor(threads, _run_slice, steps)
-            spent += seconds
-            if ended is not None:
-                return ended[0]
-            cover(planned)
+        return await loop.run_in_executor(self.long, partial(work, *args, **kwargs))
 
     def close(self) -> None:
         """End the threads, without waiting for what they do."""
-        for threads in (self._short, self._long, self._texts):
+        for threads in (self.short, self.long, self.texts):
             threads.shutdown(wait=False, cancel_futures=True)
-
-
-def cover_text(longest: int, settings: Settings, memory: Reservation) -> bool:
-    """Reserve memory for encoding a text of so many characters; return whether it takes long.
-
-    Errors: as `Planner.cover_text`.
-    """
-    limit = settings.max_text_chars
-    if longest > limit:
-        detail = (
-            f"A text has {longest} characters or ids, at most {limit} are taken at once: split it, "
-            "send it to /perplexity/stream, or raise max_text_chars."
-        )
-        raise api_error("payload_too_large", detail)
-    takes_long = longest > LONG_TEXT
-    if takes_long:
-        memory.add(longest * BYTES_PER_CHAR)
-    return takes_long
 
 
 def _run_slice(steps: Steps[T]) -> tuple[int, tuple[T] | None, float]:
@@ -135,7 +97,10 @@ def _run_slice(steps: Steps[T]) -> tuple[int, tuple[T] | None, float]:
 
 
 class Planner:
-    """What one run plans with: the server's settings and threads, and its own reservations."""
+    """What one run plans with: the server's settings and threads, and its own reservations.
+
+    `tokens` has room for what steps yield, `memory` for texts and the answer.
+    """
 
     def __init__(
         self,
@@ -148,32 +113,42 @@ class Planner:
         self.expected_bytes = 0
         self._takes_long = False
         self._packs_arrays = packs_arrays
-        self._capacity = capacity
+        self.capacity = capacity
         self._tokens = tokens
         self._memory = memory
 
-    async def call(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what short blocking work returns. Errors: as `Capacity.call`."""
-        return await self._capacity.call(work, *args, **kwargs)
-
-    async def call_long(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what long blocking work returns. Errors: as `Capacity.call`."""
-        return await self._capacity.call_long(work, *args, **kwargs)
-
     async def advance(self, steps: Steps[T]) -> T:
-        """Return what steps come to; the run's room covers the tokens that they plan.
+        """Return what steps come to; between slices, the room covers the tokens that are planned.
 
-        Errors: as `Capacity.advance` and `Reservation.cover`.
+        Errors: those of the steps and of `Reservation.cover`.
         """
-        return await self._capacity.advance(steps, self._tokens.cover, self._takes_long)
+        capacity, loop = self.capacity, asyncio.get_running_loop()
+        spent = 0.0
+        while True:
+            threads = capacity.short if spent < LONG_AFTER_S else capacity.long
+            threads = capacity.texts if self._takes_long else threads
+            planned, ended, seconds = await loop.run_in_executor(threads, _run_slice, steps)
+            spent += seconds
+            if ended is not None:
+                return ended[0]
+            self._tokens.cover(planned)
 
     def cover_text(self, longest: int) -> None:
         """Reserve memory for the longest text while it is encoded, of so many characters.
 
-        One that takes long to encode is planned in the thread for that. Errors: APIError
-        `payload_too_large`, `overloaded`.
+        One that takes long to encode is planned in the thread for that, and takes much memory.
+        Errors: APIError `payload_too_large`, `overloaded`.
         """
-        self._takes_long = cover_text(longest, self.settings, self._memory)
+        limit = self.settings.max_text_chars
+        if longest > limit:
+            detail = (
+                f"A text has {longest} characters or ids, at most {limit} are taken at once: split "
+                "it, send it to /perplexity/stream, or raise max_text_chars."
+            )
+            raise api_error("payload_too_large", detail)
+        self._takes_long = longest > LONG_TEXT
+        if self._takes_long:
+            self._memory.add(longest * BYTES_PER_CHAR)
 
     def expect_rows(self, rows: int, numbers: int, alternatives: int = 0) -> None:
         """Reserve memory for an answer of so many rows, with so much in each.

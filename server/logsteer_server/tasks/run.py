@@ -16,23 +16,32 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, cast
+from itertools import chain
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from logsteer.errors import api_error
 from logsteer.schemas import Precision, Provenance
-from logsteer_server.contract.batches import ScoreOutputs
-from logsteer_server.contract.jobs import Job, ScoreOutput
-from logsteer_server.contract.results import OutputPart, count_work, find_steered
-from logsteer_server.interventions.interventions import UNCHANGED, AppliedReport, Interventions
+from logsteer_server.contract.batches import OutputPart, ScoreOutputs, count_work, find_steered
+from logsteer_server.contract.engine import EngineInfo
+from logsteer_server.contract.jobs import GenerateJob, Job
+from logsteer_server.interventions.interventions import (
+    UNCHANGED,
+    AppliedReport,
+    Interventions,
+    Stores,
+)
 from logsteer_server.keys.caller import Requester
 from logsteer_server.models.admission import Admission, Reservation
-from logsteer_server.models.model import ResidentModel, WorkTimer
+from logsteer_server.models.model import ResidentModel
+from logsteer_server.models.registry import ModelRegistry
+from logsteer_server.observation.metrics import TokenTimes
 from logsteer_server.observation.requests import RequestRecord
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.planning import Capacity, Planner
+from logsteer_server.text.tokenizer import TextCodec
 from logsteer_server.text.windows import Windowing
 
 Purpose = Literal["work", "reference"]
@@ -88,34 +97,27 @@ class Batch:
 
 
 class Collector:
-    """Outputs of a batch, in the order of its jobs."""
-
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        self.outputs: list[Any] = [None] * len(jobs)
-
-    def take(self, part: OutputPart) -> Iterable[Event]:
-        """Take outputs of some of the jobs."""
-        for index, output in zip(part.indices, part.outputs, strict=True):
-            self.outputs[index] = output
-        return ()
-
-
-class ScoreCollector:
-    """Outputs of a batch of score jobs of the same columns."""
+    """Outputs of a batch, which are taken as they come and put into the order of its jobs."""
 
     def __init__(self) -> None:
         self._indices: list[int] = []
-        self._parts: list[ScoreOutputs] = []
+        self._parts: list[Sequence[Any]] = []
 
     def take(self, part: OutputPart) -> Iterable[Event]:
         """Take outputs of some of the jobs."""
         self._indices += part.indices
-        self._parts.append(ScoreOutputs.of(cast(Sequence[ScoreOutput], part.outputs)))
+        self._parts.append(part.outputs)
         return ()
 
     @property
-    def outputs(self) -> ScoreOutputs:
-        """All outputs, in the order of the jobs."""
+    def outputs(self) -> list[Any]:
+        """All outputs."""
+        found = dict(zip(self._indices, chain.from_iterable(self._parts), strict=True))
+        return [found[index] for index in sorted(found)]
+
+    @property
+    def scores(self) -> ScoreOutputs:
+        """All outputs of score jobs of the same columns, in arrays."""
         order = np.argsort(np.array(self._indices, dtype=np.int64))
         return ScoreOutputs.join(self._parts).select(order)
 
@@ -123,8 +125,7 @@ class ScoreCollector:
 class Task(ABC):
     """One request's work on one model, from its plan to its part of the answer.
 
-    The first line of a task's docstring describes its endpoint. It is made of the request's body,
-    the models and the stores.
+    The first line of a task's docstring describes its endpoint.
     """
 
     kind: ClassVar[str]
@@ -140,6 +141,10 @@ class Task(ABC):
     has_file: ClassVar[bool] = False
     """Whether the answer can be given as a file of tensors."""
 
+    codec: TextCodec
+    info: EngineInfo
+    """The model's tokenizer and engine, as they are when the task begins; `require` sets them."""
+
     def __init__(self, model: ResidentModel, *, streams: bool = False) -> None:
         self.model = model
         self.streams = streams
@@ -151,7 +156,7 @@ class Task(ABC):
 
     def require(self) -> None:
         """Make sure that the model answers now. Errors: as `ResidentModel.require`."""
-        self.model.require()
+        self.codec, self.info = self.model.require()
 
     @abstractmethod
     def plan(self, planner: Planner) -> AsyncGenerator[Batch | Event, None]:
@@ -179,6 +184,28 @@ class Task(ABC):
             "timing": facts.timing,
             "provenance": facts.provenance.model_dump(),
         }
+
+
+class Body(Protocol):
+    """The body of a request that names a model."""
+
+    @property
+    def model(self) -> str | None:
+        """The model's id; None: the only one."""
+        ...
+
+
+B = TypeVar("B", bound=Body)
+
+
+class BodyTask(Task, Generic[B]):
+    """A task of a request's body, with the stores that its caller sees."""
+
+    def __init__(self, body: B, models: ModelRegistry, stores: Stores) -> None:
+        super().__init__(models.find(body.model), streams=getattr(body, "stream", False))
+        self.precision = getattr(body, "precision", "float32")
+        self._body = body
+        self._stores = stores
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,9 +242,14 @@ class Run:
     """Whether the answer has arrays as raw buffers, not as text."""
     record: RequestRecord = field(default_factory=RequestRecord)
     """What is known of the request, its usage among it."""
-    _timer: WorkTimer = field(default_factory=WorkTimer)
+    accepted: float = field(default_factory=time.monotonic)
     expected_bytes: int = 0
     """What the answer is expected to take, once its jobs are planned."""
+    _taken_at: float | None = None
+    """When the engine took the first job; None before, and where it took none."""
+    _batch_taken_at: float | None = None
+    """The same of the latest batch."""
+    _times: TokenTimes | None = None
     _shows_start: bool = True
     _report: AppliedReport | None = None
     _reservations: dict[Admission, Reservation] = field(default_factory=dict)
@@ -248,7 +280,7 @@ class Run:
             planner = Planner(self.capacity, tokens, memory, self.packs_arrays)
             has_started = False
             moment = time.monotonic()
-            record.note_phase("admission", self._timer.accepted, moment)
+            record.note_phase("admission", self.accepted, moment)
             async with aclosing(self.task.plan(planner)) as plan:
                 async for batch in plan:
                     if isinstance(batch, Event):
@@ -271,32 +303,27 @@ class Run:
                         has_started = True
                         if self._shows_start:
                             yield self._open()
-                    timer = self._timer if batch.purpose != "reference" else None
                     if batch.purpose != "reference":
                         record.usage.cached_results += prepared.num_known
-                    async with aclosing(model.run(prepared, timer, lane)) as parts:
+                    self._batch_taken_at = None
+                    self._times = self._time_tokens(batch, model) if self.task.streams else None
+                    async with aclosing(model.run(prepared, lane)) as parts:
                         async for part in parts:
-                            generated = self._count(batch, part)
+                            generated = self._count(batch, model, part)
                             if generated and self.caller.allowance.counts_tokens:
                                 await self.caller.allowance.charge(generated)
                             for event in batch.take(part):
                                 yield event
-                    moment = self._note_work(planned)
+                    moment = time.monotonic()
+                    if self._batch_taken_at is not None:
+                        taken = max(planned, self._batch_taken_at)
+                        record.note_phase("queue", planned, taken)
+                        record.note_phase("engine", taken, moment)
             if not has_started and self._shows_start:
                 yield self._open()
             result = Event("result", self._write())
             record.note_phase("answer", moment, time.monotonic())
             yield result
-
-    def _note_work(self, planned: float) -> float:
-        """Note how long a batch that was planned then waited and was computed; return the time."""
-        ended, taken = time.monotonic(), self._timer.batch_taken
-        if taken is not None:
-            self.record.note_phase("queue", planned, max(planned, taken))
-            self.record.note_phase("engine", max(planned, taken), ended)
-        self._timer.begin_batch()
-        self.record.queue_s = self._timer.queue_s
-        return ended
 
     def _reserve(self, admission: Admission) -> Reservation:
         if admission not in self._reservations:
@@ -305,12 +332,34 @@ class Run:
             )
         return self._reservations[admission]
 
-    def _count(self, batch: Batch, part: OutputPart) -> int:
-        """Count what outputs took; return the tokens that were generated."""
-        work = count_work(batch.jobs, part)
+    def _time_tokens(self, batch: Batch, model: ResidentModel) -> TokenTimes | None:
+        """Return what times the tokens of jobs that stream; None where they come together."""
+        first = batch.jobs[0] if batch.jobs else None
+        streams = isinstance(first, GenerateJob) and first.stream
+        return TokenTimes(model.metrics, self.accepted) if streams else None
+
+    def _count(self, batch: Batch, model: ResidentModel, part: OutputPart) -> int:
+        """Count what outputs took, and when; return the tokens that were generated."""
+        work, metrics, taken_at = count_work(batch.jobs, part), model.metrics, part.taken_at
+        if taken_at is not None:
+            metrics.prompt_tokens.inc(work.prompt_tokens)
+            metrics.prefix_cached_tokens.inc(work.cached_tokens)
+            metrics.scored_tokens.inc(work.scored_tokens)
+            metrics.generated_tokens.inc(work.generated_tokens)
         if batch.purpose == "reference":
             return work.generated_tokens
         self.record.usage.add(work)
+        if taken_at is not None:
+            queue_s = max(0.0, taken_at - self.accepted)
+            if self._taken_at is None:
+                metrics.queue_s.observe(queue_s)
+            if self._taken_at is None or taken_at < self._taken_at:
+                self._taken_at, self.record.queue_s = taken_at, queue_s
+            self._batch_taken_at = min(self._batch_taken_at or taken_at, taken_at)
+        if self._times is not None:
+            for index, output in zip(part.indices, part.outputs, strict=True):
+                if output.num_generated:
+                    self._times.record(index, output.num_generated, time.monotonic())
         for output in find_steered(batch.jobs, part):
             self._applied.add(output)
             if output.trace is not None:
@@ -335,12 +384,16 @@ class Run:
         return task.model.provenance(task.windowing, task.precision, cast)
 
     def _write(self) -> dict[str, Any]:
-        if (engine_s := self._timer.engine_s) is not None:
+        engine_s = 0.0
+        if self._taken_at is not None:
+            engine_s = time.monotonic() - self._taken_at
             self.task.model.metrics.engine_s.observe(engine_s)
-        facts = Facts(
-            self.record.usage.read(), self._timer.read(), self._applied.write(), self._describe()
-        )
-        return self.task.write(facts)
+        timing = {
+            "queue_ms": round(1e3 * self.record.queue_s, 3),
+            "engine_ms": round(1e3 * engine_s, 3),
+        }
+        usage, applied = self.record.usage.read(), self._applied.write()
+        return self.task.write(Facts(usage, timing, applied, self._describe()))
 
 
 def check_count(name: str, count: int, limit: int) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 from logsteer.errors import APIError, api_error
 from logsteer.schemas.selftest import SelftestRequest
-from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
@@ -17,7 +16,6 @@ from logsteer_server.tasks.planning import Capacity, Planner
 from logsteer_server.tasks.run import Batch, Event, Run, Task
 from logsteer_server.tasks.selftest_checks import PROMISES, draw, run_checks
 from logsteer_server.tasks.selftest_trial import MAX_TOKENS, Trial, choose_texts
-from logsteer_server.text.tokenizer import TextCodec
 
 log = logging.getLogger(__name__)
 
@@ -49,19 +47,18 @@ class SelftestTask(Task):
 
     def require(self) -> None:
         """Make sure that the engine is ready; a model that failed its self-test can be tested."""
-        self.model.require_engine()
+        self.codec, self.info = self.model.require(through_gate=True)
 
     def check_limits(self, settings: Settings) -> None:
         """Leave it to the plan, which knows how many tokens the texts are."""
 
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch | Event, None]:
         """Draw continuations, then run check after check, each followed by its event."""
-        codec, info = self.model.require_engine()
-        context = info.context_length
+        context = self.info.context_length
         if self._other is not None:
             check_same_vocabulary(self.model, self._other, "against")
             context = min(context, self._other.require()[1].context_length)
-        trial = self._trial = await planner.call_long(self._choose, codec, info, context)
+        trial = self._trial = await planner.capacity.call_long(self._choose, context)
         for batch in draw(trial, context):
             yield batch
         for step in run_checks(trial):
@@ -72,9 +69,9 @@ class SelftestTask(Task):
             if self.streams:
                 yield Event("check", self._checks[-1])
 
-    def _choose(self, codec: TextCodec, info: EngineInfo, context: int) -> Trial:
-        given = choose_texts(self._body, codec, info, context, MAX_TOKENS)
-        return Trial(self.model, info, self._other, given, MAX_TOKENS)
+    def _choose(self, context: int) -> Trial:
+        given = choose_texts(self._body, self.codec, self.info, context, MAX_TOKENS)
+        return Trial(self.model, self.info, self._other, given, MAX_TOKENS)
 
     def report(self) -> dict[str, Any]:
         """Return the verdict and the checks."""

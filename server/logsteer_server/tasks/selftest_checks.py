@@ -67,13 +67,13 @@ MAX_CHUNKED = 120
 def draw(trial: Trial, context: int) -> Iterator[Batch]:
     """Draw continuations, all kinds in one batch; those unsteered become texts."""
     if not trial.why_unsteered:
-        captured = Collector([capture_norm(trial)])
+        captured = Collector()
         yield Batch([capture_norm(trial)], captured.take)
         norm = float(np.linalg.norm(captured.outputs[0].activations_LD))
         trial.plans = TrialPlans.make(trial.info, norm)
     kinds = plan_samples(trial, context)
     jobs: list[Job] = [job for kind in kinds.values() for job in kind]
-    collector = Collector(jobs)
+    collector = Collector()
     yield Batch(jobs, collector.take)
     found: Iterator[GenerateOutput] = iter(collector.outputs)
     for name, own in kinds.items():
@@ -94,7 +94,7 @@ def repeat(trial: Trial) -> Steps:
     for _ in range(2):
         runs.append([])
         for job in trial.jobs():
-            collector = Collector([job])
+            collector = Collector()
             yield Batch([replace(job, columns=SCALE_COLUMNS)], collector.take)
             runs[-1].append(collector.outputs[0])
     trial.plain, again = map(read_logprobs, runs)

@@ -371,7 +371,7 @@ def score_all(
     jobs: Sequence[ScoreJob], model: ResidentModel | None = None, replica: int | None = None
 ) -> Generator[Batch, None, list[ScoreOutput]]:
     """Yield the batch of some jobs, and return their outputs."""
-    collector = Collector(jobs)
+    collector = Collector()
     purpose: Purpose = "reference" if model else "work"
     yield Batch(jobs, collector.take, model, purpose=purpose, replica=replica)
     return collector.outputs

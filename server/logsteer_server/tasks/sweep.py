@@ -27,10 +27,15 @@ from logsteer_server.tasks.comparison import (
     export_files,
     export_jobs,
 )
+from logsteer_server.tasks.logprob import (
+    TargetOptions,
+    TargetPlan,
+    find_longest,
+    plan_targets,
+    sum_targets,
+)
 from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.run import Batch, Collector, Task, check_count
-from logsteer_server.tasks.target_scores import sum_targets
-from logsteer_server.tasks.targets import TargetOptions, TargetPlan, find_longest, plan_targets
+from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
 from logsteer_server.tasks.texts import TextWindow, cut_texts
 from logsteer_server.text.tokenizer import TextCodec
 from logsteer_server.text.windows import Windowing
@@ -125,20 +130,18 @@ def _scale(steering: Steering, scale: float, layers: list[int] | None) -> Steeri
     return steering.model_copy(update={"vectors": vectors})
 
 
-class SweepTask(Task):
+class SweepTask(BodyTask[SweepRequest]):
     """How targets and texts change with the scale of a steering object, and with its layers."""
 
     kind = "sweep"
     applied_fields = ("override", "adapter")
 
+    _settings: list[SweepSetting]
+    _points: list[dict[str, Any]]
+
     def __init__(self, body: SweepRequest, models: ModelRegistry, stores: Stores) -> None:
-        super().__init__(models.find(body.model))
-        self.precision = body.precision
-        self._body = body
-        self._stores = stores
+        super().__init__(body, models, stores)
         self._scratch = models.scratch
-        self._settings: list[SweepSetting] = []
-        self._points: list[dict[str, Any]] = []
 
     def check_limits(self, settings: Settings) -> None:
         """Bound what is scored, over all points. Errors: APIError `payload_too_large`."""
@@ -152,11 +155,9 @@ class SweepTask(Task):
 
         Errors: APIError `payload_too_large` where those files would be too large.
         """
-        codec, info = self.model.require()
-        settings = planner.settings
-        body = self._body
+        settings, body, info = planner.settings, self._body, self.info
         planner.cover_text(max(find_longest(body.items), *map(len, body.texts), 0))
-        plan = await planner.advance(self._plan(codec, info))
+        plan = await planner.advance(self._plan())
         rows = sum(job.num_scored for job in plan.jobs)
         planner.expect_rows(rows * len(self._settings), 1)
         needed = count_bytes(plan.next_jobs, info.vocab_size)
@@ -178,12 +179,14 @@ class SweepTask(Task):
             compared = compare_jobs(plan.next_jobs, files)
             each = replace(plan, next_jobs=compared).jobs
             jobs = [setting.interventions.change(job) for setting in self._settings for job in each]
-            collector = Collector(jobs)
+            collector = Collector()
             yield Batch(jobs, collector.take, cache=self._body.cache)
-        self._points = await planner.call_long(_assemble, self._settings, plan, collector.outputs)
+        self._points = await planner.capacity.call_long(
+            _assemble, self._settings, plan, collector.outputs
+        )
 
-    def _plan(self, codec: TextCodec, info: EngineInfo) -> Steps[SweepPlan]:
-        body = self._body
+    def _plan(self) -> Steps[SweepPlan]:
+        body, codec, info = self._body, self.codec, self.info
         self.interventions = Interventions.resolve(body, self._stores, info)
         self._settings = plan_settings(
             body.steering, body.scales, body.layers, self.interventions, self._stores, info

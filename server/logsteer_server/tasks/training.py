@@ -23,15 +23,13 @@ from logsteer.schemas import (
 )
 from logsteer_server.contract.captures import CaptureJob, CaptureOutput
 from logsteer_server.contract.engine import EngineInfo
-from logsteer_server.interventions.interventions import Stores
-from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.settings import Settings
 from logsteer_server.stores.layer_vectors import LayerVectors, Readout, Vector, invalid_vector
 from logsteer_server.stores.store import digest_request
 from logsteer_server.stores.vectors import VectorStore
-from logsteer_server.tasks.captures import CaptureSite, plan_captures, read_texts
+from logsteer_server.tasks.captures import CaptureSite, plan_captures
 from logsteer_server.tasks.planning import Planner, Steps
-from logsteer_server.tasks.run import Batch, Collector, Task, check_count
+from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
 from logsteer_server.tasks.vector_methods import Double, find_direction
 from logsteer_server.tasks.vector_quality import (
     compare_layers,
@@ -99,7 +97,7 @@ def plan_pairs(
         raise api_error("payload_too_large", detail)
     sides = ("positive", "negative")
     places = [f"pairs[{n // 2}].{sides[n % 2]}" for n in range(len(texts))]
-    planned = yield from plan_captures(read_texts(texts, places, bos, codec), site, info)
+    planned = yield from plan_captures(codec.encode_prompts(texts, bos), places, site, info)
     return [capture.job for capture in planned]
 
 
@@ -210,19 +208,15 @@ def find_similar(name: str, vectors: LayerVectors, store: VectorStore) -> Simila
     )
 
 
-class TrainTask(Task):
+class TrainTask(BodyTask[TrainRequest]):
     """A vector from the activations of contrasting texts, stored under the name given."""
 
     kind = "train"
     applied_fields = ()
 
-    def __init__(self, body: TrainRequest, models: ModelRegistry, stores: Stores) -> None:
-        super().__init__(models.find(body.model))
-        self._body = body
-        self._stores = stores
-        self._card: VectorCard | None = None
-        self._similar: SimilarVectors | None = None
-        self._cosines: list[list[float | None]] = []
+    _card: VectorCard
+    _similar: SimilarVectors
+    _cosines: list[list[float | None]]
 
     def check_limits(self, settings: Settings) -> None:
         """Bound the number of texts. Errors: APIError `payload_too_large`."""
@@ -233,37 +227,37 @@ class TrainTask(Task):
         body = self._body
         store = self._stores.vectors
         store.files.check_writing(body.name)
-        codec, info = self.model.require()
+        info = self.info
         asked = body.model_dump(mode="json", exclude={"overwrite", "model"})
         weights = {"model": self.model.id, "weights_digest": info.weights_digest}
         request = digest_request("train", **asked, **weights)
-        repeated = await planner.call_long(
+        repeated = await planner.capacity.call_long(
             store.files.find_repeat, body.name, request, overwrite=body.overwrite
         )
         if repeated is not None:
             self._card = repeated
-            stored = await planner.call_long(store.find, body.name)
+            stored = await planner.capacity.call_long(store.find, body.name)
             await self._compare(stored.vectors, planner)
             return
         site = CaptureSite(body.hook, body.layers, body.read)
         limit = planner.settings.max_training_bytes
         texts = list_texts(body.pairs)
         planner.cover_text(max(map(len, texts)))
-        jobs = await planner.advance(plan_pairs(texts, site, body.bos, codec, info, limit))
-        collector = Collector(jobs)
+        jobs = await planner.advance(plan_pairs(texts, site, body.bos, self.codec, info, limit))
+        collector = Collector()
         yield Batch(jobs, collector.take)
-        trained = await planner.call_long(
+        trained = await planner.capacity.call_long(
             train_vectors, jobs, collector.outputs, body.method, body.whiten
         )
         about = self._describe(trained, info)
-        self._card = await planner.call_long(
+        self._card = await planner.capacity.call_long(
             store.put, body.name, trained.vectors, about, request, overwrite=body.overwrite
         )
         await self._compare(trained.vectors, planner)
 
     async def _compare(self, vectors: LayerVectors, planner: Planner) -> None:
         """Compare the vectors with one another, and with those stored."""
-        self._similar = await planner.call_long(
+        self._similar = await planner.capacity.call_long(
             find_similar, self._body.name, vectors, self._stores.vectors
         )
         self._cosines = compare_layers(vectors)
@@ -284,7 +278,6 @@ class TrainTask(Task):
 
     def report(self) -> dict[str, Any]:
         """Return the card of the stored vector, and what it is like."""
-        assert self._card is not None and self._similar is not None
         return {
             "vector": self._card.model_dump(),
             "layer_cosines": self._cosines,

@@ -21,11 +21,10 @@ def read_prompts(
     is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
     given: list[Any] = [prompt] if is_one else list(prompt)
     texts = [entry for entry in given if isinstance(entry, str)]
-    encoded = codec.encode_ids_lazily(texts)
+    encoded = codec.encode_prompts(texts, bos)
     for entry in given:
         if isinstance(entry, str):
-            ids = next(encoded)
-            yield entry, codec.bos_ids(bos, ids) + ids
+            yield entry, next(encoded)
             continue
         ids = list(entry)
         if not ids or max(ids) >= vocab_size:

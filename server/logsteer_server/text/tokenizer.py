@@ -93,6 +93,14 @@ class TextCodec:
         for part in split_sizes([len(text) for text in texts], ENCODED_AT_ONCE):
             yield from self.encode_ids(texts[part.start : part.stop])
 
+    def encode_prompts(self, texts: Sequence[str], bos: BosPolicy) -> Iterator[list[int]]:
+        """Yield the token ids of each text, as `encode_ids_lazily`, with what stands in front.
+
+        Errors: as `bos_ids`.
+        """
+        for ids in self.encode_ids_lazily(texts):
+            yield self.bos_ids(bos, ids) + ids
+
     def bos_ids(self, policy: BosPolicy, ids: Sequence[int] = ()) -> list[int]:
         """Return what stands in front of `ids`: the BOS token or nothing; never a second BOS.
 
@@ -146,7 +154,7 @@ class TextCodec:
 
     def decode_lazily(self, sequences: Sequence[list[int]]) -> Iterator[str]:
         """Yield the text of each sequence, of so many at once that no call takes long."""
-        for part in split_sizes([1 + len(ids) for ids in sequences], DECODED_AT_ONCE):
+        for part in split_sizes(list(map(len, sequences)), DECODED_AT_ONCE):
             own = list(sequences[part.start : part.stop])
             yield from self._backend.decode_batch(own, skip_special_tokens=False)
 

@@ -18,7 +18,6 @@ from logsteer_server.api.dependencies import (
     ModelsDep,
     SettingsDep,
     StoreThreadsDep,
-    read_upload,
 )
 from logsteer_server.api.respond import answer, run_within
 from logsteer_server.api.routes.resources import (
@@ -28,6 +27,7 @@ from logsteer_server.api.routes.resources import (
     UploadLimit,
     make_router,
     open_upload,
+    read_upload,
     store_upload,
     take_turn,
 )
@@ -160,7 +160,7 @@ class _LimitedForm(Request):
     async def stream(self) -> AsyncIterator[bytes]:  # type: ignore[override]
         """Give the body, piece by piece. Errors: APIError, where there is no room for it."""
         size, limit = 0, self._limit
-        async for chunk in read_upload(self._request, limit.max_bytes, limit.setting):
+        async for chunk in read_upload(self._request, limit):
             size += len(chunk)
             self._upload.reserve(size)
             yield chunk

@@ -5,8 +5,8 @@ from typing import Any
 from fastapi import APIRouter
 
 from logsteer.schemas.openai import TokenizerInfo
-from logsteer_server.api.access import KeyedRoute
 from logsteer_server.api.dependencies import ModelsDep
+from logsteer_server.api.routing import KeyedRoute
 
 router = APIRouter(route_class=KeyedRoute, tags=["openai"])
 

@@ -18,7 +18,6 @@ from logsteer.schemas import (
 )
 from logsteer.schemas.queries import WaitQuery
 from logsteer_server import __version__
-from logsteer_server.api.access import KeyedRoute
 from logsteer_server.api.dependencies import (
     ChangesDep,
     DrainDep,
@@ -27,6 +26,7 @@ from logsteer_server.api.dependencies import (
 )
 from logsteer_server.api.metrics import render_metrics
 from logsteer_server.api.respond import respond
+from logsteer_server.api.routing import KeyedRoute
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.observation.metrics import METRICS_TYPE
 from logsteer_server.tasks.selftest import SelftestTask

@@ -9,12 +9,12 @@ from fastapi.responses import StreamingResponse
 
 from logsteer.errors import api_error
 from logsteer.schemas import PerplexityStreamQuery
-from logsteer_server.api.access import KeyedRoute
 from logsteer_server.api.dependencies import (
     ModelsDep,
     StoresDep,
 )
 from logsteer_server.api.respond import respond
+from logsteer_server.api.routing import KeyedRoute
 from logsteer_server.tasks.perplexity import PerplexityStreamTask
 
 router = APIRouter(route_class=KeyedRoute, tags=["scoring"])

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel
 
+from logsteer.errors import APIError, api_error
 from logsteer.schemas import (
     AdapterCard,
     AdapterList,
@@ -22,17 +23,14 @@ from logsteer.schemas import (
     VectorList,
 )
 from logsteer.schemas.steering import VectorName
-from logsteer_server.api.access import KeyedRoute
 from logsteer_server.api.dependencies import (
     StoreThreadsDep,
     get_adapters,
     get_overrides,
     get_vector_files,
-    read_announced,
-    read_upload,
-    refuse_upload,
 )
 from logsteer_server.api.respond import answer
+from logsteer_server.api.routing import KeyedRoute
 from logsteer_server.stores.namespace import Namespace
 from logsteer_server.stores.store import (
     ADAPTERS,
@@ -147,6 +145,27 @@ class UploadLimit:
     max_bytes: int
     setting: str
 
+    def refuse(self) -> APIError:
+        """Return the error for an upload that is too large."""
+        detail = f"The file is larger than {self.max_bytes} bytes: raise {self.setting} to take it."
+        return api_error("payload_too_large", detail)
+
+
+def read_announced(request: Request) -> int:
+    """Return the bytes that a body says to have, 0 where it says nothing."""
+    announced = request.headers.get("content-length", "")
+    return int(announced) if announced.isdecimal() else 0
+
+
+async def read_upload(request: Request, limit: UploadLimit) -> AsyncIterator[bytes]:
+    """Yield the body of an upload, piece by piece. Errors: APIError `payload_too_large`."""
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit.max_bytes:
+            raise limit.refuse()
+        yield chunk
+
 
 @asynccontextmanager
 async def open_upload(
@@ -159,7 +178,7 @@ async def open_upload(
     """
     announced = read_announced(request)
     if announced > limit.max_bytes:
-        raise refuse_upload(limit.max_bytes, limit.setting)
+        raise limit.refuse()
     receiving = asyncio.ensure_future(threads.run(store.receive, name, announced))
     try:
         upload = await asyncio.shield(receiving)
@@ -182,7 +201,7 @@ async def write_body(
 ) -> None:
     """Write a request's body to the file. Errors: those of `read_upload` and of `Upload.write`."""
     waiting, size = bytearray(), 0
-    async for chunk in read_upload(request, limit.max_bytes, limit.setting):
+    async for chunk in read_upload(request, limit):
         size += len(chunk)
         upload.reserve(size)
         waiting += chunk
@@ -197,7 +216,7 @@ async def write_body(
 async def take_turn(request: Request, num_bytes: int) -> AsyncIterator[None]:
     """Wait for the caller's turn at work on stored files; reserve its memory for so long.
 
-    Errors: APIError `overloaded` and `payload_too_large`, as `Admission.grow`.
+    Errors: APIError `overloaded` and `payload_too_large`, as `Reservation.cover`.
     """
     state = request.app.state
     turns: FairTurns = state.store_turns

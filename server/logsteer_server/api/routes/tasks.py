@@ -1,15 +1,16 @@
 """The endpoints that run a task, made from the table of endpoints and the tasks' classes."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
+from fastapi import APIRouter, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.types import Receive, Scope, Send
 
-from logsteer._endpoints import ENDPOINTS, Endpoint
-from logsteer_server.api.access import TaskRoute
+from logsteer._endpoints import ENDPOINTS
 from logsteer_server.api.encoding import SAFETENSORS
 from logsteer_server.api.respond import NAMED_EVENTS, OPENAI_CHUNKS, respond
+from logsteer_server.api.routing import KeyedRoute, LimitedRequest
 from logsteer_server.interventions.interventions import Stores
 from logsteer_server.models.registry import ModelRegistry
 from logsteer_server.observation.requests import find_record
@@ -46,6 +47,34 @@ OPENAI = "openai"
 """The tag of endpoints that answer in OpenAI's shape."""
 
 
+class TaskRoute(KeyedRoute):
+    """A route that reads its body, makes the task of TASKS for it, and runs that.
+
+    What FastAPI does for a request beyond that takes longer than a short one's own work.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._make_task = TASKS[self.name.replace("_", ".")]
+        self._shape = OPENAI_CHUNKS if OPENAI in self.tags else NAMED_EVENTS
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request whose caller may send it."""
+        if scope["method"] != self._method:  # which FastAPI refuses
+            await super().answer(scope, receive, send)
+            return
+        request = LimitedRequest(scope, receive)
+        if "json" not in request.headers.get("content-type", ""):
+            raise RequestValidationError([{"type": "model_type", "loc": ("body",), "msg": ""}])
+        body = await request.json()
+        state = scope["app"].state
+        stores = await state.namespaces.find(request.state.caller)
+        if "name" in type(body).model_fields:
+            find_record(scope).stored = body.name
+        response = await respond(request, self._make_task(body, state.models, stores), self._shape)
+        await response(scope, receive, send)
+
+
 def make_router() -> APIRouter:
     """Return a router with every endpoint of TASKS."""
     router = APIRouter(route_class=TaskRoute)
@@ -58,9 +87,15 @@ def make_router() -> APIRouter:
             others.append("text/event-stream")
         content: dict[str, Any] = {name: {} for name in others}
         answer: dict[str, Any] = {"model": endpoint.answer, "content": content}
+
+        async def stand_for(body: Any) -> Response:
+            """Show FastAPI what the body is; `TaskRoute` answers."""
+            raise NotImplementedError
+
+        stand_for.__annotations__["body"] = endpoint.request
         router.add_api_route(
             endpoint.path,
-            _make_handler(endpoint, make_task),
+            stand_for,
             methods=[endpoint.method],
             name=name.replace(".", "_"),
             tags=[endpoint.tag],
@@ -68,23 +103,6 @@ def make_router() -> APIRouter:
             responses={200: answer},
         )
     return router
-
-
-def _make_handler(endpoint: Endpoint, make_task: MakeTask) -> Callable[..., Awaitable[Response]]:
-    """Return the function that FastAPI calls; its annotations say what is parsed."""
-    shape = OPENAI_CHUNKS if endpoint.tag == OPENAI else NAMED_EVENTS
-    has_name = endpoint.request is not None and "name" in endpoint.request.model_fields
-
-    async def handle(body: BaseModel, request: Request) -> Response:
-        state = request.app.state
-        models: ModelRegistry = state.models
-        stores: Stores = await state.namespaces.find(request.state.caller)
-        if has_name:
-            find_record(request.scope).stored = body.name  # type: ignore[attr-defined]
-        return await respond(request, make_task(body, models, stores), shape)
-
-    handle.__annotations__["body"] = endpoint.request
-    return handle
 
 
 router = make_router()

@@ -12,13 +12,13 @@ from logsteer.schemas import (
     TokenizeAnswer,
     TokenizeRequest,
 )
-from logsteer_server.api.access import KeyedRoute
 from logsteer_server.api.dependencies import (
     CapacityDep,
     ModelsDep,
 )
 from logsteer_server.api.respond import answer, run_within
-from logsteer_server.tasks.planning import Capacity, Steps, cover_text
+from logsteer_server.api.routing import KeyedRoute
+from logsteer_server.tasks.planning import Planner, Steps
 from logsteer_server.tasks.run import check_count
 from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, split_sizes
 
@@ -38,17 +38,13 @@ async def tokenize(
     check_count("texts", len(body.texts or ()), capacity.settings.max_items)
     model = models.find(body.model)
     codec, info = model.require()
-    longest = max(map(len, body.texts or [body.prompt or ""]))
-    takes_long = cover_text(longest, capacity.settings, request.state.memory)
+    planner = Planner(capacity, request.state.memory, request.state.memory)
+    planner.cover_text(max(map(len, body.texts or [body.prompt or ""])))
     if body.texts is not None:
-        results = await _run(
-            request, capacity, _encode(codec, body.texts, body.bos), takes_long=takes_long
-        )
+        results = await _run(request, planner, _encode(codec, body.texts, body.bos))
         return answer(request, {"model": model.id, "results": results})
     bos: BosPolicy = "auto" if body.add_special_tokens else "never"
-    results = await _run(
-        request, capacity, _encode(codec, [body.prompt or ""], bos), takes_long=takes_long
-    )
+    results = await _run(request, planner, _encode(codec, [body.prompt or ""], bos))
     ids = results[0]["token_ids"]
     document = {
         "model": model.id,
@@ -60,17 +56,10 @@ async def tokenize(
     return answer(request, document)
 
 
-async def _run(
-    request: Request, capacity: Capacity, steps: Steps[T], *, takes_long: bool = False
-) -> T:
-    """Return what the steps come to, within the deadline; the answer's memory covers the tokens."""
-    memory = request.state.memory
-
-    def cover(num_tokens: int) -> None:
-        memory.cover(num_tokens * BYTES_PER_TOKEN)
-
-    work = capacity.advance(steps, cover, takes_long)
-    return await run_within(request, capacity.settings.request_timeout_s, work)
+async def _run(request: Request, planner: Planner, steps: Steps[T]) -> T:
+    """Return what the steps come to, within the deadline; they yield bytes of the answer."""
+    work = planner.advance(steps)
+    return await run_within(request, planner.settings.request_timeout_s, work)
 
 
 def _encode(codec: TextCodec, texts: list[str], bos: BosPolicy) -> Steps[list[dict[str, Any]]]:
@@ -81,7 +70,7 @@ def _encode(codec: TextCodec, texts: list[str], bos: BosPolicy) -> Steps[list[di
             front = codec.bos_ids(bos, encoded.ids)
             ids = front + encoded.ids
             num_tokens += len(ids)
-            yield num_tokens
+            yield num_tokens * BYTES_PER_TOKEN
             results.append(
                 {
                     "token_ids": ids,
@@ -106,9 +95,9 @@ async def detokenize(
             detail = f"token_ids[{index}] has id {max(ids)}; the vocabulary ends at "
             detail += f"{info.vocab_size - 1}."
             raise api_error("invalid_request", detail, param=f"token_ids[{index}]")
-    longest = max(map(len, sequences), default=0)
-    takes_long = cover_text(longest, capacity.settings, request.state.memory)
-    texts = await _run(request, capacity, _decode(codec, sequences), takes_long=takes_long)
+    planner = Planner(capacity, request.state.memory, request.state.memory)
+    planner.cover_text(max(map(len, sequences), default=0))
+    texts = await _run(request, planner, _decode(codec, sequences))
     document: dict[str, Any] = {"model": model.id, "texts": texts}
     if body.tokens is not None:
         document["prompt"] = texts[0]

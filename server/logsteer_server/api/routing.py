@@ -1,16 +1,27 @@
-"""JSON bodies: read within their bound, and checked against their schema from the bytes."""
+"""Routes: who may call an endpoint is looked at before anything of the request is read; then its
+JSON body, within its bound, checked against its schema from the bytes.
+"""
 
 import asyncio
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, cast, get_args
 
 import orjson
-from fastapi import Request
+from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
+from starlette.convertors import Convertor, register_url_convertor
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
 
+from logsteer._endpoints import ENDPOINTS
 from logsteer.errors import api_error
+from logsteer.schemas import KeyScope
+from logsteer_server.contract.jobs import Priority
+from logsteer_server.keys.keyring import KeyRing
+from logsteer_server.observation.requests import find_record
 
 BODY_MEMORY = 8
 """Bytes that a parsed body takes for each of its own; measured: 4 for ids, 7 for short strings."""
@@ -24,6 +35,11 @@ items and targets that a request may have come to fewer."""
 MAX_FAULTS = 1024
 """What is wrong with a body, as far as it is described: of a list the first fault is the only one,
 but an object may have unknown fields by the hundred thousand."""
+
+SCOPE_OF: Mapping[tuple[str, str], KeyScope | None] = {
+    (endpoint.method, endpoint.path): endpoint.scope for endpoint in ENDPOINTS.values()
+}
+"""Method and path of every endpoint -> what a key needs for it; None: nothing, not even a key."""
 
 
 class LimitedRequest(Request):
@@ -118,3 +134,79 @@ def _refuse(*faults: Mapping[str, Any]) -> RequestValidationError:
     """Return the error that FastAPI raises for these faults of a body."""
     located = [{**fault, "loc": ("body", *fault.get("loc", ()))} for fault in faults]
     return RequestValidationError(located)
+
+
+class StoredNameConvertor(Convertor[str]):
+    """A name in a path, or `shared/NAME`: never what else stands behind a slash."""
+
+    regex = "shared/[^/]+|(?!shared/)[^/]+"
+
+    def convert(self, value: str) -> str:
+        """Return the name as it is."""
+        return value
+
+    def to_string(self, value: str) -> str:
+        """Return the name as it is."""
+        return value
+
+
+register_url_convertor("stored", StoredNameConvertor())
+
+
+class KeyedRoute(APIRoute):
+    """A route that lets a caller in, and counts its request, before it reads the request.
+
+    `request.state.caller` is who calls. The endpoint has to stand in `ENDPOINTS`, with its scope.
+    Its JSON body, if any, is read by a `LimitedRequest`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        (self._method,) = self.methods
+        self._needed = SCOPE_OF[self._method, self.path_format]
+        self.body_type = self.body_field and self.body_field.field_info.annotation
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the handler, given a `LimitedRequest`."""
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            return await handler(LimitedRequest(request.scope, request.receive))
+
+        return handle
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request. Errors: APIError `unauthorized`, `forbidden`, `rate_limited`."""
+        if self._needed is None:
+            await super().handle(scope, receive, send)
+            return
+        keys: KeyRing = scope["app"].state.keys
+        record = find_record(scope)
+        record.scope = self._needed
+        headers = Headers(scope=scope)
+        asked = headers.get("x-priority")
+        caller = keys.identify(
+            headers.get("authorization", ""),
+            "interactive" if asked is None else _read_priority(asked),
+            scope["state"].get("id", ""),
+        )
+        record.key = caller.namespace or ""
+        caller.require(self._needed)
+        scope["state"]["caller"] = caller
+        await caller.allowance.begin()
+        try:
+            await self.answer(scope, receive, send)
+        finally:
+            caller.allowance.end()
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request whose caller may send it, as FastAPI does."""
+        await super().handle(scope, receive, send)
+
+
+def _read_priority(given: str) -> Priority:
+    """Return the priority that a header names. Errors: APIError `invalid_request`."""
+    if (priority := given.strip().lower()) not in get_args(Priority):
+        detail = f"X-Priority is {given!r}; send {' or '.join(get_args(Priority))}."
+        raise api_error("invalid_request", detail)
+    return cast(Priority, priority)
