@@ -26,7 +26,7 @@ QUALITY = {
 }  # fmt: skip
 ADVICE = {
     "layer": 2, "scales": [2.0, 2.5], "relative_norms": [0.4, 0.5],
-    "reason": "layer 2 tells texts apart best", "caution": "may be chance",
+    "reason": "layer 2 tells texts apart best",
 }  # fmt: skip
 CARD: dict[str, Any] = {
     "name": "happy",
@@ -42,7 +42,7 @@ CARD: dict[str, Any] = {
         "source": "training",
         "method": "pca",
         "quality": {"2": QUALITY},
-        "validation": {"folds": 5, "reason": None},
+        "validation": {"folds": 5, "reason": None, "caution": "may be chance"},
         "recommendation": ADVICE,
     },
 }
@@ -225,7 +225,8 @@ def test_train(capsys: Output, tmp_path: Path) -> None:
     rows = [line.split() for line in shown.splitlines()]
     assert ["2", "sad", "-0.75"] in rows
     for text in (
-        "try happy:2@2 to happy:2.5", "layer 2 tells", "caution: may be chance", "5 folds",
+        "try happy:2@2 to happy:2.5", "layer 2 tells", "5 folds",
+        "nothing is recommended: may be chance",
         "nearest of 6 stored", "2 stored vectors were not compared",
         "happy at layer 2, projection c: probability 1 / (1 + exp(-z)), z = 2 c - 1.5",
     ):  # fmt: skip

@@ -84,9 +84,9 @@ CARD = VectorCard.model_validate(
         "norms": {"2": 1.5, "3": 2.0}, "bytes": 9, "created": "now",
         "about": {
             "source": "training", "method": "pca", "quality": {"2": QUALITY, "3": QUALITY},
-            "validation": {"folds": 4},
+            "validation": {"folds": 4, "caution": "few pairs"},
             "recommendation": {"layer": 3, "scales": [1.0, 2.0], "relative_norms": [0.1, 0.2],
-                               "reason": "it is <best>", "caution": "few pairs"},
+                               "reason": "it is <best>"},
         },
     }
 )  # fmt: skip
@@ -192,7 +192,12 @@ def test_steered_and_unsteered_have_heads_of_their_own() -> None:
 def test_windows_and_what_is_known_of_a_vector_are_told() -> None:
     assert "mean_logprob" in perplexity(windows=WINDOWS)._repr_html_()
     page = Reader(CARD._repr_html_()).text
-    for words in ("4 folds", "try mood:1@3 to mood:2", "it is <best>", "caution: few pairs"):
+    for words in (
+        "4 folds",
+        "try mood:1@3 to mood:2",
+        "it is <best>",
+        "nothing is recommended: few pairs",
+    ):
         assert words in page
 
 

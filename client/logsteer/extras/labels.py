@@ -94,12 +94,12 @@ def describe_card(card: VectorCard) -> Iterator[tuple[str, str]]:
     if validation := card.about.validation:
         held = f"measured on pairs held out, {validation.folds} folds"
         yield held if validation.folds else f"nothing was held out: {validation.reason}", "dim"
+        if validation.caution:
+            yield f"nothing is recommended: {validation.caution}", "yellow"
     if advice := card.about.recommendation:
         first, last = advice.scales
         yield f"try {card.name}:{first:.3g}@{advice.layer} to {card.name}:{last:.3g}", "bold"
         yield advice.reason, ""
-        if advice.caution:
-            yield f"caution: {advice.caution}", "yellow"
     for layer, one in (card.readouts or {}).items():
         sign = "-" if one.bias < 0 else "+"
         z = f"z = {one.slope:.4g} c {sign} {abs(one.bias):.4g}"

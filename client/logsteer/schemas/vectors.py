@@ -71,6 +71,11 @@ class Validation(Reply):
         description="Each held out in turn, both texts of a pair in one; as many as pairs for few.",
     )
     reason: str | None = Field(default=None, description="Why nothing was held out.")
+    caution: str | None = Field(
+        default=None,
+        description="Why nothing is recommended: held-out texts are told apart no better than "
+        "chance would, by an AUC of at most 0.6.",
+    )
 
 
 class Recommendation(Reply):
@@ -82,7 +87,6 @@ class Recommendation(Reply):
     )
     relative_norms: list[float] = Field(description="|scale v| / |activation| at the two.")
     reason: str
-    caution: str | None = Field(default=None, description="Why to expect little of it.")
 
 
 class VectorPart(Reply):

@@ -271,7 +271,7 @@ class TrainTask(BodyTask[TrainRequest]):
             read=self._body.read,
             whiten=self._body.whiten,
             pairs=len(self._body.pairs),
-            validation=describe_validation(len(self._body.pairs)),
+            validation=describe_validation(len(self._body.pairs), trained.quality),
             quality={str(layer): quality for layer, quality in trained.quality.items()},
             recommendation=recommend(trained.vectors, trained.quality),
         )

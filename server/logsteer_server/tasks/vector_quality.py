@@ -22,8 +22,6 @@ LEAST_CHANGE, LARGEST_CHANGE = 0.1, 0.5
 `bench/vectors.py` measures it."""
 CHANCE = 0.6
 """An AUC up to this may well be chance."""
-NO_BETTER = 0.5
-"""The AUC of a direction that says nothing."""
 
 
 def plan_folds(num_pairs: int) -> list[slice]:
@@ -37,12 +35,20 @@ def plan_folds(num_pairs: int) -> list[slice]:
     return [slice(first, None, folds) for first in range(folds)]
 
 
-def describe_validation(num_pairs: int) -> Validation:
-    """Say how the quality of vectors from as many pairs is measured, or why it is not."""
+def describe_validation(num_pairs: int, quality: Mapping[int, LayerQuality]) -> Validation:
+    """Say how the quality of vectors from as many pairs was measured, or why it was not."""
     folds = len(plan_folds(num_pairs))
-    if folds:
+    if not folds:
+        reason = "one pair: none is left to learn from while it is held out; give more"
+        return Validation(reason=reason)
+    best = max((one.auc or 0.0 for one in quality.values()), default=0.0)
+    if best > CHANCE:
         return Validation(folds=folds)
-    return Validation(reason="one pair: none is left to learn from while it is held out; give more")
+    caution = (
+        f"no layer tells held-out texts apart better than chance would (best AUC {best:.2f}): give "
+        "more pairs, another read, or texts that differ in what the vector is to stand for"
+    )
+    return Validation(folds=folds, caution=caution)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +129,14 @@ def recommend(vectors: LayerVectors, quality: Mapping[int, LayerQuality]) -> Rec
 
     The scales begin where the mean of the negative texts comes to that of the positive ones, and
     end where the change is half as long as an activation; they begin no lower than at a tenth of
-    that length, and no higher than at half of the end. None where nothing was held out.
+    that length, and no higher than at half of the end. None where nothing was held out, or where
+    texts are told apart no better than by chance: `describe_validation` says so.
     """
     norms = vectors.norms()
     judged = {
-        layer: one for layer, one in quality.items() if one.auc is not None and norms.get(layer)
+        layer: one
+        for layer, one in quality.items()
+        if (one.auc or 0.0) > CHANCE and norms.get(layer)
     }
     if not judged:
         return None
@@ -143,27 +152,17 @@ def recommend(vectors: LayerVectors, quality: Mapping[int, LayerQuality]) -> Rec
         f"{matching:.3g} brings the mean of the negative texts to that of the positive ones, scale "
         f"{end:.3g} changes activations by half their length"
     )
-    caution = None
-    if (best.auc or 0.0) <= CHANCE:
-        caution = (
-            f"an AUC of {best.auc:.3g} may be chance: give more pairs, another read, or texts that "
-            "differ in what the vector is to stand for"
-        )
     return Recommendation(
         layer=layer,
         scales=[begin, end],
         relative_norms=[begin * unit, end * unit],
         reason=reason,
-        caution=caution,
     )
 
 
 def _rank(quality: LayerQuality) -> tuple[float, float]:
-    """Return AUC and effect size; without spread that is infinite where the sides differ at all."""
-    auc, effect = quality.auc or 0.0, quality.effect_size
-    if effect is None:
-        effect = math.inf if auc > NO_BETTER else 0.0
-    return auc, effect
+    """Return AUC and effect size, which is infinite without spread."""
+    return quality.auc or 0.0, math.inf if quality.effect_size is None else quality.effect_size
 
 
 def compare_layers(vectors: LayerVectors) -> list[list[float | None]]:

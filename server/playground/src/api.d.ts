@@ -1,4 +1,4 @@
-// Written by build/types.mjs from openapi.json, sha256 fd552e45259dba5b28540048aa9e16dd0e84e53b1e047ce4a55706e88cf37ae6
+// Written by build/types.mjs from openapi.json, sha256 b8161414688cb769dee2c6af4f786abf4de0a89182006b0b12c23c37fe8fbf84
 export interface paths {
     "/detokenize": {
         parameters: {
@@ -636,7 +636,6 @@ export interface components {
             [key: string]: unknown;
         };
         Recommendation: {
-            caution?: string | null;
             layer: number;
             reason: string;
             relative_norms: number[];
@@ -1072,6 +1071,7 @@ export interface components {
             [key: string]: unknown;
         };
         Validation: {
+            caution?: string | null;
             folds?: number | null;
             reason?: string | null;
         } & {

@@ -55,13 +55,16 @@ export function Quality({ card, onSteer }: { card: VectorCard; onSteer: (layer?:
             <b class="num">{short(best.scales[0] ?? 0)}</b> to <b class="num">{short(best.scales.at(-1) ?? 0)}</b>,
             or the same with a minus for the opposite: {best.reason}.
           </p>
-          {best.caution && <p class="caution">{best.caution}</p>}
           <button type="button" class="run" onClick={() => onSteer(best.layer, best.scales.at(-1))}>
             <Icon name="steer" /> Steer with it
           </button>
         </div>
       ) : (
-        <p class="hint">{validation?.reason ?? "Nothing is known of how well it tells texts apart."}</p>
+        <p class={validation?.caution ? "caution" : "hint"}>
+          {validation?.caution
+            ? `Nothing is recommended: ${validation.caution}.`
+            : (validation?.reason ?? "Nothing is known of how well it tells texts apart.")}
+        </p>
       )}
       {layers.length > 0 && (
         <details class="more">
