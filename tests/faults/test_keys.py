@@ -513,7 +513,9 @@ def test_the_file_holds_no_secret_and_is_its_owners(
     assert main(["keys", "add", "bob", "--scope", "score", "--concurrency", "0", "--file",
                  str(path)]) == 2  # fmt: skip
     assert main(["keys", "revoke", "bob", "--file", str(path)]) == 2
-    capsys.readouterr()
+    told = capsys.readouterr().err
+    for line in ("there is a key ANN", "name: ", "concurrency: ", f"{path} has no key bob"):
+        assert f"error: {line}" in told
     assert main(["keys", "list", "--file", str(path)]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("ann") and "score,write" in shown and "tokens_per_minute=9" in shown

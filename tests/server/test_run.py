@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from logsteer._endpoints import ENDPOINTS
 from logsteer.errors import APIError, OverloadedError
 from logsteer.schemas import Steering
+from logsteer_server.api.routes.tasks import TASKS
 from logsteer_server.contract.jobs import (
     GenerateJob,
     Job,
@@ -33,7 +35,36 @@ from tests.server.scripted_model import (
     ScriptedHandle,
     answer_as_fake,
     make_model,
+    register,
 )
+
+ITEMS = {"items": [{"context_ids": [5], "target_ids": [[6]]}] * 2}
+STEERING = {"steering": {"vectors": [{"data": {"1": [1.0] * INFO.hidden_size}}]}}
+ENTRIES: dict[str, list[tuple[str, int, dict[str, Any]]]] = {
+    "logprob": [("items", 2, ITEMS)],
+    "diagnostics": [("items", 2, ITEMS)],
+    "perplexity": [("texts", 2, {"texts": ["a"] * 2})],
+    "generate": [("prompts x n", 6, {"prompts": ["a"] * 2, "n": 3})],
+    "steer": [("prompts x n", 6, {"prompt_ids": [[5]] * 2, "n": 3, **STEERING})],
+    "sweep": [("scales x layers x (items and texts)", 6, {**ITEMS, "scales": [1, 2], **STEERING})],
+    "gradient": [("items", 2, {**ITEMS, "wrt": {"layers": [0]}})],
+    "activations": [("items", 2, {"items": [{"token_ids": [5]}] * 2, "layers": [1]})],
+    "vectors.train": [
+        ("pairs", 4, {"name": "a", "pairs": [{"positive": "a", "negative": "b"}] * 2})
+    ],
+    "v1.completions": [
+        ("prompt", 6, {"prompt": ["a"] * 2, "n": 3}),
+        ("prompt", 6, {"prompt": [[5, 6]] * 2, "n": 3}),
+        ("prompt", 3, {"prompt": [5, 6], "n": 3}),
+        ("prompt", 3, {"prompt": "a b", "n": 3}),
+    ],
+    "v1.chat.completions": [("n", 3, {"messages": [{"role": "user", "content": "a"}], "n": 3})],
+    "v1.score": [
+        ("items", 2, {"items": ["a"] * 2, "label_token_ids": [3, 4]}),
+        ("items", 2, {"items": [[5]] * 2, "label_token_ids": [3, 4]}),
+    ],
+}
+"""Name of an endpoint -> what `max_items` bounds, how many that are, and the request."""
 
 Plan = Callable[["ScriptedTask"], AsyncGenerator[Batch, None]]
 
@@ -107,6 +138,18 @@ def events_of(task: Task, settings: Settings = SETTINGS) -> list[Event]:
         return [event async for event in Run(task, Capacity(settings)).events()]
 
     return asyncio.run(collect())
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_one_entry_more_than_the_limit_is_refused(name: str) -> None:
+    for field, count, body in ENTRIES[name]:
+        request = ENDPOINTS[name].request
+        assert request is not None
+        task = TASKS[name](request.model_validate(body), register(make_model()), STORES)
+        task.check_limits(SETTINGS.model_copy(update={"max_items": count}))
+        with pytest.raises(APIError, match=f"has {count} entries, at most {count - 1}") as caught:
+            task.check_limits(SETTINGS.model_copy(update={"max_items": count - 1}))
+        assert (caught.value.code, caught.value.param) == ("payload_too_large", field)
 
 
 def test_the_answer_has_what_every_answer_has() -> None:
