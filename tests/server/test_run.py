@@ -10,7 +10,7 @@ import pytest
 
 from logsteer._endpoints import ENDPOINTS
 from logsteer.errors import APIError, OverloadedError
-from logsteer.schemas import Steering
+from logsteer.schemas import ALL_COLUMNS, GenerateRequest, Steering
 from logsteer_server.api.routes.tasks import TASKS
 from logsteer_server.contract.jobs import (
     GenerateJob,
@@ -26,6 +26,7 @@ from logsteer_server.interventions.steering import resolve_steering
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.settings import Settings
+from logsteer_server.tasks.generation import GenerateTask
 from logsteer_server.tasks.planning import Capacity, Planner
 from logsteer_server.tasks.run import Batch, Event, Run, Task, check_count, take_each
 from tests.server.scripted_model import (
@@ -150,6 +151,26 @@ def test_one_entry_more_than_the_limit_is_refused(name: str) -> None:
         with pytest.raises(APIError, match=f"has {count} entries, at most {count - 1}") as caught:
             task.check_limits(SETTINGS.model_copy(update={"max_items": count - 1}))
         assert (caught.value.code, caught.value.param) == ("payload_too_large", field)
+
+
+def generate_with(**fields: Any) -> list[GenerateJob]:
+    """The jobs of a request to generate."""
+    handle = ScriptedHandle()
+    body = GenerateRequest(prompts=["a"], max_tokens=2, **fields)
+    finish(GenerateTask(body, register(make_model(handle)), STORES))
+    return handle.calls[0]  # type: ignore[return-value]
+
+
+def test_seeds_are_the_callers_or_drawn_and_columns_those_that_are_named() -> None:
+    one, two = (generate_with(seed=7, n=2) for _ in range(2))
+    assert [job.seed for job in one] == [job.seed for job in two]
+    drawn = [job.seed for _ in range(2) for job in generate_with(n=2)]
+    assert len({*drawn, *(job.seed for job in one)}) == 6
+    columns = [
+        generate_with(**fields)[0].columns
+        for fields in ({}, {"diagnostics": True}, {"diagnostics": True, "columns": ["rank"]})
+    ]
+    assert columns == [(), tuple(ALL_COLUMNS), ("rank",)]
 
 
 def test_the_answer_has_what_every_answer_has() -> None:
