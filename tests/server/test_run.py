@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,10 @@ from logsteer_server.interventions.steering import resolve_steering
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.settings import Settings
+from logsteer_server.stores.namespace import Namespace
+from logsteer_server.stores.objects import Objects
+from logsteer_server.stores.store import VECTORS, Store
+from logsteer_server.stores.vectors import VectorStore
 from logsteer_server.tasks.generation import GenerateTask
 from logsteer_server.tasks.planning import Capacity, Planner
 from logsteer_server.tasks.run import Batch, Event, Run, Task, check_count, take_each
@@ -139,6 +144,44 @@ def events_of(task: Task, settings: Settings = SETTINGS) -> list[Event]:
         return [event async for event in Run(task, Capacity(settings)).events()]
 
     return asyncio.run(collect())
+
+
+LONG = "as long as may be"
+LONG_ITEM = {"items": [{"context": "a", "targets": ["b"]}, {"context": LONG, "targets": ["b"]}]}
+LONG_TEXTS: dict[str, list[dict[str, Any]]] = {
+    "logprob": [LONG_ITEM, {"items": [{"context": "a", "targets": ["b", LONG]}]}],
+    "diagnostics": [LONG_ITEM],
+    "perplexity": [{"texts": ["a", LONG]}],
+    "generate": [{"prompts": ["a", LONG]}, {"messages": [{"role": "user", "content": LONG}]}],
+    "steer": [{"prompts": ["a", LONG], **STEERING}],
+    "sweep": [
+        {**LONG_ITEM, "scales": [1], **STEERING},
+        {"texts": ["a", LONG], "scales": [1], **STEERING},
+    ],
+    "gradient": [{**LONG_ITEM, "wrt": {"layers": [0]}}],
+    "activations": [{"items": ["a", LONG], "layers": [1]}],
+    "vectors.train": [{"name": "a", "pairs": [{"positive": "a", "negative": LONG}] * 2}],
+    "v1.completions": [{"prompt": LONG}, {"prompt": ["a", LONG]}],
+    "v1.chat.completions": [{"messages": [{"role": "user", "content": LONG}]}],
+    "v1.score": [
+        {"items": ["a", LONG], "label_token_ids": [3, 4]},
+        {"items": ["a"], "query": LONG, "label_token_ids": [3, 4]},
+    ],
+}
+"""Name of an endpoint -> requests whose longest text is LONG."""
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_text_longer_than_the_limit_is_refused(name: str, tmp_path: Path) -> None:
+    vectors = VectorStore(Namespace(Store(VECTORS, Objects(tmp_path), 2**20)))
+    stores = replace(STORES, vectors=vectors)
+    for body in LONG_TEXTS[name]:
+        request = ENDPOINTS[name].request
+        assert request is not None
+        task = TASKS[name](request.model_validate(body), register(make_model()), stores)
+        with pytest.raises(APIError, match="max_text_chars") as caught:
+            finish(task, SETTINGS.model_copy(update={"max_text_chars": len(LONG) - 1}))
+        assert caught.value.code == "payload_too_large"
 
 
 @pytest.mark.parametrize("name", TASKS)
