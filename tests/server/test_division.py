@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from logsteer_server.text.boundaries import Pair, cut_pairs
 from logsteer_server.text.division import divides_at_spaces, may_divide
@@ -46,8 +55,10 @@ def make_sign() -> Any:
     return normalizers.Sequence([normalizers.NFC(), normalizers.Replace(" ", "\u2581")])
 
 
-def gpt2() -> Tokenizer:
-    return train(pre_tokenizers.ByteLevel(add_prefix_space=False))
+def gpt2(*, trims: bool = False) -> Tokenizer:
+    backend = train(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    backend.post_processor = processors.ByteLevel(trim_offsets=trims)
+    return backend
 
 
 def gemma() -> Tokenizer:
@@ -124,6 +135,7 @@ REFUSED: dict[str, Callable[[], Tokenizer]] = {
     "signs without a token": lambda: train(pre_tokenizers.Split(" ", "isolated"), make_sign()),
     "an unknown pattern": lambda: train(cut_bytes(r"\w+ \w+|.")),
     "it looks behind": lambda: train(cut_bytes(r"(?<=a) b|\s+|\p{L}+")),
+    "spaces are cut off offsets": lambda: gpt2(trims=True),
     "an added token takes what follows": lambda: add_token(gpt2(), "<mask>", rstrip=True),
     "an added token is a word": lambda: add_token(gpt2(), "<w>", single_word=True),
     "an added token has a space": lambda: add_token(gpt2(), "a b"),
