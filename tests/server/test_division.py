@@ -20,6 +20,7 @@ from tokenizers import (
 
 from logsteer_server.text.boundaries import Pair, cut_pairs
 from logsteer_server.text.division import divides_at_spaces, may_divide
+from logsteer_server.text.tokenizer import split_sizes
 from tests.server.scripted_model import load_codec
 
 CODEC = load_codec()
@@ -164,3 +165,8 @@ def test_pairs_are_cut_as_their_joint_texts_are(given: list[tuple[str, str, bool
         assert cut.target_ids == whole.ids[count:]
         assert cut.offsets == [(a - start, b - start) for a, b in whole.offsets[count:]]
         assert cut.finding == ("exact" if whole.ids[:count] == own else "merged")
+
+
+def test_entries_go_together_until_they_come_to_the_limit() -> None:
+    assert list(split_sizes([3, 3, 6, 1], 5)) == [range(2), range(2, 3), range(3, 4)]
+    assert list(split_sizes([2, 3, 5], 5)) == [range(2), range(2, 3)]

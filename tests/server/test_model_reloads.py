@@ -456,6 +456,8 @@ def test_of_reloads_at_once_the_last_one_counts() -> None:
         await until(lambda: machine.running == ["a=A", "a=E"])
         machine.find("a=E").come_up()
         await until(lambda: "a=E ready" in machine.show() and machine.running == ["a=E"])
+        await machine.reload(model("b"), model("a", "E"))
+        assert list(machine.models.by_id) == ["b", "a"], "as the configuration has them"
 
     script(test)
 
