@@ -206,6 +206,20 @@ RULES = {
         running     a=A
         """,
     ),
+    "what cannot be loaded is refused before a working model ends that has replaced another": (
+        "never",
+        """
+        at first    a=A
+        reload      a=B
+        running     a=B
+        answers     a=B
+        ended       failed -
+        reload      a=unreadable      replaced a
+        ended       failed a
+        found       a=B ready
+        running     a=B
+        """,
+    ),
     "what cannot be loaded is refused before the working model ends (beside)": (
         "always",
         """
