@@ -8,6 +8,7 @@ import pytest
 
 from logsteer import Client
 from logsteer.schemas import Problem
+from tests.conftest import VOCAB_SIZE
 
 ITEM = {"context": "Once upon", "targets": [" a"]}
 HUGE = 10 * 2**20
@@ -35,7 +36,10 @@ CASES: list[tuple[str, str, Any, int, str, str]] = [
     ("empty ids", "/logprob", with_item(context_ids=[1], target_ids=[[]]), 422, "invalid_request", "empty"),
     ("two contexts", "/logprob", with_item(context="a", context_ids=[1], targets=["b"]), 422, "invalid_request", "exactly one"),
     ("text after ids", "/logprob", with_item(context_ids=[1], targets=["b"]), 422, "invalid_request", "target_ids"),
-    ("id too large", "/logprob", with_item(context_ids=[1], target_ids=[[10**6]]), 422, "invalid_request", "vocabulary"),
+    ("id too large", "/logprob", with_item(context_ids=[1], target_ids=[[VOCAB_SIZE]]), 422, "invalid_request", "vocabulary"),
+    ("id of a context too large", "/logprob", with_item(context_ids=[VOCAB_SIZE], target_ids=[[1]]), 422, "invalid_request", "vocabulary"),
+    ("id of a prompt too large", "/generate", {"prompt_ids": [[VOCAB_SIZE]], "max_tokens": 1}, 422, "invalid_request", f"{VOCAB_SIZE - 1}"),
+    ("id to read too large", "/activations", {"items": [{"token_ids": [VOCAB_SIZE]}], "layers": [0]}, 422, "invalid_request", f"{VOCAB_SIZE - 1}"),
     ("id negative", "/logprob", with_item(context_ids=[-1], target_ids=[[1]]), 422, "invalid_request", "greater than or equal to 0"),
     ("id not whole", "/logprob", with_item(context_ids=[1.5], target_ids=[[1]]), 422, "invalid_request", "integer"),
     ("too long", "/logprob", with_item(context="cat " * 3000, targets=["b"]), 422, "context_too_long", "truncate_left"),
@@ -61,7 +65,7 @@ CASES: list[tuple[str, str, Any, int, str, str]] = [
     ("unknown protocol", "/perplexity", {"texts": ["a"], "protocol": "magic"}, 422, "invalid_request", "'llamacpp'"),
     ("unknown reference", "/perplexity", {"texts": ["a"], "reference": "gpt"}, 404, "unknown_model", "gpt"),
     ("no such query", "/perplexity/stream?strid=3", b"text", 422, "invalid_request", "strid"),
-    ("ids to decode", "/detokenize", {"token_ids": [[10**6]]}, 422, "invalid_request", "vocabulary"),
+    ("ids to decode", "/detokenize", {"token_ids": [[1], [VOCAB_SIZE]]}, 422, "invalid_request", "vocabulary"),
 ]  # fmt: skip
 
 

@@ -117,7 +117,13 @@ def test_own_pages_and_callers_without_one_are_not(http: httpx.Client, fake_serv
 def test_settings_say_which_origins() -> None:
     settings = make_settings(allowed_origins=["https://lab.example/"])
     hosts = AllowedHosts(settings, needs_key=True)
-    for origin, allowed in (("https://lab.example", True), ("http://lab.example", False)):
+    for origin, allowed in (
+        ("https://lab.example", True),
+        ("http://lab.example", False),
+        ("https://lab.example:81", False),
+        ("https://lab.example.evil", False),
+        ("https://a.lab.example", False),
+    ):
         headers = Headers({"host": "x", "origin": origin})
         assert (hosts.check("POST", headers) is None) == allowed
 
@@ -159,6 +165,15 @@ def test_the_command_refuses_it(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main([*command, "--insecure"]) == 0
 
 
+class Delaying(socket.socket):
+    """A listener whose connections begin without TCP_NODELAY: some kernels begin with it."""
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        own, peer = super().accept()
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)
+        return own, peer
+
+
 def test_answers_do_not_wait_for_acknowledgements() -> None:
     """Headers and body are two writes: without TCP_NODELAY the second waits 40 ms for an ACK."""
 
@@ -170,7 +185,8 @@ def test_answers_do_not_wait_for_acknowledgements() -> None:
             found.set_result(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
             writer.close()
 
-        listener = listen_at("127.0.0.1", 0)
+        made = listen_at("127.0.0.1", 0)
+        listener = Delaying(made.family, made.type, made.proto, fileno=made.detach())
         async with await asyncio.start_server(note, sock=listener):
             _, writer = await asyncio.open_connection(*listener.getsockname())
             writer.close()

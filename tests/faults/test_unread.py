@@ -1,6 +1,8 @@
 """Results and events that nobody reads: bounded, and the work behind them ends."""
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from logsteer_server.contract.batches import ResultPart
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import GenerateJob, GenerateOutput
 from logsteer_server.runtime.handle import EngineHandle
+from logsteer_server.runtime.process import Cancel
 from logsteer_server.runtime.supervision import SupervisionLimits
 
 NONE = np.zeros((1, 0), np.float32)
@@ -48,6 +51,30 @@ def test_a_call_whose_results_are_not_read_is_ended() -> None:
         assert handle._waiters == {}
 
     asyncio.run(run())
+
+
+def test_an_engine_is_told_of_a_caller_who_leaves() -> None:
+    handle = EngineHandle(EngineSpec("any", "fake", "here"), SupervisionLimits())
+    handle.check_ready = lambda: None  # type: ignore[assignment, method-assign, return-value]
+    sent: list[Any] = []
+    handle.replicas[0].process = SimpleNamespace(send=sent.append)  # type: ignore[assignment]
+    handle._queue.replicas[0].is_open = True
+    jobs = [GenerateJob(np.arange(3, dtype=np.int32), 100) for _ in range(2)]
+
+    async def read() -> None:
+        async for _ in handle.run(jobs):
+            pass
+
+    async def run() -> None:
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+    asyncio.run(run())
+    *_, last = sent
+    assert last == Cancel([0, 1])
+    assert handle._waiters == {}
 
 
 def test_a_reader_who_keeps_up_is_never_ended() -> None:

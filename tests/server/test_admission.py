@@ -28,6 +28,7 @@ from logsteer_server.tasks.planning import Capacity
 from logsteer_server.tasks.run import Run
 from tests.conftest import ROOT, Server, ServerFactory, fake_model
 from tests.server.scripted_model import (
+    INFO,
     SETTINGS,
     STORES,
     ScriptedHandle,
@@ -163,7 +164,9 @@ def test_a_gradient_is_refused_like_all_else() -> None:
             assert model.admission.pending == taken
     assert handle.num_jobs == 0
     answer = differentiate()
-    assert len(answer["results"][0]["targets"][0]["gradients"]["0"]) == 31
+    (target,) = answer["results"][0]["targets"]
+    assert target["gradients"]["0"].shape == (31, INFO.hidden_size)
+    assert target["norms"]["0"].tolist() == pytest.approx([INFO.hidden_size**0.5] * 31)
     assert model.admission.pending == 0
 
 

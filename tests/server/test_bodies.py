@@ -1,6 +1,9 @@
 """JSON bodies: what is a document of a schema, and what is refused with which fault."""
 
+import asyncio
 import json
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +11,16 @@ from fastapi.exceptions import RequestValidationError
 
 from logsteer.errors import APIError
 from logsteer.schemas import LogprobRequest
-from logsteer_server.api.routing import MAX_BRACKETS, MAX_FAULTS, parse_body
+from logsteer_server.api.dependencies import read_upload
+from logsteer_server.api.routes import resources
+from logsteer_server.api.routes.resources import UploadLimit, write_body
+from logsteer_server.api.routing import (
+    BODY_MEMORY,
+    MAX_BRACKETS,
+    MAX_FAULTS,
+    LimitedRequest,
+    parse_body,
+)
 
 ITEM = {"context": "Infinity and NaN", "targets": [" a"]}
 
@@ -59,3 +71,74 @@ def test_what_would_take_long_to_look_at_is_too_large(content: bytes) -> None:
     with pytest.raises(APIError) as caught:
         parse_body(content, LogprobRequest)
     assert caught.value.code == "payload_too_large"
+
+
+class Calls:
+    """Takes whatever is called, and keeps what it was given, each once and in order."""
+
+    def __init__(self) -> None:
+        self.given: dict[tuple[str, Any], None] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda value: self.given.setdefault((name, value))
+
+    async def run(self, call: Any, *arguments: Any) -> Any:
+        return call(*arguments)
+
+
+def request_of(
+    pieces: Sequence[bytes], memory: Any = None, announced: int | None = None, limit: int = 10
+) -> LimitedRequest:
+    """A request whose body comes in these pieces, to a server that takes bodies up to a limit."""
+    left = list(pieces)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+
+    headers = [] if announced is None else [(b"content-length", b"%d" % announced)]
+    settings = SimpleNamespace(max_body_bytes=limit)
+    app = SimpleNamespace(state=SimpleNamespace(settings=settings))
+    scope = {"type": "http", "headers": headers, "app": app, "state": {"memory": memory}}
+    return LimitedRequest(scope, receive)
+
+
+def test_a_body_reserves_memory_as_it_comes_up_to_its_limit() -> None:
+    memory = Calls()
+    request = request_of([b"12345"] * 2, memory)
+    assert asyncio.run(request.body()) == b"1234512345" == asyncio.run(request.body())
+    covered = [("cover", 5 * BODY_MEMORY), ("cover", 10 * BODY_MEMORY)]
+    assert list(memory.given) == covered
+    with pytest.raises(APIError, match="larger than 10 bytes") as caught:
+        asyncio.run(request_of([b"12345", b"123456", b"never read"], memory).body())
+    assert caught.value.code == "payload_too_large"
+    assert list(memory.given) == covered, "what is too large reserves no more than the limit"
+
+
+@pytest.mark.parametrize(
+    ("announced", "sizes", "is_taken"),
+    [(None, [5, 5], True), (None, [5, 6], False), (10, [5, 5], True), (11, [5], False)],
+)
+def test_an_upload_is_taken_up_to_its_limit(
+    announced: int | None, sizes: list[int], is_taken: bool
+) -> None:
+    async def read() -> list[int]:
+        request = request_of([b"x" * size for size in sizes], announced=announced)
+        return [len(piece) async for piece in read_upload(request, 10, "setting") if piece]
+
+    if is_taken:
+        assert asyncio.run(read()) == sizes
+    else:
+        with pytest.raises(APIError, match="larger than 10 bytes: raise setting") as caught:
+            asyncio.run(read())
+        assert caught.value.code == "payload_too_large"
+
+
+def test_an_upload_is_written_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "WRITTEN_AT_ONCE", 4)
+    upload, threads = Calls(), Calls()
+    request = request_of([b"123", b"45", b"6", b"7"])
+    asyncio.run(write_body(request, upload, UploadLimit(10, "setting"), threads))  # type: ignore[arg-type]
+    assert list(upload.given) == [
+        ("reserve", 3), ("reserve", 5), ("write", b"12345"), ("reserve", 6), ("reserve", 7),
+        ("write", b"67"),
+    ]  # fmt: skip

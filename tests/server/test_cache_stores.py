@@ -2,7 +2,6 @@
 
 import sqlite3
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,6 +18,7 @@ from logsteer_server.models.cache import (
 )
 from logsteer_server.models.cachefile import CacheFile
 from logsteer_server.settings import ConfigurationError
+from tests.faults.processes import wait_for
 from tests.server.cached_jobs import JOB, fill, find, job_of, known, output_of, same_bits
 
 
@@ -77,9 +77,7 @@ def test_results_on_disk_outlive_the_cache(tmp_path: Path, caches: list[ResultCa
 def test_a_file_alone_serves_too(tmp_path: Path, caches: list[ResultCache]) -> None:
     caches.append(cache := ResultCache(0, CacheFile(tmp_path / "results.db", 2**20)))
     fill(cache, [job_of(1)])
-    deadline = time.monotonic() + 60
-    while not known(cache, [job_of(1)]) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: known(cache, [job_of(1)]))
     assert known(cache, [job_of(1), job_of(1)]) == [0, 1]
 
 

@@ -7,10 +7,20 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from logsteer_server.text.boundaries import Pair, cut_pairs
 from logsteer_server.text.division import divides_at_spaces, may_divide
+from logsteer_server.text.tokenizer import split_sizes
 from tests.server.scripted_model import load_codec
 
 CODEC = load_codec()
@@ -46,8 +56,10 @@ def make_sign() -> Any:
     return normalizers.Sequence([normalizers.NFC(), normalizers.Replace(" ", "\u2581")])
 
 
-def gpt2() -> Tokenizer:
-    return train(pre_tokenizers.ByteLevel(add_prefix_space=False))
+def gpt2(*, trims: bool = False) -> Tokenizer:
+    backend = train(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    backend.post_processor = processors.ByteLevel(trim_offsets=trims)
+    return backend
 
 
 def gemma() -> Tokenizer:
@@ -124,6 +136,7 @@ REFUSED: dict[str, Callable[[], Tokenizer]] = {
     "signs without a token": lambda: train(pre_tokenizers.Split(" ", "isolated"), make_sign()),
     "an unknown pattern": lambda: train(cut_bytes(r"\w+ \w+|.")),
     "it looks behind": lambda: train(cut_bytes(r"(?<=a) b|\s+|\p{L}+")),
+    "spaces are cut off offsets": lambda: gpt2(trims=True),
     "an added token takes what follows": lambda: add_token(gpt2(), "<mask>", rstrip=True),
     "an added token is a word": lambda: add_token(gpt2(), "<w>", single_word=True),
     "an added token has a space": lambda: add_token(gpt2(), "a b"),
@@ -152,3 +165,8 @@ def test_pairs_are_cut_as_their_joint_texts_are(given: list[tuple[str, str, bool
         assert cut.target_ids == whole.ids[count:]
         assert cut.offsets == [(a - start, b - start) for a, b in whole.offsets[count:]]
         assert cut.finding == ("exact" if whole.ids[:count] == own else "merged")
+
+
+def test_entries_go_together_until_they_come_to_the_limit() -> None:
+    assert list(split_sizes([3, 3, 6, 1], 5)) == [range(2), range(2, 3), range(3, 4)]
+    assert list(split_sizes([2, 3, 5], 5)) == [range(2), range(2, 3)]

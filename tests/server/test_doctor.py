@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -265,11 +266,25 @@ class TestLoadable:
         with pytest.raises(ValueError, match=why):
             self.check({"path": str(copy)}, monkeypatch)
 
-    def test_weights_beyond_a_gpu_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        small = [Gpu(0, "old", 2**20, 2**20, "570")]
-        self.check({"devices": "cpu"}, monkeypatch, small)
-        with pytest.raises(ValueError, match="of each GPU"):
-            self.check({}, monkeypatch, small)
+    def test_weights_have_to_fit_into_the_gpus_that_are_named(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        spec = ModelSettings(id="m", path=str(DEMO_MODEL)).to_spec(DEMO_MODEL)
+        whole = fit.estimate(spec).weights_bytes
+        half = whole // 2
+        for new, sizes, why in (
+            ({"devices": "cpu"}, [1], None),
+            ({}, [whole], None),
+            ({}, [whole - 1], "of each GPU"),
+            ({"tensor_parallel": 2}, [half, half], None),
+            ({"tensor_parallel": 2}, [half, half - 1], "of each GPU"),
+            ({"devices": [1]}, [1, whole], None),
+            ({"devices": [0]}, [1, whole], "of each GPU"),
+            ({"devices": [0, 7], "tensor_parallel": 2}, [whole, whole], "only 1 are here"),
+        ):
+            gpus = [Gpu(number, "old", size, size, "570") for number, size in enumerate(sizes)]
+            with nullcontext() if why is None else pytest.raises(ValueError, match=why):
+                self.check(new, monkeypatch, gpus)
 
     def test_a_hub_id_that_cannot_be_had_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(hub_id: str, file: str) -> None:

@@ -1,6 +1,5 @@
 """What engines read of themselves for /metrics: preemptions, and the memory of GPUs."""
 
-import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ from logsteer_server.engines.machine import read_memory
 from logsteer_server.engines.vllm import engine as engine_module
 from logsteer_server.engines.vllm.engine import VllmEngine
 from tests.conftest import ServerFactory, vllm_model
+from tests.faults.processes import wait_for
 
 PROMPTS = [[5 + n, 6, 7, 8 + n] for n in range(24)]
 TOKENS = 250
@@ -44,10 +44,8 @@ def test_preemptions_of_a_small_cache_are_counted(start_server: ServerFactory) -
     (alone,) = draw(PROMPTS[:1])
     assert read_counter(server.url, "logsteer_engine_preemptions_total") == 0
     together = draw(PROMPTS)
-    deadline = time.monotonic() + 60  # readings come with heartbeats
-    while not (count := read_counter(server.url, "logsteer_engine_preemptions_total")):
-        assert time.monotonic() < deadline, "nothing was preempted"
-        time.sleep(0.2)
+    # Readings come with heartbeats.
+    count = wait_for(lambda: read_counter(server.url, "logsteer_engine_preemptions_total"))
     print(f"\n{count:.0f} preemptions of {len(PROMPTS)} sequences of {TOKENS} tokens")
     assert [len(ids) for ids in together] == [TOKENS] * len(PROMPTS)
     assert together[0] == alone

@@ -3,7 +3,6 @@
 import json
 import logging
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from logsteer_server.observation.logs import (
 from logsteer_server.settings import ConfigurationError, Settings
 from tests.conftest import ROOT, fake_model
 from tests.faults.keys import add_key, connect, serve
+from tests.faults.processes import wait_for
 from tests.servers import Server
 
 MARK = "xylophonequartz"
@@ -207,12 +207,11 @@ def test_changes_and_refusals_are_in_the_audit_log(logged: Server) -> None:
 
 
 def test_a_request_is_named_where_its_job_fails_in_the_engine(logged: Server) -> None:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        own = [x for x in read_lines(logged) if x["logger"].endswith("runtime.process")]
-        if any("crashing-1" in line["message"] for line in own):
-            break
-        time.sleep(0.1)
+    def read_own() -> list[dict[str, Any]]:
+        return [x for x in read_lines(logged) if x["logger"].endswith("runtime.process")]
+
+    wait_for(lambda: any("crashing-1" in line["message"] for line in read_own()))
+    own = read_own()
     assert logged.process is not None
     assert {line["process"] for line in own}.isdisjoint({logged.process.pid})
     (failed,) = [line for line in own if line.get("request_id") == "failing-1"]

@@ -206,6 +206,20 @@ RULES = {
         running     a=A
         """,
     ),
+    "what cannot be loaded is refused before a working model ends that has replaced another": (
+        "never",
+        """
+        at first    a=A
+        reload      a=B
+        running     a=B
+        answers     a=B
+        ended       failed -
+        reload      a=unreadable      replaced a
+        ended       failed a
+        found       a=B ready
+        running     a=B
+        """,
+    ),
     "what cannot be loaded is refused before the working model ends (beside)": (
         "always",
         """
@@ -456,6 +470,8 @@ def test_of_reloads_at_once_the_last_one_counts() -> None:
         await until(lambda: machine.running == ["a=A", "a=E"])
         machine.find("a=E").come_up()
         await until(lambda: "a=E ready" in machine.show() and machine.running == ["a=E"])
+        await machine.reload(model("b"), model("a", "E"))
+        assert list(machine.models.by_id) == ["b", "a"], "as the configuration has them"
 
     script(test)
 

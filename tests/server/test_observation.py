@@ -18,7 +18,7 @@ from logsteer import Client
 from logsteer.errors import APIError
 from logsteer_server.contract.engine import TIME_BOUNDS_S, DeviceMemory, EngineReading, StepCounts
 from logsteer_server.observation.metrics import ENGINE, OTHER_KEYS, Metrics, TokenTimes
-from logsteer_server.observation.processes import read_family
+from logsteer_server.observation.processes import ProcessReading, read_family
 from logsteer_server.observation.readings import EngineStatus, ModelReading
 from logsteer_server.observation.requests import RequestObserver, RequestRecord
 from logsteer_server.settings import Settings, parse_settings
@@ -149,15 +149,18 @@ def test_a_crash_is_a_problem_and_a_probe_that_says_no_is_none(
     assert sample(text, "requests_in_flight") == 0
 
 
+def read_large(pid: int) -> ProcessReading | None:
+    """What a process and those below it take, once that is 64 MiB."""
+    found = read_family(pid)
+    return found if found is not None and found.resident_bytes >= 2**26 else None
+
+
 class TestProcesses:
     def test_a_family_is_a_process_and_those_below_it(self) -> None:
         code = "import subprocess, sys; subprocess.run([sys.executable, '-c', %r])"
         inner = "x = bytearray(2**26); import sys; sys.stdin.read()"
         with subprocess.Popen([sys.executable, "-c", code % inner], stdin=subprocess.PIPE) as alone:
-            deadline = time.monotonic() + 60
-            while (found := read_family(alone.pid)) is None or found.resident_bytes < 2**26:
-                assert time.monotonic() < deadline, "64 MiB of the process below it"
-                time.sleep(0.05)
+            found = wait_for(lambda: read_large(alone.pid))  # 64 MiB of the process below it
             assert found.cpu_s > 0
 
     def test_one_that_is_gone_is_none(self) -> None:
@@ -268,10 +271,9 @@ class TestEndpoint:
         assert sample(after, "errors_total", path="/logprob", code="unknown_model") == 1
         assert sample(after, "queue_seconds_count", model="slow") == 1
         assert sample(after, "engine_seconds_count", model="slow") == 1
-        deadline = time.monotonic() + 60  # steps are told with the next heartbeat
-        while (sample(self.scrape(server), "engine_step_seconds_sum", model="slow") or 0) < 0.2:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        # Steps are told with the next heartbeat.
+        name = "engine_step_seconds_sum"
+        wait_for(lambda: (sample(self.scrape(server), name, model="slow") or 0) >= 0.2)
         assert sample(before, "engine_sequences_queued") == 0
         assert sample(after, "engine_sequences_queued") == 0
 
@@ -311,11 +313,9 @@ def test_real_engines_say_what_they_are_at(start_server: ServerFactory) -> None:
                     value = sample(text, "engine_sequences_running", model=model) or 0
                     seen[model] = max(value, seen.get(model, 0))
                 time.sleep(0.1)
-        deadline = time.monotonic() + 60
-        while sample(httpx.get(f"{server.url}/metrics").text, "kv_cache_blocks_used"):
-            assert time.monotonic() < deadline, "blocks are free again"
-            time.sleep(0.2)
-        text = httpx.get(f"{server.url}/metrics").text
+        url = f"{server.url}/metrics"
+        wait_for(lambda: not sample(httpx.get(url).text, "kv_cache_blocks_used"))
+        text = httpx.get(url).text
     assert seen["vllm"] == seen["tlens"] == 4
     assert seen["steering_slots_used"] == 1, "four sequences, one plan"
     assert seen["adapter_slots_used"] == 0

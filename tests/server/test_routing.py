@@ -10,7 +10,7 @@ import pytest
 from logsteer_server.contract.batches import ScoreJobs
 from logsteer_server.contract.engine import EngineLoad, EngineRoom, EngineSpec
 from logsteer_server.contract.jobs import GenerateJob, Job, Lane, ScoreJob
-from logsteer_server.contract.parameters import Adapter
+from logsteer_server.contract.parameters import Adapter, Direction, Override
 from logsteer_server.contract.plan import Site, SteeringPlan
 from logsteer_server.runtime import queue as queue_module
 from logsteer_server.runtime.queue import (
@@ -60,17 +60,23 @@ class TestBlocks:
         other[0] = 9
         assert set(hash_blocks(score(1, 5))).isdisjoint(hash_blocks(Job(other)))
 
-    @pytest.mark.parametrize(
-        "fields",
-        [
-            {"salt": "key"},
-            {"adapter": Adapter("path", "sha")},
-            {"plan": SteeringPlan((Site(1, "resid_post", np.ones(4, np.float32)),))},
-        ],
-    )
-    def test_what_no_engine_shares_has_other_blocks(self, fields: dict[str, object]) -> None:
-        plain, changed = score(1, 5), replace(score(1, 5), **fields)  # type: ignore[arg-type]
-        assert set(hash_blocks(plain)).isdisjoint(hash_blocks(changed))
+    def test_what_no_engine_shares_has_other_blocks(self) -> None:
+        jobs = [
+            replace(score(1, 5), **fields)  # type: ignore[arg-type]
+            for fields in (
+                {},
+                {"salt": "key"},
+                {"adapter": Adapter("path", "sha")},
+                {"adapter": Adapter("path", "other")},
+                {"override": Override(Direction("path", "sha"), 0.5)},
+                {"override": Override(Direction("path", "other"), 0.5)},
+                {"override": Override(Direction("path", "sha"), 0.25)},
+                {"override": Override(Direction("path", "sha"), 0.5, "float64")},
+                {"plan": SteeringPlan((Site(1, "resid_post", np.ones(4, np.float32)),))},
+            )
+        ]
+        blocks = [block for job in jobs for block in hash_blocks(job)]
+        assert len(set(blocks)) == len(blocks) == 4 * len(jobs)
 
     def test_less_than_a_block_has_none(self) -> None:
         assert hash_blocks(Job(context(1, BLOCK - 1))) == []

@@ -3,13 +3,16 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from logsteer._endpoints import ENDPOINTS
 from logsteer.errors import APIError, OverloadedError
-from logsteer.schemas import GenerateRequest, Steering
+from logsteer.schemas import ALL_COLUMNS, GenerateRequest, LogprobRequest, Steering
+from logsteer_server.api.routes.tasks import TASKS
 from logsteer_server.contract.jobs import (
     GenerateJob,
     Job,
@@ -24,6 +27,10 @@ from logsteer_server.interventions.steering import resolve_steering
 from logsteer_server.models.cache import ResultCache
 from logsteer_server.models.model import ResidentModel
 from logsteer_server.settings import Settings
+from logsteer_server.stores.namespace import Namespace
+from logsteer_server.stores.objects import Objects
+from logsteer_server.stores.store import VECTORS, Store
+from logsteer_server.stores.vectors import VectorStore
 from logsteer_server.tasks.generation import GenerateTask
 from logsteer_server.tasks.planning import Capacity, Planner
 from logsteer_server.tasks.run import Batch, Event, Run, Task, check_count, take_each
@@ -36,6 +43,34 @@ from tests.server.scripted_model import (
     make_model,
     register,
 )
+
+ITEMS = {"items": [{"context_ids": [5], "target_ids": [[6]]}] * 2}
+STEERING = {"steering": {"vectors": [{"data": {"1": [1.0] * INFO.hidden_size}}]}}
+ENTRIES: dict[str, list[tuple[str, int, dict[str, Any]]]] = {
+    "logprob": [("items", 2, ITEMS)],
+    "diagnostics": [("items", 2, ITEMS)],
+    "perplexity": [("texts", 2, {"texts": ["a"] * 2})],
+    "generate": [("prompts x n", 6, {"prompts": ["a"] * 2, "n": 3})],
+    "steer": [("prompts x n", 6, {"prompt_ids": [[5]] * 2, "n": 3, **STEERING})],
+    "sweep": [("scales x layers x (items and texts)", 6, {**ITEMS, "scales": [1, 2], **STEERING})],
+    "gradient": [("items", 2, {**ITEMS, "wrt": {"layers": [0]}})],
+    "activations": [("items", 2, {"items": [{"token_ids": [5]}] * 2, "layers": [1]})],
+    "vectors.train": [
+        ("pairs", 4, {"name": "a", "pairs": [{"positive": "a", "negative": "b"}] * 2})
+    ],
+    "v1.completions": [
+        ("prompt", 6, {"prompt": ["a"] * 2, "n": 3}),
+        ("prompt", 6, {"prompt": [[5, 6]] * 2, "n": 3}),
+        ("prompt", 3, {"prompt": [5, 6], "n": 3}),
+        ("prompt", 3, {"prompt": "a b", "n": 3}),
+    ],
+    "v1.chat.completions": [("n", 3, {"messages": [{"role": "user", "content": "a"}], "n": 3})],
+    "v1.score": [
+        ("items", 2, {"items": ["a"] * 2, "label_token_ids": [3, 4]}),
+        ("items", 2, {"items": [[5]] * 2, "label_token_ids": [3, 4]}),
+    ],
+}
+"""Name of an endpoint -> what `max_items` bounds, how many that are, and the request."""
 
 Plan = Callable[["ScriptedTask"], AsyncGenerator[Batch, None]]
 
@@ -109,6 +144,89 @@ def events_of(task: Task, settings: Settings = SETTINGS) -> list[Event]:
         return [event async for event in Run(task, Capacity(settings)).events()]
 
     return asyncio.run(collect())
+
+
+LONG = "as long as may be"
+LONG_ITEM = {"items": [{"context": "a", "targets": ["b"]}, {"context": LONG, "targets": ["b"]}]}
+LONG_TEXTS: dict[str, list[dict[str, Any]]] = {
+    "logprob": [LONG_ITEM, {"items": [{"context": "a", "targets": ["b", LONG]}]}],
+    "diagnostics": [LONG_ITEM],
+    "perplexity": [{"texts": ["a", LONG]}],
+    "generate": [{"prompts": ["a", LONG]}, {"messages": [{"role": "user", "content": LONG}]}],
+    "steer": [{"prompts": ["a", LONG], **STEERING}],
+    "sweep": [
+        {**LONG_ITEM, "scales": [1], **STEERING},
+        {"texts": ["a", LONG], "scales": [1], **STEERING},
+    ],
+    "gradient": [{**LONG_ITEM, "wrt": {"layers": [0]}}],
+    "activations": [{"items": ["a", LONG], "layers": [1]}],
+    "vectors.train": [{"name": "a", "pairs": [{"positive": "a", "negative": LONG}] * 2}],
+    "v1.completions": [{"prompt": LONG}, {"prompt": ["a", LONG]}],
+    "v1.chat.completions": [{"messages": [{"role": "user", "content": LONG}]}],
+    "v1.score": [
+        {"items": ["a", LONG], "label_token_ids": [3, 4]},
+        {"items": ["a"], "query": LONG, "label_token_ids": [3, 4]},
+    ],
+}
+"""Name of an endpoint -> requests whose longest text is LONG."""
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_text_longer_than_the_limit_is_refused(name: str, tmp_path: Path) -> None:
+    vectors = VectorStore(Namespace(Store(VECTORS, Objects(tmp_path), 2**20)))
+    stores = replace(STORES, vectors=vectors)
+    for body in LONG_TEXTS[name]:
+        request = ENDPOINTS[name].request
+        assert request is not None
+        task = TASKS[name](request.model_validate(body), register(make_model()), stores)
+        with pytest.raises(APIError, match="max_text_chars") as caught:
+            finish(task, SETTINGS.model_copy(update={"max_text_chars": len(LONG) - 1}))
+        assert caught.value.code == "payload_too_large"
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_one_entry_more_than_the_limit_is_refused(name: str) -> None:
+    for field, count, body in ENTRIES[name]:
+        request = ENDPOINTS[name].request
+        assert request is not None
+        task = TASKS[name](request.model_validate(body), register(make_model()), STORES)
+        task.check_limits(SETTINGS.model_copy(update={"max_items": count}))
+        with pytest.raises(APIError, match=f"has {count} entries, at most {count - 1}") as caught:
+            task.check_limits(SETTINGS.model_copy(update={"max_items": count - 1}))
+        assert (caught.value.code, caught.value.param) == ("payload_too_large", field)
+
+
+def test_targets_are_scored_by_the_sums_of_their_tokens() -> None:
+    body = {"items": [{"context_ids": [5], "target_ids": [[6, 7], [8]]}]}
+    request = LogprobRequest.model_validate(body)
+    answer = finish(TASKS["logprob"](request, register(make_model()), STORES))
+    (item,) = list(answer["results"])
+    sums = [float(np.sum(target["logprobs"])) for target in item["targets"]]
+    assert [target["logprob"] for target in item["targets"]] == pytest.approx(sums)
+    assert [target["prob"] for target in item["targets"]] == pytest.approx(np.exp(sums).tolist())
+    chosen = np.exp(sums) / np.exp(sums).sum()
+    assert item["choice_probs"] == pytest.approx(chosen.tolist())
+    assert item["best"] == chosen.argmax()
+
+
+def generate_with(**fields: Any) -> list[GenerateJob]:
+    """The jobs of a request to generate."""
+    handle = ScriptedHandle()
+    body = GenerateRequest(prompts=["a"], max_tokens=2, **fields)
+    finish(GenerateTask(body, register(make_model(handle)), STORES))
+    return handle.calls[0]  # type: ignore[return-value]
+
+
+def test_seeds_are_the_callers_or_drawn_and_columns_those_that_are_named() -> None:
+    one, two = (generate_with(seed=7, n=2) for _ in range(2))
+    assert [job.seed for job in one] == [job.seed for job in two]
+    drawn = [job.seed for _ in range(2) for job in generate_with(n=2)]
+    assert len({*drawn, *(job.seed for job in one)}) == 6
+    columns = [
+        generate_with(**fields)[0].columns
+        for fields in ({}, {"diagnostics": True}, {"diagnostics": True, "columns": ["rank"]})
+    ]
+    assert columns == [(), tuple(ALL_COLUMNS), ("rank",)]
 
 
 def test_the_answer_has_what_every_answer_has() -> None:

@@ -378,6 +378,8 @@ class TestCompletions:
             assert own[-1]["finish_reason"] == choice["finish_reason"]
             for name, values in (choice["logprobs"] or {}).items():
                 assert [v for piece in own for v in piece["logprobs"][name]] == values
+            if logprobs and more == GREEDY:
+                assert len(choice["logprobs"]["top_logprobs"][-1]) >= logprobs
         assert len(pieces) > 2 * len(whole["choices"]) or more in ({"max_tokens": 0}, GREEDY)
 
     def test_a_stream_tells_its_usage_where_asked(self) -> None:

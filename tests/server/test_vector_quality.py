@@ -78,6 +78,15 @@ def test_the_covariance_is_ledoit_and_wolf_s(shape: tuple[int, int]) -> None:
         assert np.allclose(given, power(expected_DD, exponent), atol=1e-8)
 
 
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_covariance_that_is_round_already_is_its_target(width: int) -> None:
+    """Nothing is left to measure the share by: 0 of 0."""
+    round_ND = np.concatenate([np.eye(width), -np.eye(width)])
+    covariance = WithinCovariance(round_ND, round_ND)
+    assert covariance.shrinkage == 1
+    assert np.allclose(covariance.apply(np.eye(width), 1.0), np.eye(width) / width)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_lda_is_fisher_s_direction_and_its_normal_distributions_probability(
     shape: tuple[int, int],

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from logsteer.errors import APIError, NotFoundError
+from logsteer.errors import APIError
 from logsteer_server.stores import vectors as vectors_module
 from logsteer_server.stores.layer_vectors import LayerVectors, Readout, parse_content, read_layer
 from logsteer_server.stores.objects import Objects
@@ -29,19 +29,6 @@ def open_store(root: Path, max_bytes: int = MIB) -> VectorStore:
 @pytest.fixture
 def store(tmp_path: Path) -> VectorStore:
     return open_store(tmp_path)
-
-
-def test_what_is_put_comes_back_after_a_restart(store: VectorStore, tmp_path: Path) -> None:
-    card = store.put("happy", make(1), ABOUT)
-    store = open_store(tmp_path)
-    found = store.find("happy")
-    assert (found.name, found.sha256, found.vectors) == ("happy", make(1).sha256, make(1))
-    assert store.find_content(card.sha256).vectors == make(1)
-    assert store.find_content(card.sha256).name is None
-    assert store.files.look_up("happy")[0] == card
-    assert store.files.look_up("happy")[1].path.read_bytes() == make(1).content
-    assert card.layers == [2, 10]
-    assert card.norms["2"] == pytest.approx(np.linalg.norm(make(1).layers[2]))
 
 
 def test_the_content_address_is_pinned() -> None:
@@ -74,8 +61,12 @@ def test_readouts_are_part_of_the_content(store: VectorStore, tmp_path: Path) ->
     store.put("a", told, ABOUT)
     assert store.put("b", plain, ABOUT).readouts is None
     fresh = open_store(tmp_path)
-    assert fresh.find("a").vectors.readouts == dict(READOUTS)
+    found = fresh.find("a")
+    assert (found.name, found.vectors, found.vectors.readouts) == ("a", told, dict(READOUTS))
+    assert fresh.find_content(plain.sha256).vectors == plain
     card = fresh.files.look_up("a")[0].model_dump()
+    assert card["layers"] == [2, 10]
+    assert card["norms"]["2"] == pytest.approx(np.linalg.norm(plain.layers[2]))
     assert card["readouts"] == {
         "2": {"kind": "logistic", "slope": 2.0, "bias": -1.5, "threshold": 0.0},
         "10": {"kind": "relu", "slope": 1.5, "bias": -0.25, "threshold": 0.5},
@@ -146,13 +137,8 @@ def test_a_turned_bit_is_noticed(store: VectorStore) -> None:
     content[-5] ^= 4
     path.write_bytes(content)
     for find, key in ((store.find, "a"), (store.find_content, card.sha256)):
-        with pytest.raises(APIError, match="is damaged") as caught:
+        with pytest.raises(APIError, match="is damaged"):
             find(key)
-        assert caught.value.code == "internal"
-    store.put("a", make(1), ABOUT)
-    assert store.find("a").vectors == make(1)
-    with pytest.raises(NotFoundError, match="'b'"):
-        store.find("b")
 
 
 def test_a_content_is_parsed_once(store: VectorStore, monkeypatch: pytest.MonkeyPatch) -> None:
