@@ -11,9 +11,8 @@ from fastapi.exceptions import RequestValidationError
 
 from logsteer.errors import APIError
 from logsteer.schemas import LogprobRequest
-from logsteer_server.api.dependencies import read_upload
 from logsteer_server.api.routes import resources
-from logsteer_server.api.routes.resources import UploadLimit, write_body
+from logsteer_server.api.routes.resources import UploadLimit, open_upload, write_body
 from logsteer_server.api.routing import (
     BODY_MEMORY,
     MAX_BRACKETS,
@@ -80,7 +79,7 @@ class Calls:
         self.given: dict[tuple[str, Any], None] = {}
 
     def __getattr__(self, name: str) -> Any:
-        return lambda value: self.given.setdefault((name, value))
+        return lambda value=None: self.given.setdefault((name, value))
 
     async def run(self, call: Any, *arguments: Any) -> Any:
         return call(*arguments)
@@ -116,20 +115,25 @@ def test_a_body_reserves_memory_as_it_comes_up_to_its_limit() -> None:
 
 @pytest.mark.parametrize(
     ("announced", "sizes", "is_taken"),
-    [(None, [5, 5], True), (None, [5, 6], False), (10, [5, 5], True), (11, [5], False)],
+    [(None, [5, 5], True), (None, [5, 6], False), (10, [5, 5], True), (11, [], False)],
 )
 def test_an_upload_is_taken_up_to_its_limit(
     announced: int | None, sizes: list[int], is_taken: bool
 ) -> None:
-    async def read() -> list[int]:
+    calls, limit = Calls(), UploadLimit(10, "setting")
+    store = SimpleNamespace(receive=lambda *_: calls)
+
+    async def upload() -> None:
         request = request_of([b"x" * size for size in sizes], announced=announced)
-        return [len(piece) async for piece in read_upload(request, 10, "setting") if piece]
+        async with open_upload(request, store, "name", limit, calls) as file:  # type: ignore[arg-type]
+            await write_body(request, file, limit, calls)  # type: ignore[arg-type]
 
     if is_taken:
-        assert asyncio.run(read()) == sizes
+        asyncio.run(upload())
+        assert ("write", b"x" * 10) in calls.given
     else:
         with pytest.raises(APIError, match="larger than 10 bytes: raise setting") as caught:
-            asyncio.run(read())
+            asyncio.run(upload())
         assert caught.value.code == "payload_too_large"
 
 
