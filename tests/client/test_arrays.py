@@ -49,7 +49,7 @@ def test_every_float_survives_but_nan(values: list[float]) -> None:
     ],
 )
 def test_contradictions_are_refused(body: bytes) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError):  # noqa: PT011
         unpack(body)
 
 

@@ -38,7 +38,7 @@ def read(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return own(self, tokens_BT, *args, **options)
 
     monkeypatch.setattr(type(engine._model), "read", count)
-    yield counts
+    return counts
 
 
 def make_jobs(plan: SteeringPlan | None = None) -> list[ScoreJob]:

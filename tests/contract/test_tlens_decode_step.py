@@ -44,7 +44,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return read(self, tokens)
 
     monkeypatch.setattr(DecodeStep, "read", count)
-    yield found
+    return found
 
 
 def make_jobs(engine: Any, max_tokens: int = 12, seed: int = 30) -> list[GenerateJob]:

@@ -169,7 +169,7 @@ def forget_peak(pid: int) -> None:
 @pytest.fixture(scope="module")
 def server(start_server: ServerFactory) -> Iterator[Server]:
     model = fake_model("fake", context_length=CONTEXT)
-    yield start_server({"models": [model]})
+    return start_server({"models": [model]})
 
 
 def attack(server: Server, path: str, content: bytes) -> list[str]:

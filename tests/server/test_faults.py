@@ -53,11 +53,11 @@ def work(tokens: int, count: int = 1, token: int = 5) -> list[dict[str, object]]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _server_with_key(request: pytest.FixtureRequest) -> None:
+def _server_with_key() -> Iterator[None]:
     """`start_server` waits with a client that reads its key from the environment."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("LOGSTEER_API_KEY", KEY)
-    request.addfinalizer(patch.undo)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOGSTEER_API_KEY", KEY)
+        yield
 
 
 def test_a_key_is_asked_for_where_one_is_set(server: Server) -> None:

@@ -175,7 +175,7 @@ def test_what_knows_nothing_else() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("house, homes", [(SERVER, ONLY_IN), (CLIENT, ONLY_IN_CLIENT)],
+@pytest.mark.parametrize(("house", "homes"), [(SERVER, ONLY_IN), (CLIENT, ONLY_IN_CLIENT)],
                          ids=["server", "client"])  # fmt: skip
 def test_packages_stay_in_their_home(house: House, homes: dict[str, set[str]]) -> None:
     away = []

@@ -33,7 +33,7 @@ MIB = 2**20
 
 @pytest.fixture
 def file(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / "direction.safetensors"
+    return tmp_path / "direction.safetensors"
 
 
 def write(file: Path, tensors: dict[str, Any]) -> Path:

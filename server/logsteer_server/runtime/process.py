@@ -153,7 +153,7 @@ def run_engine(
     let_threads_sleep()
     configure_engine_logs(style)
     _serve(connection, spec, beat_every_s, style)
-    util._exit_function()  # type: ignore[attr-defined]
+    util._exit_function()  # type: ignore[attr-defined]  # noqa: SLF001
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

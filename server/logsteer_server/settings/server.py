@@ -281,7 +281,7 @@ def parse_settings(document: Mapping[str, Any], directory: Path) -> Settings:
     The environment stands above it. Errors: ValueError.
     """
     settings = Settings(**document)
-    settings._directory = directory
+    settings._directory = directory  # noqa: SLF001
     return settings
 
 
