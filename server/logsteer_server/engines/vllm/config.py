@@ -18,7 +18,13 @@ from logsteer_server.engines.machine import (
 )
 from logsteer_server.engines.needs import parse_bytes
 from logsteer_server.engines.scratch import ScratchDirectory
-from logsteer_server.engines.vllm.arguments import check_arguments, check_devices
+from logsteer_server.engines.vllm.arguments import (
+    check_arguments,
+    check_devices,
+    check_runner,
+    is_cpu_build,
+)
+from logsteer_server.engines.vllm.interpreter import interpret_kernels
 from logsteer_server.engines.weights import (
     digest_weights,
     find_eos,
@@ -40,7 +46,9 @@ SAMPLED = 1
 def set_environment(spec: EngineSpec) -> None:
     """Set what vLLM reads from the environment; only before it is imported does that count."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(spec.runner == "v2"))
+    if spec.runner == "v2" and is_cpu_build():
+        interpret_kernels()
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     # Weights of 4 bits with bfloat16 would else be multiplied by activations of 8 bits on AMX.
     os.environ["VLLM_CPU_INT4_W4A8"] = "0"
@@ -100,9 +108,10 @@ SOCKET_NAME = 37
 def prepare(spec: EngineSpec) -> tuple[ScratchDirectory, Path | str]:
     """Make this process ready to import vLLM; return its scratch directory, and where the model is.
 
-    Errors: ValueError as `check_devices`, and those of `locate_model`.
+    Errors: ValueError as `check_devices` and `check_runner`, and those of `locate_model`.
     """
     check_devices(spec.devices, spec.tensor_parallel * spec.pipeline_parallel)
+    check_runner(spec)
     set_environment(spec)
     scratch = ScratchDirectory()
     set_scratch(scratch.path)

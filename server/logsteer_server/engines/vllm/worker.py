@@ -29,7 +29,6 @@ from logsteer_server.engines.scratch import ScratchDirectory
 from logsteer_server.engines.vllm.adapters import lay_out, read_factors
 from logsteer_server.engines.vllm.blocks import clear_new_blocks
 from logsteer_server.engines.vllm.config import SteeringSize
-from logsteer_server.engines.vllm.runner import LogsteerRunner
 from logsteer_server.engines.vllm.steering import StageTrace
 from logsteer_server.engines.vllm.stream import Change, StreamForm, StreamProbe
 from logsteer_server.numerics.hidden_rows import RowBounds
@@ -53,11 +52,14 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
         follow_parent()  # vLLM has a rank's process end at an interrupt
         clear_new_blocks()
         super().init_device()
+        if self.use_v2_model_runner:
+            from logsteer_server.engines.vllm.runner_v2 import V2Runner as Runner
+        else:
+            from logsteer_server.engines.vllm.runner_v1 import V1Runner as Runner
         own = type(self.model_runner)
-        self.model_runner.__class__ = type(f"Logsteer{own.__name__}", (LogsteerRunner, own), {})
+        self.model_runner.__class__ = type(f"Logsteer{own.__name__}", (Runner, own), {})
         options = self.vllm_config.additional_config[OPTIONS]
         self.model_runner.prepare_scoring(RowBounds(**options["rows"]))
-        self.model_runner.prepare_sampling()
 
     def load_model(self, **options: Any) -> None:
         """Load the model as vLLM does, and put the steering operation behind its layers.
@@ -69,6 +71,7 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
             install_kernels()
         super().load_model(**options)
         runner = self.model_runner
+        runner.prepare_sampling()
         correct_model(runner.model)
         options = self.vllm_config.additional_config[OPTIONS]
         if options["widens_head"]:
