@@ -163,7 +163,7 @@ TOWERS = """
 from types import SimpleNamespace
 from torch import nn
 from logsteer_server.engines.vllm.operation import find_layers
-from logsteer_server.engines.vllm.runner import GPUModelRunner, LogsteerRunner
+from logsteer_server.engines.vllm.runner_v1 import GPUModelRunner, V1Runner
 
 
 class Listener(nn.Module):
@@ -185,7 +185,7 @@ assert find_layers(Listener(), 4) == []
 
 ended = []
 GPUModelRunner._update_states = lambda self, scheduled: "vLLM's"
-runner = object.__new__(LogsteerRunner)
+runner = object.__new__(V1Runner)
 runner.steering = SimpleNamespace(record=lambda: None, end=ended.append)
 idle = SimpleNamespace(finished_req_ids=["a"], scheduled_new_reqs=[], num_scheduled_tokens={})
 assert runner._update_states(idle) == "vLLM's"
