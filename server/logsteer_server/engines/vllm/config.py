@@ -286,7 +286,10 @@ def describe(
         ),
         lacks=_find_missing(spec, unsteerable),
         tf32=spec.tf32 and config.device_config.device_type == "cuda",
-        computed_on=describe_machine(config.device_config.device_type),
+        computed_on=(
+            *describe_machine(config.device_config.device_type),
+            *(["model runner V2"] if config.use_v2_model_runner else []),
+        ),
         device=name_devices(config.device_config.device_type),
         max_probes=spec.steering_probes,
         room=find_room(
