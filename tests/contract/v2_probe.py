@@ -83,7 +83,8 @@ def main() -> None:
     for which in ("first", "second"):  # of which the second finds the prefix of the first
         engine.add([(0, ScoreJob(np.concatenate([context, end[:-1]]), end))])
         while engine.busy:
-            again |= {which: result for _, result in engine.step()}
+            for _, result in engine.step():
+                again[which] = result
     finish({
         "numbers": found, "preempted": len(preempted), "computed_on": engine.info.computed_on,
         "cached": again["second"].cached_tokens,

@@ -211,6 +211,19 @@ def steering_size(spec: EngineSpec) -> SteeringSize:
     )
 
 
+COLUMNS_SHARE, MOST_COLUMNS = 8, 4 * 2**30
+"""Room for policy columns on a GPU: this part of what the weights leave of the model's memory, and
+at most so many bytes."""
+
+
+def widen_columns(given: int, left: int) -> int:
+    """Return the room of policy columns, in bytes: at least what is given.
+
+    `left`: what the weights leave of the model's memory. An H100 with 64 GiB left has 4 GiB.
+    """
+    return max(given, min(left // COLUMNS_SHARE, MOST_COLUMNS))
+
+
 TUNED_BEYOND = 32_768
 """Context from which vLLM scales the queries of a Llama 4 by their position, whatever it says."""
 

@@ -17,7 +17,7 @@ from logsteer_server.engines.vllm.runner import LogsteerRunner, StepDraws, warm_
 from logsteer_server.engines.vllm.scoring import PromptPart
 
 
-class PolicySampler(Sampler):  # type: ignore[misc]
+class V1Sampler(Sampler):  # type: ignore[misc]
     """Give vLLM what is drawn of a step's rows, and note which of them are not finite."""
 
     def __init__(self, draws: StepDraws) -> None:
@@ -55,7 +55,7 @@ class V1Runner(LogsteerRunner, GPUModelRunner):  # type: ignore[misc]
 
     def prepare_sampling(self) -> None:
         """Put our sampler in the place of vLLM's."""
-        self.sampler = PolicySampler(self.draws)
+        self.sampler = V1Sampler(self.draws)
 
     def _zero_block_ids(self, block_ids: list[int]) -> None:
         """Clear blocks as vLLM does; on CPUs those of every kind of attention, all at once."""

@@ -27,7 +27,7 @@ from logsteer_server.engines.vllm.runner import (
 from logsteer_server.engines.vllm.scoring import PromptPart
 
 
-class PolicySampler:
+class V2Sampler:
     """Give vLLM what is drawn of a step's rows; it stands in the place of vLLM's sampler.
 
     That one keeps a table of [requests, V] for penalties, which nobody asks for.
@@ -93,7 +93,7 @@ class V2Runner(LogsteerRunner, GPUModelRunner):  # type: ignore[misc]
         """Put our sampler and our rows in the places of vLLM's."""
         self.params, self.scored = {}, {}
         if self.sampler is not None:  # it is on the last pipeline stage
-            self.sampler = PolicySampler(self.draws, self.req_states.prefill_len)
+            self.sampler = V2Sampler(self.draws, self.req_states.prefill_len)
             self.prompt_logprobs_worker.compute_prompt_token_id_logprobs = self.read_prompts
 
     def _sync_device(self) -> None:
