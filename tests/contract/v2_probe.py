@@ -3,26 +3,30 @@
     python -m tests.contract.v2_probe v1|v2 ADAPTER
 
 A process of its own, because vLLM leaves none clean. On v2 the jobs are thrown out of the cache
-again and again, on v1 they are not.
+again and again, on v1 they are not; and there it is counted where a step's own code waits.
 """
 
 import sys
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from torch.overrides import TorchFunctionMode
 
 from logsteer_server.contract.engine import EngineSpec
-from logsteer_server.contract.jobs import GenerateJob, Job, ScoreJob
+from logsteer_server.contract.jobs import GenerateJob, Job, Policy, ScoreJob
 from logsteer_server.contract.parameters import Adapter
 from tests.conftest import DEMO_MODEL
 from tests.contract import draws_probe
-from tests.contract.engine_probe import SOFT, make_capture, make_plans, read
+from tests.contract.engine_probe import GREEDY, SOFT, make_capture, make_plans, read
 from tests.probes import finish, start_vllm
 
 KINDS = ("all", "prompt", "completion", "predicting", "slices", "read", "if token", "if prompt")
 """What the plans of `make_plans` are, in order."""
 COLUMNS = ("logprob", "rank", "entropy", "log_q", "rb_entropy", "eos_prob")
 LENGTH = 16
+COUNTED_STEPS = 4
 THROWN_OUT = {"v1": (), "v2": (6, 12, 18, 24, 32, 40, 50)}
 """By runner, the steps after which whatever runs is preempted."""
 
@@ -57,6 +61,54 @@ def make_jobs(vocab: int, width: int, adapter: Adapter) -> dict[str, Job]:
     return jobs
 
 
+class Waits(TorchFunctionMode):
+    """Count where our own code makes the host wait for what a GPU has computed."""
+
+    NAMES = frozenset({
+        "item", "tolist", "cpu", "nonzero", "equal", "masked_select", "unique",
+        "__bool__", "__int__", "__float__", "__index__", "__contains__",
+    })  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        caller = sys._getframe(1)
+        if func.__name__ in self.NAMES and "logsteer_server" in caller.f_code.co_filename:
+            self.places[f"{func.__name__} in {caller.f_code.co_qualname}"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_waits(engine: Any) -> dict[str, dict[str, int]]:
+    """Where our code waits in decode steps of four requests each, by what they decode."""
+    plan = make_plans(engine.info.hidden_size)[0]
+    kinds: dict[str, dict[str, Any]] = {
+        "greedy": {"policy": GREEDY, "logprobs": False},
+        "log-probabilities": {"policy": GREEDY, "columns": COLUMNS[1:], "top": 3},
+        "cut": {"policy": Policy(0.8, top_p=0.9), "logprobs": False},
+        "steered": {"policy": GREEDY, "logprobs": False, "plan": plan},
+    }
+    found = {}
+    for kind, fields in kinds.items():
+        ids = np.arange(10, 19, dtype=np.int32)
+        job = GenerateJob(ids, 12, ignore_eos=True, **fields)
+        engine.add([(number, job) for number in range(4)])
+        for _ in range(3):
+            engine.step()
+        with Waits() as waits:
+            for _ in range(COUNTED_STEPS):
+                engine.step()
+        while engine.busy:
+            engine.step()
+        found[kind] = dict(waits.places)
+    with Waits() as waits:  # of which one is known to wait
+        engine.add([(0, ScoreJob(ids[:-1], ids[1:]))])
+        while engine.busy:
+            engine.step()
+    return found | {"scored": dict(waits.places)}
+
+
 def main() -> None:
     """Run the table, print its numbers, how often a request was preempted, and prefix hits."""
     runner, adapter = sys.argv[1], Adapter(sys.argv[2], "0" * 64)
@@ -89,6 +141,7 @@ def main() -> None:
         "numbers": found, "preempted": len(preempted), "computed_on": engine.info.computed_on,
         "cached": again["second"].cached_tokens,
         "again": {which: read(result) for which, result in again.items()},
+        "waits": count_waits(engine),
     }, engine)  # fmt: skip
 
 

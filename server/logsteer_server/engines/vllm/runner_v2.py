@@ -86,6 +86,8 @@ class V2Runner(LogsteerRunner, GPUModelRunner):  # type: ignore[misc]
     them want whose rows are read.
     """
 
+    model: Any
+    sampler: Any
     params: dict[str, Any]
     scored: dict[str, dict[str, Any]]
 
