@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.v2]
 
 LIMIT = 1e-5
 FAMILY_NAMES = ("qwen3", "gpt_neox")
+HYBRID = "granite_hybrid"
 CASES = (
     "plain", "shared row", "adapter", "adapter, steered",
     *(f"{what}, {kind}" for what in ("score", "generate") for kind in KINDS),
@@ -78,9 +79,9 @@ def test_our_part_of_a_decode_step_waits_for_nothing(found: dict[str, dict[str, 
 def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `family_probe.py` found of tiny checkpoints and of the demo model, on V2."""
     directory = tmp_path_factory.mktemp("families")
-    for family in FAMILY_NAMES:
+    for family in (*FAMILY_NAMES, HYBRID):
         FAMILIES[family].make(directory / family)
-    paths = [DEMO_MODEL, *(directory / family for family in FAMILY_NAMES)]
+    paths = [DEMO_MODEL, *(directory / family for family in (*FAMILY_NAMES, HYBRID))]
     lines = measure("vllm", "eager", paths, LOGSTEER_TEST_RUNNER="v2")
     return {family: line for (family, *_), line in lines.items()}
 
@@ -94,3 +95,7 @@ def test_a_family_has_the_numbers_of_transformers_on_v2(
     for check in CHECKS:
         assert not isinstance(line[check], str), f"{check}: {line[check]}"
         assert line[check] < TOLERANCE, (check, line)
+
+
+def test_what_is_not_tried_on_v2_is_refused(families: dict[str, Any]) -> None:
+    assert "runner: v2 is not tried with state space layers" in families[HYBRID]["refused"]

@@ -109,6 +109,21 @@ def count_waits(engine: Any) -> dict[str, dict[str, int]]:
     return found | {"scored": dict(waits.places)}
 
 
+def warm_up(engine: Any) -> None:
+    """Do what vLLM does on a GPU before it serves: measure memory, run requests of its own."""
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu.warmup import warmup_kernels
+
+    worker = engine._vllm.engine_core.model_executor.driver_worker.worker
+    ended = SchedulerOutput.make_empty()
+    ended.finished_req_ids = set(worker.model_runner.params)  # of the probe of the stream
+    worker.execute_model(ended)
+    worker.model_runner.profile_run()
+    worker.model_runner.kv_block_zeroer.warmup = lambda _: None  # of a kernel that GPUs have
+    warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
+    assert not worker.model_runner.params, "requests of the warm-up are forgotten"
+
+
 def main() -> None:
     """Run the table, print its numbers, how often a request was preempted, and prefix hits."""
     runner, adapter = sys.argv[1], Adapter(sys.argv[2], "0" * 64)
@@ -118,6 +133,8 @@ def main() -> None:
                    max_model_len=320, memory="4MiB", adapter_slots=1, adapter_rank=8,
                    runner=runner, engine_args=args)
     )  # fmt: skip
+    if runner == "v2":
+        warm_up(engine)
     jobs = make_jobs(engine.info.vocab_size, engine.info.hidden_size, adapter)
     names = list(jobs)
     preempted = draws_probe.count_preempted(engine)

@@ -190,6 +190,15 @@ runner.steering = SimpleNamespace(record=lambda: None, end=ended.append)
 idle = SimpleNamespace(finished_req_ids=["a"], scheduled_new_reqs=[], num_scheduled_tokens={})
 assert runner._update_states(idle) == "vLLM's"
 assert ended == ["a"]
+
+from logsteer_server.engines.vllm import runner_v2
+
+captured = []
+runner_v2.GPUModelRunner.capture_model = lambda self: captured.append(tables.serves)
+runner, tables = object.__new__(runner_v2.V2Runner), SimpleNamespace(serves=True)
+runner.steering = SimpleNamespace(tables=tables)
+runner.capture_model()
+assert captured == [False], "graphs are captured with the steering operation in them"
 """
 
 

@@ -6,6 +6,7 @@ import warnings
 from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from logsteer_server.contract.engine import EngineInfo, EngineRoom, EngineSpec
@@ -24,7 +25,6 @@ from logsteer_server.engines.vllm.arguments import (
     check_runner,
     is_cpu_build,
 )
-from logsteer_server.engines.vllm.interpreter import interpret_kernels
 from logsteer_server.engines.weights import (
     digest_weights,
     find_eos,
@@ -66,6 +66,27 @@ def set_environment(spec: EngineSpec) -> None:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _bind_cores(spec.num_ranks))
     if not isinstance(spec.devices, str):
         show_devices(spec.devices)
+
+
+class InterpretedDriver:
+    """What vLLM asks of a backend of Triton's: here of one whose kernels are interpreted."""
+
+    @staticmethod
+    def is_active() -> bool:
+        """Say that the backend's device is there."""
+        return True
+
+
+def interpret_kernels() -> None:
+    """Have Triton interpret kernels in this process. Call it before vLLM is imported.
+
+    vLLM's V2 runner prepares steps by Triton's kernels, and vLLM's build for CPUs takes no Triton
+    without a backend for them. The interpreter needs none; a stand-in says that there is one.
+    """
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton.backends import backends
+
+    backends["cpu"] = SimpleNamespace(driver=InterpretedDriver, compiler=None)
 
 
 def _list_plugins() -> list[str]:

@@ -197,6 +197,9 @@ INTERNALS: dict[str, Internal] = {
     f"{RUNNER_V2}.postprocess_sampled": Internal(
         "029686177cdc", "asks our sampler for a table of penalties, of which there is none"
     ),
+    f"{RUNNER_V2}.capture_model": Internal(
+        "781538c6aea8", "wrapped: steering takes no notice of requests of the warm-up before it"
+    ),
     f"{RUNNER_V2}.load_model": Internal(
         "0ec07dacf27a", "makes the sampler that we replace, and LoRA layers by the method below"
     ),

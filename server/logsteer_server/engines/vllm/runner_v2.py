@@ -108,6 +108,16 @@ class V2Runner(LogsteerRunner, GPUModelRunner):  # type: ignore[misc]
         else:
             super()._init_kv_zero_meta()
 
+    def capture_model(self, **named: Any) -> Any:
+        """Capture graphs as vLLM does, the steering operation having been launched before.
+
+        Requests of a warm-up have been served by then, and an operation that is idle while requests
+        are served is left out: it would be compiled while a graph is captured.
+        """
+        if self.steering is not None:
+            self.steering.tables.serves = False
+        return super().capture_model(**named)
+
     def finish_requests(self, scheduler_output: Any) -> None:
         """Note which requests end, as vLLM does, in steps without tokens, too."""
         self.end_requests(scheduler_output.finished_req_ids)
