@@ -71,8 +71,9 @@ def fake_model(model_id: str = "fake", **engine_args: Any) -> Configuration:
 
 
 def vllm_model(model_id: str, path: Path = DEMO_MODEL, **settings: Any) -> Configuration:
-    """Configuration of a small model on vLLM."""
-    defaults = {"dtype": "float32", "memory": "256MiB", "compile": False}
+    """Configuration of a small model on vLLM, by the runner that the environment names."""
+    runner = os.environ.get("LOGSTEER_TEST_RUNNER", "auto")
+    defaults = {"dtype": "float32", "memory": "256MiB", "compile": False, "runner": runner}
     return {"id": model_id, "engine": "vllm", "path": str(path)} | defaults | settings
 
 

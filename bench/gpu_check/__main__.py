@@ -46,8 +46,13 @@ DTYPES = ("float32", "bfloat16")
 PARTS = (
     BARE
     | {f"graphs-{mode}": Part(f"CUDA graphs, {mode}", "graphs", mode) for mode in MODES}
+    | {f"graphs-v2-{mode}": Part(f"V2 runner, {mode}", "graphs", f"v2-{mode}") for mode in MODES}
     | {f"families-{dtype}": Part(f"Families, {dtype}", "families", dtype) for dtype in DTYPES}
     | {f"tests-{name}": Part(f"Tests of {name}", "contract", name) for name in TESTS}
+    | {
+        f"tests-v2-{name}": Part(f"V2 runner, tests of {name}", "contract", f"v2-{name}")
+        for name in TESTS
+    }
     | {
         f"speed-{row}": Part(f"Speed, {row}", "speed", row)
         for row in dict.fromkeys(bar.row for bar in BARS)

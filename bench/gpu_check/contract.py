@@ -30,14 +30,20 @@ def read_outcomes(output: str, found: Findings) -> None:
 
 
 def measure(options: Options, found: Findings) -> None:
-    """Run the tests, and read what became of each, as far as the time reaches."""
+    """Run the tests, and read what became of each, as far as the time reaches.
+
+    A case is a file of tests; behind `v2-` they run on vLLM's V2 runner.
+    """
+    name = options.case.removeprefix("v2-")
+    runner = "auto" if name == options.case else "v2"
     command = [sys.executable, "-m", "pytest", "-vv", "--tb=short", "-p", "no:cacheprovider"]
-    command += ["-n", "0", f"tests/contract/test_{options.case}.py"]
+    command += ["-n", "0", f"tests/contract/test_{name}.py"]
     if options.quick:
-        command += ["-k", QUICK[options.case]]
+        command += ["-k", QUICK[name]]
     devices = "auto" if options.on_cuda else "cpu"
-    found.notes.append(f"Run as `LOGSTEER_TEST_DEVICES={devices} {shlex.join(command[1:])}`")
-    shown = ["env", f"LOGSTEER_TEST_DEVICES={devices}", "timeout", str(LIMIT_S - 30), *command]
+    variables = [f"LOGSTEER_TEST_DEVICES={devices}", f"LOGSTEER_TEST_RUNNER={runner}"]
+    found.notes.append(f"Run as `{shlex.join([*variables, *command[1:]])}`")
+    shown = ["env", *variables, "timeout", str(LIMIT_S - 30), *command]
     done = subprocess.run(shown, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode == 124:
         found.failures.append(f"the tests took longer than {LIMIT_S - 30} s")

@@ -1,7 +1,8 @@
 """An engine for `graphs`: `graph_engine MODE MODEL ANSWERS`, or `graph_engine eager ... GIVEN ...`.
 
-With a mode of CUDA graphs it generates and scores in rounds, and writes what it answered; `eager`
-reads such files and scores the same tokens under the same plans, and without.
+With a mode of CUDA graphs it generates and scores in rounds, and writes what it answered; `v2-` in
+front of the mode is for vLLM's V2 runner. `eager` reads such files and scores the same tokens under
+the same plans, and without.
 """
 
 import json
@@ -64,7 +65,8 @@ class Rounds:
     """An engine and the plans that its rounds use."""
 
     def __init__(self, mode: str, model: str) -> None:
-        args = {} if mode == "eager" else {"compilation_config": {"cudagraph_mode": mode}}
+        graphs = mode.removeprefix("v2-")
+        args = {} if mode == "eager" else {"compilation_config": {"cudagraph_mode": graphs}}
         self.engine = VllmEngine(
             EngineSpec(
                 "graphs",
@@ -74,6 +76,7 @@ class Rounds:
                 compile=mode != "eager",
                 memory="128MiB",
                 steering_slots=SLOTS,
+                runner="v1" if mode == graphs else "v2",
                 engine_args=args,
             )
         )

@@ -28,14 +28,14 @@ def run_engine(directory: Path, mode: str, *given: Path) -> Path:
 
 
 def measure(options: Options, found: Findings) -> None:
-    """Run the mode, then the eager engine over what it generated."""
-    mode = options.case
-    if mode != "NONE" and not options.on_cuda:
-        found.not_run.append(f"cudagraph_mode {mode}: {NO_CUDA}")
+    """Run the mode, on vLLM's V2 runner behind `v2-`; then the eager V1 over what it generated."""
+    case, mode = options.case, options.case.removeprefix("v2-")
+    if case != "NONE" and not options.on_cuda:
+        found.not_run.append(f"cudagraph_mode {case}: {NO_CUDA}")
         return
-    answers = run_engine(options.directory, mode)
+    answers = run_engine(options.directory, case)
     eager = json.loads(run_engine(options.directory, "eager", answers).read_text())
-    errors = compare(read_rounds(answers), eager[mode])
+    errors = compare(read_rounds(answers), eager[case])
     effect, ran_as = errors.pop("effect"), json.loads(answers.read_text())["ran_as"]
     for what, difference in errors.items():
         found.need(what, difference, LIMIT)

@@ -38,6 +38,7 @@ from logsteer_server.runtime.process import build_engine
 from tests.contract.steering import HookedReference, turn
 
 LAYER = 1
+RUNNER = os.environ.get("LOGSTEER_TEST_RUNNER", "auto")
 SOME = ((2, 9), (20, 21))
 """Positions that are steered where not all are."""
 
@@ -216,7 +217,7 @@ def probe(engine: str, compiled: bool, dtype: str, path: Path) -> None:
     spec = EngineSpec("probe", engine, str(path), dtype=dtype, compile=compiled)
     if engine == "vllm":
         spec = EngineSpec("probe", engine, str(path), dtype=dtype, compile=compiled,
-                          memory="64MiB", steering_slots=8)  # fmt: skip
+                          memory="64MiB", steering_slots=8, runner=RUNNER)  # fmt: skip
     found: dict[str, Any] = {"family": path.name, "engine": engine}
     reference = Reference(path)
     try:
@@ -238,7 +239,7 @@ def main() -> None:
     engine, mode, dtype, *paths = sys.argv[1:]
     with hold_collector():
         if engine == "vllm":
-            set_environment(EngineSpec("probe", engine, paths[0]))
+            set_environment(EngineSpec("probe", engine, paths[0], runner=RUNNER))
             for module in ("core", "worker"):
                 import_module(f"logsteer_server.engines.vllm.{module}")
         else:

@@ -34,11 +34,18 @@ REFUSED = {("granite_hybrid", "transformer_lens"): "has recurrent layers"}
 """By family and engine, how its refusal begins, where there is one."""
 
 
-def measure(engine: str, mode: str, paths: list[Path]) -> dict[tuple[str, str, str], Any]:
+def measure(
+    engine: str, mode: str, paths: list[Path], **environment: str
+) -> dict[tuple[str, str, str], Any]:
     """What `family_probe` found, by family, engine and mode."""
     command = [sys.executable, "-m", "tests.families.family_probe", engine, mode, "float32"]
     done = subprocess.run(
-        [*command, *map(str, paths)], capture_output=True, text=True, check=False, cwd=ROOT
+        [*command, *map(str, paths)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=os.environ | environment,
     )
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(lines) == len(paths), done.stderr[-3000:]

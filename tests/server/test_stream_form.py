@@ -163,7 +163,7 @@ TOWERS = """
 from types import SimpleNamespace
 from torch import nn
 from logsteer_server.engines.vllm.operation import find_layers
-from logsteer_server.engines.vllm.runner import GPUModelRunner, LogsteerRunner
+from logsteer_server.engines.vllm.runner_v1 import GPUModelRunner, V1Runner
 
 
 class Listener(nn.Module):
@@ -185,11 +185,20 @@ assert find_layers(Listener(), 4) == []
 
 ended = []
 GPUModelRunner._update_states = lambda self, scheduled: "vLLM's"
-runner = object.__new__(LogsteerRunner)
+runner = object.__new__(V1Runner)
 runner.steering = SimpleNamespace(record=lambda: None, end=ended.append)
 idle = SimpleNamespace(finished_req_ids=["a"], scheduled_new_reqs=[], num_scheduled_tokens={})
 assert runner._update_states(idle) == "vLLM's"
 assert ended == ["a"]
+
+from logsteer_server.engines.vllm import runner_v2
+
+captured = []
+runner_v2.GPUModelRunner.capture_model = lambda self: captured.append(tables.serves)
+runner, tables = object.__new__(runner_v2.V2Runner), SimpleNamespace(serves=True)
+runner.steering = SimpleNamespace(tables=tables)
+runner.capture_model()
+assert captured == [False], "graphs are captured with the steering operation in them"
 """
 
 

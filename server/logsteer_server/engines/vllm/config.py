@@ -6,6 +6,7 @@ import warnings
 from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from logsteer_server.contract.engine import EngineInfo, EngineRoom, EngineSpec
@@ -18,7 +19,12 @@ from logsteer_server.engines.machine import (
 )
 from logsteer_server.engines.needs import parse_bytes
 from logsteer_server.engines.scratch import ScratchDirectory
-from logsteer_server.engines.vllm.arguments import check_arguments, check_devices
+from logsteer_server.engines.vllm.arguments import (
+    check_arguments,
+    check_devices,
+    check_runner,
+    is_cpu_build,
+)
 from logsteer_server.engines.weights import (
     digest_weights,
     find_eos,
@@ -40,7 +46,9 @@ SAMPLED = 1
 def set_environment(spec: EngineSpec) -> None:
     """Set what vLLM reads from the environment; only before it is imported does that count."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(spec.runner == "v2"))
+    if spec.runner == "v2" and is_cpu_build():
+        interpret_kernels()
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     # Weights of 4 bits with bfloat16 would else be multiplied by activations of 8 bits on AMX.
     os.environ["VLLM_CPU_INT4_W4A8"] = "0"
@@ -58,6 +66,27 @@ def set_environment(spec: EngineSpec) -> None:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _bind_cores(spec.num_ranks))
     if not isinstance(spec.devices, str):
         show_devices(spec.devices)
+
+
+class InterpretedDriver:
+    """What vLLM asks of a backend of Triton's: here of one whose kernels are interpreted."""
+
+    @staticmethod
+    def is_active() -> bool:
+        """Say that the backend's device is there."""
+        return True
+
+
+def interpret_kernels() -> None:
+    """Have Triton interpret kernels in this process. Call it before vLLM is imported.
+
+    vLLM's V2 runner prepares steps by Triton's kernels, and vLLM's build for CPUs takes no Triton
+    without a backend for them. The interpreter needs none; a stand-in says that there is one.
+    """
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton.backends import backends
+
+    backends["cpu"] = SimpleNamespace(driver=InterpretedDriver, compiler=None)
 
 
 def _list_plugins() -> list[str]:
@@ -100,9 +129,10 @@ SOCKET_NAME = 37
 def prepare(spec: EngineSpec) -> tuple[ScratchDirectory, Path | str]:
     """Make this process ready to import vLLM; return its scratch directory, and where the model is.
 
-    Errors: ValueError as `check_devices`, and those of `locate_model`.
+    Errors: ValueError as `check_devices` and `check_runner`, and those of `locate_model`.
     """
     check_devices(spec.devices, spec.tensor_parallel * spec.pipeline_parallel)
+    check_runner(spec)
     set_environment(spec)
     scratch = ScratchDirectory()
     set_scratch(scratch.path)
@@ -202,6 +232,19 @@ def steering_size(spec: EngineSpec) -> SteeringSize:
     )
 
 
+COLUMNS_SHARE, MOST_COLUMNS = 8, 4 * 2**30
+"""Room for policy columns on a GPU: this part of what the weights leave of the model's memory, and
+at most so many bytes."""
+
+
+def widen_columns(given: int, left: int) -> int:
+    """Return the room of policy columns, in bytes: at least what is given.
+
+    `left`: what the weights leave of the model's memory. An H100 with 64 GiB left has 4 GiB.
+    """
+    return max(given, min(left // COLUMNS_SHARE, MOST_COLUMNS))
+
+
 TUNED_BEYOND = 32_768
 """Context from which vLLM scales the queries of a Llama 4 by their position, whatever it says."""
 
@@ -277,7 +320,10 @@ def describe(
         ),
         lacks=_find_missing(spec, unsteerable),
         tf32=spec.tf32 and config.device_config.device_type == "cuda",
-        computed_on=describe_machine(config.device_config.device_type),
+        computed_on=(
+            *describe_machine(config.device_config.device_type),
+            *(["model runner V2"] if config.use_v2_model_runner else []),
+        ),
         device=name_devices(config.device_config.device_type),
         max_probes=spec.steering_probes,
         room=find_room(

@@ -6,7 +6,7 @@ against its reason, mend the engine, and write the new digests with
 
     python -m logsteer_server.engines.vllm.internals --write
 
-Without `--write` it prints them. The list is for vLLM's V1 runner; another runner has its own.
+Without `--write` it prints them. What concerns one of vLLM's runners alone stands under its name.
 """
 
 import hashlib
@@ -24,6 +24,7 @@ COORDINATOR = "vllm.v1.core.kv_cache_coordinator"
 BLOCKS = "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager"
 HASHES = "vllm.v1.core.kv_cache_utils"
 RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
+RUNNER_V2 = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
 CPU_RUNNER = "vllm.v1.worker.cpu_model_runner.CPUModelRunner"
 WORKER = "vllm.v1.worker.gpu_worker.Worker"
 CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
@@ -171,7 +172,69 @@ INTERNALS: dict[str, Internal] = {
     f"{CPU_RUNNER}._zero_block_ids": Internal(
         "3be806eb8680", "replaced: clears blocks of every kind of attention"
     ),
-    # runner
+    # V2 runner
+    f"{RUNNER_V2}.execute_model": Internal(
+        "1406589fd2cf", "wrapped: calls the methods below, each once a step, in this order"
+    ),
+    f"{RUNNER_V2}.finish_requests": Internal(
+        "10a9e16dd5e0", "wrapped: requests end there; removes preempted ones, too"
+    ),
+    f"{RUNNER_V2}.add_requests": Internal(
+        "5a73e8836fef", "wrapped: requests begin there, preempted ones once more"
+    ),
+    f"{RUNNER_V2}.update_requests": Internal(
+        "b5b676c6ea73", "clears blocks by the attribute that we set on CPUs"
+    ),
+    f"{RUNNER_V2}.prepare_inputs": Internal(
+        "451eea49ef29", "wrapped: after it a step's tokens are known"
+    ),
+    f"{RUNNER_V2}.sample": Internal(
+        "71c87752f202", "wrapped: our sampler is told whose rows it gets"
+    ),
+    f"{RUNNER_V2}.sample_tokens": Internal(
+        "3630f6fb4cdd", "reads rows by the attribute that we set; copies them with the tokens"
+    ),
+    f"{RUNNER_V2}.postprocess_sampled": Internal(
+        "029686177cdc", "asks our sampler for a table of penalties, of which there is none"
+    ),
+    f"{RUNNER_V2}.capture_model": Internal(
+        "781538c6aea8", "wrapped: steering takes no notice of requests of the warm-up before it"
+    ),
+    f"{RUNNER_V2}.load_model": Internal(
+        "0ec07dacf27a", "makes the sampler that we replace, and LoRA layers by the method below"
+    ),
+    f"{RUNNER_V2}.profile_run": Internal(
+        "68768be57592", "wrapped: rows are read in it, so that their memory stays free"
+    ),
+    f"{RUNNER_V2}._dummy_sampler_run": Internal(
+        "d2b0d889fef0", "draws rows of no request, by which memory is measured"
+    ),
+    f"{RUNNER_V2}._init_kv_zero_meta": Internal(
+        "991f3dda8493", "wrapped: clears blocks of every kind of attention on CPUs"
+    ),
+    "vllm.v1.worker.gpu.warmup._warmup_kernels": Internal(
+        "72a4f2c3c961", "runs requests that have none of our arguments"
+    ),
+    "vllm.v1.worker.gpu.sample.sampler.Sampler.__call__": Internal(
+        "533b7acf990f", "replaced by the draw that all engines share"
+    ),
+    "vllm.v1.worker.gpu.input_batch.get_num_sampled_and_rejected": Internal(
+        "8782d5374a54", "drops the tokens of unfinished prompts"
+    ),
+    "vllm.v1.worker.gpu.sample.prompt_logprob.PromptLogprobsWorker"
+    ".compute_prompt_token_id_logprobs": Internal(
+        "67856d874514", "replaced: scored rows are read there"
+    ),
+    "vllm.v1.worker.gpu.async_utils.AsyncOutput": Internal(
+        "e865f32fd95d", "the way back for rows, counts of NaN and what is read with a token"
+    ),
+    "vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager.dispatch": Internal(
+        "cba5513cda0b", "finds no graph where a probe says that none is captured"
+    ),
+    "vllm.triton_utils.importing": Internal(
+        "c084b8996a39", "takes our stand-in for Triton's backend on CPUs"
+    ),
+    # V1 runner
     f"{RUNNER}.execute_model": Internal(
         "83d9dbec8b7d", "calls the methods below, each once a step, in this order"
     ),

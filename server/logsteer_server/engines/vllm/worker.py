@@ -1,6 +1,7 @@
 """vLLM's worker for this machine, with a model runner that reads rows and steers."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,8 +29,7 @@ from logsteer_server.engines.machine import read_memory
 from logsteer_server.engines.scratch import ScratchDirectory
 from logsteer_server.engines.vllm.adapters import lay_out, read_factors
 from logsteer_server.engines.vllm.blocks import clear_new_blocks
-from logsteer_server.engines.vllm.config import SteeringSize
-from logsteer_server.engines.vllm.runner import LogsteerRunner
+from logsteer_server.engines.vllm.config import SteeringSize, widen_columns
 from logsteer_server.engines.vllm.steering import StageTrace
 from logsteer_server.engines.vllm.stream import Change, StreamForm, StreamProbe
 from logsteer_server.numerics.hidden_rows import RowBounds
@@ -53,14 +53,15 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
         follow_parent()  # vLLM has a rank's process end at an interrupt
         clear_new_blocks()
         super().init_device()
+        if self.use_v2_model_runner:
+            from logsteer_server.engines.vllm.runner_v2 import V2Runner as Runner
+        else:
+            from logsteer_server.engines.vllm.runner_v1 import V1Runner as Runner
         own = type(self.model_runner)
-        self.model_runner.__class__ = type(f"Logsteer{own.__name__}", (LogsteerRunner, own), {})
-        options = self.vllm_config.additional_config[OPTIONS]
-        self.model_runner.prepare_scoring(RowBounds(**options["rows"]))
-        self.model_runner.prepare_sampling()
+        self.model_runner.__class__ = type(f"Logsteer{own.__name__}", (Runner, own), {})
 
     def load_model(self, **options: Any) -> None:
-        """Load the model as vLLM does, and put the steering operation behind its layers.
+        """Load the model as vLLM does, put our sampler in, and steering behind its layers.
 
         The buffers of a later pipeline stage are made ready here, because vLLM makes them in a
         warm-up that it leaves out for eager models on the CPU.
@@ -69,8 +70,15 @@ class LogsteerWorker(BaseWorker):  # type: ignore[misc]
             install_kernels()
         super().load_model(**options)
         runner = self.model_runner
-        correct_model(runner.model)
         options = self.vllm_config.additional_config[OPTIONS]
+        bounds = RowBounds(**options["rows"])
+        # Where the cache's size is given, nobody measures what else is to stay free.
+        if runner.device.type == "cuda" and self.cache_config.kv_cache_memory_bytes is None:
+            left = self.requested_memory - runner.model_memory_usage
+            bounds = replace(bounds, columns=widen_columns(bounds.columns, left))
+        runner.prepare_scoring(bounds)
+        runner.prepare_sampling()
+        correct_model(runner.model)
         if options["widens_head"]:
             widen_head(runner.model)
         if options["steering"]["slots"]:
