@@ -29,7 +29,7 @@ DEMO_MODEL = Path(__file__).parents[2] / "demo" / "model"
 def find_collisions() -> list[str]:
     """Names of our runners, sampler and worker that vLLM's have, too, and that are not listed."""
     from logsteer_server.engines.vllm.runner import LogsteerRunner
-    from logsteer_server.engines.vllm.runner_v1 import V1Sampler, V1Runner
+    from logsteer_server.engines.vllm.runner_v1 import V1Runner, V1Sampler
     from logsteer_server.engines.vllm.runner_v2 import V2Runner
     from logsteer_server.engines.vllm.worker import LogsteerWorker
 
