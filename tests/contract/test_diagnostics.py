@@ -1,7 +1,6 @@
 """`/generate` and `/diagnostics`: what a sampling policy saw, on every real engine."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,14 +63,10 @@ def test_every_column_is_its_definition(
                 assert (same & (close | ~np.isfinite(values))).mean() > 0.9, name
 
 
-def test_samples_are_those_of_one_request_whatever_their_batches(
-    client: Client, tmp_path: Path
-) -> None:
+def test_samples_are_those_of_one_request_whatever_their_batches(client: Client) -> None:
     prompts = [*PROMPTS, "The king", "Once upon a time"]
     whole = client.generate(prompts, columns=["log_q"], **SAMPLING)
-    samples = client.sample(
-        prompts, columns=["log_q"], batch_size=1, concurrency=3, file=tmp_path / "f", **SAMPLING
-    )
+    samples = client.sample(prompts, columns=["log_q"], batch_size=1, concurrency=3, **SAMPLING)
     expected = [one for result in whole.results for one in result.completions]
     assert [one.completion.token_ids for one in samples] == [one.token_ids for one in expected]
     assert [one.completion.seed for one in samples] == [one.seed for one in expected]

@@ -127,6 +127,7 @@ def without_vllm(tmp_path: Path) -> dict[str, str]:
     return os.environ | {"PYTHON": sys.executable, "PYTHONPATH": ":".join(map(str, places))}
 
 
+@pytest.mark.full
 def test_the_bare_check_runs_from_its_script(without_vllm: dict[str, str], tmp_path: Path) -> None:
     output = tmp_path / "found"
     command = ["bench/gpu.sh", "--bare", "--only", "machine", "sampling", "--output", str(output)]
