@@ -266,7 +266,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 PROMISES = (
-    "tests/browser/test_page.py",
+    "tests/browser/test_page.py::test_a_link_restores_a_view",
     "tests/contract/test_adapters.py",
     "tests/contract/test_diagnostics.py",
     "tests/contract/test_draws.py",

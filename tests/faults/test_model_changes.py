@@ -247,6 +247,7 @@ class TestReload:
         wait_for(lambda: "nothing was changed" in server.output)
         assert score(server, "d").status_code == 200
 
+    @pytest.mark.full
     def test_requests_longer_than_their_time_are_told_to_come_back(self, tmp_path: Path) -> None:
         config = config_of(fake_model("a", delay_s=30.0), model_drain_s=0.3)
         with running(config, tmp_path) as server:

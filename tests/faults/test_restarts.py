@@ -74,6 +74,7 @@ class TestPhases:
         ]
 
 
+@pytest.mark.full
 def test_a_load_that_fails_during_a_restart_is_tried_again(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(DEMO_MODEL, model)

@@ -83,6 +83,7 @@ def test_a_signal_to_all_processes_lets_answers_in_flight_come_back(
     wait_for(lambda: not any(map(is_alive, family)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("server", [LONG | {"drain_s": 0.5}], indirect=True)
 def test_after_its_time_each_request_is_told(server: Server) -> None:
     """Two wait for the engine, one for its own body, one for its caller to send the rest."""

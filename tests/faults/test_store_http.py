@@ -112,6 +112,7 @@ def test_a_sum_of_many_parts_takes_the_room_of_three(large: Server) -> None:
     assert (answer.status_code, answer.json()["code"]) == (413, "payload_too_large")
 
 
+@pytest.mark.full
 def test_many_sums_of_one_caller_keep_nobody_waiting(large: Server) -> None:
     """16 of them left `GET /vectors` of another without an answer for 300 s."""
     parts = [{"name": "large"}] * 64
@@ -135,6 +136,7 @@ def test_many_sums_of_one_caller_keep_nobody_waiting(large: Server) -> None:
     assert statuses & {429, 504}, "all were done at once: none had to wait"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["safetensors", "gguf"])
 def test_slow_readers_of_a_file_hold_no_memory(large: Server, form: str) -> None:
     """Eight of them held 5.9 GB."""
