@@ -13,7 +13,13 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from logsteer_server.engines.vllm import staging
 from logsteer_server.engines.vllm.extra_args import SCORE
-from logsteer_server.engines.vllm.runner import LogsteerRunner, StepDraws, warm_up, write_values
+from logsteer_server.engines.vllm.runner import (
+    LogsteerRunner,
+    StepDraws,
+    read_extra_args,
+    warm_up,
+    write_values,
+)
 from logsteer_server.engines.vllm.scoring import PromptPart
 
 
@@ -109,15 +115,13 @@ class V1Runner(LogsteerRunner, GPUModelRunner):  # type: ignore[misc]
         parts = []
         for req_id, num_tokens in num_scheduled_tokens.items():
             request = self.requests[req_id]
-            extra_args = request.sampling_params and request.sampling_params.extra_args
-            if not extra_args or SCORE not in extra_args:
-                continue
+            wanted = read_extra_args(request.sampling_params).get(SCORE)
             begin, prompt_len = request.num_computed_tokens, request.num_prompt_tokens
-            if begin >= prompt_len:
+            if wanted is None or begin >= prompt_len:
                 continue
             end = min(begin + num_tokens, prompt_len)
             offset = int(self.query_start_loc.np[self.input_batch.req_id_to_index[req_id]])
-            parts.append(PromptPart(req_id, extra_args[SCORE], begin, end, prompt_len, offset))
+            parts.append(PromptPart(req_id, wanted, begin, end, prompt_len, offset))
         return parts
 
     def sample_tokens(self, grammar_output: Any) -> Any:
