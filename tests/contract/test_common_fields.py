@@ -15,6 +15,7 @@ import pytest
 
 from logsteer.schemas import ALL_COLUMNS
 from tests.conftest import ROOT, Server
+from tests.contract.agreement import PER_TOKEN
 
 FIELDS = (
     "columns", "policy", "precision", "on_overflow", "cache", "bos", "model", "steering",
@@ -431,5 +432,5 @@ def test_columns_are_the_same_in_both_encodings(http: httpx.Client, path: str) -
         for accept in ("application/json", "application/msgpack")
     )
     for name in SHOWN:
-        assert first["columns"][name] == pytest.approx(second["columns"][name], abs=1e-6)
+        assert first["columns"][name] == pytest.approx(second["columns"][name], abs=PER_TOKEN)
     assert first["ranks"] == second["ranks"]

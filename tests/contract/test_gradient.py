@@ -121,7 +121,7 @@ def test_gradients_are_autograds_on_transformers_in_any_batch(engine: Any) -> No
             assert found.shape == (len(ids) - 1, 128)
             worst = max(worst, relative(found, expected))
         scored = run(engine, ScoreJob(ids[:-1], ids[-count:]))[0].columns["logprob"]
-        assert output.logprobs == pytest.approx(scored, abs=1e-5)
+        assert output.logprobs == pytest.approx(scored, abs=1e-4)
     print(f"\ngradients against autograd, float32: {worst:.1e} of the largest component")
     assert worst < 1e-4
 

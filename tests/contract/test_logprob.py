@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from logsteer import Client
 from logsteer.errors import APIError
 from logsteer.schemas import ScoredTarget
+from tests.contract.agreement import PER_TOKEN
 
 CONTEXT = "The capital of France is"
 
@@ -46,7 +47,7 @@ def test_offsets_point_into_the_target(client: Client) -> None:
 def test_white_space_that_ends_the_context_is_scored_with_the_target(client: Client) -> None:
     moved = score_one(client, {"context": CONTEXT + " ", "targets": ["Paris"]})
     given_ = score_one(client, {"context": CONTEXT, "targets": [" Paris"]})
-    assert moved.logprobs == pytest.approx(given_.logprobs, abs=1e-5)
+    assert moved.logprobs == pytest.approx(given_.logprobs, abs=PER_TOKEN)
     assert moved.offsets == [(-1, 5)]
     assert (moved.target, given_.target) == ("Paris", " Paris")
 
@@ -81,7 +82,7 @@ def test_ids_are_taken_as_they_are(client: Client) -> None:
         client, {"context_ids": context.token_ids, "target_ids": [target.token_ids[1:]]}
     )
     by_text = score_one(client, {"context": CONTEXT, "targets": [" Paris"]})
-    assert by_ids.logprobs == pytest.approx(by_text.logprobs, abs=1e-5)
+    assert by_ids.logprobs == pytest.approx(by_text.logprobs, abs=PER_TOKEN)
     assert by_ids.offsets is None
     assert by_ids.target == " Paris"
 
@@ -95,9 +96,9 @@ def test_messages_go_through_the_chat_template(client: Client) -> None:
     )
     for one, other in zip(answer.results, rendered.results, strict=True):
         for own, same in zip(one.targets, other.targets, strict=True):
-            assert own.logprobs == pytest.approx(same.logprobs, abs=1e-5)
+            assert own.logprobs == pytest.approx(same.logprobs, abs=PER_TOKEN)
             assert drop_numbers(own) == drop_numbers(same)
-        assert one.choice_probs == pytest.approx(other.choice_probs, abs=1e-5)
+        assert one.choice_probs == pytest.approx(other.choice_probs, abs=PER_TOKEN)
         assert one.best == other.best
 
 
@@ -105,7 +106,7 @@ def test_bos_is_never_doubled_and_can_be_left_out(client: Client) -> None:
     plain = score_one(client, {"context": CONTEXT, "targets": [" Paris"]})
     written = score_one(client, {"context": "<s>" + CONTEXT, "targets": [" Paris"]}, bos="always")
     without = client.logprob([{"context": CONTEXT, "targets": [" Paris"]}], bos="never")
-    assert written.logprobs == pytest.approx(plain.logprobs, abs=1e-5)
+    assert written.logprobs == pytest.approx(plain.logprobs, abs=PER_TOKEN)
     tokens = client.tokenize([CONTEXT], bos="never").results[0].token_ids
     assert without.usage.prompt_tokens == len(tokens)
 
@@ -117,7 +118,7 @@ def test_both_variants_of_the_leading_space(client: Client) -> None:
         assert target.variants is not None
         same = target.variants.with_space if is_with else target.variants.without_space
         assert target.logprobs == same.logprobs
-        assert target.logprobs == pytest.approx(score_one(client, item).logprobs, abs=1e-5)
+        assert target.logprobs == pytest.approx(score_one(client, item).logprobs, abs=PER_TOKEN)
         both = [target.variants.with_space.logprob, target.variants.without_space.logprob]
         expected = math.log(sum(math.exp(v) for v in both if v is not None))
         assert target.logprob_any_space == pytest.approx(expected, abs=1e-6)
@@ -153,11 +154,11 @@ def test_single_tokens_after_one_context_are_scored_together_as_alone(client: Cl
         alone = score_one(client, {"context": CONTEXT, "targets": [text]}, top=2, columns=columns)
         assert target.target == alone.target
         assert target.token_ids == alone.token_ids
-        assert target.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+        assert target.logprobs == pytest.approx(alone.logprobs, abs=PER_TOKEN)
         assert target.ranks == alone.ranks
         assert target.columns is not None
         assert alone.columns is not None
-        assert target.columns["entropy"] == pytest.approx(alone.columns["entropy"], abs=1e-5)
+        assert target.columns["entropy"] == pytest.approx(alone.columns["entropy"], abs=PER_TOKEN)
         assert target.top is not None
         assert alone.top is not None
         assert target.top.token_ids == alone.top.token_ids
@@ -173,10 +174,10 @@ def test_columns_and_arrays_as_asked(client: Client) -> None:
     assert only.columns is not None
     assert only.columns["entropy"][0] is not None
     assert only.columns["entropy"][0] >= 0
-    assert only.logprob == pytest.approx(score_one(client, item).logprob, abs=1e-5)
+    assert only.logprob == pytest.approx(score_one(client, item).logprob, abs=PER_TOKEN)
     sums = score_one(client, item, per_token=False)
     assert (sums.token_ids, sums.logprobs, sums.offsets) == (None, None, None)
-    assert sums.logprob == pytest.approx(only.logprob, abs=1e-5)
+    assert sums.logprob == pytest.approx(only.logprob, abs=PER_TOKEN)
 
 
 def test_messagepack_says_the_same_as_json(client: Client) -> None:
@@ -187,7 +188,7 @@ def test_messagepack_says_the_same_as_json(client: Client) -> None:
     assert answers[0][0].best == answers[1][0].best
     for a, b in zip(answers[0][0].targets, answers[1][0].targets, strict=True):
         assert a.token_ids == b.token_ids
-        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+        assert a.logprobs == pytest.approx(b.logprobs, abs=PER_TOKEN)
         assert a.top is not None
         assert b.top is not None
         assert a.top.token_ids == b.top.token_ids
@@ -210,8 +211,8 @@ def test_order_and_splitting_do_not_matter(client: Client, order: list[int], cut
     parts = client.logprob(items[:cut]).results + client.logprob(items[cut:]).results
     for i, result in enumerate(together):
         expected = result.targets[0].logprobs
-        assert shuffled[order.index(i)].targets[0].logprobs == pytest.approx(expected, abs=1e-5)
-        assert parts[i].targets[0].logprobs == pytest.approx(expected, abs=1e-5)
+        assert shuffled[order.index(i)].targets[0].logprobs == pytest.approx(expected, abs=PER_TOKEN)
+        assert parts[i].targets[0].logprobs == pytest.approx(expected, abs=PER_TOKEN)
 
 
 def test_a_sequence_that_fills_the_context_is_scored(client: Client) -> None:

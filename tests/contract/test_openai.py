@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from logsteer import Client
+from tests.contract.agreement import PER_TOKEN
 
 PROMPT = "Once upon a time"
 
@@ -45,7 +46,7 @@ def test_an_echoed_prompt_has_the_log_probabilities_of_logprob(
         values = choice.logprobs.token_logprobs or []
         assert len(values) == len(ids) + max_tokens
         assert values[0] is None
-        assert values[1 : len(ids)] == pytest.approx(scored.logprobs, abs=1e-5)
+        assert values[1 : len(ids)] == pytest.approx(scored.logprobs, abs=PER_TOKEN)
         assert choice.text.startswith(PROMPT)
         top = choice.logprobs.top_logprobs or []
         assert len(top) == len(values)
@@ -99,7 +100,7 @@ def test_an_echo_is_streamed_in_front_of_the_pieces(outside: openai.OpenAI, mode
     assert wanted is not None
     found = [piece.logprobs for piece in (first, *pieces) if piece.logprobs]
     values = [value for each in found for value in each.token_logprobs or []]
-    assert values[1:] == pytest.approx((wanted.token_logprobs or [])[1:], abs=1e-5)
+    assert values[1:] == pytest.approx((wanted.token_logprobs or [])[1:], abs=PER_TOKEN)
     assert [n for each in found for n in each.text_offset or []] == wanted.text_offset
 
 
@@ -179,7 +180,7 @@ class TestOnVllm:
         assert read["text"] == PROMPT + made["text"]
         assert read["finish_reason"] == made["finish_reason"] == "length"
         last = read["logprobs"]["token_logprobs"][-1]
-        assert last == pytest.approx(made["logprobs"]["token_logprobs"][0], abs=1e-5)
+        assert last == pytest.approx(made["logprobs"]["token_logprobs"][0], abs=PER_TOKEN)
 
     def test_stop_strings_end_the_text_before_them(self, vllm_client: Client) -> None:
         request = {"model": "demo", "prompt": PROMPT, "max_tokens": 60, "temperature": 0}

@@ -192,7 +192,7 @@ def test_perplexity_is_that_of_its_own_log_probabilities(
     unquantised = math.exp(-np.mean(plain.scores(TEXTS)))
     print(f"perplexity {answer.total.perplexity:.6f}, of its own log-probabilities {own:.6f},")
     print(f"  emulated {emulated:.6f}, float32 {unquantised:.6f}")
-    assert answer.total.perplexity == pytest.approx(own, rel=1e-6)
+    assert answer.total.perplexity == pytest.approx(own, rel=1e-5)
     assert answer.total.perplexity == pytest.approx(emulated, rel=MEAN[scheme])
 
 

@@ -255,7 +255,7 @@ def test_openai_completions_take_steering(client: Client) -> None:
     completion = own.results[0].completions[0]
     assert steered["choices"][0]["text"] == completion.text
     logprobs = steered["choices"][0]["logprobs"]["token_logprobs"]
-    assert logprobs == pytest.approx(completion.logprobs, abs=1e-5)
+    assert logprobs == pytest.approx(completion.logprobs, abs=PER_TOKEN)
     assert steered["steering"]["tokens_steered"] == own.steering.tokens_steered
     assert plain["choices"][0]["logprobs"] != steered["choices"][0]["logprobs"]
     assert "steering" not in plain
@@ -293,5 +293,5 @@ def test_a_vector_trained_by_the_service_moves_the_mood(client: Client) -> None:
     assert moods[3] == pytest.approx(0, abs=1e-4)
     assert all(low + 0.05 < high for low, high in pairwise(moods)), moods
     divergences = [point.items[0].kl for point in swept.points]
-    assert divergences.pop(3) == pytest.approx(0, abs=1e-6)
+    assert divergences.pop(3) == pytest.approx(0, abs=1e-5)
     assert all((kl or 0) > 1e-4 for kl in divergences), divergences
