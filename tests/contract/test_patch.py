@@ -11,6 +11,8 @@ from logsteer.errors import InvalidRequestError
 from tests.contract.agreement import PER_TOKEN
 from tests.contract.conftest import REAL
 
+pytestmark = pytest.mark.engine
+
 LAYERS = 5
 TARGETS = [" Paris", " Madrid and Rome"]
 PAIR = {
@@ -127,7 +129,7 @@ def test_every_patch_is_that_of_transformers(
 def test_contexts_of_unequal_length_are_aligned(client: Client, patched: PatchedReference) -> None:
     clean, corrupted = PAIR["clean"], LONGER
     own, other = (len(patched.encode(item["context"])) for item in (corrupted, clean))
-    align = [(other - n, own - n) for n in (1, 2)]
+    align = [[other - n, own - n] for n in (1, 2)]
     pair = {"clean": clean, "corrupted": corrupted, "align": align}
     result = client.patch([pair, PAIR], layers=[[1]]).results[0]
     assert result.positions == [own - 2, own - 1]
@@ -141,7 +143,7 @@ def test_contexts_of_unequal_length_are_aligned(client: Client, patched: Patched
     ("pair", "options", "param", "message"),
     [
         ({**PAIR, "corrupted": LONGER}, {}, "pairs[0].align", "say in align which tokens"),
-        ({**PAIR, "align": [(0, 99)]}, {}, "pairs[0].align", "have 6 and 6 tokens"),
+        ({**PAIR, "align": [[0, 99]]}, {}, "pairs[0].align", "have 6 and 6 tokens"),
         (PAIR, {"positions": [6]}, "positions", "position 6 is not a token of both"),
         (PAIR, {"layers": [[0], [9]]}, "layers", "layers are 0 to 4"),
         (
