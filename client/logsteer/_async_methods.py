@@ -52,6 +52,10 @@ from logsteer.schemas import (
     OverrideCard,
     OverrideList,
     ParameterOverride,
+    PatchAnswer,
+    PatchDirection,
+    PatchMetric,
+    PatchPair,
     PerplexityAnswer,
     Precision,
     ProbeRequest,
@@ -1068,6 +1072,72 @@ class AsyncClientMethods(AsyncCaller):
             items=items,
             texts=texts,
             layers=layers,
+            boundary=boundary,
+        )
+
+    async def patch(
+        self,
+        pairs: Sequence[PatchPair | Mapping[str, Any]],
+        *,
+        override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        adapter: str | NotGiven | None = NOT_GIVEN,
+        precision: Precision | NotGiven = NOT_GIVEN,
+        model: str | NotGiven | None = NOT_GIVEN,
+        bos: BosPolicy | NotGiven = NOT_GIVEN,
+        on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
+        cache: bool | NotGiven = NOT_GIVEN,
+        hook: str | NotGiven = NOT_GIVEN,
+        layers: Sequence[Sequence[int]] | NotGiven | None = NOT_GIVEN,
+        positions: Sequence[int] | NotGiven | None = NOT_GIVEN,
+        metric: PatchMetric | NotGiven = NOT_GIVEN,
+        direction: PatchDirection | NotGiven = NOT_GIVEN,
+        boundary: Boundary | NotGiven = NOT_GIVEN,
+    ) -> PatchAnswer:
+        """Score items with activations of others put into them, one place at a time.
+
+        Args:
+            pairs: Items that are run, clean and corrupted.
+            override: A stored direction v by name, and eta: the parameters are theta + eta v.
+            adapter: Name of a stored LoRA adapter that is added to the parameters.
+            precision: What softmax and columns are computed in, from the model's logits, and
+                tokens drawn in. Numbers of MessagePack answers are float32 all the same.
+                Default float32.
+            model: Id of a resident model; may be left out where there is only one.
+            bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
+                never added twice. Default auto.
+            on_overflow: What happens to a sequence longer than the model's context: an error,
+                or its leftmost context tokens are dropped and counted in `truncated_tokens`.
+                Default error.
+            cache: Whether results of earlier equal work may be given again, and the results of
+                this request kept. They are the same numbers, bit for bit. Default True.
+            hook: Which activation of the layer; resid_post is the residual stream that leaves
+                block L. Default resid_post.
+            layers: Sets of layers, each patched together; None: each layer alone.
+            positions: Tokens of the context that is patched into, one at a time; None: each.
+            metric: `logprob` of the first target; `difference`: of the first two; `kl`:
+                KL(clean || patched) of the token after the context, in nats. Default logprob.
+            direction: `denoise` puts clean activations into the corrupted run, `noise`
+                corrupted ones into the clean run. Default denoise.
+            boundary: `joint` encodes context + target together and cuts at the context's
+                length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
+                white space that ends a text context goes to the target; a conversation keeps
+                what its template ends in. Default joint.
+        """
+        return await self._ask(
+            "patch",
+            pairs=pairs,
+            override=override,
+            adapter=adapter,
+            precision=precision,
+            model=model,
+            bos=bos,
+            on_overflow=on_overflow,
+            cache=cache,
+            hook=hook,
+            layers=layers,
+            positions=positions,
+            metric=metric,
+            direction=direction,
             boundary=boundary,
         )
 

@@ -252,6 +252,11 @@ _GENERATION = [
         summary="Score targets and texts at each scale of a steering object.",
     ),
     Endpoint(
+        "patch", "POST", "/patch", "steering", s.PatchAnswer, s.PatchRequest,
+        positional=("pairs",), scope="steer",
+        summary="Score items with activations of others put into them, one place at a time.",
+    ),
+    Endpoint(
         "gradient", "POST", "/gradient", "gradients", s.GradientAnswer, s.GradientRequest,
         positional=("items", "wrt"), scope="steer",
         summary="Differentiate every target's log-probability.",

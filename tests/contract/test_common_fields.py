@@ -53,6 +53,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/steer": {"prompts": ["Once upon"], "steering": ABLATE, **DRAW},
     "/generate": {"prompts": ["Once upon"], **DRAW},
     "/sweep": {"items": ITEMS, "steering": ABLATE, "scales": [1.0]},
+    "/patch": {"pairs": [{"clean": ITEMS[0], "corrupted": ITEMS[0]}]},
     "/gradient": {"items": ITEMS, "wrt": {"layers": [1]}},
     "/activations": {"items": ["Once upon"], "layers": [1]},
     "/v1/completions": {"prompt": "Once upon", "max_tokens": 4},
@@ -95,6 +96,12 @@ REFUSALS: dict[str, dict[str, str]] = {
         "columns": "gives sums, no tokens",
         "policy": "gives sums, no columns",
         "probes": "gives sums, no tokens",
+    },
+    "/patch": {
+        "columns": "gives one number a place",
+        "policy": "gives one number a place",
+        "probes": "gives one number a place",
+        "steering": "changes activations itself",
     },
     "/gradient": {
         "columns": "/logprob gives columns",
@@ -178,13 +185,13 @@ def invalid(response: httpx.Response) -> int:
 def with_text(path: str, text: str) -> dict[str, Any]:
     """The endpoint's request about another text."""
     body = dict(BODIES[path])
-    for name in ("items", "texts", "text", "prompts", "prompt", "messages"):
+    item = {"context": text, "targets": [" a time"]}
+    for name in ("items", "pairs", "texts", "text", "prompts", "prompt", "messages"):
         if name not in body:
             continue
         body[name] = {
-            "items": [
-                text if path == "/activations" else {"context": text, "targets": [" a time"]}
-            ],
+            "items": [text if path == "/activations" else item],
+            "pairs": [{"clean": item, "corrupted": item | {"targets": [" a girl"]}}],
             "texts": [text],
             "text": text,
             "prompts": [text],

@@ -34,6 +34,7 @@ ENDPOINTS: dict[str, type[BaseModel]] = {
     "/steer": schemas.SteerRequest,
     "/generate": schemas.GenerateRequest,
     "/sweep": schemas.SweepRequest,
+    "/patch": schemas.PatchRequest,
     "/gradient": schemas.GradientRequest,
     "/activations": schemas.ActivationsRequest,
     "/v1/completions": openai.CompletionRequest,

@@ -45,6 +45,7 @@ from tests.server.scripted_model import (
 )
 
 ITEMS = {"items": [{"context_ids": [5], "target_ids": [[6]]}] * 2}
+PAIR = {"clean": ITEMS["items"][0], "corrupted": ITEMS["items"][0]}
 STEERING = {"steering": {"vectors": [{"data": {"1": [1.0] * INFO.hidden_size}}]}}
 ENTRIES: dict[str, list[tuple[str, int, dict[str, Any]]]] = {
     "logprob": [("items", 2, ITEMS)],
@@ -53,6 +54,7 @@ ENTRIES: dict[str, list[tuple[str, int, dict[str, Any]]]] = {
     "generate": [("prompts x n", 6, {"prompts": ["a"] * 2, "n": 3})],
     "steer": [("prompts x n", 6, {"prompt_ids": [[5]] * 2, "n": 3, **STEERING})],
     "sweep": [("scales x layers x (items and texts)", 6, {**ITEMS, "scales": [1, 2], **STEERING})],
+    "patch": [("pairs", 2, {"pairs": [PAIR] * 2})],
     "gradient": [("items", 2, {**ITEMS, "wrt": {"layers": [0]}})],
     "activations": [("items", 2, {"items": [{"token_ids": [5]}] * 2, "layers": [1]})],
     "vectors.train": [
@@ -158,6 +160,7 @@ LONG_TEXTS: dict[str, list[dict[str, Any]]] = {
         {**LONG_ITEM, "scales": [1], **STEERING},
         {"texts": ["a", LONG], "scales": [1], **STEERING},
     ],
+    "patch": [{"pairs": [dict.fromkeys(("clean", "corrupted"), LONG_ITEM["items"][1])]}],
     "gradient": [{**LONG_ITEM, "wrt": {"layers": [0]}}],
     "activations": [{"items": ["a", LONG], "layers": [1]}],
     "vectors.train": [{"name": "a", "pairs": [{"positive": "a", "negative": LONG}] * 2}],

@@ -80,6 +80,14 @@ from logsteer.schemas.overrides import (
     ParameterOverride,
     UsedOverride,
 )
+from logsteer.schemas.patch import (
+    PatchAnswer,
+    PatchDirection,
+    PatchMetric,
+    PatchPair,
+    PatchRequest,
+    PatchResult,
+)
 from logsteer.schemas.perplexity import (
     Divergence,
     PerplexityAnswer,
@@ -221,6 +229,12 @@ __all__ = [
     "OverrideList",
     "ParameterFields",
     "ParameterOverride",
+    "PatchAnswer",
+    "PatchDirection",
+    "PatchMetric",
+    "PatchPair",
+    "PatchRequest",
+    "PatchResult",
     "PerplexityAnswer",
     "PerplexityRequest",
     "PerplexityStreamQuery",

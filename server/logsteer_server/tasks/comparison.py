@@ -19,7 +19,7 @@ from logsteer.errors import api_error
 from logsteer_server.contract.jobs import ScoreJob, ScoreOutput
 from logsteer_server.engines.scratch import ScratchDirectory
 from logsteer_server.models.model import ResidentModel
-from logsteer_server.models.registry import RETRY_AFTER_S
+from logsteer_server.models.registry import RETRY_AFTER_S, ScratchSpace
 from logsteer_server.tasks.planning import Planner
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,26 @@ async def export_files(
     """
     with ScratchDirectory() as scratch:
         yield await planner.capacity.call_long(_reserve_files, scratch, jobs, vocab_size)
+
+
+@asynccontextmanager
+async def reserve_references(
+    jobs: Sequence[ScoreJob], vocab_size: int, planner: Planner, scratch: ScratchSpace, param: str
+) -> AsyncGenerator[list[str], None]:
+    """Give files as `export_files`, within the server's room for them; `param` names the jobs.
+
+    Errors: APIError `payload_too_large` where one request may not have so much, `overloaded`.
+    """
+    needed, limit = count_bytes(jobs, vocab_size), planner.settings.max_reference_bytes
+    if needed > limit:
+        detail = (
+            f"The next-token distributions of {len(jobs)} {param} take {needed} bytes, at most "
+            f"{limit} are kept: split the request, or raise max_reference_bytes."
+        )
+        raise api_error("payload_too_large", detail, param=param)
+    with scratch.take(needed):
+        async with export_files(jobs, vocab_size, planner) as files:
+            yield files
 
 
 def _reserve_files(directory: Path, jobs: Sequence[ScoreJob], vocab_size: int) -> list[str]:

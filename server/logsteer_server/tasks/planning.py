@@ -176,6 +176,20 @@ class Planner:
         self._memory.add(size * (COPIES if packs else 1))
         self.expected_bytes += size
 
+    def hold_activations(self, numbers: int) -> None:
+        """Reserve memory for activations that are captured and used, and not answered.
+
+        Errors: APIError `payload_too_large`, `overloaded`.
+        """
+        size, limit = 4 * numbers, self.settings.max_activation_bytes
+        if size > limit:
+            detail = (
+                f"The activations to put into place take {size} bytes, at most {limit} are held: "
+                "ask for fewer pairs, layers or positions at once, or raise max_activation_bytes."
+            )
+            raise api_error("payload_too_large", detail)
+        self._memory.add(size)
+
     def expect_readings(
         self, shown: Interventions, sequences: int, tokens: int, context_tokens: int = 0
     ) -> None:

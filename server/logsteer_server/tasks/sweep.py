@@ -4,13 +4,11 @@ Every scale of every set of layers is a plan of its own, and the engine has them
 """
 
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from logsteer.errors import api_error
 from logsteer.schemas import LogprobItem, Steering, SweepRequest
 from logsteer.schemas.perplexity import exp_mean
 from logsteer_server.contract.batches import ScoreOutputs
@@ -23,9 +21,8 @@ from logsteer_server.settings import Settings
 from logsteer_server.tasks.columns import ColumnOptions
 from logsteer_server.tasks.comparison import (
     compare_jobs,
-    count_bytes,
-    export_files,
     export_jobs,
+    reserve_references,
 )
 from logsteer_server.tasks.logprob import (
     TargetOptions,
@@ -155,25 +152,15 @@ class SweepTask(BodyTask[SweepRequest]):
 
         Errors: APIError `payload_too_large` where those files would be too large.
         """
-        settings, body, info = planner.settings, self._body, self.info
+        body, info = self._body, self.info
         planner.cover_text(max(find_longest(body.items), *map(len, body.texts), 0))
         plan = await planner.advance(self._plan())
         rows = sum(job.num_scored for job in plan.jobs)
         planner.expect_rows(rows * len(self._settings), 1)
-        needed = count_bytes(plan.next_jobs, info.vocab_size)
-        if needed > settings.max_reference_bytes:
-            detail = (
-                f"The unsteered next-token distributions of {len(plan.next_jobs)} items take "
-                f"{needed} bytes, at most {settings.max_reference_bytes} are kept: split the "
-                "request, or raise max_reference_bytes."
-            )
-            raise api_error("payload_too_large", detail, param="items")
         unsteered = self.interventions.apply(plan.next_jobs)
-        async with AsyncExitStack() as stack:
-            stack.enter_context(self._scratch.take(needed))
-            files = await stack.enter_async_context(
-                export_files(unsteered, info.vocab_size, planner)
-            )
+        async with reserve_references(
+            unsteered, info.vocab_size, planner, self._scratch, "items"
+        ) as files:
             if unsteered:
                 yield Batch(export_jobs(unsteered, files), purpose="reference")
             compared = compare_jobs(plan.next_jobs, files)

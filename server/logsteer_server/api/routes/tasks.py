@@ -20,6 +20,7 @@ from logsteer_server.tasks.gradient import GradientTask
 from logsteer_server.tasks.labels import LabelTask
 from logsteer_server.tasks.logprob import DiagnosticsTask, LogprobTask
 from logsteer_server.tasks.openai import ChatCompletionTask, CompletionTask
+from logsteer_server.tasks.patch import PatchTask
 from logsteer_server.tasks.perplexity import PerplexityTask
 from logsteer_server.tasks.run import Task
 from logsteer_server.tasks.sweep import SweepTask
@@ -34,6 +35,7 @@ TASKS: Mapping[str, MakeTask] = {
     "generate": GenerateTask,
     "steer": SteerTask,
     "sweep": SweepTask,
+    "patch": PatchTask,
     "gradient": GradientTask,
     "activations": ActivationsTask,
     "vectors.train": TrainTask,

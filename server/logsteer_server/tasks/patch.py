@@ -1,0 +1,269 @@
+"""`/patch`: activations of one run, put into another one place at a time (activation patching).
+
+Every place is a job of its own with a plan that replaces one token's activations; the engine has
+all of them in one continuous batch. Meng et al., Locating and Editing Factual Associations in GPT
+(2022), call it causal tracing.
+
+    clean        The  capital  of  France  is   captured: layers x tokens
+                                   │
+    corrupted    The  capital  of  Spain   is   one job for each set of layers and token:
+                                                how probable is " Paris" now?
+"""
+
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from logsteer.errors import api_error
+from logsteer.schemas import LogprobItem, PatchPair, PatchRequest
+from logsteer_server.contract.captures import CaptureJob, CaptureOutput
+from logsteer_server.contract.jobs import Ids, ScoreJob, ScoreOutput
+from logsteer_server.contract.plan import Positions, ResidualOp, Site, SteeringPlan, Vector
+from logsteer_server.interventions.interventions import Interventions, Stores
+from logsteer_server.interventions.parameters import check_feature
+from logsteer_server.models.registry import ModelRegistry
+from logsteer_server.settings import Settings
+from logsteer_server.tasks.captures import CaptureSite
+from logsteer_server.tasks.columns import ColumnOptions
+from logsteer_server.tasks.comparison import compare_jobs, export_jobs, reserve_references
+from logsteer_server.tasks.logprob import (
+    PlannedTarget,
+    TargetOptions,
+    TargetPlan,
+    find_longest,
+    plan_targets,
+)
+from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """One of a pair's runs: its context's tokens, what is scored after it, and the targets.
+
+    `numbers` are those of the targets' jobs in the plan, in the order of `jobs`.
+    """
+
+    context: Ids
+    targets: list[PlannedTarget]
+    numbers: list[int]
+    jobs: list[ScoreJob]
+
+    def measure(self, metric: str, outputs: Sequence[ScoreOutput]) -> float:
+        """Return the metric that comes of the jobs' outputs."""
+        if metric == "kl":
+            return float(outputs[0].columns["kl"][0])
+        by_number = dict(zip(self.numbers, outputs, strict=True))
+        values = [_sum_target(target, by_number[target.job]) for target in self.targets]
+        return values[0] if metric == "logprob" else values[0] - values[1]
+
+
+def _sum_target(target: PlannedTarget, output: ScoreOutput) -> float:
+    logprobs = output.columns["logprob"].astype(np.float64)
+    return float(logprobs.sum() if target.slot is None else logprobs[target.slot])
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPair:
+    """Both runs of a pair, and which tokens of the one (`source`) go to which of the other."""
+
+    runs: dict[str, PlannedRun]
+    positions: list[int]
+    source: list[int]
+
+    def compare(self, file: str) -> "PlannedPair":
+        """Return the pair with jobs that compare the next token's distribution with the file."""
+        runs = {
+            name: replace(run, jobs=compare_jobs(run.jobs, [file]))
+            for name, run in self.runs.items()
+        }
+        return replace(self, runs=runs)
+
+
+def plan_run(
+    plan: TargetPlan, indices: Sequence[int], metric: str, read: ColumnOptions
+) -> PlannedRun:
+    """Plan what the metric needs of one item, whose planned targets are at these indices."""
+    targets = [plan.planned[index] for index in indices[: 2 if metric == "difference" else 1]]
+    context = plan.context(targets[0])
+    if metric == "kl":
+        after = np.array(targets[0].token_ids[:1], np.int32)
+        return PlannedRun(
+            context, targets, [0], [ScoreJob(context, after, read.columns, double=read.double)]
+        )
+    numbers = sorted({target.job for target in targets})
+    return PlannedRun(context, targets, numbers, [plan.jobs[number] for number in numbers])
+
+
+def match_positions(
+    index: int, pair: PatchPair, lengths: dict[str, int], wanted: Sequence[int] | None, base: str
+) -> tuple[list[int], list[int]]:
+    """Return the positions to patch in run `base`, and those of the other run that go there.
+
+    Errors: APIError `invalid_request`, which names what is wrong of pair `index`.
+    """
+    param = f"pairs[{index}]"
+    clean, corrupted = lengths["clean"], lengths["corrupted"]
+    if pair.align is None and clean != corrupted:
+        detail = (
+            f"{param}: the clean context has {clean} tokens and the corrupted one {corrupted}; say "
+            "in align which tokens correspond, or give contexts of equal length."
+        )
+        raise api_error("invalid_request", detail, param=f"{param}.align")
+    aligned = pair.align or [[n, n] for n in range(clean)]
+    for own, other in aligned:
+        if own >= clean or other >= corrupted:
+            detail = (
+                f"{param}.align has [{own}, {other}]; the contexts have {clean} and {corrupted} "
+                "tokens, counted from 0."
+            )
+            raise api_error("invalid_request", detail, param=f"{param}.align")
+    own, other = (0, 1) if base == "clean" else (1, 0)
+    into = {both[own]: both[other] for both in aligned}
+    for position in wanted or ():
+        if position not in into:
+            detail = f"{param}: position {position} is not a token of both contexts; leave it out."
+            raise api_error("invalid_request", detail, param="positions")
+    positions = sorted(into) if wanted is None else list(wanted)
+    return positions, [into[position] for position in positions]
+
+
+def replace_at(hook: str, activations: dict[int, Vector], position: int) -> SteeringPlan:
+    """Return the plan that puts these activations, by layer, in the place of one token's."""
+    sites = []
+    for layer, vector_D in sorted(activations.items()):
+        norm = float(np.linalg.norm(vector_D.astype(np.float64)))
+        direction_D = (vector_D.astype(np.float64) / norm).astype(np.float32) if norm else vector_D
+        sites.append(Site(layer, hook, None, (ResidualOp(direction_D, base=norm, keep=0.0),)))
+    return SteeringPlan(tuple(sites), Positions("slices", ((position, position + 1),)))
+
+
+class PatchTask(BodyTask[PatchRequest]):
+    """The metric of each pair under every patch: a set of layers at one token."""
+
+    kind = "patch"
+    applied_fields = ("override", "adapter")
+
+    _results: list[dict[str, Any]]
+
+    def __init__(self, body: PatchRequest, models: ModelRegistry, stores: Stores) -> None:
+        super().__init__(body, models, stores)
+        self._scratch = models.scratch
+        self._base, self._source = "corrupted", "clean"
+        if body.direction == "noise":
+            self._base, self._source = self._source, self._base
+
+    def check_limits(self, settings: Settings) -> None:
+        """Bound the pairs; `plan` bounds the patches. Errors: APIError `payload_too_large`."""
+        check_count("pairs", len(self._body.pairs), settings.max_items)
+
+    async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
+        """Capture the one run of each pair, then score both, and the other under every patch.
+
+        Errors: APIError `payload_too_large` for more patches, or more captured, than is allowed.
+        """
+        body, info = self._body, self.info
+        planner.cover_text(find_longest(_list_items(body.pairs)))
+        pairs, layer_sets = await planner.advance(self._plan())
+        site = CaptureSite(body.hook, sorted(set().union(*layer_sets)), "each")
+        layers = site.find_layers(info)
+        places = sum(len(pair.positions) for pair in pairs)
+        check_count(
+            "pairs x layers x positions", places * len(layer_sets), planner.settings.max_items
+        )
+        planner.expect_rows(places * len(layer_sets), 1)
+        sources = [pair.runs[self._source].context for pair in pairs]
+        held = len(layers) * sum(map(len, sources)) + sum(map(len, layer_sets)) * places
+        planner.hold_activations(held * site.find_width(info))
+        captures = [CaptureJob(tokens, layers, body.hook, "each") for tokens in sources]
+        captured, scored = Collector(), Collector()
+        yield Batch(self.interventions.apply(captures), captured.take)
+        async with AsyncExitStack() as stack:
+            if body.metric == "kl":
+                clean = self.interventions.apply([pair.runs["clean"].jobs[0] for pair in pairs])
+                files = await stack.enter_async_context(
+                    reserve_references(clean, info.vocab_size, planner, self._scratch, "pairs")
+                )
+                yield Batch(export_jobs(clean, files), purpose="reference")
+                pairs = [pair.compare(file) for pair, file in zip(pairs, files, strict=True)]
+            steps = self._list_jobs(pairs, layer_sets, layers, captured.outputs)
+            jobs = await planner.capacity.call_long(list, steps)
+            yield Batch(jobs, scored.take, cache=body.cache)
+        outputs = iter(scored.outputs)
+        self._results = [self._write(pair, layer_sets, outputs) for pair in pairs]
+
+    def _plan(self) -> Steps[tuple[list[PlannedPair], list[list[int]]]]:
+        body, codec, info = self._body, self.codec, self.info
+        check_feature("steering", info, "hook")
+        self.interventions = Interventions.resolve(body, self._stores, info)
+        options = TargetOptions(body.boundary, bos=body.bos, on_overflow=body.on_overflow)
+        read = ColumnOptions.of((), precision=body.precision)
+        plan = yield from plan_targets(_list_items(body.pairs), codec, info, options, read)
+        pairs = []
+        for n, pair in enumerate(body.pairs):
+            clean, corrupted = (
+                plan_run(plan, item.targets, body.metric, read)
+                for item in plan.items[2 * n : 2 * n + 2]
+            )
+            runs = {"clean": clean, "corrupted": corrupted}
+            lengths = {name: len(run.context) for name, run in runs.items()}
+            where = match_positions(n, pair, lengths, body.positions, self._base)
+            pairs.append(PlannedPair(runs, *where))
+        return pairs, body.layers or [[layer] for layer in range(info.num_layers)]
+
+    def _list_jobs(
+        self,
+        pairs: Sequence[PlannedPair],
+        layer_sets: Sequence[Sequence[int]],
+        layers: Sequence[int],
+        captured: Sequence[CaptureOutput],
+    ) -> Iterator[ScoreJob]:
+        """Yield each pair's jobs: both runs as they are, then the base run under every patch."""
+        change = self.interventions.change
+        for pair, output in zip(pairs, captured, strict=True):
+            yield from map(change, (*pair.runs["clean"].jobs, *pair.runs["corrupted"].jobs))
+            base = [change(job) for job in pair.runs[self._base].jobs]
+            source_LTD = dict(zip(layers, output.activations_LTD, strict=True))
+            for layer_set in layer_sets:
+                for into, other in zip(pair.positions, pair.source, strict=True):
+                    activations = {layer: source_LTD[layer][other] for layer in layer_set}
+                    plan = replace_at(self._body.hook, activations, into)
+                    yield from (replace(job, plan=plan) for job in base)
+
+    def _write(
+        self,
+        pair: PlannedPair,
+        layer_sets: Sequence[Sequence[int]],
+        outputs: Iterator[ScoreOutput],
+    ) -> dict[str, Any]:
+        """Return a `PatchResult` from the outputs of a pair's jobs."""
+
+        def measure(name: str) -> float:
+            run = pair.runs[name]
+            return run.measure(self._body.metric, list(islice(outputs, len(run.jobs))))
+
+        unpatched = {name: measure(name) for name in ("clean", "corrupted")}
+        matrix = [[measure(self._base) for _ in pair.positions] for _ in layer_sets]
+        ids = pair.runs[self._base].context
+        return {
+            **unpatched,
+            "layers": layer_sets,
+            "positions": pair.positions,
+            "tokens": [self.codec.piece(int(ids[position])) for position in pair.positions],
+            "matrix": matrix,
+            "truncated_tokens": max(run.targets[0].truncated for run in pair.runs.values()),
+        }
+
+    def report(self) -> dict[str, Any]:
+        """Return the results, and what was measured where."""
+        body = self._body
+        asked = {"hook": body.hook, "metric": body.metric, "direction": body.direction}
+        return {**asked, "results": self._results}
+
+
+def _list_items(pairs: Sequence[PatchPair]) -> list[LogprobItem]:
+    return [item for pair in pairs for item in (pair.clean, pair.corrupted)]

@@ -1,0 +1,162 @@
+"""`/patch` on both engines, against transformers whose hooks put the same activations there."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from logsteer import Client
+from logsteer.errors import InvalidRequestError
+from tests.contract.agreement import PER_TOKEN
+from tests.contract.conftest import REAL
+
+pytestmark = pytest.mark.engine
+
+LAYERS = 5
+TARGETS = [" Paris", " Madrid and Rome"]
+PAIR = {
+    "clean": {"context": "The capital of France is", "targets": TARGETS},
+    "corrupted": {"context": "The capital of Spain is", "targets": TARGETS},
+}
+LONGER = {"context": "I say: the capital of Spain is", "targets": TARGETS}
+
+
+@pytest.fixture(params=REAL)
+def client(request: pytest.FixtureRequest) -> Client:
+    found: Client = request.getfixturevalue(f"{request.param}_client")
+    return found
+
+
+class PatchedReference:
+    """The demo model in transformers, with activations of one text put into another."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self._model, self._tokenizer = model, tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text)["input_ids"]
+        return ids
+
+    def capture(self, text: str) -> list[torch.Tensor]:
+        """Return what leaves each block [T, D]."""
+        kept: list[torch.Tensor] = []
+        hooks = [
+            layer.register_forward_hook(lambda _m, _i, out: kept.append(_stream(out)[0].clone()))
+            for layer in self._model.model.layers
+        ]
+        self._logits(self.encode(text))
+        for hook in hooks:
+            hook.remove()
+        return kept
+
+    def _logits(self, ids: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            logits: torch.Tensor = self._model(torch.tensor([ids])).logits[0]
+        return logits
+
+    def patch(
+        self, source: list[torch.Tensor], item: dict[str, Any], layers: list[int], moves: list[Any]
+    ) -> tuple[list[float], torch.Tensor]:
+        """Return the targets' log-probabilities and the next token's, under a patch."""
+
+        def put(layer: int) -> Any:
+            def hook(_module: Any, _inputs: Any, output: Any) -> Any:
+                for own, other in moves:
+                    _stream(output)[0, own] = source[layer][other]
+                return output
+
+            return hook
+
+        hooks = [self._model.model.layers[n].register_forward_hook(put(n)) for n in layers]
+        context = self.encode(item["context"])
+        sums = []
+        for target in item["targets"]:
+            ids = self.encode(item["context"] + target)
+            log_p_TV = self._logits(ids).log_softmax(-1)
+            places = range(len(context), len(ids))
+            sums.append(float(sum(log_p_TV[n - 1, ids[n]] for n in places)))
+        following = self._logits(context)[-1].log_softmax(-1)
+        for hook in hooks:
+            hook.remove()
+        return sums, following
+
+
+def _stream(output: Any) -> torch.Tensor:
+    found: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return found
+
+
+@pytest.fixture(scope="module")
+def patched(reference: Any, tokenizer: Any) -> PatchedReference:
+    return PatchedReference(reference, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("metric", "direction", "layers"),
+    [
+        ("logprob", "denoise", None),
+        ("difference", "noise", [[0, 1], [3], [1, 2, 4]]),
+        ("kl", "denoise", [[1], [4]]),
+        ("kl", "noise", [[2]]),
+    ],
+)
+def test_every_patch_is_that_of_transformers(
+    client: Client, patched: PatchedReference, metric: Any, direction: Any, layers: Any
+) -> None:
+    result = client.patch([PAIR], metric=metric, direction=direction, layers=layers).results[0]
+    into, other = ("corrupted", "clean") if direction == "denoise" else ("clean", "corrupted")
+    source = patched.capture(PAIR[other]["context"])
+    _, clean_V = patched.patch(source, PAIR["clean"], [], [])
+
+    def measure(item: dict[str, Any], layer_set: list[int], moves: list[Any]) -> float:
+        sums, following_V = patched.patch(source, item, layer_set, moves)
+        if metric == "kl":
+            return float((clean_V.exp() * (clean_V - following_V)).sum())
+        return sums[0] if metric == "logprob" else sums[0] - sums[1]
+
+    sets = layers or [[layer] for layer in range(LAYERS)]
+    assert result.layers == sets
+    assert result.positions == list(range(len(patched.encode(PAIR[into]["context"]))))
+    assert result.tokens[-1] == " is"
+    assert result.clean == pytest.approx(measure(PAIR["clean"], [], []), abs=3 * PER_TOKEN)
+    assert result.corrupted == pytest.approx(measure(PAIR["corrupted"], [], []), abs=3 * PER_TOKEN)
+    expected = [[measure(PAIR[into], s, [(p, p)]) for p in result.positions] for s in sets]
+    assert np.array(result.matrix) == pytest.approx(np.array(expected), abs=3 * PER_TOKEN)
+    assert np.ptp(expected) > 1, "no patch changes anything"
+
+
+def test_contexts_of_unequal_length_are_aligned(client: Client, patched: PatchedReference) -> None:
+    clean, corrupted = PAIR["clean"], LONGER
+    own, other = (len(patched.encode(item["context"])) for item in (corrupted, clean))
+    align = [[other - n, own - n] for n in (1, 2)]
+    pair = {"clean": clean, "corrupted": corrupted, "align": align}
+    result = client.patch([pair, PAIR], layers=[[1]]).results[0]
+    assert result.positions == [own - 2, own - 1]
+    source = patched.capture(str(clean["context"]))
+    for found, (theirs, place) in zip(result.matrix[0], reversed(align), strict=True):
+        sums, _ = patched.patch(source, corrupted, [1], [(place, theirs)])
+        assert found == pytest.approx(sums[0], abs=PER_TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("pair", "options", "param", "message"),
+    [
+        ({**PAIR, "corrupted": LONGER}, {}, "pairs[0].align", "say in align which tokens"),
+        ({**PAIR, "align": [[0, 99]]}, {}, "pairs[0].align", "have 6 and 6 tokens"),
+        (PAIR, {"positions": [6]}, "positions", "position 6 is not a token of both"),
+        (PAIR, {"layers": [[0], [9]]}, "layers", "layers are 0 to 4"),
+        (
+            {**PAIR, "clean": {"context": "A", "targets": ["b"]}},
+            {"metric": "difference"},
+            None,
+            "needs two targets",
+        ),
+    ],
+)
+def test_what_cannot_be_patched_is_refused(
+    vllm_client: Client, pair: Any, options: Any, param: str | None, message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        vllm_client.patch([pair], **options)
+    assert param is None or caught.value.param == param
