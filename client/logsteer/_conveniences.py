@@ -45,7 +45,7 @@ CONVENIENCES = (
         "score",
         "logprob",
         (Argument("context", "str", "What stands before the targets."), _TARGETS),
-        frozenset({"items"}),
+        frozenset({"items", "on_error"}),
         "ItemScore",
         "Score targets after one context: `logprob` for a single item.",
     ),
@@ -56,7 +56,7 @@ CONVENIENCES = (
             Argument("prompts", "str | Sequence[str]", "Contexts; one string is one prompt."),
             _TARGETS,
         ),
-        frozenset({"items", "columns", "policy", "top", "per_token", "probes"}),
+        frozenset({"items", "on_error", "columns", "policy", "top", "per_token", "probes"}),
         "LogProbs",
         "Return one record per prompt and target, prompt by prompt, in the order given.",
         "A record is a dictionary with attributes: prompt, target, sequence (the text that was "
@@ -106,7 +106,7 @@ CONVENIENCES = (
             ),
             Argument("progress", "bool", "Whether a terminal shows a bar.", True, "True"),
         ),
-        frozenset({"prompts", "prompt_ids", "messages"}),
+        frozenset({"prompts", "prompt_ids", "messages", "on_error"}),
         "Samples",
         "Continue prompts drawn from a source, and give each continuation its reward.",
         "Each prompt is continued `n` times, every time with a seed of its own that follows from "

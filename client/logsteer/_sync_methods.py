@@ -48,6 +48,7 @@ from logsteer.schemas import (
     Message,
     ModelCard,
     ModelList,
+    OnError,
     OverflowPolicy,
     OverrideCard,
     OverrideList,
@@ -232,6 +233,7 @@ class ClientMethods(Caller):
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        on_error: OnError | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -256,6 +258,9 @@ class ClientMethods(Caller):
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
+            on_error: `fail`: the first bad item refuses the request, and `param` names it.
+                `report`: it has its `problem` in place of its result, the others have their
+                results. Default fail.
             precision: What softmax and columns are computed in, from the model's logits, and
                 tokens drawn in. Numbers of MessagePack answers are float32 all the same.
                 Default float32.
@@ -285,6 +290,7 @@ class ClientMethods(Caller):
             adapter=adapter,
             steering=steering,
             probes=probes,
+            on_error=on_error,
             precision=precision,
             model=model,
             bos=bos,
@@ -306,6 +312,7 @@ class ClientMethods(Caller):
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        on_error: OnError | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -331,6 +338,9 @@ class ClientMethods(Caller):
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
+            on_error: `fail`: the first bad item refuses the request, and `param` names it.
+                `report`: it has its `problem` in place of its result, the others have their
+                results. Default fail.
             precision: What softmax and columns are computed in, from the model's logits, and
                 tokens drawn in. Numbers of MessagePack answers are float32 all the same.
                 Default float32.
@@ -361,6 +371,7 @@ class ClientMethods(Caller):
             adapter=adapter,
             steering=steering,
             probes=probes,
+            on_error=on_error,
             precision=precision,
             model=model,
             bos=bos,
@@ -383,6 +394,7 @@ class ClientMethods(Caller):
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        on_error: OnError | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -407,6 +419,9 @@ class ClientMethods(Caller):
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
+            on_error: `fail`: the first bad item refuses the request, and `param` names it.
+                `report`: it has its `problem` in place of its result, the others have their
+                results. Default fail.
             precision: What softmax and columns are computed in, from the model's logits, and
                 tokens drawn in. Numbers of MessagePack answers are float32 all the same.
                 Default float32.
@@ -437,6 +452,7 @@ class ClientMethods(Caller):
             adapter=adapter,
             steering=steering,
             probes=probes,
+            on_error=on_error,
             precision=precision,
             model=model,
             bos=bos,
@@ -461,6 +477,7 @@ class ClientMethods(Caller):
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        on_error: OnError | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -487,6 +504,9 @@ class ClientMethods(Caller):
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
+            on_error: `fail`: the first bad item refuses the request, and `param` names it.
+                `report`: it has its `problem` in place of its result, the others have their
+                results. Default fail.
             precision: What softmax and columns are computed in, from the model's logits, and
                 tokens drawn in. Numbers of MessagePack answers are float32 all the same.
                 Default float32.
@@ -517,6 +537,7 @@ class ClientMethods(Caller):
             adapter=adapter,
             steering=steering,
             probes=probes,
+            on_error=on_error,
             precision=precision,
             model=model,
             bos=bos,
@@ -604,6 +625,7 @@ class ClientMethods(Caller):
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
+        on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
@@ -638,6 +660,9 @@ class ClientMethods(Caller):
             precision: What softmax and columns are computed in, from the model's logits, and
                 tokens drawn in. Numbers of MessagePack answers are float32 all the same.
                 Default float32.
+            on_error: `fail`: the first bad item refuses the request, and `param` names it.
+                `report`: it has its `problem` in place of its result, the others have their
+                results. Default fail.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -679,6 +704,7 @@ class ClientMethods(Caller):
             steering=steering,
             probes=probes,
             precision=precision,
+            on_error=on_error,
             model=model,
             bos=bos,
             on_overflow=on_overflow,
@@ -709,6 +735,7 @@ class ClientMethods(Caller):
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
+        on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
@@ -745,6 +772,9 @@ class ClientMethods(Caller):
             precision: What softmax and columns are computed in, from the model's logits, and
                 tokens drawn in. Numbers of MessagePack answers are float32 all the same.
                 Default float32.
+            on_error: `fail`: the first bad item refuses the request, and `param` names it.
+                `report`: it has its `problem` in place of its result, the others have their
+                results. Default fail.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -786,6 +816,7 @@ class ClientMethods(Caller):
             steering=steering,
             probes=probes,
             precision=precision,
+            on_error=on_error,
             model=model,
             bos=bos,
             on_overflow=on_overflow,
@@ -816,6 +847,7 @@ class ClientMethods(Caller):
         adapter: str | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
+        on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
@@ -849,6 +881,9 @@ class ClientMethods(Caller):
             precision: What softmax and columns are computed in, from the model's logits, and
                 tokens drawn in. Numbers of MessagePack answers are float32 all the same.
                 Default float32.
+            on_error: `fail`: the first bad item refuses the request, and `param` names it.
+                `report`: it has its `problem` in place of its result, the others have their
+                results. Default fail.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -888,6 +923,7 @@ class ClientMethods(Caller):
             adapter=adapter,
             probes=probes,
             precision=precision,
+            on_error=on_error,
             model=model,
             bos=bos,
             on_overflow=on_overflow,
@@ -917,6 +953,7 @@ class ClientMethods(Caller):
         adapter: str | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
+        on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
@@ -952,6 +989,9 @@ class ClientMethods(Caller):
             precision: What softmax and columns are computed in, from the model's logits, and
                 tokens drawn in. Numbers of MessagePack answers are float32 all the same.
                 Default float32.
+            on_error: `fail`: the first bad item refuses the request, and `param` names it.
+                `report`: it has its `problem` in place of its result, the others have their
+                results. Default fail.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -991,6 +1031,7 @@ class ClientMethods(Caller):
             adapter=adapter,
             probes=probes,
             precision=precision,
+            on_error=on_error,
             model=model,
             bos=bos,
             on_overflow=on_overflow,
@@ -1079,6 +1120,7 @@ class ClientMethods(Caller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
@@ -1097,6 +1139,9 @@ class ClientMethods(Caller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            on_error: `fail`: the first bad item refuses the request, and `param` names it.
+                `report`: it has its `problem` in place of its result, the others have their
+                results. Default fail.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -1117,6 +1162,7 @@ class ClientMethods(Caller):
             override=override,
             adapter=adapter,
             steering=steering,
+            on_error=on_error,
             model=model,
             bos=bos,
             on_overflow=on_overflow,

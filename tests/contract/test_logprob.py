@@ -211,7 +211,9 @@ def test_order_and_splitting_do_not_matter(client: Client, order: list[int], cut
     parts = client.logprob(items[:cut]).results + client.logprob(items[cut:]).results
     for i, result in enumerate(together):
         expected = result.targets[0].logprobs
-        assert shuffled[order.index(i)].targets[0].logprobs == pytest.approx(expected, abs=PER_TOKEN)
+        assert shuffled[order.index(i)].targets[0].logprobs == pytest.approx(
+            expected, abs=PER_TOKEN
+        )
         assert parts[i].targets[0].logprobs == pytest.approx(expected, abs=PER_TOKEN)
 
 

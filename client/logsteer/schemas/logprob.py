@@ -11,6 +11,7 @@ from logsteer.schemas.common import (
     Answer,
     Columns,
     Float,
+    ItemOptions,
     Message,
     Reply,
     Request,
@@ -21,6 +22,7 @@ from logsteer.schemas.common import (
     Window,
 )
 from logsteer.schemas.interventions import ActivationFields, AppliedInterventions
+from logsteer.schemas.problem import ItemResult
 from logsteer.schemas.views import Tabled
 
 Boundary = Literal["joint", "separate"]
@@ -42,12 +44,7 @@ class LogprobItem(Request):
         texts, ids = self.targets, self.target_ids
         is_text, has_ids = self.context is not None, self.context_ids is not None
         pairs_up = (texts is not None) is is_text and (ids is not None) is has_ids
-        if (
-            pairs_up
-            and is_text is not has_ids
-            and self.messages is None
-            and all(texts or ids or ())
-        ):
+        if pairs_up and is_text is not has_ids and self.messages is None:
             return self  # as nearly all do; what follows says what is wrong, or is a conversation
         forms = [n for n in ("context", "context_ids", "messages") if getattr(self, n) is not None]
         if len(forms) != 1:
@@ -60,15 +57,10 @@ class LogprobItem(Request):
             wanted, other, given = other, wanted, ids
         if given is None or (texts is not None and ids is not None):
             raise ValueError(f"an item with {forms[0]} takes {wanted}, and no {other}")
-        if not all(given):
-            empty = [len(target) for target in given].index(0)
-            raise ValueError(
-                f"{wanted}[{empty}] is empty: a target needs at least one token; leave it out"
-            )
         return self
 
 
-class LogprobRequest(RowOptions, ActivationFields):
+class LogprobRequest(RowOptions, ItemOptions, ActivationFields):
     """Targets to score, and how text is cut into tokens."""
 
     items: list[LogprobItem] = Field(
@@ -160,13 +152,14 @@ class ScoredTarget(TargetScore):
     )
 
 
-class ItemScore(Tabled):
+class ItemScore(ItemResult, Tabled):
     """The scores of one context's targets."""
 
-    targets: list[ScoredTarget]
-    best: int | None = Field(description="Index of the most probable target.")
+    targets: list[ScoredTarget] = Field(default_factory=list)
+    best: int | None = Field(default=None, description="Index of the most probable target.")
     choice_probs: list[Float] = Field(
-        description="Softmax over the targets' log-probabilities (any-space ones where asked for)."
+        default_factory=list,
+        description="Softmax over the targets' log-probabilities (any-space ones where asked for).",
     )
 
 
