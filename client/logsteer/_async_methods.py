@@ -278,8 +278,8 @@ class AsyncClientMethods(AsyncCaller):
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps
                 what its template ends in. Default joint.
-            space: `both` scores text targets with and without one leading space. Default
-                as_given.
+            space: `both` scores text targets with and without one leading space; `best` does,
+                too, and gives the more probable of the two. Default as_given.
             top: Most probable alternatives listed per row. Default 0.
             per_token: False leaves out the arrays, keeps the sums. Default True.
         """
@@ -358,8 +358,8 @@ class AsyncClientMethods(AsyncCaller):
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps
                 what its template ends in. Default joint.
-            space: `both` scores text targets with and without one leading space. Default
-                as_given.
+            space: `both` scores text targets with and without one leading space; `best` does,
+                too, and gives the more probable of the two. Default as_given.
             top: Most probable alternatives listed per row. Default 0.
             per_token: False leaves out the arrays, keeps the sums. Default True.
             window: Tokens that `early` and `late` are means over. Default 16.
@@ -1249,8 +1249,8 @@ class AsyncClientMethods(AsyncCaller):
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps
                 what its template ends in. Default joint.
-            space: `both` scores text targets with and without one leading space. Default
-                as_given.
+            space: `both` scores text targets with and without one leading space; `best` does,
+                too, and gives the more probable of the two. Default as_given.
             top: Most probable alternatives listed per row. Default 0.
             per_token: False leaves out the arrays, keeps the sums. Default True.
         """
@@ -1279,6 +1279,7 @@ class AsyncClientMethods(AsyncCaller):
         prompts: str | Sequence[str],
         targets: str | Sequence[str],
         *,
+        space: SpacePolicy = "best",
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
@@ -1288,18 +1289,19 @@ class AsyncClientMethods(AsyncCaller):
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
-        space: SpacePolicy | NotGiven = NOT_GIVEN,
     ) -> LogProbs:
         """Return one record per prompt and target, prompt by prompt, in the order given.
 
         A record is a dictionary with attributes: prompt, target, sequence (the text that was
-        scored), log_prob, prob, num_tokens, perplexity (exp of minus the summed log_prob) and
-        token_perplexity. With space `both` a target has two: with one leading space, then without.
-        One request scores them all; each prompt is computed once.
+        scored), log_prob, prob, num_tokens, perplexity (exp of minus the summed log_prob),
+        token_perplexity, boundary and log_prob_any_space. With space `both` a target has two: with
+        one leading space, then without. One request scores them all; each prompt is computed once.
 
         Args:
             prompts: Contexts; one string is one prompt.
             targets: Texts to score; one string is one target.
+            space: `best`: each target with or without one leading space, whichever is more
+                probable; `both`: each of the two; or `as_given`.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
@@ -1318,12 +1320,11 @@ class AsyncClientMethods(AsyncCaller):
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps
                 what its template ends in. Default joint.
-            space: `both` scores text targets with and without one leading space. Default
-                as_given.
         """
         return await self._get_log_prob(
             prompts,
             targets,
+            space,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -1333,7 +1334,6 @@ class AsyncClientMethods(AsyncCaller):
             on_overflow=on_overflow,
             cache=cache,
             boundary=boundary,
-            space=space,
         )
 
     async def sample(

@@ -53,6 +53,9 @@ WRITTEN_AT_ONCE = 32
 STEP_TEXTS = 256
 """Texts that are compared, or put into their places, in a step."""
 
+LEFT_OUT = "merged_left_out"
+"""Flag of an item of which merged targets take no part in the comparison with exact ones."""
+
 MAX_TARGETS = 65_536
 """Targets of one request, all items: four for each of as many items as a request may have."""
 
@@ -102,15 +105,26 @@ class PlannedTarget(NamedTuple):
 
 
 class PlannedItem(NamedTuple):
-    """One item's targets as given; with `space: both`, the indices of each target's variants."""
+    """One item's targets as given; with `space: both` or `best`, the indices of each's variants."""
 
     targets: list[int]
-    variants: list[tuple[int, int]] | None
+    variants: list[tuple[int, ...]] | None
+    given: Sequence[str] = ()
 
-    def renumber(self, numbers: Sequence[int]) -> "PlannedItem":
-        """Return the item with the number of each target in place of the target."""
-        variants = self.variants and [(numbers[a], numbers[b]) for a, b in self.variants]
-        return PlannedItem([numbers[target] for target in self.targets], variants)
+    def renumber(self, numbers: Sequence[int | None]) -> "PlannedItem":
+        """Return the item with the number of each target in place of the target.
+
+        A variant without a number is left out; the target that it is has that of the other.
+        """
+        if self.variants is None:
+            return PlannedItem([n for t in self.targets if (n := numbers[t]) is not None], None)
+        variants = [
+            tuple(n for variant in pair if (n := numbers[variant]) is not None)
+            for pair in self.variants
+        ]
+        targets = [numbers[t] for t in self.targets]
+        kept = [v[0] if n is None else n for n, v in zip(targets, variants, strict=True)]
+        return PlannedItem(kept, variants, self.given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +187,11 @@ def plan_targets(
                 context, rendered = item.context or "", False
                 if item.messages is not None:
                     context, rendered = codec.render_chat(item.messages), True
-                as_given, variants = _lay_out(item.targets or [], options.space == "both", texts)
+                as_given, variants = _lay_out(
+                    item.targets or [], options.space != "as_given", texts
+                )
                 pairs += [Pair(context, text, rendered) for text in texts[first:]]
-                items.append(PlannedItem(as_given, variants))
+                items.append(PlannedItem(as_given, variants, item.targets or ()))
                 work += PAUSE_AFTER if rendered else TARGET_WORK
         except APIError as error:
             problems.add(index, error)
@@ -188,7 +204,7 @@ def plan_targets(
     text_cuts = cut_pairs(codec, pairs, options.boundary, options.bos) if pairs else iter(())
     builder = _JobBuilder(options.on_overflow, info)
     planned: list[PlannedTarget] = []
-    numbers: list[int] = []
+    numbers: list[int | None] = []
     for place, text in enumerate(texts):
         numbers.append(len(planned))
         if place in id_cuts:
@@ -197,7 +213,13 @@ def plan_targets(
         else:
             found = next(text_cuts)
             if isinstance(found, APIError):
-                _add_problem(problems, items, firsts, place, "targets", found)
+                numbers[place] = None
+                first = firsts[bisect_right(firsts, place) - 1]
+                twin = first + ((place - first) ^ 1)
+                # Of two variants one is enough, and the second one is looked at last.
+                has_twin = twin > place or numbers[twin] is not None
+                if options.space != "best" or found.param or not has_twin:
+                    _add_problem(problems, items, firsts, place, "targets", found)
                 continue
             cut = found
         try:
@@ -209,7 +231,7 @@ def plan_targets(
         if work >= PAUSE_AFTER:
             work = 0
             yield builder.num_tokens
-    if problems:
+    if problems or None in numbers:
         items = [item.renumber(numbers) for n, item in enumerate(items) if n not in problems]
     return TargetPlan(planned, items, builder.make_jobs(read))
 
@@ -240,7 +262,7 @@ def _decode_targets(codec: TextCodec, targets: list[list[int]]) -> Steps[dict[in
 
 def _lay_out(
     targets: Sequence[str], both: bool, texts: list[str]
-) -> tuple[list[int], list[tuple[int, int]] | None]:
+) -> tuple[list[int], list[tuple[int, ...]] | None]:
     """Append what is scored for these targets to `texts`; return where each is."""
     if "" in targets:
         raise _empty_target(f"targets[{targets.index('')}]")
@@ -248,11 +270,13 @@ def _lay_out(
         first = len(texts)
         texts += targets
         return list(range(first, len(texts))), None
-    given, variants = [], []
+    given: list[int] = []
+    variants: list[tuple[int, ...]] = []
     for number, target in enumerate(targets):
         with_space, bare = space_variants(target)
         if not bare:
-            detail = f"Target {target!r} is a space alone: without it nothing is left to score."
+            detail = f"Target {target!r} is a space alone: without it nothing is left to score. "
+            detail += "Send space: as_given."
             raise api_error("boundary_empty", detail, param=f"targets[{number}]")
         first = len(texts)
         texts += [with_space, bare]
@@ -416,6 +440,7 @@ class Shown:
     per_token: bool = True
     window: int | None = None
     interventions: Interventions = UNCHANGED
+    space: SpacePolicy = "as_given"
 
 
 def sum_targets(plan: TargetPlan, outputs: ScoreOutputs) -> list[float]:
@@ -451,39 +476,62 @@ def assemble_targets(
             yield 0
     results = [] if shown.interventions.probes else FiniteDocuments()
     for item in plan.items:
-        results.append(_score_item(item, scores))
+        results.append(_score_item(item, scores, shown.space))
         if not len(results) % WRITTEN_AT_ONCE:
             yield 0
     return results
 
 
-def _score_item(item: PlannedItem, scores: list[dict[str, Any]]) -> dict[str, Any]:
+def _score_item(
+    item: PlannedItem, scores: Sequence[dict[str, Any]], space: SpacePolicy
+) -> dict[str, Any]:
+    """Return the `ItemScore` of targets: `_leave_out_merged` says which of them are compared."""
+    targets = [scores[index] for index in item.targets]
     if item.variants is None:
-        if len(item.targets) == 1 and scores[item.targets[0]]["logprob"] is not None:
-            return {"targets": [scores[item.targets[0]]], "best": 0, "choice_probs": [1.0]}
-        targets = [scores[index] for index in item.targets]
-        ranking = [target["logprob"] for target in targets]
-    else:
-        targets = [dict(scores[index]) for index in item.targets]
-        ranking = []
-        for target, (with_space, without_space) in zip(targets, item.variants, strict=True):
-            both = (scores[with_space], scores[without_space])
-            target["variants"] = {"with_space": both[0], "without_space": both[1]}
-            known = [v["logprob"] for v in both if v["logprob"] is not None]
-            target["logprob_any_space"] = log_sum_exp(known) if known else None
-            ranking.append(target["logprob_any_space"])
-    return {"targets": targets, **_rank_choices(ranking)}
+        if len(targets) == 1 and targets[0]["logprob"] is not None:
+            return {"targets": targets, "best": 0, "choice_probs": [1.0]}
+        return {"targets": targets, **_rank_choices(targets, "logprob")}
+    shown: list[dict[str, Any]] = []
+    ranked: list[dict[str, Any]] = []
+    for text, given, variants in zip(item.given, targets, item.variants, strict=True):
+        both = _leave_out_merged([scores[index] for index in variants])
+        known = [found for found in both if found["logprob"] is not None]
+        total = log_sum_exp([found["logprob"] for found in known]) if known else None
+        if space == "best":
+            better = max(known, key=lambda found: found["logprob"]) if known else given
+            own = {"target": text, "sequence": better["target"]}
+        else:
+            better = given
+            with_space, without_space = (scores[index] for index in variants)
+            own = {"variants": {"with_space": with_space, "without_space": without_space}}
+        is_exact = any(found["boundary"] == "exact" for found in both)
+        shown.append(better | own | {"logprob_any_space": total})
+        ranked.append(shown[-1] | {"boundary": "exact" if is_exact else "merged"})
+    return {"targets": shown} | _rank_choices(ranked, "logprob_any_space")
 
 
-def _rank_choices(logprobs: Sequence[float | None]) -> dict[str, Any]:
+def _leave_out_merged(scores: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return those whose boundary is exact; all of them where none is."""
+    return [score for score in scores if score["boundary"] == "exact"] or list(scores)
+
+
+def _rank_choices(targets: Sequence[dict[str, Any]], by: str) -> dict[str, Any]:
+    """Return the fields of `ItemScore` that compare targets by this field of theirs.
+
+    Merged targets take no part beside exact ones: they have fewer tokens of their own to score.
+    """
+    compared = _leave_out_merged(targets)
+    kept = {id(target) for target in compared}
+    flags = {} if len(kept) == len({id(target) for target in targets}) else {"flags": [LEFT_OUT]}
+    logprobs = [target[by] if id(target) in kept else None for target in targets]
     known = [value for value in logprobs if value is not None]
     if len(known) == len(logprobs) == 1:
         return {"best": 0, "choice_probs": [1.0]}
     if not known:
-        return {"best": None, "choice_probs": [None] * len(logprobs)}
+        return {"best": None, "choice_probs": [None] * len(logprobs)} | flags
     total = log_sum_exp(known)
     probs = [None if value is None else math.exp(value - total) for value in logprobs]
-    return {"best": logprobs.index(max(known)), "choice_probs": probs}
+    return {"best": logprobs.index(max(known)), "choice_probs": probs} | flags
 
 
 class _ScoreWriter:
@@ -573,7 +621,7 @@ class LogprobTask(BodyTask[LogprobRequest]):
         collector = Collector()
         yield Batch(jobs, collector.take, cache=body.cache)
         window = body.window if isinstance(body, DiagnosticsRequest) else None
-        shown = Shown(body.columns, body.per_token, window, self.interventions)
+        shown = Shown(body.columns, body.per_token, window, self.interventions, body.space)
         steps = assemble_targets(plan, collector.scores, self.codec, shown)
         self._results = self._problems.fill(await planner.advance(steps), self.request_id)
 
