@@ -26,7 +26,7 @@ from logsteer.extras.activations import Activations
 from logsteer.extras.samples import Samples
 from logsteer.extras.sampling import SampledBatch, SamplingRun
 from logsteer.extras.shards import ActivationShards, capture_shards
-from logsteer.schemas import ItemScore
+from logsteer.schemas import ItemScore, SpacePolicy
 
 A = TypeVar("A", bound=BaseModel)
 L = TypeVar("L", bound=BaseModel)
@@ -97,10 +97,14 @@ class AsyncCaller:
         return pair_scores(answer, 1, len(targets))[0]
 
     async def _get_log_prob(
-        self, prompts: str | Sequence[str], targets: str | Sequence[str], **options: Any
+        self,
+        prompts: str | Sequence[str],
+        targets: str | Sequence[str],
+        space: SpacePolicy,
+        **options: Any,
     ) -> LogProbs:
         prompts, targets = as_list(prompts), as_list(targets)
-        options |= {"per_token": False, "columns": ["logprob"]}
+        options |= {"per_token": False, "columns": ["logprob"], "space": space}
         answer = await self._ask("logprob", items=pair_items(prompts, targets), **options)
         return pair_records(prompts, targets, answer)
 

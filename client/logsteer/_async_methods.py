@@ -48,6 +48,7 @@ from logsteer.schemas import (
     Message,
     ModelCard,
     ModelList,
+    OnError,
     OverflowPolicy,
     OverrideCard,
     OverrideList,
@@ -236,6 +237,7 @@ class AsyncClientMethods(AsyncCaller):
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        on_error: OnError | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -260,6 +262,9 @@ class AsyncClientMethods(AsyncCaller):
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
+            on_error: `fail`: the first bad item refuses the request, and `param` names it.
+                `report`: it has its `problem` in place of its result, the others have their
+                results. Default fail.
             precision: What softmax and columns are computed in, from the model's logits, and
                 tokens drawn in. Numbers of MessagePack answers are float32 all the same.
                 Default float32.
@@ -277,8 +282,8 @@ class AsyncClientMethods(AsyncCaller):
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps
                 what its template ends in. Default joint.
-            space: `both` scores text targets with and without one leading space. Default
-                as_given.
+            space: `both` scores text targets with and without one leading space; `best` does,
+                too, and gives the more probable of the two. Default as_given.
             top: Most probable alternatives listed per row. Default 0.
             per_token: False leaves out the arrays, keeps the sums. Default True.
         """
@@ -289,6 +294,7 @@ class AsyncClientMethods(AsyncCaller):
             adapter=adapter,
             steering=steering,
             probes=probes,
+            on_error=on_error,
             precision=precision,
             model=model,
             bos=bos,
@@ -310,6 +316,7 @@ class AsyncClientMethods(AsyncCaller):
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        on_error: OnError | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -335,6 +342,9 @@ class AsyncClientMethods(AsyncCaller):
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
+            on_error: `fail`: the first bad item refuses the request, and `param` names it.
+                `report`: it has its `problem` in place of its result, the others have their
+                results. Default fail.
             precision: What softmax and columns are computed in, from the model's logits, and
                 tokens drawn in. Numbers of MessagePack answers are float32 all the same.
                 Default float32.
@@ -352,8 +362,8 @@ class AsyncClientMethods(AsyncCaller):
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps
                 what its template ends in. Default joint.
-            space: `both` scores text targets with and without one leading space. Default
-                as_given.
+            space: `both` scores text targets with and without one leading space; `best` does,
+                too, and gives the more probable of the two. Default as_given.
             top: Most probable alternatives listed per row. Default 0.
             per_token: False leaves out the arrays, keeps the sums. Default True.
             window: Tokens that `early` and `late` are means over. Default 16.
@@ -365,6 +375,7 @@ class AsyncClientMethods(AsyncCaller):
             adapter=adapter,
             steering=steering,
             probes=probes,
+            on_error=on_error,
             precision=precision,
             model=model,
             bos=bos,
@@ -387,6 +398,7 @@ class AsyncClientMethods(AsyncCaller):
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        on_error: OnError | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -411,6 +423,9 @@ class AsyncClientMethods(AsyncCaller):
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
+            on_error: `fail`: the first bad item refuses the request, and `param` names it.
+                `report`: it has its `problem` in place of its result, the others have their
+                results. Default fail.
             precision: What softmax and columns are computed in, from the model's logits, and
                 tokens drawn in. Numbers of MessagePack answers are float32 all the same.
                 Default float32.
@@ -441,6 +456,7 @@ class AsyncClientMethods(AsyncCaller):
             adapter=adapter,
             steering=steering,
             probes=probes,
+            on_error=on_error,
             precision=precision,
             model=model,
             bos=bos,
@@ -465,6 +481,7 @@ class AsyncClientMethods(AsyncCaller):
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
+        on_error: OnError | NotGiven = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
@@ -491,6 +508,9 @@ class AsyncClientMethods(AsyncCaller):
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
             probes: Directions to read at every token that is scored or generated. Results with
                 readings are never taken from the result cache.
+            on_error: `fail`: the first bad item refuses the request, and `param` names it.
+                `report`: it has its `problem` in place of its result, the others have their
+                results. Default fail.
             precision: What softmax and columns are computed in, from the model's logits, and
                 tokens drawn in. Numbers of MessagePack answers are float32 all the same.
                 Default float32.
@@ -521,6 +541,7 @@ class AsyncClientMethods(AsyncCaller):
             adapter=adapter,
             steering=steering,
             probes=probes,
+            on_error=on_error,
             precision=precision,
             model=model,
             bos=bos,
@@ -608,6 +629,7 @@ class AsyncClientMethods(AsyncCaller):
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
+        on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
@@ -642,6 +664,9 @@ class AsyncClientMethods(AsyncCaller):
             precision: What softmax and columns are computed in, from the model's logits, and
                 tokens drawn in. Numbers of MessagePack answers are float32 all the same.
                 Default float32.
+            on_error: `fail`: the first bad item refuses the request, and `param` names it.
+                `report`: it has its `problem` in place of its result, the others have their
+                results. Default fail.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -683,6 +708,7 @@ class AsyncClientMethods(AsyncCaller):
             steering=steering,
             probes=probes,
             precision=precision,
+            on_error=on_error,
             model=model,
             bos=bos,
             on_overflow=on_overflow,
@@ -713,6 +739,7 @@ class AsyncClientMethods(AsyncCaller):
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
+        on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
@@ -749,6 +776,9 @@ class AsyncClientMethods(AsyncCaller):
             precision: What softmax and columns are computed in, from the model's logits, and
                 tokens drawn in. Numbers of MessagePack answers are float32 all the same.
                 Default float32.
+            on_error: `fail`: the first bad item refuses the request, and `param` names it.
+                `report`: it has its `problem` in place of its result, the others have their
+                results. Default fail.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -790,6 +820,7 @@ class AsyncClientMethods(AsyncCaller):
             steering=steering,
             probes=probes,
             precision=precision,
+            on_error=on_error,
             model=model,
             bos=bos,
             on_overflow=on_overflow,
@@ -820,6 +851,7 @@ class AsyncClientMethods(AsyncCaller):
         adapter: str | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
+        on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
@@ -853,6 +885,9 @@ class AsyncClientMethods(AsyncCaller):
             precision: What softmax and columns are computed in, from the model's logits, and
                 tokens drawn in. Numbers of MessagePack answers are float32 all the same.
                 Default float32.
+            on_error: `fail`: the first bad item refuses the request, and `param` names it.
+                `report`: it has its `problem` in place of its result, the others have their
+                results. Default fail.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -892,6 +927,7 @@ class AsyncClientMethods(AsyncCaller):
             adapter=adapter,
             probes=probes,
             precision=precision,
+            on_error=on_error,
             model=model,
             bos=bos,
             on_overflow=on_overflow,
@@ -921,6 +957,7 @@ class AsyncClientMethods(AsyncCaller):
         adapter: str | NotGiven | None = NOT_GIVEN,
         probes: Sequence[ProbeRequest | Mapping[str, Any]] | NotGiven | None = NOT_GIVEN,
         precision: Precision | NotGiven = NOT_GIVEN,
+        on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
@@ -956,6 +993,9 @@ class AsyncClientMethods(AsyncCaller):
             precision: What softmax and columns are computed in, from the model's logits, and
                 tokens drawn in. Numbers of MessagePack answers are float32 all the same.
                 Default float32.
+            on_error: `fail`: the first bad item refuses the request, and `param` names it.
+                `report`: it has its `problem` in place of its result, the others have their
+                results. Default fail.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -995,6 +1035,7 @@ class AsyncClientMethods(AsyncCaller):
             adapter=adapter,
             probes=probes,
             precision=precision,
+            on_error=on_error,
             model=model,
             bos=bos,
             on_overflow=on_overflow,
@@ -1149,6 +1190,7 @@ class AsyncClientMethods(AsyncCaller):
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
+        on_error: OnError | NotGiven = NOT_GIVEN,
         model: str | NotGiven | None = NOT_GIVEN,
         bos: BosPolicy | NotGiven = NOT_GIVEN,
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
@@ -1167,6 +1209,9 @@ class AsyncClientMethods(AsyncCaller):
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
+            on_error: `fail`: the first bad item refuses the request, and `param` names it.
+                `report`: it has its `problem` in place of its result, the others have their
+                results. Default fail.
             model: Id of a resident model; may be left out where there is only one.
             bos: Beginning-of-sequence token: as the tokenizer does, always, or never. It is
                 never added twice. Default auto.
@@ -1187,6 +1232,7 @@ class AsyncClientMethods(AsyncCaller):
             override=override,
             adapter=adapter,
             steering=steering,
+            on_error=on_error,
             model=model,
             bos=bos,
             on_overflow=on_overflow,
@@ -1273,8 +1319,8 @@ class AsyncClientMethods(AsyncCaller):
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps
                 what its template ends in. Default joint.
-            space: `both` scores text targets with and without one leading space. Default
-                as_given.
+            space: `both` scores text targets with and without one leading space; `best` does,
+                too, and gives the more probable of the two. Default as_given.
             top: Most probable alternatives listed per row. Default 0.
             per_token: False leaves out the arrays, keeps the sums. Default True.
         """
@@ -1303,6 +1349,7 @@ class AsyncClientMethods(AsyncCaller):
         prompts: str | Sequence[str],
         targets: str | Sequence[str],
         *,
+        space: SpacePolicy = "best",
         override: ParameterOverride | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
         adapter: str | NotGiven | None = NOT_GIVEN,
         steering: Steering | Mapping[str, Any] | NotGiven | None = NOT_GIVEN,
@@ -1312,18 +1359,19 @@ class AsyncClientMethods(AsyncCaller):
         on_overflow: OverflowPolicy | NotGiven = NOT_GIVEN,
         cache: bool | NotGiven = NOT_GIVEN,
         boundary: Boundary | NotGiven = NOT_GIVEN,
-        space: SpacePolicy | NotGiven = NOT_GIVEN,
     ) -> LogProbs:
         """Return one record per prompt and target, prompt by prompt, in the order given.
 
         A record is a dictionary with attributes: prompt, target, sequence (the text that was
-        scored), log_prob, prob, num_tokens, perplexity (exp of minus the summed log_prob) and
-        token_perplexity. With space `both` a target has two: with one leading space, then without.
-        One request scores them all; each prompt is computed once.
+        scored), log_prob, prob, num_tokens, perplexity (exp of minus the summed log_prob),
+        token_perplexity, boundary and log_prob_any_space. With space `both` a target has two: with
+        one leading space, then without. One request scores them all; each prompt is computed once.
 
         Args:
             prompts: Contexts; one string is one prompt.
             targets: Texts to score; one string is one target.
+            space: `best`: each target with or without one leading space, whichever is more
+                probable; `both`: each of the two; or `as_given`.
             override: A stored direction v by name, and eta: the parameters are theta + eta v.
             adapter: Name of a stored LoRA adapter that is added to the parameters.
             steering: Steer the model. Tokens in front of the first scored one are the prompt.
@@ -1342,12 +1390,11 @@ class AsyncClientMethods(AsyncCaller):
                 length; `separate` encodes each alone. Ids are taken as they are. Under `joint`,
                 white space that ends a text context goes to the target; a conversation keeps
                 what its template ends in. Default joint.
-            space: `both` scores text targets with and without one leading space. Default
-                as_given.
         """
         return await self._get_log_prob(
             prompts,
             targets,
+            space,
             override=override,
             adapter=adapter,
             steering=steering,
@@ -1357,7 +1404,6 @@ class AsyncClientMethods(AsyncCaller):
             on_overflow=on_overflow,
             cache=cache,
             boundary=boundary,
-            space=space,
         )
 
     async def sample(

@@ -45,7 +45,7 @@ CONVENIENCES = (
         "score",
         "logprob",
         (Argument("context", "str", "What stands before the targets."), _TARGETS),
-        frozenset({"items"}),
+        frozenset({"items", "on_error"}),
         "ItemScore",
         "Score targets after one context: `logprob` for a single item.",
     ),
@@ -55,14 +55,25 @@ CONVENIENCES = (
         (
             Argument("prompts", "str | Sequence[str]", "Contexts; one string is one prompt."),
             _TARGETS,
+            Argument(
+                "space",
+                "SpacePolicy",
+                "`best`: each target with or without one leading space, whichever is more "
+                "probable; `both`: each of the two; or `as_given`.",
+                True,
+                '"best"',
+            ),
         ),
-        frozenset({"items", "columns", "policy", "top", "per_token", "probes"}),
+        frozenset(
+            {"items", "on_error", "columns", "policy", "top", "per_token", "probes", "space"}
+        ),
         "LogProbs",
         "Return one record per prompt and target, prompt by prompt, in the order given.",
         "A record is a dictionary with attributes: prompt, target, sequence (the text that was "
-        "scored), log_prob, prob, num_tokens, perplexity (exp of minus the summed log_prob) and "
-        "token_perplexity. With space `both` a target has two: with one leading space, then "
-        "without. One request scores them all; each prompt is computed once.",
+        "scored), log_prob, prob, num_tokens, perplexity (exp of minus the summed log_prob), "
+        "token_perplexity, boundary and log_prob_any_space. With space `both` a target has two: "
+        "with one leading space, then without. One request scores them all; each prompt is "
+        "computed once.",
     ),
     Convenience(
         "sample",
@@ -106,7 +117,7 @@ CONVENIENCES = (
             ),
             Argument("progress", "bool", "Whether a terminal shows a bar.", True, "True"),
         ),
-        frozenset({"prompts", "prompt_ids", "messages"}),
+        frozenset({"prompts", "prompt_ids", "messages", "on_error"}),
         "Samples",
         "Continue prompts drawn from a source, and give each continuation its reward.",
         "Each prompt is continued `n` times, every time with a seed of its own that follows from "

@@ -6,7 +6,7 @@ from typing import Any
 
 from logsteer.errors import AnswerError
 from logsteer.schemas import ItemScore, LogprobAnswer
-from logsteer.schemas.logprob import ScoredTarget, TargetScore
+from logsteer.schemas.logprob import BoundaryFinding, ScoredTarget, TargetScore
 from logsteer.schemas.views import TableViews
 
 
@@ -22,7 +22,7 @@ class LogProb(dict[str, Any]):
     target: str
     """The target as given."""
     sequence: str
-    """The text that was scored: `target`, or with `space="both"` one of its variants."""
+    """The text that was scored: `target`, or the same with or without one leading space."""
     log_prob: float | None
     """log p(sequence | prompt); None where it is not finite."""
     prob: float | None
@@ -33,6 +33,10 @@ class LogProb(dict[str, Any]):
     """exp(-log_prob / num_tokens), which `perplexity` is everywhere else."""
     num_tokens: int
     """Tokens of the sequence."""
+    boundary: BoundaryFinding
+    """`merged` where the prompt's end and the sequence share a token: it is scored but in part."""
+    log_prob_any_space: float | None
+    """With `space="best"`, log p of the target with or without a leading space; else None."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
@@ -79,7 +83,7 @@ def pair_records(prompts: Sequence[str], targets: Sequence[str], answer: Logprob
 def _variants(target: str, score: ScoredTarget) -> list[tuple[str, TargetScore]]:
     """Return the texts that were scored for a target, each with its score."""
     if score.variants is None:
-        return [(target, score)]
+        return [(score.sequence or target, score)]
     both = (score.variants.with_space, score.variants.without_space)
     return [(variant.target, variant) for variant in both]
 
@@ -94,6 +98,8 @@ def _record(prompt: str, target: str, sequence: str, score: TargetScore) -> LogP
         num_tokens=score.num_tokens,
         perplexity=_exponential(score.logprob),
         token_perplexity=score.perplexity,
+        boundary=score.boundary,
+        log_prob_any_space=getattr(score, "logprob_any_space", None),
     )
 
 

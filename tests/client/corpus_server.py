@@ -19,7 +19,7 @@ import httpx
 from .documents import ANSWER, PROVENANCE
 
 BAD = "bad"
-"""A text for which a request is refused."""
+"""A text for which an item is refused."""
 
 
 def value_of(text: str) -> float:
@@ -30,11 +30,11 @@ def value_of(text: str) -> float:
 def answer(path: str, body: dict[str, Any], weights: str = "w") -> tuple[int, dict[str, Any]]:
     """The status and the document that the server answers with."""
     rows, count = read(path, body)
-    if any(BAD in json.dumps(row) for row in rows):
-        document = {"code": "context_too_long", "status": 422, "detail": "too long", "param": "x"}
-        return 422, {"retryable": False, **document}
     usage = {"prompt_tokens": count, "scored_tokens": count, "generated_tokens": 0}
-    results = [RESULTS[path](row, place, body) for place, row in enumerate(rows)]
+    results = [
+        refuse(path, place) if BAD in json.dumps(row) else RESULTS[path](row, place, body)
+        for place, row in enumerate(rows)
+    ]
     provenance = PROVENANCE | {"weights_digest": weights}
     return 200, {"results": results, **ANSWER, "provenance": provenance, "usage": usage}
 
@@ -51,6 +51,13 @@ def read(path: str, body: dict[str, Any]) -> tuple[list[Any], int]:
     else:
         rows = body["texts"] if path == "/perplexity" else body["items"]
     return rows, 3 * len(rows)
+
+
+def refuse(path: str, place: int) -> dict[str, Any]:
+    names = {"/generate": f"prompts[{place}]", "/perplexity": f"texts[{place}]"}
+    param = names.get(path, f"items[{place}].targets[1]")
+    about = {"status": 422, "detail": "too long", "retryable": False}
+    return {"problem": {"code": "context_too_long", "param": param, **about}}
 
 
 def score_text(row: str, _place: int, _body: dict[str, Any]) -> dict[str, Any]:

@@ -76,12 +76,14 @@ def test_records_go_prompt_by_prompt(call: Caller) -> None:
     assert records[1] == {
         "prompt": "p", "target": " Rome", "sequence": " Rome", "log_prob": -2.0, "prob": 0.25,
         "num_tokens": 5, "perplexity": math.exp(2), "token_perplexity": 2.0,
+        "boundary": "exact", "log_prob_any_space": None,
     }  # fmt: skip
     assert records[3].prob is records[3].perplexity is records[3].token_perplexity is None
     assert json.loads(server.bodies[0]) == {
         "items": [{"context": text, "targets": [" Paris", " Rome"]} for text in ("p", "q")],
         "per_token": False,
         "columns": ["logprob"],
+        "space": "best",
     }
 
 

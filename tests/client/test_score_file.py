@@ -63,6 +63,7 @@ def test_columns_that_are_called_otherwise(tmp_path: Path) -> None:
     (body,) = server.asked
     assert body == {
         "top": 2,
+        "on_error": "report",
         "items": [
             {"context": "2 + 2 =", "targets": [" 4"]},
             {"context": "I feel", "targets": [" glad", " sad"]},

@@ -18,8 +18,8 @@ from tests.conftest import ROOT, Server
 from tests.contract.agreement import PER_TOKEN
 
 FIELDS = (
-    "columns", "policy", "precision", "on_overflow", "cache", "bos", "model", "steering",
-    "override", "adapter", "probes",
+    "columns", "policy", "precision", "on_overflow", "on_error", "cache", "bos", "model",
+    "steering", "override", "adapter", "probes",
 )  # fmt: skip
 """Those that API.md lists as common."""
 
@@ -67,6 +67,7 @@ VALUES: dict[str, Any] = {
     "policy": {"temperature": 0.5},
     "precision": "float64",
     "on_overflow": "truncate_left",
+    "on_error": "report",
     "cache": False,
     "bos": "never",
     "model": "nobody",
@@ -77,7 +78,7 @@ VALUES: dict[str, Any] = {
 }
 
 OPENAI = dict.fromkeys(
-    ("columns", "policy", "precision", "on_overflow", "cache", "bos"),
+    ("columns", "policy", "precision", "on_overflow", "on_error", "cache", "bos"),
     "OpenAI's shape has no place for it; send /logprob or /generate",
 )
 REFUSALS: dict[str, dict[str, str]] = {
@@ -89,12 +90,14 @@ REFUSALS: dict[str, dict[str, str]] = {
         "policy": "keeps no columns; send the text to /perplexity",
         "probes": "keeps no tokens; send the text to /perplexity",
         "on_overflow": "cut into windows that fit",
+        "on_error": "a stream is one text",
     },
     "/steer": {"policy": "drawn by temperature, top_p, top_k and min_p"},
     "/generate": {"policy": "drawn by temperature, top_p, top_k and min_p"},
     "/sweep": {
         "columns": "gives sums, no tokens",
         "policy": "gives sums, no columns",
+        "on_error": "of the same items",
         "probes": "gives sums, no tokens",
     },
     "/patch": {
@@ -113,6 +116,7 @@ REFUSALS: dict[str, dict[str, str]] = {
         "columns": "/logprob gives columns",
         "policy": "/logprob gives columns",
         "precision": "given in float32",
+        "on_error": "the arrays are of all items",
         "probes": "/logprob gives readings",
         "cache": "computed each time",
     },
@@ -321,6 +325,34 @@ def check_on_overflow(http: httpx.Client, path: str) -> None:
     assert '"truncated_tokens": 0' in json.dumps(fits)
 
 
+def check_on_error(http: httpx.Client, path: str) -> None:
+    """A bad item is named, and with `report` it alone has no result."""
+    body = with_text(path, f"an error of {path}")
+    (name,) = {"items", "texts", "prompts"} & body.keys()
+    good = body[name][0]
+    bad = {**good, "targets": ["a", ""]} if name == "items" else ""
+    place = f"{name}[1]" + (".targets[1]" if name == "items" else "")
+    alone = document_of(post(http, path, body))["results"][0]
+    for mixed in ([good, bad, good], [good, bad, good, bad]):
+        refused = post(http, path, body | {name: mixed})
+        assert refused.status_code == 422
+        assert error_of(refused)[:2] == ("invalid_request", place)
+        reported = post(http, path, body | {name: mixed, "on_error": "report"})
+        results = document_of(reported)["results"]
+        assert ["problem" in result for result in results] == [entry is bad for entry in mixed]
+        problem = results[1]["problem"]
+        assert results[1].keys() == {"problem"}
+        assert (problem["code"], problem["param"]) == ("invalid_request", place)
+        assert problem["request_id"] == reported.headers["x-request-id"]
+        if path not in DRAWN_EACH_TIME:
+            assert results[0] == results[2] == alone
+        else:
+            seeds = [result["completions"][0]["seed"] for result in results[::2]]
+            assert seeds == [DRAW["seed"], DRAW["seed"] + 2]  # as if the bad one had been drawn
+    nothing = document_of(post(http, path, body | {name: [bad], "on_error": "report"}))
+    assert [result.keys() for result in nothing["results"]] == [{"problem"}]
+
+
 def check_cache(http: httpx.Client, path: str) -> None:
     body = with_text(path, f"a cache of {path}")
     assert known(http, path, body | {"cache": False}) == 0
@@ -389,6 +421,7 @@ EFFECTS: dict[str, Callable[[httpx.Client, str], None]] = {
     "policy": check_policy,
     "precision": check_precision,
     "on_overflow": check_on_overflow,
+    "on_error": check_on_error,
     "cache": check_cache,
     "bos": check_bos,
     "model": check_model,

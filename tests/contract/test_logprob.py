@@ -58,6 +58,46 @@ def test_a_merged_boundary_is_reported(client: Client) -> None:
     assert (merged.boundary, exact.boundary) == ("merged", "exact")
 
 
+def test_merged_targets_are_not_compared_with_exact_ones(client: Client) -> None:
+    item = {"context": "Once upon a ti", "targets": ["me there was", " and then", "me it was"]}
+    mixed = client.logprob([item]).results[0]
+    assert [target.boundary for target in mixed.targets] == ["merged", "exact", "merged"]
+    assert (mixed.best, mixed.choice_probs) == (1, [None, 1.0, None])
+    assert mixed.flags == ["merged_left_out"]
+    merged = client.logprob([{**item, "targets": item["targets"][::2]}]).results[0]
+    assert merged.best is not None
+    assert sum(share or 0 for share in merged.choice_probs) == pytest.approx(1)
+    assert merged.flags == []
+    # Of two variants the exact one counts, and one that has no token of its own is left out.
+    (both,) = client.logprob([{"context": "Par", "targets": [" is"]}], space="best").results
+    (alone,) = client.logprob([{"context": "Par", "targets": [" is"]}]).results
+    assert both.targets[0].logprob_any_space == pytest.approx(
+        alone.targets[0].logprob, abs=PER_TOKEN
+    )
+
+
+def test_the_better_of_both_spaces_is_one_result(client: Client) -> None:
+    targets = ["Paris", " London", "!"]
+    both, best = (
+        client.logprob([{"context": CONTEXT, "targets": targets}], space=space).results[0]
+        for space in ("both", "best")
+    )
+    for given_, pair, one in zip(targets, both.targets, best.targets, strict=True):
+        assert pair.variants is not None
+        variants = [pair.variants.with_space, pair.variants.without_space]
+        exact = [found for found in variants if found.boundary == "exact"] or variants
+        wanted = max(exact, key=lambda found: found.logprob or -math.inf)
+        assert (one.target, one.sequence, one.variants) == (given_, wanted.target, None)
+        assert (one.token_ids, one.boundary) == (wanted.token_ids, wanted.boundary)
+        assert one.logprob == pytest.approx(wanted.logprob, abs=PER_TOKEN)
+        total = math.log(math.fsum(math.exp(found.logprob or 0) for found in exact))
+        assert one.logprob_any_space == pytest.approx(total, abs=PER_TOKEN)
+        assert one.logprob_any_space == pytest.approx(pair.logprob_any_space, abs=PER_TOKEN)
+    assert best.best == both.best
+    records = client.get_log_prob(CONTEXT, targets)
+    assert [record.sequence for record in records] == [one.sequence for one in best.targets]
+
+
 def test_a_target_left_without_a_token_is_refused(client: Client) -> None:
     ids = client.tokenize(["Paris", "Par"]).results
     assert len(ids[0].token_ids) <= len(ids[1].token_ids), "the example needs Paris as one token"

@@ -163,26 +163,32 @@ class TestTargets:
     def test_what_does_not_fit_is_an_error_or_cut_at_the_left(self) -> None:
         info = replace(INFO, context_length=4)
         item = {"context_ids": [5, 6, 7, 8], "target_ids": [[9, 10]]}
-        assert refusal(item, info=info) == ("context_too_long", None)
+        assert refusal(item, info=info) == ("context_too_long", "items[0].target_ids[0]")
         options = TargetOptions(on_overflow="truncate_left")
         made = plan(item, info=info, options=options)
         assert made.planned[0].truncated == 1
         assert read_text(made.jobs[0]) == ([6, 7, 8, 9], [9, 10])
         long = {"context_ids": [5], "target_ids": [[1, 2, 3, 4, 5]]}
-        assert refusal(long, info=info, options=options) == ("context_too_long", None)
+        assert refusal(long, info=info, options=options) == (
+            "context_too_long", "items[0].target_ids[0]",
+        )  # fmt: skip
 
     @pytest.mark.parametrize(
         ("item", "found"),
         [
             (
                 {"context_ids": [5], "target_ids": [[INFO.vocab_size]]},
-                ("invalid_request", "items[0].target_ids"),
+                ("invalid_request", "items[0].target_ids[0]"),
             ),
             (
                 {"context_ids": [INFO.vocab_size], "target_ids": [[5]]},
                 ("invalid_request", "items[0].context_ids"),
             ),
-            ({"context": "Hello", "targets": [" "]}, ("boundary_empty", "space")),
+            (
+                {"context": "Hello", "targets": ["a", " "]},
+                ("boundary_empty", "items[0].targets[1]"),
+            ),
+            ({"context": "Hello", "targets": [""]}, ("invalid_request", "items[0].targets[0]")),
         ],
     )
     def test_what_cannot_be_scored_is_named(

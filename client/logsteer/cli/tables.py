@@ -118,8 +118,9 @@ def draw_scores(result: ItemScore) -> Iterator[Table | Text]:
     for target in result.targets:
         if target.boundary == "merged":
             yield Text(
-                f"{target.target!r}: joins tokens with the context's end; --boundary separate "
-                "keeps them apart"
+                f"{target.target!r}: joins tokens with the context's end"
+                f"{', so it is not compared with the others' if result.flags else ''}; "
+                "--boundary separate keeps them apart"
             )
         if target.top is not None:
             yield Text(f"most probable at each token of {target.target!r}")

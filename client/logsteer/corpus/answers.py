@@ -1,12 +1,13 @@
 """Chunks of rows -> requests; their answers -> a line for each row.
 
     {"row": 0, "result": {"targets": [...], "best": 0, ...}}
-    {"row": 1, "error": {"code": "context_too_long", "detail": "…", "param": "items[0]"}}
+    {"row": 1, "error": {"code": "context_too_long", "detail": "…", "param": "targets[2]"}}
 
 Lines have nothing of when and how they came to be: no times, no request ids.
 """
 
 import math
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -27,6 +28,7 @@ from logsteer.errors import (
     InvalidRequestError,
     LogsteerError,
     RequestTimeoutError,
+    problem_error,
 )
 from logsteer.schemas import TextResult, TextScore
 from logsteer.schemas.perplexity import SUMS, summarize_sums
@@ -38,6 +40,8 @@ FINGERPRINT = (
     "quantization", "vocab_size",
 )  # fmt: skip
 """What of an answer's provenance is the same for all rows of a file."""
+_PLACE = re.compile(r"^(items|texts|prompts|prompt_ids|messages)(\[\d+\])?\.?")
+"""Of a problem's `param`: which of a request's items it is about."""
 MAX_DETAIL = 2000
 """Characters of an error's detail in a line."""
 TOO_LONG = (DeadlineError, RequestTimeoutError, InternalError)
@@ -180,17 +184,22 @@ class _ChunkRun:
             raise AnswerError(describe_difference(self._identity, identity))
         self._identity = identity
         for place, result in zip(places, document["results"], strict=True):
-            self._write(place, b"result", to_json(result))
+            if "problem" in result:
+                self._fail(place, problem_error(result["problem"]))
+            else:
+                self._write(place, b"result", to_json(result))
         for name in USAGE:
             self._tally.usage[name] += document["usage"].get(name, 0)
         if self._form.kind.result is TextResult:
             for result in document["results"]:
+                if "problem" in result:
+                    continue
                 sums = [result[name] for name in SUMS]
                 self._texts.append([math.nan if value is None else value for value in sums])
 
     def _build(self, places: Sequence[int]) -> ApiCall[Download]:
         form = self._form
-        body = dict(form.options)
+        body = {**form.options, "on_error": "report"}
         items = [self._items[place] or {} for place in places]
         if form.kind.fields is ITEM_FIELDS:
             body["items"] = items
@@ -211,6 +220,8 @@ class _ChunkRun:
     def _fail(self, place: int, error: LogsteerError) -> None:
         code = error.code if isinstance(error, APIError) else "deadline_exceeded"
         param = error.param if isinstance(error, APIError) else None
+        if param is not None:  # of `items[17].targets[2]` the part that is the row's
+            param = _PLACE.sub("", param) or None
         document = {"code": code, "detail": error.detail[:MAX_DETAIL], "param": param}
         self._failed[place] = document
         self._write(place, b"error", to_json(document))

@@ -92,7 +92,8 @@ class RowForm:
         if self.targets and kind.fields != ITEM_FIELDS:
             raise _refuse(f"{self.endpoint} takes no targets; leave them out", "targets")
         options = {name: value for name, value in self.options.items() if name != "model"}
-        for name, why in kind.refused.items():
+        own = {"on_error": "each row has its result or its error; leave it out"}
+        for name, why in {**kind.refused, **own}.items():
             if name in options:
                 raise _refuse(f"{name}: {why}", name)
         if kind.is_seeded:

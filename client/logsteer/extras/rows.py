@@ -225,8 +225,12 @@ def _write_item_tokens(item: ItemScore) -> Iterable[FlatRow] | None:
 def _number(name: str, results: str, write: _Write) -> _Write:
     """Return a writer of all results of an answer, whose rows tell which one they are of."""
 
+    def write_result(result: Any) -> Iterable[FlatRow] | None:
+        problem = getattr(result, "problem", None)
+        return [{"problem": problem.detail}] if problem else write(result)
+
     def write_all(answer: Any) -> Iterable[FlatRow] | None:
-        parts = [write(result) for result in getattr(answer, results)]
+        parts = list(map(write_result, getattr(answer, results)))
         if parts and all(rows is None for rows in parts):
             return None
         return ({name: index, **row} for index, rows in enumerate(parts) for row in rows or ())

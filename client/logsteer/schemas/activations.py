@@ -45,6 +45,7 @@ class ActivationsRequest(SequenceOptions, InterventionFields, NamedRefusals):
         "columns": "activations are no scored rows; /logprob gives columns",
         "policy": "activations are no scored rows; /logprob gives columns",
         "cache": "activations are computed each time, and none are kept; leave it out",
+        "on_error": "the arrays are of all items; leave out the bad ones",
         "probes": "the activations themselves are given: project them; /logprob gives readings",
         "precision": "activations are given in float32; serve the model in the dtype to compute in",
     }

@@ -22,6 +22,7 @@ SCOPES: Final[tuple[KeyScope, ...]] = ("score", "steer", "write", "admin")
 
 BosPolicy = Literal["auto", "always", "never"]
 OverflowPolicy = Literal["error", "truncate_left"]
+OnError = Literal["fail", "report"]
 Column = Literal[
     "logprob", "rank", "entropy", "logit_mean", "logit_std", "log_q", "rb_entropy", "head_mass",
     "tail_mass", "top1_prob", "margin", "two_point_entropy", "collision", "renyi2",
@@ -124,6 +125,16 @@ class RequestOptions(SequenceOptions):
         default=True,
         description="Whether results of earlier equal work may be given again, and the results of "
         "this request kept. They are the same numbers, bit for bit.",
+    )
+
+
+class ItemOptions(Request):
+    """What happens to a request of several items where one of them cannot be answered."""
+
+    on_error: OnError = Field(
+        default="fail",
+        description="`fail`: the first bad item refuses the request, and `param` names it. "
+        "`report`: it has its `problem` in place of its result, the others have their results.",
     )
 
 

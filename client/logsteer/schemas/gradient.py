@@ -8,6 +8,7 @@ from logsteer.schemas.common import (
     Answer,
     Float,
     Index,
+    ItemOptions,
     NamedRefusals,
     Reply,
     Request,
@@ -16,6 +17,7 @@ from logsteer.schemas.common import (
 from logsteer.schemas.interventions import AppliedInterventions, InterventionFields
 from logsteer.schemas.logprob import Boundary, BoundaryFinding, LogprobItem
 from logsteer.schemas.overrides import UsedOverride
+from logsteer.schemas.problem import ItemResult
 from logsteer.schemas.steering import (
     HOOK,
     HookName,
@@ -54,7 +56,7 @@ class GradientVariable(Request):
         return self
 
 
-class GradientRequest(RequestOptions, InterventionFields, NamedRefusals):
+class GradientRequest(RequestOptions, ItemOptions, InterventionFields, NamedRefusals):
     """Targets whose summed log-probability is differentiated, one by one.
 
     `steering`, `override` and `adapter` say for which model: derivatives are taken there.
@@ -98,10 +100,10 @@ class TargetGradient(Reply):
     flags: list[str] = Field(default_factory=list)
 
 
-class ItemGradients(Tabled):
+class ItemGradients(ItemResult, Tabled):
     """One item's targets."""
 
-    targets: list[TargetGradient]
+    targets: list[TargetGradient] = Field(default_factory=list)
 
 
 class GradientAnswer(Answer, AppliedInterventions, Tabled):

@@ -11,6 +11,7 @@ from logsteer.schemas.common import (
     Answer,
     Columns,
     Float,
+    ItemOptions,
     Message,
     Reply,
     Request,
@@ -21,11 +22,12 @@ from logsteer.schemas.common import (
     Window,
 )
 from logsteer.schemas.interventions import ActivationFields, AppliedInterventions
+from logsteer.schemas.problem import ItemResult
 from logsteer.schemas.views import Tabled
 
 Boundary = Literal["joint", "separate"]
 BoundaryFinding = Literal["exact", "merged"]
-SpacePolicy = Literal["as_given", "both"]
+SpacePolicy = Literal["as_given", "both", "best"]
 
 
 class LogprobItem(Request):
@@ -42,12 +44,7 @@ class LogprobItem(Request):
         texts, ids = self.targets, self.target_ids
         is_text, has_ids = self.context is not None, self.context_ids is not None
         pairs_up = (texts is not None) is is_text and (ids is not None) is has_ids
-        if (
-            pairs_up
-            and is_text is not has_ids
-            and self.messages is None
-            and all(texts or ids or ())
-        ):
+        if pairs_up and is_text is not has_ids and self.messages is None:
             return self  # as nearly all do; what follows says what is wrong, or is a conversation
         forms = [n for n in ("context", "context_ids", "messages") if getattr(self, n) is not None]
         if len(forms) != 1:
@@ -60,15 +57,10 @@ class LogprobItem(Request):
             wanted, other, given = other, wanted, ids
         if given is None or (texts is not None and ids is not None):
             raise ValueError(f"an item with {forms[0]} takes {wanted}, and no {other}")
-        if not all(given):
-            empty = [len(target) for target in given].index(0)
-            raise ValueError(
-                f"{wanted}[{empty}] is empty: a target needs at least one token; leave it out"
-            )
         return self
 
 
-class LogprobRequest(RowOptions, ActivationFields):
+class LogprobRequest(RowOptions, ItemOptions, ActivationFields):
     """Targets to score, and how text is cut into tokens."""
 
     items: list[LogprobItem] = Field(
@@ -82,7 +74,8 @@ class LogprobRequest(RowOptions, ActivationFields):
     )
     space: SpacePolicy = Field(
         default="as_given",
-        description="`both` scores text targets with and without one leading space.",
+        description="`both` scores text targets with and without one leading space; `best` does, "
+        "too, and gives the more probable of the two.",
     )
     top: int = Field(
         default=0, ge=0, le=1000, description="Most probable alternatives listed per row."
@@ -93,8 +86,10 @@ class LogprobRequest(RowOptions, ActivationFields):
 
     @model_validator(mode="after")
     def _ids_have_no_spaces(self) -> "LogprobRequest":
-        if self.space == "both" and any(item.target_ids is not None for item in self.items):
-            raise ValueError("space: both needs text targets; use as_given with target_ids")
+        if self.space != "as_given" and any(item.target_ids is not None for item in self.items):
+            raise ValueError(
+                f"space: {self.space} needs text targets; use as_given with target_ids"
+            )
         return self
 
     @model_validator(mode="after")
@@ -134,7 +129,7 @@ class TargetScore(RowColumns, Tabled):
     prob: Float = None
     perplexity: Float = Field(default=None, description="exp(-logprob / num_tokens).")
     num_tokens: int
-    num_bytes: int = Field(description="UTF-8 bytes of `target`.")
+    num_bytes: int = Field(description="UTF-8 bytes of the text that was scored.")
     is_greedy: bool | None = Field(default=None, description="Every rank is 1; null without ranks.")
     boundary: BoundaryFinding = Field(
         description="`merged` where the context's own tokens are not a prefix of the joint tokens."
@@ -151,22 +146,36 @@ class SpaceVariants(Reply):
 
 
 class ScoredTarget(TargetScore):
-    """A target of `/logprob`: its score as given, and both variants where they were asked for."""
+    """A target of `/logprob`: its score as given, or with `space: best` that of its better variant.
 
+    With `both` it has both variants beside it. A variant whose boundary is merged counts only where
+    the other's is, too.
+    """
+
+    sequence: str | None = Field(
+        default=None, description="With `space: best`, the variant that was scored."
+    )
     variants: SpaceVariants | None = None
     logprob_any_space: Float = Field(
         default=None,
-        description="log(exp(with_space) + exp(without_space)), where both were asked for.",
+        description="log(exp(with_space) + exp(without_space)), with `space` both or best.",
     )
 
 
-class ItemScore(Tabled):
-    """The scores of one context's targets."""
+class ItemScore(ItemResult, Tabled):
+    """The scores of one context's targets, and how they compare.
 
-    targets: list[ScoredTarget]
-    best: int | None = Field(description="Index of the most probable target.")
+    A target whose `boundary` is merged shares a token with the context, so that its log-probability
+    is of a part of it. It takes no part in `best` and `choice_probs` (null there) beside targets
+    that are exact, and the flag `merged_left_out` says so. Where all are merged, all take part.
+    """
+
+    targets: list[ScoredTarget] = Field(default_factory=list)
+    best: int | None = Field(default=None, description="Index of the most probable target.")
+    flags: list[str] = Field(default_factory=list)
     choice_probs: list[Float] = Field(
-        description="Softmax over the targets' log-probabilities (any-space ones where asked for)."
+        default_factory=list,
+        description="Softmax over the targets' log-probabilities (any-space ones where asked for).",
     )
 
 

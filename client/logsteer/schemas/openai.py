@@ -69,7 +69,8 @@ class CompatibleRequest(InterventionFields, NamedRefusals):
     """Fields that all of these requests share; interventions are logsteer's."""
 
     refused: ClassVar[dict[str, str]] = dict.fromkeys(
-        ("columns", "policy", "precision", "on_overflow", "cache", "bos"), COMMON_ELSEWHERE
+        ("columns", "policy", "precision", "on_overflow", "on_error", "cache", "bos"),
+        COMMON_ELSEWHERE,
     )
     unsupported: ClassVar[Mapping[str, Unsupported]] = {}
 

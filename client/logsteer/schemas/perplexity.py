@@ -12,6 +12,7 @@ from logsteer.schemas.common import (
     Columns,
     Count,
     Float,
+    ItemOptions,
     NamedRefusals,
     PrecisionOption,
     Provenance,
@@ -24,6 +25,7 @@ from logsteer.schemas.common import (
 )
 from logsteer.schemas.interventions import ActivationFields, AppliedInterventions
 from logsteer.schemas.overrides import ParameterOverride
+from logsteer.schemas.problem import ItemResult
 from logsteer.schemas.steering import Steering, VectorName
 from logsteer.schemas.views import Plotted
 
@@ -80,7 +82,7 @@ class WindowOptions(RequestOptions):
         return self
 
 
-class PerplexityRequest(WindowOptions, RowOptions, ActivationFields):
+class PerplexityRequest(WindowOptions, RowOptions, ItemOptions, ActivationFields):
     """Texts to score."""
 
     texts: list[str] = Field(min_length=1, description="Texts to score.")
@@ -107,10 +109,7 @@ class PerplexityRequest(WindowOptions, RowOptions, ActivationFields):
         return self
 
     @model_validator(mode="after")
-    def _texts_have_content(self) -> "PerplexityRequest":
-        for index, text in enumerate(self.texts):
-            if not text:
-                raise ValueError(f"texts[{index}] is empty: leave it out")
+    def _exl3_takes_one_text(self) -> "PerplexityRequest":
         if self.protocol == "exl3" and len(self.texts) > 1:
             reason = "protocol exl3 cuts one text into rows; join them, as its script does by two "
             raise name_refusal({"texts": reason + "newlines, or send them one by one"})
@@ -126,6 +125,7 @@ class PerplexityStreamQuery(WindowOptions, PrecisionOption, NamedRefusals):
         "policy": "a stream of any length keeps no columns; send the text to /perplexity",
         "tokens": "a stream of any length keeps no tokens; send the text to /perplexity",
         "windows": "the events are the windows; leave it out",
+        "on_error": "a stream is one text; leave it out",
         "reference": "a stream is scored while it arrives; send the text to /perplexity",
         "probes": "a stream of any length keeps no tokens; send the text to /perplexity",
     }
@@ -231,7 +231,7 @@ class TokenScores(RowColumns):
     logprobs: list[Float]
 
 
-class TextResult(TextScore, Plotted):
+class TextResult(ItemResult, TextScore, Plotted):
     """The score of one text."""
 
     windows: list[WindowScore] | None = None

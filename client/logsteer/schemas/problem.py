@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from pydantic import Field
+
 from logsteer.schemas.common import Reply
 
 ProblemCode = Literal[
@@ -43,3 +45,12 @@ class Problem(Reply):
     param: str | None = None
     retryable: bool
     request_id: str
+
+
+class ItemResult(Reply):
+    """The result of one of a request's items; where it has a problem, it has nothing else."""
+
+    problem: Problem | None = Field(
+        default=None,
+        description="Why this item has no result, in a request with `on_error: report`.",
+    )

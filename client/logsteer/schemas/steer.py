@@ -14,6 +14,7 @@ from logsteer.schemas.common import (
     Count,
     Float,
     Index,
+    ItemOptions,
     Message,
     NamedRefusals,
     PrecisionOption,
@@ -32,13 +33,14 @@ from logsteer.schemas.interventions import (
 )
 from logsteer.schemas.logprob import Boundary, LogprobItem
 from logsteer.schemas.openai import FinishReason
+from logsteer.schemas.problem import ItemResult
 from logsteer.schemas.steering import Finite, Steering, SteeringReceipt
 from logsteer.schemas.views import Plotted, Tabled
 
 MAX_SWEEP = 256
 
 
-class PromptRequest(RequestOptions, PrecisionOption, ActivationFields, NamedRefusals):
+class PromptRequest(RequestOptions, ItemOptions, PrecisionOption, ActivationFields, NamedRefusals):
     """Prompts to continue, and how; one of `prompts`, `prompt_ids` and `messages`."""
 
     refused: ClassVar[dict[str, str]] = {
@@ -46,10 +48,8 @@ class PromptRequest(RequestOptions, PrecisionOption, ActivationFields, NamedRefu
         "refer to those; leave it out"
     }
 
-    prompts: list[Annotated[str, Field(min_length=1)]] | None = Field(
-        default=None, min_length=1, description="Texts to continue."
-    )
-    prompt_ids: list[Annotated[list[TokenId], Field(min_length=1)]] | None = Field(
+    prompts: list[str] | None = Field(default=None, min_length=1, description="Texts to continue.")
+    prompt_ids: list[list[TokenId]] | None = Field(
         default=None, min_length=1, description="Prompts as token ids, in place of `prompts`."
     )
     messages: list[Message] | None = Field(
@@ -131,16 +131,17 @@ class Completion(RowColumns, Tabled):
     aggregates: dict[str, Aggregate] | None = None
 
 
-class PromptCompletions(Tabled):
+class PromptCompletions(ItemResult, Tabled):
     """The continuations of one prompt."""
 
-    completions: list[Completion]
+    completions: list[Completion] = Field(default_factory=list)
     baseline: list[Completion] | None = Field(
         default=None, description="Without steering, where asked for."
     )
     prompt_ids: list[int] = Field(
+        default_factory=list,
         description="The prompt as the model read it. With a completion's `token_ids` as the "
-        "target, /logprob scores that completion again."
+        "target, /logprob scores that completion again.",
     )
     truncated_tokens: int = Field(
         default=0, description="Leftmost tokens of the prompt that were dropped to fit the context."
@@ -185,6 +186,7 @@ class SweepRequest(RequestOptions, PrecisionOption, ParameterFields, NamedRefusa
 
     refused: ClassVar[dict[str, str]] = {
         "columns": "a sweep gives sums, no tokens; /logprob with steering gives columns",
+        "on_error": "every point of a sweep is of the same items; leave out the bad ones",
         "policy": "a sweep gives sums, no columns; /logprob with steering gives them",
         "probes": "a sweep gives sums, no tokens; /logprob with steering gives readings",
     }

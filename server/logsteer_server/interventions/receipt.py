@@ -37,9 +37,11 @@ class Receipt:
         self._sites = {site.name: (0, 0.0) for site in steering.plan.sites}
         self._passed = [0] * len(steering.plan.conditions)
         self._had_cached = False
+        self._had_output = False
 
     def add(self, output: Output) -> None:
         """Count the (last) output of a job in."""
+        self._had_output = True
         # Engines read the rest anew: what the prefix cache has of a prompt ends before its rows.
         if self._steering.plan.positions.kind in ("all", "prompt", "slices"):
             self._had_cached = self._had_cached or bool(output.cached_tokens)
@@ -62,7 +64,7 @@ class Receipt:
         changed = any(tokens for tokens, _ in self._sites.values())
         # A continuation may end before it has a token at positions that it might have come to.
         may_end_before = self._steering.plan.positions.kind in ("completion", "slices")
-        reached = self._steered or not may_end_before
+        reached = self._had_output and (self._steered or not may_end_before)
         if adds and reached and not changed and not self._had_cached:
             detail = "The engine did not apply the steering; report this model and engine as a bug."
             raise api_error("internal", detail)

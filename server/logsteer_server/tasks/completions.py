@@ -24,7 +24,8 @@ from logsteer_server.contract.jobs import (
     draw_seed,
 )
 from logsteer_server.tasks.planning import Steps
-from logsteer_server.text.prompts import fit_prompt, read_prompts
+from logsteer_server.tasks.problems import ItemProblems
+from logsteer_server.text.prompts import check_prompt, fit_prompt, is_one_prompt, read_prompts
 from logsteer_server.text.tokenizer import TextCodec
 
 
@@ -57,12 +58,15 @@ def plan_completions(
     prompts: list[CompletionPrompt] = []
     num_planned = 0
     top = None if request.logprobs is None else min(request.logprobs, info.vocab_size)
-    for text, ids in read_prompts(request.prompt, codec, info.vocab_size):
+    problems = ItemProblems("prompt", is_one=is_one_prompt(request.prompt))
+    for index, (text, ids) in enumerate(read_prompts(request.prompt, codec)):
         scores_echo = request.echo and top is not None
         is_greedy = request.temperature == 0 and request.n == 1
         reads_next = scores_echo and request.max_tokens == 1 and is_greedy
         generates = request.max_tokens > 0 and not reads_next
-        fit_prompt(ids, request.max_tokens if generates else 0, info.context_length)
+        with problems.catch(index):
+            check_prompt(text, ids, info.vocab_size)
+            fit_prompt(ids, request.max_tokens if generates else 0, info.context_length)
         echo_job = _plan_echo(ids, top, reads_next) if scores_echo and top is not None else None
         if text is None:  # not before it is known to be short: millions of ids take gigabytes
             text = codec.decode(ids)
@@ -81,7 +85,8 @@ def plan_chat(
     ids = codec.encode_ids([text])[0]
     asked = request.max_completion_tokens or request.max_tokens
     max_tokens = asked or max(1, info.context_length - len(ids))
-    fit_prompt(ids, max_tokens, info.context_length)
+    with ItemProblems("messages", is_one=True).catch(0):
+        fit_prompt(ids, max_tokens, info.context_length)
     top = min(request.top_logprobs, info.vocab_size) if request.logprobs else None
     return CompletionPrompt(text, ids, None, False, _plan_samples(request, ids, max_tokens, top))
 

@@ -14,7 +14,8 @@ from logsteer_server.contract.plan import Readings
 from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.tasks.columns import aggregate_columns, show_columns
 from logsteer_server.tasks.planning import Steps
-from logsteer_server.text.prompts import fit_prompt, read_prompts
+from logsteer_server.tasks.problems import ItemProblems
+from logsteer_server.text.prompts import check_prompt, fit_prompt, read_prompts
 from logsteer_server.text.tokenizer import TextCodec
 
 
@@ -27,13 +28,16 @@ class Prompts:
     bos: BosPolicy = "auto"
     on_overflow: OverflowPolicy = "error"
 
-    def encode(self, codec: TextCodec, info: EngineInfo) -> Iterator[list[int]]:
-        """Yield the tokens of each prompt. Errors: APIError `invalid_request`."""
+    def encode(self, codec: TextCodec) -> Iterator[tuple[str | None, list[int]]]:
+        """Yield the text, None where ids were given, and the tokens of each prompt.
+
+        Errors: APIError `invalid_request`.
+        """
         if self.messages is not None:
-            yield from codec.encode_ids([codec.render_chat(self.messages)])
+            text = codec.render_chat(self.messages)
+            yield text, codec.encode_ids([text])[0]
             return
-        for _, ids in read_prompts(self.given, codec, info.vocab_size, self.bos):
-            yield ids
+        yield from read_prompts(self.given, codec, self.bos)
 
 
 def find_longest_prompt(prompts: Sequence[str], messages: Sequence[Message]) -> int:
@@ -43,22 +47,34 @@ def find_longest_prompt(prompts: Sequence[str], messages: Sequence[Message]) -> 
 
 
 def plan_continuations(
-    prompts: Prompts, first: GenerateJob, count: int, codec: TextCodec, info: EngineInfo
+    prompts: Prompts,
+    first: GenerateJob,
+    count: int,
+    codec: TextCodec,
+    info: EngineInfo,
+    problems: ItemProblems | None = None,
 ) -> Steps[tuple[list[GenerateJob], list[int]]]:
     """Plan an unsteered job for each completion, `count` of the first prompt, then of the next.
 
-    `first` has everything but the tokens; seeds count on from its own over all completions.
-    Returned besides: how many tokens of each prompt were dropped. Errors: APIError
-    `invalid_request`, `context_too_long`.
+    `first` has everything but the tokens; seeds count on from its own over all completions, those
+    of prompts with a problem included, which have no job. Returned besides: how many tokens of each
+    planned prompt were dropped. Problems are added to `problems`; the first is raised where that is
+    None. Errors: APIError `invalid_request`, `context_too_long`.
     """
+    problems = ItemProblems("prompts") if problems is None else problems
     jobs: list[GenerateJob] = []
     truncated: list[int] = []
     num_planned = 0
-    for given in prompts.encode(codec, info):
-        ids, dropped = fit_prompt(given, first.max_tokens, info.context_length, prompts.on_overflow)
+    limit, policy = info.context_length, prompts.on_overflow
+    for index, (text, given) in enumerate(prompts.encode(codec)):
+        with problems.catch(index):
+            check_prompt(text, given, info.vocab_size)
+            ids, dropped = fit_prompt(given, first.max_tokens, limit, policy)
+        if index in problems:
+            continue
         truncated.append(dropped)
         tokens = np.array(ids, dtype=np.int32)
-        start = first.seed + len(jobs)
+        start = first.seed + index * count
         jobs += [replace(first, tokens=tokens, seed=start + k) for k in range(count)]
         num_planned += count * jobs[-1].num_expected
         yield num_planned
@@ -129,11 +145,16 @@ class Continuations:
     """The completions of a request: those of its jobs, then those of a baseline's."""
 
     def __init__(
-        self, jobs: Sequence[GenerateJob], baseline: Sequence[GenerateJob], per_prompt: int
+        self,
+        jobs: Sequence[GenerateJob],
+        baseline: Sequence[GenerateJob],
+        per_prompt: int,
+        seed: int,
     ) -> None:
         self.jobs = [*jobs, *baseline]
         self.entries = [Continuation(job) for job in self.jobs]
         self._per_prompt = per_prompt
+        self._seed = seed
         self._num_own = len(jobs)
 
     def add(
@@ -142,7 +163,7 @@ class Continuations:
         """Take a piece of a job's output in; return it as a `SteerPiece`."""
         entry = self.entries[index]
         entry.pieces.append(piece)
-        place = index % self._num_own
+        place = entry.job.seed - self._seed
         return {
             "prompt": place // self._per_prompt,
             "completion": place % self._per_prompt,

@@ -16,6 +16,7 @@ from logsteer_server.tasks.continuations import (
     plan_continuations,
 )
 from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.problems import ItemProblems
 from logsteer_server.tasks.run import Batch, BodyTask, Event, check_count, take_each
 
 P = TypeVar("P", bound=PromptRequest)
@@ -25,6 +26,7 @@ NO_TOKENS = np.zeros(0, dtype=np.int32)
 class GenerationTask(BodyTask[P]):
     """Continues prompts, and tells of each token what it was drawn from."""
 
+    _problems: ItemProblems
     _truncated: list[int]
     _continuations: Continuations
 
@@ -53,6 +55,8 @@ class GenerationTask(BodyTask[P]):
         body = self._body
         planner.cover_text(find_longest_prompt(body.prompts or [], body.messages or []))
         self._continuations = await planner.advance(self._plan())
+        if not self._continuations.jobs:  # each prompt has a problem
+            return
         tokens = len(self._continuations.jobs) * body.max_tokens
         planner.expect_rows(tokens, 1 + len(self.columns))
         contexts = [job.prompt_len for job in self._continuations.jobs]
@@ -63,6 +67,8 @@ class GenerationTask(BodyTask[P]):
         body = self._body
         interventions = Interventions.resolve(body, self._stores, self.info)
         given = body.prompts or body.prompt_ids or []
+        field = "prompts" if body.prompts else "prompt_ids" if body.prompt_ids else "messages"
+        self._problems = ItemProblems(field, body.on_error, is_one=field == "messages")
         prompts = Prompts(given, body.messages, body.bos, body.on_overflow)
         first = GenerateJob(
             NO_TOKENS,
@@ -76,11 +82,12 @@ class GenerationTask(BodyTask[P]):
             columns=tuple(self.columns),
             double=body.precision == "float64",
         )
-        steps = plan_continuations(prompts, first, body.n, self.codec, self.info)
+        steps = plan_continuations(prompts, first, body.n, self.codec, self.info, self._problems)
         plain, self._truncated = yield from steps
-        baseline = interventions.unsteered.apply(plain) if self.has_baseline else []
         self.interventions = interventions
-        return Continuations(interventions.apply(plain), baseline, body.n)
+        baseline = interventions.unsteered.apply(plain) if self.has_baseline else []
+        steered = interventions.apply(plain) if plain else []
+        return Continuations(steered, baseline, body.n, first.seed)
 
     def _take(self, index: int, piece: GenerateOutput) -> Event | None:
         document = self._continuations.add(index, piece, self.interventions)
@@ -91,7 +98,7 @@ class GenerationTask(BodyTask[P]):
         results = self._continuations.write(
             self.codec, self.interventions, self._truncated, self.window
         )
-        return {"results": results}
+        return {"results": self._problems.fill(results, self.request_id)}
 
 
 class SteerTask(GenerationTask[SteerRequest]):

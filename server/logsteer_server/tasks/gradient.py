@@ -30,6 +30,7 @@ from logsteer_server.tasks.logprob import (
     plan_targets,
 )
 from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.problems import ItemProblems
 from logsteer_server.tasks.run import Batch, BodyTask, Collector
 
 MAX_NUMBERS = 2**22
@@ -131,25 +132,30 @@ class GradientTask(BodyTask[GradientRequest]):
     async def plan(self, planner: Planner) -> AsyncGenerator[Batch, None]:
         """Differentiate all targets in one batch."""
         planner.cover_text(find_longest(self._body.items))
-        targets, jobs = await planner.advance(self._plan())
+        problems = ItemProblems("items", self._body.on_error)
+        targets, jobs = await planner.advance(self._plan(problems))
         collector = Collector()
-        yield Batch(jobs, collector.take)
+        if jobs:
+            yield Batch(jobs, collector.take)
         found = collector.outputs
         described = [_describe(*each) for each in zip(targets.planned, jobs, found, strict=True)]
-        self._results = [
-            {"targets": [described[i] for i in item.targets]} for item in targets.items
-        ]
+        results = [{"targets": [described[i] for i in item.targets]} for item in targets.items]
+        self._results = problems.fill(results, self.request_id)
 
-    def _plan(self) -> Steps[tuple[TargetPlan, Sequence[GradientJob]]]:
+    def _plan(self, problems: ItemProblems) -> Steps[tuple[TargetPlan, Sequence[GradientJob]]]:
         body, wrt, info = self._body, self._body.wrt, self.info
         check_feature("gradient", info, None)
         self.interventions = Interventions.resolve(body, self._stores, info)
         self._along = resolve_direction(wrt.override, self._stores.overrides)
         options = TargetOptions(body.boundary, bos=body.bos, on_overflow=body.on_overflow)
-        targets = yield from plan_targets(body.items, self.codec, info, options, ColumnOptions())
+        targets = yield from plan_targets(
+            body.items, self.codec, info, options, ColumnOptions(), problems
+        )
         sites = tuple((layer, wrt.hook) for layer in wrt.layers or [])
         direction = self._along.override.direction if self._along else None
         positions = place_positions(wrt.positions)
+        if not targets.planned:
+            return targets, ()
         plain = plan_gradients(targets, sites, positions, direction, MAX_NUMBERS)
         return targets, self.interventions.apply(plain)
 

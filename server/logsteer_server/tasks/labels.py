@@ -37,13 +37,13 @@ def plan_labels(request: ScoreRequest, codec: TextCodec, info: EngineInfo) -> St
     for index, ids in enumerate(_read_prompts(request, codec)):
         if not ids or max(ids) > last:
             detail = f"query and items[{index}] must have token ids up to {last}, at least one."
-            raise api_error("invalid_request", detail, param="items")
+            raise api_error("invalid_request", detail, param=f"items[{index}]")
         if len(ids) > info.context_length:
             detail = (
                 f"query and items[{index}] have {len(ids)} tokens, this model reads "
                 f"{info.context_length}: shorten them."
             )
-            raise api_error("context_too_long", detail, param="items")
+            raise api_error("context_too_long", detail, param=f"items[{index}]")
         jobs.append(ScoreJob(np.array(ids, np.int32), labels, shares_row=len(labels) > 1))
         num_planned += len(ids)
         yield num_planned

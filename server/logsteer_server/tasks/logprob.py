@@ -7,6 +7,7 @@ Contexts and targets become score jobs (`plan_targets`), and what comes of those
 import hashlib
 import math
 from array import array
+from bisect import bisect_right
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from logsteer.errors import api_error
+from logsteer.errors import APIError, api_error
 from logsteer.schemas import (
     BosPolicy,
     DiagnosticsRequest,
@@ -37,6 +38,7 @@ from logsteer_server.interventions.interventions import UNCHANGED, Interventions
 from logsteer_server.settings import Settings
 from logsteer_server.tasks.columns import Column, ColumnOptions, aggregate_columns, show_columns
 from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.problems import ItemProblems
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
 from logsteer_server.text.boundaries import Cut, Pair, cut_pairs, space_variants
 from logsteer_server.text.sums import log_sum_exp
@@ -50,6 +52,9 @@ WRITTEN_AT_ONCE = 32
 """Targets that a step writes."""
 STEP_TEXTS = 256
 """Texts that are compared, or put into their places, in a step."""
+
+LEFT_OUT = "merged_left_out"
+"""Flag of an item of which merged targets take no part in the comparison with exact ones."""
 
 MAX_TARGETS = 65_536
 """Targets of one request, all items: four for each of as many items as a request may have."""
@@ -100,10 +105,26 @@ class PlannedTarget(NamedTuple):
 
 
 class PlannedItem(NamedTuple):
-    """One item's targets as given; with `space: both`, the indices of each target's variants."""
+    """One item's targets as given; with `space: both` or `best`, the indices of each's variants."""
 
     targets: list[int]
-    variants: list[tuple[int, int]] | None
+    variants: list[tuple[int, ...]] | None
+    given: Sequence[str] = ()
+
+    def renumber(self, numbers: Sequence[int | None]) -> "PlannedItem":
+        """Return the item with the number of each target in place of the target.
+
+        A variant without a number is left out; the target that it is has that of the other.
+        """
+        if self.variants is None:
+            return PlannedItem([n for t in self.targets if (n := numbers[t]) is not None], None)
+        variants = [
+            tuple(n for variant in pair if (n := numbers[variant]) is not None)
+            for pair in self.variants
+        ]
+        targets = [numbers[t] for t in self.targets]
+        kept = [v[0] if n is None else n for n, v in zip(targets, variants, strict=True)]
+        return PlannedItem(kept, variants, self.given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +133,7 @@ class TargetPlan:
 
     planned: list[PlannedTarget]
     items: list[PlannedItem]
+    """Those that have no problem."""
     jobs: ScoreJobs
 
     def context(self, target: PlannedTarget) -> Ids:
@@ -122,7 +144,8 @@ class TargetPlan:
 
     def find_rows(self, row_starts: Starts) -> tuple[Starts, Starts]:
         """Return where each target's rows begin and end, among those of the jobs' outputs."""
-        found_N3 = np.array([(t.job, t.slot or 0, len(t.token_ids)) for t in self.planned])
+        found = [(t.job, t.slot or 0, len(t.token_ids)) for t in self.planned]
+        found_N3 = np.array(found, dtype=np.int64).reshape(-1, 3)
         jobs, slots, counts = found_N3.T
         begins = row_starts[jobs] + slots
         return begins, begins + counts
@@ -134,53 +157,97 @@ def plan_targets(
     info: EngineInfo,
     options: TargetOptions,
     read: ColumnOptions,
+    problems: ItemProblems | None = None,
 ) -> Steps[TargetPlan]:
     """Plan one job a target, but one for all single tokens after a context.
 
+    What is wrong with an item is added to `problems`; the first is raised where that is None.
     Errors: APIError `invalid_request`, `boundary_empty`, `context_too_long`.
     """
+    problems = ItemProblems("items") if problems is None else problems
     texts: list[str] = []
     pairs: list[Pair] = []
     items: list[PlannedItem] = []
+    firsts: list[int] = []
     id_cuts: dict[int, Cut] = {}
     distinct: dict[tuple[int, ...], list[int]] = {}
     work = 0
     for index, item in enumerate(given):
         first = len(texts)
-        if item.context_ids is not None:
-            for cut in _cut_ids(codec, info, options.bos, index, item, distinct):
-                id_cuts[len(texts)] = cut
-                texts.append("")
-                work += len(cut.target_ids)
-            items.append(PlannedItem(list(range(first, len(texts))), None))
-            work += TARGET_WORK + len(item.context_ids)
-        else:
-            context, rendered = item.context or "", False
-            if item.messages is not None:
-                context, rendered = codec.render_chat(item.messages), True
-            as_given, variants = _lay_out(item.targets or [], options.space == "both", texts)
-            pairs += [Pair(context, text, rendered) for text in texts[first:]]
-            items.append(PlannedItem(as_given, variants))
-            work += PAUSE_AFTER if rendered else TARGET_WORK
+        firsts.append(first)
+        try:
+            if item.context_ids is not None:
+                for cut in _cut_ids(codec, info, options.bos, item, distinct):
+                    id_cuts[len(texts)] = cut
+                    texts.append("")
+                    work += len(cut.target_ids)
+                items.append(PlannedItem(list(range(first, len(texts))), None))
+                work += TARGET_WORK + len(item.context_ids)
+            else:
+                context, rendered = item.context or "", False
+                if item.messages is not None:
+                    context, rendered = codec.render_chat(item.messages), True
+                as_given, variants = _lay_out(
+                    item.targets or [], options.space != "as_given", texts
+                )
+                pairs += [Pair(context, text, rendered) for text in texts[first:]]
+                items.append(PlannedItem(as_given, variants, item.targets or ()))
+                work += PAUSE_AFTER if rendered else TARGET_WORK
+        except APIError as error:
+            problems.add(index, error)
+            del texts[first:]
+            items.append(PlannedItem([], None))
         if work >= PAUSE_AFTER:
             work = 0
             yield 0
     decoded = yield from _decode_targets(codec, list(distinct.values()))
     text_cuts = cut_pairs(codec, pairs, options.boundary, options.bos) if pairs else iter(())
     builder = _JobBuilder(options.on_overflow, info)
-    planned = []
+    planned: list[PlannedTarget] = []
+    numbers: list[int | None] = []
     for place, text in enumerate(texts):
+        numbers.append(len(planned))
         if place in id_cuts:
             cut = id_cuts[place]
             text = decoded[id(cut.target_ids)]
         else:
-            cut = next(text_cuts)
-        planned.append(builder.place(text, cut))
+            found = next(text_cuts)
+            if isinstance(found, APIError):
+                numbers[place] = None
+                first = firsts[bisect_right(firsts, place) - 1]
+                twin = first + ((place - first) ^ 1)
+                # Of two variants one is enough, and the second one is looked at last.
+                has_twin = twin > place or numbers[twin] is not None
+                if options.space != "best" or found.param or not has_twin:
+                    _add_problem(problems, items, firsts, place, "targets", found)
+                continue
+            cut = found
+        try:
+            planned.append(builder.place(text, cut))
+        except APIError as error:
+            field = "target_ids" if place in id_cuts else "targets"
+            _add_problem(problems, items, firsts, place, field, error)
         work += TARGET_WORK + len(cut.target_ids)
         if work >= PAUSE_AFTER:
             work = 0
             yield builder.num_tokens
+    if problems or None in numbers:
+        items = [item.renumber(numbers) for n, item in enumerate(items) if n not in problems]
     return TargetPlan(planned, items, builder.make_jobs(read))
+
+
+def _add_problem(
+    problems: ItemProblems,
+    items: Sequence[PlannedItem],
+    firsts: Sequence[int],
+    place: int,
+    field: str,
+    error: APIError,
+) -> None:
+    """Add the error of the target at a place among the texts to the problems of its item."""
+    index = bisect_right(firsts, place) - 1
+    number = (place - firsts[index]) // (1 if items[index].variants is None else 2)
+    problems.add(index, error, None if error.param else f"{field}[{number}]")
 
 
 def _decode_targets(codec: TextCodec, targets: list[list[int]]) -> Steps[dict[int, str]]:
@@ -195,18 +262,22 @@ def _decode_targets(codec: TextCodec, targets: list[list[int]]) -> Steps[dict[in
 
 def _lay_out(
     targets: Sequence[str], both: bool, texts: list[str]
-) -> tuple[list[int], list[tuple[int, int]] | None]:
+) -> tuple[list[int], list[tuple[int, ...]] | None]:
     """Append what is scored for these targets to `texts`; return where each is."""
+    if "" in targets:
+        raise _empty_target(f"targets[{targets.index('')}]")
     if not both:
         first = len(texts)
         texts += targets
         return list(range(first, len(texts))), None
-    given, variants = [], []
-    for target in targets:
+    given: list[int] = []
+    variants: list[tuple[int, ...]] = []
+    for number, target in enumerate(targets):
         with_space, bare = space_variants(target)
         if not bare:
-            detail = f"Target {target!r} is a space alone: without it nothing is left to score."
-            raise api_error("boundary_empty", detail, param="space")
+            detail = f"Target {target!r} is a space alone: without it nothing is left to score. "
+            detail += "Send space: as_given."
+            raise api_error("boundary_empty", detail, param=f"targets[{number}]")
         first = len(texts)
         texts += [with_space, bare]
         variants.append((first, first + 1))
@@ -218,7 +289,6 @@ def _cut_ids(
     codec: TextCodec,
     info: EngineInfo,
     bos: BosPolicy,
-    index: int,
     item: LogprobItem,
     distinct: dict[tuple[int, ...], list[int]],
 ) -> list[Cut]:
@@ -227,25 +297,34 @@ def _cut_ids(
     Equal targets are the same list, too: the first of them, which `distinct` has.
     """
     context_ids = item.context_ids or []
-    _check_ids(context_ids, index, "context_ids", info)
+    _check_ids(context_ids, "context_ids", info)
     cuts = []
-    for target_ids in item.target_ids or []:
-        _check_ids(target_ids, index, "target_ids", info)
+    for number, target_ids in enumerate(item.target_ids or []):
+        name = f"target_ids[{number}]"
+        if not target_ids:
+            raise _empty_target(name)
+        _check_ids(target_ids, name, info)
         if len(target_ids) > info.context_length + 1:  # before millions of ids are decoded
-            fit_context(len(target_ids) - 1, len(target_ids), info.context_length, "error")
+            detail = f"The target has {len(target_ids)} tokens, this model reads "
+            detail += f"{info.context_length}: split it."
+            raise api_error("context_too_long", detail, param=name)
         front = context_ids or codec.bos_ids(bos, target_ids)
         if not front:
-            detail = f"items[{index}].context_ids is empty: nothing precedes the target; give one."
-            raise api_error("boundary_empty", detail, param=f"items[{index}].context_ids")
+            detail = "The context has no token: nothing precedes the target; give one."
+            raise api_error("boundary_empty", detail, param="context_ids")
         cuts.append(Cut(front, distinct.setdefault(tuple(target_ids), target_ids), None))
     return cuts
 
 
-def _check_ids(ids: list[int], index: int, field: str, info: EngineInfo) -> None:
+def _empty_target(name: str) -> APIError:
+    detail = "A target needs at least one token, and this one is empty; leave it out."
+    return api_error("invalid_request", detail, param=name)
+
+
+def _check_ids(ids: list[int], name: str, info: EngineInfo) -> None:
     if ids and max(ids) >= info.vocab_size:
-        name = f"items[{index}].{field}"
-        detail = f"{name} has id {max(ids)}; this model's vocabulary ends at {info.vocab_size - 1}."
-        raise api_error("invalid_request", detail, param=name)
+        detail = f"There is no token {max(ids)}; the model's vocabulary ends at "
+        raise api_error("invalid_request", f"{detail}{info.vocab_size - 1}.", param=name)
 
 
 class _JobBuilder:
@@ -361,6 +440,7 @@ class Shown:
     per_token: bool = True
     window: int | None = None
     interventions: Interventions = UNCHANGED
+    space: SpacePolicy = "as_given"
 
 
 def sum_targets(plan: TargetPlan, outputs: ScoreOutputs) -> list[float]:
@@ -396,39 +476,62 @@ def assemble_targets(
             yield 0
     results = [] if shown.interventions.probes else FiniteDocuments()
     for item in plan.items:
-        results.append(_score_item(item, scores))
+        results.append(_score_item(item, scores, shown.space))
         if not len(results) % WRITTEN_AT_ONCE:
             yield 0
     return results
 
 
-def _score_item(item: PlannedItem, scores: list[dict[str, Any]]) -> dict[str, Any]:
+def _score_item(
+    item: PlannedItem, scores: Sequence[dict[str, Any]], space: SpacePolicy
+) -> dict[str, Any]:
+    """Return the `ItemScore` of targets: `_leave_out_merged` says which of them are compared."""
+    targets = [scores[index] for index in item.targets]
     if item.variants is None:
-        if len(item.targets) == 1 and scores[item.targets[0]]["logprob"] is not None:
-            return {"targets": [scores[item.targets[0]]], "best": 0, "choice_probs": [1.0]}
-        targets = [scores[index] for index in item.targets]
-        ranking = [target["logprob"] for target in targets]
-    else:
-        targets = [dict(scores[index]) for index in item.targets]
-        ranking = []
-        for target, (with_space, without_space) in zip(targets, item.variants, strict=True):
-            both = (scores[with_space], scores[without_space])
-            target["variants"] = {"with_space": both[0], "without_space": both[1]}
-            known = [v["logprob"] for v in both if v["logprob"] is not None]
-            target["logprob_any_space"] = log_sum_exp(known) if known else None
-            ranking.append(target["logprob_any_space"])
-    return {"targets": targets, **_rank_choices(ranking)}
+        if len(targets) == 1 and targets[0]["logprob"] is not None:
+            return {"targets": targets, "best": 0, "choice_probs": [1.0]}
+        return {"targets": targets, **_rank_choices(targets, "logprob")}
+    shown: list[dict[str, Any]] = []
+    ranked: list[dict[str, Any]] = []
+    for text, given, variants in zip(item.given, targets, item.variants, strict=True):
+        both = _leave_out_merged([scores[index] for index in variants])
+        known = [found for found in both if found["logprob"] is not None]
+        total = log_sum_exp([found["logprob"] for found in known]) if known else None
+        if space == "best":
+            better = max(known, key=lambda found: found["logprob"]) if known else given
+            own = {"target": text, "sequence": better["target"]}
+        else:
+            better = given
+            with_space, without_space = (scores[index] for index in variants)
+            own = {"variants": {"with_space": with_space, "without_space": without_space}}
+        is_exact = any(found["boundary"] == "exact" for found in both)
+        shown.append(better | own | {"logprob_any_space": total})
+        ranked.append(shown[-1] | {"boundary": "exact" if is_exact else "merged"})
+    return {"targets": shown} | _rank_choices(ranked, "logprob_any_space")
 
 
-def _rank_choices(logprobs: Sequence[float | None]) -> dict[str, Any]:
+def _leave_out_merged(scores: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return those whose boundary is exact; all of them where none is."""
+    return [score for score in scores if score["boundary"] == "exact"] or list(scores)
+
+
+def _rank_choices(targets: Sequence[dict[str, Any]], by: str) -> dict[str, Any]:
+    """Return the fields of `ItemScore` that compare targets by this field of theirs.
+
+    Merged targets take no part beside exact ones: they have fewer tokens of their own to score.
+    """
+    compared = _leave_out_merged(targets)
+    kept = {id(target) for target in compared}
+    flags = {} if len(kept) == len({id(target) for target in targets}) else {"flags": [LEFT_OUT]}
+    logprobs = [target[by] if id(target) in kept else None for target in targets]
     known = [value for value in logprobs if value is not None]
     if len(known) == len(logprobs) == 1:
         return {"best": 0, "choice_probs": [1.0]}
     if not known:
-        return {"best": None, "choice_probs": [None] * len(logprobs)}
+        return {"best": None, "choice_probs": [None] * len(logprobs)} | flags
     total = log_sum_exp(known)
     probs = [None if value is None else math.exp(value - total) for value in logprobs]
-    return {"best": logprobs.index(max(known)), "choice_probs": probs}
+    return {"best": logprobs.index(max(known)), "choice_probs": probs} | flags
 
 
 class _ScoreWriter:
@@ -494,6 +597,7 @@ class LogprobTask(BodyTask[LogprobRequest]):
 
     kind = "logprob"
 
+    _problems: ItemProblems
     _results: list[dict[str, Any]]
 
     def check_limits(self, settings: Settings) -> None:
@@ -504,7 +608,11 @@ class LogprobTask(BodyTask[LogprobRequest]):
         """Score all targets in one batch, then sum them up."""
         body = self._body
         planner.cover_text(find_longest(body.items))
+        self._problems = ItemProblems("items", body.on_error)
         plan, jobs = await planner.advance(self._plan())
+        if not jobs:  # each item has a problem
+            self._results = self._problems.fill([], self.request_id)
+            return
         rows = len(plan.jobs.targets)
         planner.expect_rows(rows, len(body.columns), min(body.top, self.info.vocab_size))
         if self.interventions.probes:
@@ -513,9 +621,9 @@ class LogprobTask(BodyTask[LogprobRequest]):
         collector = Collector()
         yield Batch(jobs, collector.take, cache=body.cache)
         window = body.window if isinstance(body, DiagnosticsRequest) else None
-        shown = Shown(body.columns, body.per_token, window, self.interventions)
+        shown = Shown(body.columns, body.per_token, window, self.interventions, body.space)
         steps = assemble_targets(plan, collector.scores, self.codec, shown)
-        self._results = await planner.advance(steps)
+        self._results = self._problems.fill(await planner.advance(steps), self.request_id)
 
     def _plan(self) -> Steps[tuple[TargetPlan, Sequence[ScoreJob]]]:
         body, info = self._body, self.info
@@ -523,8 +631,8 @@ class LogprobTask(BodyTask[LogprobRequest]):
         options = TargetOptions(body.boundary, body.space, body.bos, body.on_overflow)
         top = min(body.top, info.vocab_size)
         read = ColumnOptions.of(body.columns, body.policy, body.precision, top)
-        plan = yield from plan_targets(body.items, self.codec, info, options, read)
-        return plan, self.interventions.apply(plan.jobs)
+        plan = yield from plan_targets(body.items, self.codec, info, options, read, self._problems)
+        return plan, self.interventions.apply(plan.jobs) if plan.jobs else ()
 
     def report(self) -> dict[str, Any]:
         """Return the scores of each item's targets."""

@@ -39,6 +39,7 @@ from logsteer_server.tasks.run import (
     check_count,
     take_each,
 )
+from logsteer_server.text.prompts import is_one_prompt
 
 S = TypeVar("S", bound=SamplingRequest)
 
@@ -191,14 +192,13 @@ class CompletionTask(OpenAITask[CompletionRequest]):
     def check_limits(self, settings: Settings) -> None:
         """Bound prompts times completions. Errors: APIError `payload_too_large`."""
         prompt = self._body.prompt
-        is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
-        count = (1 if is_one else len(prompt)) * self._body.n
+        count = (1 if is_one_prompt(prompt) else len(prompt)) * self._body.n
         check_count("prompt", count, settings.max_items)
 
     @property
     def _longest(self) -> int:
         given = self._body.prompt
-        if isinstance(given, str) or isinstance(given[0], int):
+        if is_one_prompt(given):
             return len(given)
         return max(len(entry) for entry in given if not isinstance(entry, int))
 

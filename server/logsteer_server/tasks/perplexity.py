@@ -21,6 +21,7 @@ from logsteer_server.tasks.comparison import (
     export_jobs,
 )
 from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.problems import ItemProblems
 from logsteer_server.tasks.run import Batch, Event, Task, check_count, take_each
 from logsteer_server.tasks.texts import (
     StreamedText,
@@ -97,6 +98,7 @@ class PerplexityTask(WindowTask):
         self._comparison: Comparison | None = None
         self._scratch = models.scratch
         self._windows: list[TextWindow] = []
+        self._problems = ItemProblems("texts", body.on_error)
 
     def check_limits(self, settings: Settings) -> None:
         """Bound the number of texts. Errors: APIError `payload_too_large`."""
@@ -119,6 +121,8 @@ class PerplexityTask(WindowTask):
             planner.expect_readings(self.interventions, len(body.texts), rows)
         if body.windows:
             planner.expect_bytes(len(windows) * BYTES_PER_WINDOW)
+        if not windows and self._problems:
+            return
         jobs = self.interventions.apply([window.job for window in windows])
         if self._comparison is None:
             yield Batch(jobs, take_each(self._take), cache=body.cache)
@@ -145,7 +149,7 @@ class PerplexityTask(WindowTask):
         self.interventions = Interventions.resolve(body, self._stores, info)
         read = ColumnOptions.of(body.columns, body.policy, body.precision)
         self.windowing = Windowing.of(body).fit(info.context_length)
-        steps = cut_texts(body.texts, self.windowing, read, self.codec, info)
+        steps = cut_texts(body.texts, self.windowing, read, self.codec, info, self._problems)
         windows, lengths = yield from steps
         for score, length in zip(self._scores, lengths, strict=True):
             score.tally.num_tokens = length
@@ -170,6 +174,8 @@ class PerplexityTask(WindowTask):
                 tokens = score.list_tokens(self._body.columns, self.interventions)
                 pieces = map(self.codec.piece, tokens["token_ids"].tolist())
                 result["tokens"] = tokens | {"tokens": list(pieces)}
+        good = [one for n, one in enumerate(document["results"]) if n not in self._problems]
+        document["results"] = self._problems.fill(good, self.request_id)
         divergence = self._comparison.summarize() if self._comparison else None
         return {**document, "divergence": divergence}
 

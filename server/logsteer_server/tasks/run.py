@@ -148,6 +148,7 @@ class Task(ABC):
     def __init__(self, model: ResidentModel, *, streams: bool = False) -> None:
         self.model = model
         self.streams = streams
+        self.request_id = ""
         self.id = f"{self.kind}-{uuid.uuid4().hex[:24]}"
 
     @abstractmethod
@@ -271,6 +272,7 @@ class Run:
         """
         record = self.record
         record.model = self.task.model.id
+        self.task.request_id = self.caller.lane.request_id
         self.task.check_limits(self.capacity.settings)
         self.task.require()
         await self.caller.allowance.check_tokens()

@@ -15,6 +15,7 @@ from logsteer_server.contract.plan import Readings
 from logsteer_server.interventions.interventions import Interventions
 from logsteer_server.tasks.columns import ColumnOptions, show_columns
 from logsteer_server.tasks.planning import Steps
+from logsteer_server.tasks.problems import ItemProblems
 from logsteer_server.text.incremental import EncodedPiece, IncrementalEncoder
 from logsteer_server.text.sums import Counts, Tally, count_text
 from logsteer_server.text.tokenizer import ENCODED_AT_ONCE, TextCodec, split_sizes
@@ -89,7 +90,7 @@ class TextWindows:
         """Return the windows that these tokens complete."""
         if piece.ids and max(piece.ids) >= self._vocab_size:
             detail = f"The text has token {max(piece.ids)}, the model's vocabulary is smaller."
-            raise api_error("invalid_request", detail, param="texts")
+            raise api_error("invalid_request", detail)
         ids = piece.ids
         if self._in_front is None and ids:
             self._in_front = self._codec.bos_ids(self._bos_policy, ids)
@@ -128,11 +129,14 @@ def cut_texts(
     read: ColumnOptions,
     codec: TextCodec,
     info: EngineInfo,
+    problems: ItemProblems | None = None,
 ) -> Steps[tuple[list[TextWindow], list[int]]]:
     """Cut whole texts; return their windows in order, and the number of tokens of each text.
 
-    `options` fit the model. Errors: those of `TextWindows`.
+    `options` fit the model. What is wrong with a text, which then has no window, is added to
+    `problems`; the first is raised where that is None. Errors: those of `TextWindows`.
     """
+    problems = ItemProblems("texts") if problems is None else problems
     windows: list[TextWindow] = []
     lengths: list[int] = []
     num_planned = 0
@@ -140,13 +144,19 @@ def cut_texts(
         own = texts[part.start : part.stop]
         for index, text, encoded in zip(part, own, codec.encode(own), strict=True):
             cut = TextWindows(index, options, read, codec, info)
-            whole = EncodedPiece(encoded.ids, count_text(text, encoded.offsets))
-            for piece in whole.split(cut.tokens_at_once):
-                found = cut.feed(piece)
-                windows += found
-                num_planned += sum(window.job.num_expected for window in found)
-                yield num_planned
-            windows += cut.finish()
+            first = len(windows)
+            with problems.catch(index):
+                if not text:
+                    raise api_error("invalid_request", "The text is empty: leave it out.")
+                whole = EncodedPiece(encoded.ids, count_text(text, encoded.offsets))
+                for piece in whole.split(cut.tokens_at_once):
+                    found = cut.feed(piece)
+                    windows += found
+                    num_planned += sum(window.job.num_expected for window in found)
+                    yield num_planned
+                windows += cut.finish()
+            if index in problems:
+                del windows[first:]
             lengths.append(cut.num_tokens)
     return windows, lengths
 

@@ -16,7 +16,7 @@ A conversation keeps the white space that its template ends in: generation reads
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from logsteer.errors import api_error
+from logsteer.errors import APIError, api_error
 from logsteer.schemas import BosPolicy, Boundary, BoundaryFinding
 from logsteer_server.text.tokenizer import (
     ENCODED_AT_ONCE,
@@ -54,10 +54,11 @@ class Cut(NamedTuple):
 
 def cut_pairs(
     codec: TextCodec, pairs: Sequence[Pair], boundary: Boundary, bos: BosPolicy
-) -> Iterator[Cut]:
+) -> Iterator[Cut | APIError]:
     """Cut each pair into tokens, in order, of so many pairs at once that no call takes long.
 
-    Errors: APIError `boundary_empty` where no token is left for a target, or none before it.
+    In place of a pair that cannot be cut stands its error: `boundary_empty` where no token is left
+    for the target, or none before it. Errors: as `TextCodec.bos_ids`.
     """
     cut = _cut_jointly if boundary == "joint" else _cut_separately
     sizes = [len(pair.context) + len(pair.target) for pair in pairs]
@@ -65,7 +66,9 @@ def cut_pairs(
         yield from cut(codec, pairs[part.start : part.stop], bos)
 
 
-def _cut_jointly(codec: TextCodec, pairs: Sequence[Pair], bos: BosPolicy) -> Iterator[Cut]:
+def _cut_jointly(
+    codec: TextCodec, pairs: Sequence[Pair], bos: BosPolicy
+) -> Iterator[Cut | APIError]:
     """Yield pairs as cut in their joint tokens; of what is encoded alone, each text is once.
 
     Where the tokenizer divides the text anyway, its parts are encoded alone.
@@ -86,18 +89,23 @@ def _cut_jointly(codec: TextCodec, pairs: Sequence[Pair], bos: BosPolicy) -> Ite
         own, (ids, offsets) = contexts[front], encoded[text]
         policy: BosPolicy = "never" if pair.is_rendered else bos
         start, finding = len(pair.context), _EXACT
+        context: list[int] | None
         if apart:
             start -= len(front)
             context = complete.get((front, pair.is_rendered)) or _add_bos(codec, own, ids, policy)
-            complete[front, pair.is_rendered] = context
+            if context:
+                complete[front, pair.is_rendered] = context
         else:
             count = len(own)
             finding = _EXACT if ids[:count] == own else "merged"
             own, ids, offsets = ids[:count], ids[count:], offsets[count:]
+            context = _add_bos(codec, own, ids, policy) if ids else None
         if not ids:
-            raise api_error("boundary_empty", _empty_detail(pair))
-        if not apart:
-            context = _add_bos(codec, own, ids, policy)
+            yield api_error("boundary_empty", _empty_detail(pair))
+            continue
+        if not context:
+            yield _no_context()
+            continue
         if start:
             offsets = [(first - start, last - start) for first, last in offsets]
         yield Cut(context, ids, offsets, finding)
@@ -120,7 +128,9 @@ def _empty_detail(pair: Pair) -> str:
     )
 
 
-def _cut_separately(codec: TextCodec, pairs: Sequence[Pair], bos: BosPolicy) -> Iterator[Cut]:
+def _cut_separately(
+    codec: TextCodec, pairs: Sequence[Pair], bos: BosPolicy
+) -> Iterator[Cut | APIError]:
     """Yield pairs with each part encoded alone."""
     contexts = _encode_contexts(codec, [pair.context for pair in pairs])
     targets = _encode_once(codec, [pair.target for pair in pairs])
@@ -128,21 +138,25 @@ def _cut_separately(codec: TextCodec, pairs: Sequence[Pair], bos: BosPolicy) -> 
         ids, offsets = targets[pair.target]
         if not ids:
             detail = f"Target {pair.target!r} encodes to no token; leave it out."
-            raise api_error("boundary_empty", detail)
+            yield api_error("boundary_empty", detail)
+            continue
         own = contexts[pair.context]
-        yield Cut(_add_bos(codec, own, ids, "never" if pair.is_rendered else bos), ids, offsets)
+        context = _add_bos(codec, own, ids, "never" if pair.is_rendered else bos)
+        yield Cut(context, ids, offsets) if context else _no_context()
 
 
 def _add_bos(codec: TextCodec, context: list[int], target: list[int], bos: BosPolicy) -> list[int]:
     """Return a context with the BOS token in front of it, where it takes one."""
     front = codec.bos_ids(bos, context or target)
-    if not front and not context:
-        detail = (
-            "The context has no token, so nothing precedes the target's first token; "
-            "give a context, or send bos: always."
-        )
-        raise api_error("boundary_empty", detail)
     return front + context if front else context
+
+
+def _no_context() -> APIError:
+    detail = (
+        "The context has no token, so nothing precedes the target's first token; "
+        "give a context, or send bos: always."
+    )
+    return api_error("boundary_empty", detail, param="context")
 
 
 def space_variants(target: str) -> tuple[str, str]:

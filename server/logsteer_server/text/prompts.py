@@ -11,26 +11,34 @@ from logsteer_server.text.tokenizer import TextCodec
 def read_prompts(
     prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
     codec: TextCodec,
-    vocab_size: int,
     bos: BosPolicy = "auto",
 ) -> Iterator[tuple[str | None, list[int]]]:
-    """Yield text and tokens of each prompt; ids are taken as they are, and have no text yet.
-
-    Errors: APIError `invalid_request` for ids beyond the vocabulary.
-    """
-    is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
-    given: list[Any] = [prompt] if is_one else list(prompt)
+    """Yield text and tokens of each prompt; ids are taken as they are, and have no text yet."""
+    given: list[Any] = [prompt] if is_one_prompt(prompt) else list(prompt)
     texts = [entry for entry in given if isinstance(entry, str)]
     encoded = codec.encode_prompts(texts, bos)
     for entry in given:
         if isinstance(entry, str):
             yield entry, next(encoded)
             continue
-        ids = list(entry)
-        if not ids or max(ids) >= vocab_size:
-            detail = f"prompt must have token ids from 0 to {vocab_size - 1}, at least one."
-            raise api_error("invalid_request", detail, param="prompt")
-        yield None, ids
+        yield None, list(entry)
+
+
+def is_one_prompt(prompt: str | Sequence[Any]) -> bool:
+    """Return whether this is one prompt, as text or ids, and no list of them."""
+    return isinstance(prompt, str) or isinstance(prompt[0], int)
+
+
+def check_prompt(text: str | None, ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse a prompt that has no token, or ids that the model has not.
+
+    Errors: APIError `invalid_request`.
+    """
+    if text == "" or not ids:
+        raise api_error("invalid_request", "The prompt is empty: give it a token, or leave it out.")
+    if text is None and max(ids) >= vocab_size:
+        detail = f"There is no token {max(ids)}; the model's vocabulary ends at {vocab_size - 1}."
+        raise api_error("invalid_request", detail)
 
 
 def fit_prompt(
@@ -51,4 +59,4 @@ def fit_prompt(
         f"The prompt has {len(ids)} tokens and max_tokens is {max_tokens}; this model's context "
         f"holds {limit}: shorten one of them."
     )
-    raise api_error("context_too_long", detail, param="max_tokens")
+    raise api_error("context_too_long", detail)

@@ -217,7 +217,7 @@ class LlamaCppCutter(WindowCutter):
                 f"protocol llamacpp needs at least {2 * self.context_length} tokens (two windows); "
                 f"this text has {self.count}. Send a smaller context_length or another protocol."
             )
-            raise api_error("invalid_request", detail, param="context_length")
+            raise api_error("invalid_request", detail)
         yield from ()
 
 
