@@ -103,6 +103,7 @@ REFUSALS: dict[str, dict[str, str]] = {
     "/patch": {
         "columns": "gives one number a place",
         "policy": "gives one number a place",
+        "on_error": "of the same pairs",
         "probes": "gives one number a place",
         "steering": "changes activations itself",
     },

@@ -19,6 +19,7 @@ PAIR = {
     "clean": {"context": "The capital of France is", "targets": TARGETS},
     "corrupted": {"context": "The capital of Spain is", "targets": TARGETS},
 }
+EMPTY = {"context": "The capital of Spain is", "targets": [" Paris", ""]}
 LONGER = {"context": "I say: the capital of Spain is", "targets": TARGETS}
 
 
@@ -144,6 +145,7 @@ def test_contexts_of_unequal_length_are_aligned(client: Client, patched: Patched
     [
         ({**PAIR, "corrupted": LONGER}, {}, "pairs[0].align", "say in align which tokens"),
         ({**PAIR, "align": [[0, 99]]}, {}, "pairs[0].align", "have 6 and 6 tokens"),
+        ({**PAIR, "corrupted": EMPTY}, {}, "pairs[0].corrupted.targets[1]", "this one is empty"),
         (PAIR, {"positions": [6]}, "positions", "position 6 is not a token of both"),
         (PAIR, {"layers": [[0], [9]]}, "layers", "layers are 0 to 4"),
         (

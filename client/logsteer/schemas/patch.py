@@ -41,6 +41,7 @@ class PatchRequest(RequestOptions, PrecisionOption, ParameterFields, NamedRefusa
     refused: ClassVar[dict[str, str]] = {
         "columns": "a patch gives one number a place; /logprob gives columns",
         "policy": "a patch gives one number a place; /logprob gives columns",
+        "on_error": "every patch is of the same pairs; leave out the bad ones",
         "probes": "a patch gives one number a place; /logprob gives readings",
         "steering": "a patch changes activations itself; /sweep compares settings of steering",
     }

@@ -38,6 +38,7 @@ from logsteer_server.tasks.logprob import (
     plan_targets,
 )
 from logsteer_server.tasks.planning import Planner, Steps
+from logsteer_server.tasks.problems import ItemProblems
 from logsteer_server.tasks.run import Batch, BodyTask, Collector, check_count
 
 
@@ -142,6 +143,14 @@ def replace_at(hook: str, activations: dict[int, Vector], position: int) -> Stee
     return SteeringPlan(tuple(sites), Positions("slices", ((position, position + 1),)))
 
 
+class PairProblems(ItemProblems):
+    """What is wrong with the items of pairs, which come in turn: clean, corrupted."""
+
+    def name_item(self, index: int) -> str:
+        """Return an item's place in the request."""
+        return f"{super().name_item(index // 2)}.{'corrupted' if index % 2 else 'clean'}"
+
+
 class PatchTask(BodyTask[PatchRequest]):
     """The metric of each pair under every patch: a set of layers at one token."""
 
@@ -202,7 +211,9 @@ class PatchTask(BodyTask[PatchRequest]):
         self.interventions = Interventions.resolve(body, self._stores, info)
         options = TargetOptions(body.boundary, bos=body.bos, on_overflow=body.on_overflow)
         read = ColumnOptions.of((), precision=body.precision)
-        plan = yield from plan_targets(_list_items(body.pairs), codec, info, options, read)
+        plan = yield from plan_targets(
+            _list_items(body.pairs), codec, info, options, read, PairProblems("pairs")
+        )
         pairs = []
         for n, pair in enumerate(body.pairs):
             clean, corrupted = (

@@ -27,6 +27,10 @@ class ItemProblems:
     def __bool__(self) -> bool:
         return bool(self._found)
 
+    def name_item(self, index: int) -> str:
+        """Return an item's place in the request."""
+        return self._field if self._is_one else f"{self._field}[{index}]"
+
     @contextmanager
     def catch(self, index: int) -> Iterator[None]:
         """Add what the block raises as a problem of an item. Errors: as `add`."""
@@ -44,7 +48,7 @@ class ItemProblems:
         part = part or error.param
         if part is not None and part.partition("[")[0] not in LogprobItem.model_fields:
             raise error
-        place = self._field if self._is_one else f"{self._field}[{index}]"
+        place = self.name_item(index)
         param = f"{place}.{part}" if part else place
         if self._fails:
             raise api_error(error.code, f"{param}: {error.detail}", param=param) from error
