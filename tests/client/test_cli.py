@@ -174,8 +174,8 @@ def test_a_refusal_is_one_line_on_stderr(capsys: Output) -> None:
 def test_no_server_is_told(capsys: Output, pauses: list[float]) -> None:
     assert run(Script(httpx.ConnectError("refused")), "models", "--base-url", "http://h:1") == 3
     err = capsys.readouterr().err
-    assert err.startswith("error: no connection to http://h:1 (refused)")
-    assert "make serve" in err and "(request " in err
+    assert err.startswith("error: no server answers at http://h:1 (refused)")
+    assert "logsteer serve MODEL" in err and err.count("\n") == 1
 
 
 def test_a_file_that_is_not_there_is_told(capsys: Output, tmp_path: Path) -> None:
