@@ -108,7 +108,7 @@ class AsyncClient(AsyncClientMethods):
             transport = httpx.AsyncHTTPTransport(**made)
         self._http = httpx.AsyncClient(transport=transport, **settings.http_arguments())
         self._terms = settings.terms(self._http.build_request, UploadBody.async_chunks)
-        self._model = model
+        self._model = settings.model
 
     async def __aenter__(self) -> Self:
         return self

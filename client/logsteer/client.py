@@ -110,7 +110,7 @@ class Client(ClientMethods):
             transport = httpx.HTTPTransport(**made)
         self._http = httpx.Client(transport=transport, **settings.http_arguments())
         self._terms = settings.terms(self._http.build_request, UploadBody.chunks)
-        self._model = model
+        self._model = settings.model
 
     def __enter__(self) -> Self:
         return self
