@@ -63,7 +63,7 @@ class Settings(BaseSettings):
         repr=False,
         description="Redis that counts the tokens of keys for all servers that name it; null: each "
         "counts its own. While it does not answer, requests are served uncounted. Takes "
-        "logsteer[redis].",
+        "logsteer-server[redis].",
     )
     share_caches: bool = Field(
         False,
@@ -87,7 +87,7 @@ class Settings(BaseSettings):
     tracing: bool = Field(
         False,
         description="Send a trace of each request as the standard OTEL_… variables say; takes "
-        "logsteer[otel].",
+        "logsteer-server[otel].",
     )
     metrics_address: str | None = Field(
         None,
@@ -295,7 +295,7 @@ def parse_settings(document: Mapping[str, Any], directory: Path) -> Settings:
 
 
 DEMO = Path(__file__).parents[1] / "demo"
-"""The demo model in an installed server; in the repository it lies in `demo/model`."""
+"""The demo model; in the repository a link to `demo/model`."""
 
 
 def name_model(name: str | None, engine: str | None = None) -> dict[str, Any]:
@@ -308,8 +308,7 @@ def name_model(name: str | None, engine: str | None = None) -> dict[str, Any]:
     usual = "vllm" if find_spec("vllm") else "transformer_lens"
     model: dict[str, Any] = {"id": name, "path": name, "engine": engine or usual}
     if name == "demo":
-        place = DEMO if DEMO.is_dir() else DEMO.parents[2] / "demo" / "model"
-        model |= {"path": str(place), "dtype": "float32", "memory": "512MiB", "compile": False}
+        model |= {"path": str(DEMO), "dtype": "float32", "memory": "512MiB", "compile": False}
     else:
         # As its own maker calls it: what of the name an id may hold.
         model["id"] = re.sub(r"[^\w.:-]|^[^A-Za-z0-9]+", "", Path(name).resolve().name) or "model"
