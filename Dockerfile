@@ -89,6 +89,7 @@ ARG VERSION
 WORKDIR /srv/logsteer
 COPY requirements/install.sh requirements/cpu.lock requirements/
 COPY pyproject.toml LICENSE ./
+COPY server/pyproject.toml server/
 COPY deploy/image/install.sh deploy/image/
 RUN --mount=type=cache,target=/root/.cache \
     --mount=type=bind,from=wheels,target=/wheels \
@@ -109,6 +110,7 @@ ARG VERSION
 WORKDIR /srv/logsteer
 COPY requirements/install.sh requirements/cuda.lock requirements/
 COPY pyproject.toml LICENSE ./
+COPY server/pyproject.toml server/
 COPY deploy/image/install.sh deploy/image/
 RUN --mount=type=cache,target=/root/.cache \
     --mount=type=bind,from=wheels,target=/wheels \

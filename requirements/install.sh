@@ -18,7 +18,7 @@ fail() { say "$1"; exit 1; }
 locks=("requirements/$variant.lock")
 [[ $scope == dev ]] && locks+=(requirements/dev.lock)
 
-stamp=$(cat "${locks[@]}" pyproject.toml requirements/install.sh | sha256sum | cut -d' ' -f1)
+stamp=$(cat "${locks[@]}" pyproject.toml server/pyproject.toml requirements/install.sh | sha256sum | cut -d' ' -f1)
 stamp_file="$venv/.installed-$scope"
 [[ -f $stamp_file && $(< "$stamp_file") == "$stamp" ]] && exit 0
 
@@ -96,6 +96,7 @@ cat "${locks[@]}" | { [[ $variant == cpu ]] && grep -v '^torch==' || cat; } > "$
 "${uv[@]}" "${options[@]}" -r "$wanted" || "${pip[@]}" install --no-deps -r "$wanted" \
   || fail "the packages above could not be installed; see the message before this one"
 # The lock has what builds the project, so that this takes no package index.
-"${uv[@]}" "${options[@]}" --no-build-isolation --editable . || fail "the project itself could not be installed"
+"${uv[@]}" "${options[@]}" --no-build-isolation --editable . --editable server \
+  || fail "the project itself could not be installed"
 echo "$stamp" > "$stamp_file"
 say "done"

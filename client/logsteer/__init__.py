@@ -1,8 +1,37 @@
 """logsteer: score and steer language models that a logsteer server keeps resident.
 
+Five common tasks; each method's docstring has its options:
+
 >>> from logsteer import Client
->>> with Client() as client:  # doctest: +SKIP
-...     client.get_log_prob("The capital of France is", [" Paris", " London"])
+>>> client = Client()  # LOGSTEER_BASE_URL, or http://127.0.0.1:8000
+
+Which answer does the model prefer?
+
+>>> client.score("The capital of France is", [" Paris", " London"]).choice.target
+' Paris'
+
+How well does it predict a text?
+
+>>> round(client.perplexity("The capital of France is Paris.").total.perplexity, 2)
+2.43
+
+Make a vector from texts that differ in one thing:
+
+>>> pairs = [(f"{n} was very happy.", f"{n} was very sad.") for n in ("Tom", "Lily", "Ben", "Mia")]
+>>> client.vectors.train("mood", pairs).vector.about.recommendation.layer
+3
+
+Write a story with it: as training recommends, or with a scale and a layer of one's own.
+
+>>> client.steer("Once upon a time", "mood", temperature=0.0).text[:10]
+' there was'
+>>> client.steer("Once upon a time", ["mood:-4@3"], temperature=0.0).steering.layers[3].tokens > 60
+True
+
+Score under it:
+
+>>> client.score("Tom was very", [" happy", " sad"], steering="mood").choice.target
+' happy'
 """
 
 from importlib import import_module
@@ -33,6 +62,21 @@ if TYPE_CHECKING:
         UnavailableError,
     )
     from logsteer.extras.plots import plot_sweep
+    from logsteer.schemas import (
+        ContrastPair,
+        GenerateAnswer,
+        ItemScore,
+        LogprobAnswer,
+        LogprobItem,
+        PerplexityAnswer,
+        Policy,
+        SteerAnswer,
+        Steering,
+        SweepAnswer,
+        TrainAnswer,
+        VectorCard,
+    )
+    from logsteer.schemas.steering import Steer
 
 # Name -> module that has it. Loaded at first use: the command line's help and the server's import
 # of a schema need not wait for httpx.
@@ -43,23 +87,36 @@ _HOMES = {
     "AuthenticationError": "errors",
     "Client": "client",
     "ConflictError": "errors",
+    "ContrastPair": "schemas",
     "DeadlineError": "errors",
     "FileScores": "corpus",
+    "GenerateAnswer": "schemas",
     "GenerateEvent": "_endpoints",
     "InternalError": "errors",
     "InvalidRequestError": "errors",
+    "ItemScore": "schemas",
     "LogProb": "_pairs",
+    "LogprobAnswer": "schemas",
+    "LogprobItem": "schemas",
     "LogsteerError": "errors",
     "NotFoundError": "errors",
     "OverloadedError": "errors",
     "PayloadTooLargeError": "errors",
     "PermissionDeniedError": "errors",
+    "PerplexityAnswer": "schemas",
     "PerplexityEvent": "_endpoints",
+    "Policy": "schemas",
     "RequestTimeoutError": "errors",
     "SelftestEvent": "_endpoints",
+    "Steer": "schemas.steering",
+    "SteerAnswer": "schemas",
     "SteerEvent": "_endpoints",
+    "Steering": "schemas",
+    "SweepAnswer": "schemas",
+    "TrainAnswer": "schemas",
     "TransportError": "errors",
     "UnavailableError": "errors",
+    "VectorCard": "schemas",
     "__version__": "_version",
     "plot_sweep": "extras.plots",
     "score_file": "corpus",
@@ -72,23 +129,36 @@ __all__ = [
     "AuthenticationError",
     "Client",
     "ConflictError",
+    "ContrastPair",
     "DeadlineError",
     "FileScores",
+    "GenerateAnswer",
     "GenerateEvent",
     "InternalError",
     "InvalidRequestError",
+    "ItemScore",
     "LogProb",
+    "LogprobAnswer",
+    "LogprobItem",
     "LogsteerError",
     "NotFoundError",
     "OverloadedError",
     "PayloadTooLargeError",
     "PermissionDeniedError",
+    "PerplexityAnswer",
     "PerplexityEvent",
+    "Policy",
     "RequestTimeoutError",
     "SelftestEvent",
+    "Steer",
+    "SteerAnswer",
     "SteerEvent",
+    "Steering",
+    "SweepAnswer",
+    "TrainAnswer",
     "TransportError",
     "UnavailableError",
+    "VectorCard",
     "__version__",
     "plot_sweep",
     "score_file",

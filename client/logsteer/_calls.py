@@ -132,18 +132,17 @@ def as_list(texts: str | Sequence[str]) -> list[str]:
     return [texts] if isinstance(texts, str) else list(texts)
 
 
-def checked(schema: type[R], fields: Mapping[str, Any]) -> R:
+def checked(schema: type[R], fields: Any) -> R:
     """Return the fields as a message; else raise InvalidRequestError, with the first wrong one."""
     try:
-        return schema.model_validate(dict(fields))
+        return schema.model_validate(dict(fields) if isinstance(fields, Mapping) else fields)
     except ValidationError as invalid:
         first = invalid.errors(include_url=False)[0]
         param = ".".join(str(part) for part in first["loc"]) or None
         more = f" (and {invalid.error_count() - 1} more)" if invalid.error_count() > 1 else ""
         place = f"{param}: " if param else ""
-        raise InvalidRequestError(
-            "invalid_request", f"{place}{first['msg']}{more}", param=param
-        ) from invalid
+        detail = f"{place}{first['msg'].removeprefix('Value error, ')}{more}"
+        raise InvalidRequestError("invalid_request", detail, param=param) from invalid
 
 
 def to_json(request: BaseModel) -> bytes:

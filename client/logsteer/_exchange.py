@@ -316,9 +316,8 @@ def _transport_error(failure: httpx.HTTPError, base_url: str, request_id: str) -
     cause = str(failure) or type(failure).__name__
     if isinstance(failure, httpx.ConnectError | httpx.ConnectTimeout):
         return TransportError(
-            f"no connection to {base_url} ({cause}). Is the server running there? Start it with "
-            "`make serve`, or point base_url or LOGSTEER_BASE_URL at one that runs.",
-            request_id=request_id,
+            f"no server answers at {base_url} ({cause}): start one with `logsteer serve MODEL`, or "
+            "give base_url or LOGSTEER_BASE_URL the address of one that runs"
         )
     if isinstance(failure, httpx.TimeoutException):
         what = "take the request" if isinstance(failure, httpx.WriteTimeout) else "answer"

@@ -58,6 +58,8 @@ _ALIASES = {
     repr(value): name for name, value in vars(schemas).items() if get_origin(value) is Literal
 }
 """The names that the schemas have for sets of values."""
+_LIKE = {schemas.Steering: "SteeringLike", schemas.ContrastPair: "PairLike"}
+"""What has shorter forms -> the name of all of them."""
 
 
 EVENTS_NOTE = (
@@ -290,6 +292,8 @@ def _spell(kind: Any) -> str:
         return f"Sequence[{_spell(parts[0])}]"
     if origin is Literal:
         return _ALIASES[repr(kind)]
+    if kind in _LIKE:
+        return _LIKE[kind]
     name: str = kind.__name__
     return f"{name} | Mapping[str, Any]" if issubclass(kind, BaseModel) else name
 

@@ -6,7 +6,7 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 from types import NoneType, UnionType
@@ -66,6 +66,10 @@ def list_parameters(endpoint: Endpoint) -> tuple[Parameter, ...]:
     """Return the parameters of an endpoint's method, those that need no name in front."""
     found = {parameter.name: parameter for parameter in _derive(endpoint)}
     front = [found.pop(name) for name in endpoint.positional]
+    # Behind one that may be left out, Python has none that may not.
+    for index, parameter in enumerate(front):
+        if any(one.name in endpoint.optional for one in front[: index + 1]):
+            front[index] = replace(parameter, required=False)
     return (*front, *found.values())
 
 

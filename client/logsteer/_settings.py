@@ -75,7 +75,7 @@ def read_settings(
     model: str | None,
     encoding: Encoding,
 ) -> ClientSettings:
-    """Read the settings, from LOGSTEER_BASE_URL and LOGSTEER_API_KEY where they are not given.
+    """Read the settings; LOGSTEER_BASE_URL, _API_KEY and _MODEL are what is not given.
 
     Raises LogsteerError for a base URL that is none, ValueError for a negative `max_retries` or an
     unknown `encoding`.
@@ -101,4 +101,5 @@ def read_settings(
     elif not isinstance(timeout, httpx.Timeout):
         timeout = httpx.Timeout(timeout)
     key = api_key or os.environ.get("LOGSTEER_API_KEY") or None
+    model = model or os.environ.get("LOGSTEER_MODEL") or None
     return ClientSettings(url, key, timeout, max_retries, model, encoding, uds)

@@ -82,6 +82,14 @@ class AsyncClient(AsyncClientMethods):
     for connecting, unless given; `httpx.Timeout(None)` sets none. `model` is the default of every
     request; `transport` replaces the network. With `encoding="msgpack"` arrays travel as raw
     buffers, which suits large answers.
+
+    ================  ============================================================================
+    `score`           targets after one context: which is most probable, and by how much
+    `logprob`         many contexts, each with targets, ids or messages; every token, every option
+    `get_log_prob`    every prompt with every target, as flat records: for pandas, and older scripts
+    `diagnostics`     `logprob` with all columns and their aggregates: what a sampling policy saw
+    `perplexity`      whole texts of any length, by a window protocol
+    ================  ============================================================================
     """
 
     def __init__(
@@ -100,7 +108,7 @@ class AsyncClient(AsyncClientMethods):
             transport = httpx.AsyncHTTPTransport(**made)
         self._http = httpx.AsyncClient(transport=transport, **settings.http_arguments())
         self._terms = settings.terms(self._http.build_request, UploadBody.async_chunks)
-        self._model = model
+        self._model = settings.model
 
     async def __aenter__(self) -> Self:
         return self

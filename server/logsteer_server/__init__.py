@@ -3,6 +3,6 @@
 from importlib.metadata import PackageNotFoundError, version
 
 try:
-    __version__ = version("logsteer")
+    __version__ = version("logsteer-server")
 except PackageNotFoundError:  # run from a source tree that is not installed
     __version__ = "0.1.0"

@@ -14,13 +14,14 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, get_args
 
 import uvicorn
 from starlette.datastructures import State
 from uvicorn.loops.auto import auto_loop_factory
 
 from logsteer.errors import APIError
+from logsteer.schemas import EngineKind
 from logsteer_server import __version__
 from logsteer_server.api.connections import ConnectionLimits, LimitedProtocol
 from logsteer_server.api.gate import Drain
@@ -36,7 +37,7 @@ from logsteer_server.listening import (
 )
 from logsteer_server.models.cachefile import check_cache_file
 from logsteer_server.models.registry import ModelRegistry
-from logsteer_server.settings import ConfigurationError, Settings, load_settings
+from logsteer_server.settings import ConfigurationError, Settings, load_settings, name_model
 from logsteer_server.stores.objects import check_store_directory
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         epilog="Commands: `logsteer-server keys --help`, `logsteer-server store --help`, "
         "`logsteer-server doctor --help`.",
     )
-    parser.add_argument("--config", type=Path, help="YAML file that lists the models")
+    models = parser.add_mutually_exclusive_group()
+    models.add_argument(
+        "model", metavar="MODEL", nargs="?", help="a directory, or an id of the hub"
+    )
+    models.add_argument("--demo", action="store_true", help="serve the demo model")
+    models.add_argument("--config", type=Path, help="YAML file that lists the models")
+    parser.add_argument("--engine", choices=get_args(EngineKind), help="of MODEL or --demo")
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on (default 8000)")
     parser.add_argument(
@@ -124,6 +131,7 @@ def _read_settings(arguments: argparse.Namespace) -> Settings:
     """Read what the command line names. Errors: ConfigurationError."""
     settings = load_settings(
         arguments.config,
+        name_model("demo" if arguments.demo else arguments.model, arguments.engine),
         host=arguments.host,
         port=arguments.port,
         uds=arguments.uds,
@@ -341,7 +349,8 @@ async def report_start(
             say(f"  {', '.join(states)}, {elapsed:.0f} s")
     ready = [model for model in models.by_id.values() if model.is_ready]
     if ready and not to_log:
-        print(suggest_calls(url, ready[0].id if len(models.by_id) > 1 else None, needs_key))
+        named = None if models.default else ready[0].id
+        print(suggest_calls(url, named, needs_key))
 
 
 def suggest_calls(url: str, model: str | None, needs_key: bool) -> str:

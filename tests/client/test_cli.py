@@ -14,9 +14,11 @@ from .documents import (
     PERPLEXITY_EVENTS,
     SELFTEST,
     SELFTEST_EVENTS,
+    START,
     TOKENS,
     events,
     logprob_answer,
+    steer_answer,
     target,
 )
 from .scripted import Output, Script, answer, event_stream, problem, run
@@ -174,8 +176,8 @@ def test_a_refusal_is_one_line_on_stderr(capsys: Output) -> None:
 def test_no_server_is_told(capsys: Output, pauses: list[float]) -> None:
     assert run(Script(httpx.ConnectError("refused")), "models", "--base-url", "http://h:1") == 3
     err = capsys.readouterr().err
-    assert err.startswith("error: no connection to http://h:1 (refused)")
-    assert "make serve" in err and "(request " in err
+    assert err.startswith("error: no server answers at http://h:1 (refused)")
+    assert "logsteer serve MODEL" in err and err.count("\n") == 1
 
 
 def test_a_file_that_is_not_there_is_told(capsys: Output, tmp_path: Path) -> None:
@@ -197,6 +199,56 @@ def test_settings_before_or_after_the_command(capsys: Output) -> None:
 
 
 @pytest.mark.parametrize(
+    ("argv", "meant"),
+    [
+        (["scor", "a", "b"], "score"),
+        (["score", "a", "b", "--spce", "both"], "--space"),
+        (["score", "a", "b", "--space=bth"], "both"),
+        (["steer", "a", "--vectr", "mood"], "--vector"),
+    ],
+)
+def test_what_was_meant_is_told(capsys: Output, argv: list[str], meant: str) -> None:
+    with pytest.raises(SystemExit):
+        run(answer(MODELS), *argv)
+    assert f"did you mean {meant}? See logsteer" in capsys.readouterr().err
+
+
+def test_a_pipe_gets_whole_lines(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    long = {**MODELS["models"][0], "detail": "word " * 60}
+    assert run(answer({"models": [long]}), "models") == 0
+    assert ("word " * 60).strip() in capsys.readouterr().out
+
+
+def test_the_model_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGSTEER_MODEL", "of-the-environment")
+    for argv, model in ((["--model", "m"], "m"), ([], "of-the-environment")):
+        server = answer(logprob_answer([target("b", -1.0)]))
+        assert run(server, "score", "a", "b", *argv) == 0
+        assert json.loads(server.bodies[0])["model"] == model
+
+
+def test_a_chat_is_steered_as_one_talks(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tell() -> httpx.Response:
+        return event_stream(events(("start", START), ("result", steer_answer())))
+
+    server = Script(tell(), problem("unknown_vector", 404), tell())
+    lines = "Hi\n/steer mood:4 calm@3\nlost\n\n/steer\nmore\n/new\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    assert run(server, "chat", "--temperature", "0") == 0
+    sent = [json.loads(body) for body in server.bodies]
+    assert [[turn["content"] for turn in one["messages"]] for one in sent] == [
+        ["Hi"], ["Hi", "glad 0", "lost"], ["Hi", "glad 0", "more"],
+    ]  # fmt: skip
+    assert [one.get("steering") and len(one["steering"]["vectors"]) for one in sent] == [
+        None,
+        2,
+        None,
+    ]
+    assert "unknown_vector" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     "argv",
     [
         [],
@@ -212,7 +264,7 @@ def test_wrong_usage_is_2(capsys: Output, argv: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         run(answer(MODELS), *argv)
     assert caught.value.code == 2
-    assert "usage: logsteer" in capsys.readouterr().err
+    assert "See logsteer" in (err := capsys.readouterr().err) and err.count("\n") == 2
 
 
 def test_interruption_is_130() -> None:

@@ -121,7 +121,7 @@ def test_convenience_takes_the_options_of_its_endpoint() -> None:
     assert named("logprob") - named("get_log_prob") == {
         "columns", "policy", "top", "per_token", "probes",
     }  # fmt: skip
-    assert named("generate") - named("sample") == {"prompt_ids", "messages"}
+    assert named("generate") - named("sample") == {"prompts", "prompt_ids", "messages"}
 
 
 def test_the_written_modules_are_up_to_date() -> None:

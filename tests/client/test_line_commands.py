@@ -107,7 +107,7 @@ def test_diagnostics_of_targets(capsys: Output) -> None:
             "items": [{"context": "I am", "targets": [" glad"]}],
             "policy": {"temperature": 2.0, "top_p": 0.9},
             "columns": ["entropy", "rank"],
-            "steering": {"vectors": [{"name": "mood", "scale": 2.0}]},
+            "steering": {"vectors": [{"name": "mood", "scale": 2.0, "layers": "recommended"}]},
         }
     ]
     # Every column is too wide for a terminal: unless some are named, aggregates are shown.
@@ -162,4 +162,4 @@ def test_wrong_usage_is_2(capsys: Output, argv: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         run(Script(continue_all), *argv)
     assert caught.value.code == 2
-    assert "usage: logsteer" in capsys.readouterr().err
+    assert "See logsteer" in capsys.readouterr().err

@@ -125,7 +125,7 @@ def test_wrong_usage_is_2(capsys: Output, argv: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         run(server, *argv)
     assert caught.value.code == 2
-    assert "usage: logsteer" in capsys.readouterr().err and server.requests == []
+    assert "See logsteer" in capsys.readouterr().err and server.requests == []
 
 
 def test_what_is_missing_is_told_before_anything_is_asked_for(

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from logsteer import AnswerError, InvalidRequestError
+from logsteer import AnswerError, InvalidRequestError, Steer
 from logsteer.schemas import (
     LogprobItem,
     Message,
@@ -23,6 +23,7 @@ from .documents import (
 )
 from .scripted import Caller, Script
 
+TURN = {"role": "user", "content": "Hi"}
 MOOD: dict[str, Any] = {"vectors": [{"name": "mood", "scale": 2}], "positions": "prompt"}
 
 
@@ -52,6 +53,64 @@ def test_steer(call: Caller) -> None:
         "stop": ["a", "b"],
         "seed": None,
     }
+
+
+@pytest.mark.parametrize(
+    ("given", "vectors"),
+    [
+        ("mood", [{"name": "mood", "scale": "recommended", "layers": "recommended"}]),
+        (
+            ("mood:4@2,5-6", "calm:-1"),
+            [
+                {"name": "mood", "scale": 4, "layers": [2, 5, 6]},
+                {"name": "calm", "scale": -1, "layers": "recommended"},
+            ],
+        ),
+        (Steer("mood", 4, layer=3), [{"name": "mood", "scale": 4, "layers": [3]}]),
+        (
+            {"vectors": [{"data": {3: [1.0]}, "scale": 2}]},
+            [{"data": {"3": [1.0]}, "scale": 2}],
+        ),
+    ],
+)
+def test_forms_of_steering(call: Caller, given: Any, vectors: list[dict[str, Any]]) -> None:
+    server = answering(steer_answer(1))
+    answer = call(server, lambda client: client.steer("I am", given))
+    assert sent(server)["steering"] == {"vectors": vectors}
+    assert answer.text == "glad 0"
+    assert answer.steering.layers[2] == answer.steering.layers["2"]
+    with pytest.raises(KeyError):
+        answer.steering.layers[7]
+    assert repr(answer).startswith("SteerAnswer(texts=['glad 0']")
+    assert max(map(len, repr(answer).splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("mood:x", "the scale 'x' is no number"),
+        ("mood@b", "no list of layers"),
+        ("", "has not the form"),
+        ({"vectors": [{"name": "mood", "scale": "x"}]}, "a number that float32 holds"),
+        ({"vectors": [{"name": "mood", "layers": [2, 2]}]}, "name each layer once"),
+        ({"vectors": [{"name": "mood", "layers": [-1]}]}, "-1 is no layer"),
+        ({"vectors": [{"name": "mood", "layers": []}]}, "a list of layers"),
+    ],
+)
+def test_what_is_no_steering_is_told(call: Caller, given: Any, says: str) -> None:
+    server = answering(steer_answer(1))
+    with pytest.raises(InvalidRequestError, match=says):
+        call(server, lambda client: client.steer("I am", given))
+    assert server.requests == []
+
+
+def test_several_texts_are_texts(call: Caller) -> None:
+    server = answering(steer_answer(2))
+    answer = call(server, lambda client: client.steer(steering="mood", messages=[TURN], n=2))
+    assert answer.texts == ["glad 0", "glad 1"]
+    with pytest.raises(ValueError, match="2 completions"):
+        answer.text  # noqa: B018
+    assert "prompts" not in sent(server)
 
 
 @pytest.mark.parametrize(

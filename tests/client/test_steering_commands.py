@@ -22,6 +22,8 @@ from .documents import (
 )
 from .scripted import Output, Script, answer, event_stream, problem, run
 
+RECOMMENDED = {"scale": "recommended", "layers": "recommended"}
+MOOD = {"vectors": [{"name": "mood"} | RECOMMENDED]}
 ITEM = ["--item", "I am", " glad", " [red]sad"]
 
 
@@ -98,6 +100,8 @@ def rows(capsys: Output) -> list[list[str]]:
 def test_the_four_commands_read_steering_alike(
     tmp_path: Path, argv: list[str], steering: dict[str, Any]
 ) -> None:
+    vectors = [RECOMMENDED | vector for vector in steering["vectors"]]
+    steering = {**steering, "vectors": vectors}
     path = tmp_path / "text"
     path.write_text("some text")
     scored = logprob_answer([target("b", -1.0)])
@@ -138,7 +142,7 @@ def test_the_four_commands_read_steering_alike(
         ["score", "a", "b", "--probe", "mood@x"],
         ["perplexity", "a", "--positions", "all"],
         ["sweep", "--vector", "mood", *ITEM],
-        ["sweep", "--vector", "mood", "--scales=1,b", *ITEM],
+        ["sweep", "--vector", "mood", "--scales", "-1,b", *ITEM],
         ["sweep", "--vector", "mood", "--scales=1"],
         ["sweep", "--vector", "mood", "--scales=1", "--item", "no target"],
         ["sweep", "--vector", "mood", "--scales=1", *ITEM, "--layers", "1;;2"],
@@ -150,7 +154,7 @@ def test_wrong_usage_is_2(capsys: Output, tmp_path: Path, argv: list[str]) -> No
     with pytest.raises(SystemExit) as caught:
         run(server, *argv)
     assert caught.value.code == 2
-    assert f"usage: logsteer {argv[0]}" in capsys.readouterr().err
+    assert f"See logsteer {argv[0]}" in capsys.readouterr().err
     assert server.requests == []
 
 
@@ -187,7 +191,7 @@ def test_one_completion_is_streamed_then_its_receipt_is_shown(capsys: Output) ->
     assert "steered 5 tokens by mood x 2 (abababababab)" in out
     assert ["2", "5", "0.25"] in [line.split() for line in out.splitlines()]
     assert err == ""
-    body = {"model": "demo", "prompts": ["There"], "steering": {"vectors": [{"name": "mood"}]}}
+    body = {"model": "demo", "prompts": ["There"], "steering": MOOD}
     assert sent(server) == {**body, "stream": True}
 
 
@@ -198,7 +202,7 @@ def test_every_option_of_sampling_is_sent() -> None:
     assert run(server, "steer", "x", "--vector", "v", *argv, "--bos", "never", "--chat") == 0
     assert sent(server) == {
         "messages": [{"role": "user", "content": "x"}],
-        "steering": {"vectors": [{"name": "v"}]},
+        "steering": {"vectors": [{"name": "v"} | RECOMMENDED]},
         "max_tokens": 9,
         "n": 1,
         "temperature": 0.5,
@@ -282,7 +286,7 @@ def test_scores_and_perplexities_show_the_receipt(capsys: Output, tmp_path: Path
         "protocol": "sliding",
         "stride": "4",
         "bos": "never",
-        "steering": '{"vectors":[{"name":"mood"}]}',
+        "steering": '{"vectors":[{"name":"mood","layers":"recommended","scale":"recommended"}]}',
     }
 
 
@@ -355,7 +359,7 @@ def test_a_sweep_as_one_table(capsys: Output, tmp_path: Path) -> None:
     assert sent(server) == {
         "items": [{"context": "I am", "targets": [" glad", " [red]sad"]}],
         "texts": ["Once upon a time"],
-        "steering": {"vectors": [{"name": "mood", "layers": [2]}]},
+        "steering": {"vectors": [RECOMMENDED | {"name": "mood", "layers": [2]}]},
         "scales": [-1.0, 0.0, 1.0],
         "layers": [[2], [3]],
         "boundary": "separate",

@@ -140,9 +140,11 @@ def test_training(call: Caller) -> None:
     server = answer(TRAINED)
     options: Any = {"method": "pca", "read": "mean", "layers": (2, 3), "bos": "never"}
     trained = call(
-        server, lambda client: client.vectors.train("happy", [PAIR], **options), model="demo"
+        server,
+        lambda client: client.vectors.train("happy", [tuple(PAIR.values())], **options),
+        model="demo",
     )
-    assert trained.vector.about.quality["2"].auc == 0.875
+    assert trained.vector.about.quality["2"].auc == trained.vector.about.quality[2].auc == 0.875
     assert trained.usage.prompt_tokens == 3
     assert json.loads(server.bodies[0]) == {
         "model": "demo",

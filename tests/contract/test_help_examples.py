@@ -3,6 +3,7 @@
 The server is TransformerLens', which can do what every command asks for.
 """
 
+import doctest
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import logsteer
 from logsteer import Client
 from logsteer.cli import main
 from tests.client.test_examples import EXAMPLES
@@ -120,6 +122,15 @@ def test_an_example_runs(
     assert output or made
     for file in made:
         assert (place / file).stat().st_size > 0
+
+
+def test_the_tasks_of_the_package_run(
+    server: Server, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.vectors.delete("mood")
+    monkeypatch.setenv("LOGSTEER_BASE_URL", server.url)
+    failed, tried = doctest.testmod(logsteer)
+    assert (failed, tried > 5) == (0, True)
 
 
 def run_in_shell(line: str) -> tuple[int, str, str]:

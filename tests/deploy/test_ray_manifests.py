@@ -57,7 +57,7 @@ def test_a_configuration_is_one_that_serve_deploy_takes(name: str) -> None:
 
 
 def test_versions_are_those_of_the_project() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "server/pyproject.toml").read_text())["project"]
     (pinned,) = (p for p in project["optional-dependencies"]["ray"] if p.startswith("ray["))
     assert pinned.endswith(f"=={CLUSTER['rayVersion']}")
     images = {pod["template"]["spec"]["containers"][0]["image"] for pod in PODS}

@@ -335,7 +335,7 @@ def redis_url(tmp_path: Path) -> Iterator[str]:
     """A Redis of this test's own, on a Unix domain socket."""
     command = shutil.which("redis-server")
     if command is None or find_spec("redis") is None:
-        pytest.skip("needs Debian's redis-server and logsteer[redis]")
+        pytest.skip("needs Debian's redis-server and logsteer-server[redis]")
     path = tmp_path / "redis.sock"
     given = ["--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(tmp_path)]
     server = subprocess.Popen([command, *given], stdout=subprocess.DEVNULL)

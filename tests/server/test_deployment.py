@@ -202,7 +202,7 @@ def test_base_images_are_pinned() -> None:
 
 
 def test_the_image_has_the_version_of_the_project() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "server/pyproject.toml").read_text())["project"]
     assert ARGUMENTS["VERSION"] == project["version"]
     for target in TARGETS:
         assert 'image.version="$VERSION"' in STAGES[target].last("LABEL")

@@ -48,6 +48,15 @@ class TestFind:
             registry("a", "b").find(None)
         assert (caught.value.code, caught.value.param) == ("invalid_request", "model")
 
+    def test_of_several_the_default_need_not_be_named(self) -> None:
+        models = [
+            ModelSettings(id=one, engine="fake", path="here", default=one == "b") for one in "abc"
+        ]
+        found = ModelRegistry(Settings(models=models), ResultCache(0), Metrics())
+        assert [found.find(name).id for name in (None, "a")] == ["b", "a"]
+        with pytest.raises(ValueError, match=r"default is set for \['a', 'b'\]"):
+            Settings(models=[models[0].model_copy(update={"default": True}), models[1]])
+
     @pytest.mark.parametrize("name", ["c", "", "A"])
     def test_an_unknown_id_is_told_which_there_are(self, name: str) -> None:
         with pytest.raises(APIError, match="these are: a, b") as caught:

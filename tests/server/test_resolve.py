@@ -8,11 +8,15 @@ import pytest
 from pydantic import ValidationError
 
 from logsteer.errors import APIError
-from logsteer.schemas import Steering
+from logsteer.schemas import Recommendation, Steering
+from logsteer.schemas.steering import Steer
 from logsteer_server.contract.jobs import GenerateJob, ScoreJob
 from logsteer_server.contract.plan import Positions, SteeringPlan
-from logsteer_server.interventions.interventions import Interventions
+from logsteer_server.interventions.interventions import Interventions, Stores
 from logsteer_server.interventions.steering import ResolvedSteering, resolve_steering
+from logsteer_server.stores.layer_vectors import LayerVectors
+from logsteer_server.stores.vectors import StoredVectors
+from logsteer_server.tasks.sweep import plan_settings
 from tests.server.steering_cases import INFO, NoVectors
 
 ONES = [1.0] * INFO.hidden_size
@@ -30,6 +34,54 @@ def test_vectors_of_one_layer_are_one_offset() -> None:
     assert [(site.layer, site.ops) for site in plan.sites] == [(1, ()), (3, ())]
     assert plan.sites[0].offset is not None
     np.testing.assert_array_equal(plan.sites[0].offset, np.full(24, 2.5, np.float32))
+
+
+class OneTrained:
+    """A store whose only vector has two layers, and what its training recommends, if anything."""
+
+    def __init__(self, advice: Recommendation | None) -> None:
+        vectors = LayerVectors({1: np.ones(24, np.float32), 3: np.ones(24, np.float32)})
+        self._stored = StoredVectors("mood", vectors.sha256, vectors, advice)
+
+    def find(self, name: str) -> StoredVectors:
+        return self._stored
+
+    find_content = find
+
+
+ADVICE = Recommendation(layer=3, scales=[0.5, 1.5], relative_norms=[0.2, 0.5], reason="")
+
+
+@pytest.mark.parametrize(
+    ("given", "advice", "scale", "layers"),
+    [
+        ("mood", ADVICE, 1.5, [3]),
+        ("mood:4", ADVICE, 4.0, [3]),
+        ("mood@1", ADVICE, 1.5, [1]),
+        ("mood:-2.5@1,3", ADVICE, -2.5, [1, 3]),
+        ("mood", None, 1.0, [1, 3]),
+        (["mood"], ADVICE, 1.5, [3]),
+        (Steer("mood"), ADVICE, 1.5, [3]),
+        (Steer("mood", op="ablate"), ADVICE, 1.0, [3]),
+        (Steer("mood", unit="residual_norm"), ADVICE, 1.0, [3]),
+        ({"vectors": ["mood"], "positions": "prompt"}, ADVICE, 1.5, [3]),
+        ({"vectors": [{"name": "mood"}]}, ADVICE, 1.0, [1, 3]),
+    ],
+)
+def test_what_is_left_out_is_what_training_recommends(
+    given: Any, advice: Recommendation | None, scale: float, layers: list[int]
+) -> None:
+    found = resolve_steering(Steering.model_validate(given), OneTrained(advice), INFO)
+    assert [used.scale for used in found.vectors] == [scale]
+    assert [site.layer for site in found.plan.sites] == layers
+
+
+def test_a_sweep_counts_a_scale_left_out_as_1() -> None:
+    stores = Stores(OneTrained(ADVICE), None, None)  # type: ignore[arg-type]
+    steering = Steering.model_validate("mood")
+    _, swept = plan_settings(steering, [-3.0], None, Interventions(), stores, INFO)
+    assert swept.interventions.steering is not None
+    assert [used.scale for used in swept.interventions.steering.vectors] == [-3.0]
 
 
 def test_base64_is_the_same_as_numbers() -> None:

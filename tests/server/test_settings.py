@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from logsteer_server.__main__ import main
-from logsteer_server.settings import ConfigurationError, load_settings
+from logsteer_server.settings import ConfigurationError, load_settings, name_model
 
 MINIMAL = "models:\n  - {id: a, path: here}\n"
 
@@ -61,3 +61,19 @@ def test_check_validates_and_exits(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "a (vllm)" in capsys.readouterr().out
     assert main(["--config", str(tmp_path / "none.yaml"), "--check"]) == 2
     assert "none.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "model_id"),
+    [("Qwen/Qwen3-8B", "Qwen3-8B"), ("demo/model", "model"), ("./_a b", "ab"), ("/", "model")],
+)
+def test_a_model_without_a_file(name: str, model_id: str) -> None:
+    (model,) = load_settings(None, name_model(name, "transformer_lens"), port=3).models
+    assert (model.id, model.path, model.engine) == (model_id, name, "transformer_lens")
+
+
+def test_the_demo_without_a_file() -> None:
+    (model,) = load_settings(None, name_model("demo")).models
+    assert (Path(model.path) / "model.safetensors").is_file()
+    with pytest.raises(ConfigurationError, match="serve MODEL or --demo"):
+        load_settings(None, name_model(None))

@@ -303,7 +303,6 @@ def test_limits_and_a_restart(start_server: ServerFactory, tmp_path: Path) -> No
         "models": [fake_model()],
         "store_directory": str(tmp_path / "stores"),
         "max_vector_bytes": 2048,
-        "max_training_bytes": 2048,
     }
     server = start_server(config)
     with httpx.Client(base_url=server.url, timeout=60) as http:
@@ -315,10 +314,6 @@ def test_limits_and_a_restart(start_server: ServerFactory, tmp_path: Path) -> No
 
         for content in (large, pieces()):
             refused(http.put("/vectors/a", content=content), 413, "payload_too_large", "2048 bytes")
-        body = {"name": "a", "pairs": PAIRS * 2}
-        refused(
-            http.post("/vectors/train", json=body), 413, "payload_too_large", "max_training_bytes"
-        )
         for index in range(2):
             content = LayerVectors({0: np.full(300, index + 1.0)}).content
             assert http.put(f"/vectors/v{index}", content=content).status_code == 200

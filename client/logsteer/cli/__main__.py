@@ -2,6 +2,6 @@
 
 import sys
 
-from logsteer.cli.command import main
+from logsteer.cli import main
 
 sys.exit(main())

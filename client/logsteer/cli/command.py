@@ -12,6 +12,7 @@ import httpx
 import logsteer
 from logsteer.cli import tables
 from logsteer.cli.capture import add_capture
+from logsteer.cli.chat import add_chat
 from logsteer.cli.generation import add_generate
 from logsteer.cli.items import add_diagnostics, add_gradient, add_score
 from logsteer.cli.models import add_model_commands
@@ -21,7 +22,7 @@ from logsteer.cli.perplexity import add_perplexity
 from logsteer.cli.score_file import add_score_file
 from logsteer.cli.selftest import add_selftest
 from logsteer.cli.steering import add_steer, add_sweep
-from logsteer.cli.terminal import Command, add_examples
+from logsteer.cli.terminal import Command, Parser, add_examples
 from logsteer.cli.vectors import add_vector_commands
 from logsteer.client import Client
 from logsteer.errors import (
@@ -37,12 +38,13 @@ EXAMPLES = """
   logsteer score "The capital of France is" " Paris" " London"
   cat book.txt | logsteer perplexity - --plot along.png
   logsteer vectors train mood pairs.jsonl
-  logsteer steer "Once upon a time" --vector mood:4@2 --baseline --seed 1
-  logsteer sweep --vector mood@2 --scales=-4,-2,0,2,4 --item "I feel" " happy" " sad"
+  logsteer steer "Once upon a time" --vector mood --baseline --seed 1
+  logsteer sweep --vector mood --scales -4,-2,0,2,4 --item "I feel" " happy" " sad"
   logsteer score-file corpus.jsonl sums.jsonl --endpoint perplexity
 
-Each command's --help has examples of its own. LOGSTEER_BASE_URL and LOGSTEER_API_KEY stand in for
---base-url and --api-key; NO_COLOR keeps colours away.
+`logsteer serve MODEL` starts a server, where one is installed; `logsteer serve --demo` a small one.
+Each command's --help has examples of its own. LOGSTEER_BASE_URL, LOGSTEER_API_KEY and
+LOGSTEER_MODEL stand in for --base-url, --api-key and --model; NO_COLOR keeps colours away.
 
 exit status:
   0    done
@@ -60,7 +62,7 @@ REFUSED, NOT_NOW, INTERRUPTED, UNREAD = 1, 3, 130, 141
 _PASSING = (TransportError, OverloadedError, UnavailableError, DeadlineError)
 
 
-def main(argv: Sequence[str] | None = None, *, transport: httpx.BaseTransport | None = None) -> int:
+def run(argv: Sequence[str], *, transport: httpx.BaseTransport | None = None) -> int:
     """Run the command and return its exit status; answers go to stdout, the rest to stderr.
 
     `transport` replaces the network. Raises SystemExit(2) for wrong usage.
@@ -108,7 +110,7 @@ def _fail(message: object, status: int = REFUSED) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command, as for shtab: `shtab logsteer.cli.command.build_parser`."""
     common = _build_common_options()
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="logsteer",
         description="Score text with the language models of a logsteer server, and steer them.",
         parents=[common],
@@ -117,6 +119,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"logsteer {logsteer.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add = partial(commands.add_parser, parents=[common])
+    add_chat(add("chat", help="talk to a model, steered if you like"))
     add_model_commands(add("models", help="list, load, unload, drain and replace models"), common)
     add_score(add("score", help="log-probability of each target after a context"))
     add_perplexity(
@@ -147,7 +150,7 @@ def _build_common_options() -> argparse.ArgumentParser:
     group = common.add_argument_group("server")
     group.add_argument("--base-url", metavar="URL", help="default http://127.0.0.1:8000")
     group.add_argument("--api-key", metavar="KEY")
-    group.add_argument("--model", metavar="ID", help="default: the only one")
+    group.add_argument("--model", metavar="ID", help="default: the server's")
     group.add_argument("--timeout", type=_positive, metavar="SECONDS", help="default 600")
     group.add_argument("--json", action="store_true", help="print the answer as JSON, only that")
     return common

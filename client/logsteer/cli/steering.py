@@ -40,14 +40,14 @@ from logsteer.extras.rows import FlatRow, list_rows
 from logsteer.schemas import SteerAnswer, SweepAnswer
 
 STEER_EXAMPLES = """
-  logsteer steer "Once upon a time" --vector mood:4@2 --baseline --seed 1
-  logsteer steer "Once upon a time" --vector mood:4@2 --probe mood@3 --temperature 0
+  logsteer steer "Once upon a time" --vector mood --baseline --seed 1
+  logsteer steer "Once upon a time" --vector mood:-2 --probe mood@3 --temperature 0
   logsteer steer "Once upon a time" --vector mood:4@2 -n 3 --per token --output tokens.csv
 """
 SWEEP_EXAMPLES = """
-  logsteer sweep --vector mood@2 --scales=-4,-2,0,2,4 --item "Tom was very" " happy" " sad"
-  logsteer sweep --vector mood --layers '1;2;1,2' --scales=-2,2 --text book.txt --plot sweep.png
-  logsteer sweep --vector mood@2 --scales=-4,4 --items items.jsonl --format csv
+  logsteer sweep --vector mood --scales -4,-2,0,2,4 --item "Tom was very" " happy" " sad"
+  logsteer sweep --vector mood --layers '1;2;1,2' --scales -2,2 --text book.txt --plot sweep.png
+  logsteer sweep --vector mood --scales -4,4 --items items.jsonl --format csv
 """
 
 _SAMPLING = {
@@ -83,7 +83,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
         type=parse_scales,
         required=True,
         metavar="X,X,…",
-        help="factors of the vectors' own scales; write --scales=-4,0,4 with a minus in front",
+        help="factors of the scales that --vector names; scales themselves where it names none",
     )
     group.add_argument(
         "--layers",

@@ -8,12 +8,11 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, get_args
 
-from logsteer.cli.terminal import given, parse_layers
+from logsteer.cli.terminal import given, parse_layers, reading
 from logsteer.extras.json_files import load_steering
 from logsteer.schemas import PositionName, ProbeRead
-from logsteer.schemas.steering import Operation, Unit
+from logsteer.schemas.steering import Operation, Unit, parse_vector
 
-_VECTOR = re.compile(r"(?P<name>[^:@]+)(:(?P<scale>[^:@]+))?(@(?P<layers>[^:@]+))?")
 POSITIONS = f"{', '.join(get_args(PositionName))}, or slices as in 0:5,8:10"
 """What `parse_positions` reads."""
 _PROBE = re.compile(r"(?P<name>[^:@]+)(@(?P<layers>[^:@]+))?(:(?P<read>[^:@]+))?")
@@ -27,11 +26,12 @@ def add_steering_options(parser: argparse.ArgumentParser, *, required: bool = Fa
     either = group.add_mutually_exclusive_group(required=required)
     either.add_argument(
         "--vector",
-        type=_parse_vector,
+        type=reading(parse_vector),
         action="append",
         dest="vectors",
         metavar="NAME[:SCALE][@LAYERS]",
-        help="a stored vector, as in mood, mood:-2.5, mood:4@2 or mood:4@2,5-7; repeatable",
+        help="a stored vector, as in mood, mood:-2.5, mood:4@2 or mood:4@2,5-7; what is left out "
+        "is what its training recommends; repeatable",
     )
     either.add_argument("--steering", metavar="FILE", help="a steering object as JSON")
     group.add_argument("--op", choices=get_args(Operation), help="of every --vector; default add")
@@ -132,18 +132,6 @@ def read_parameters(arguments: argparse.Namespace) -> dict[str, Any]:
             arguments.refuse("--cast: only with --override")
         changes["override"] = {**changes["override"], "cast": arguments.cast}
     return changes
-
-
-def _parse_vector(text: str) -> dict[str, Any]:
-    found = _VECTOR.fullmatch(text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} has not the form NAME[:SCALE][@LAYERS]")
-    vector: dict[str, Any] = {"name": found["name"]}
-    if found["scale"] is not None:
-        vector["scale"] = _parse_number(found["scale"])
-    if found["layers"] is not None:
-        vector["layers"] = parse_layers(found["layers"])
-    return vector
 
 
 def _parse_override(text: str) -> dict[str, Any]:

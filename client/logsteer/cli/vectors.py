@@ -14,7 +14,14 @@ from logsteer.cli import tables
 from logsteer.cli.options import add_options
 from logsteer.cli.output import add_output_options, show
 from logsteer.cli.stored import add_stored_commands
-from logsteer.cli.terminal import add_examples, given, parse_layers, parse_scales, read_input
+from logsteer.cli.terminal import (
+    add_examples,
+    given,
+    parse_layers,
+    parse_scales,
+    read_input,
+    reading,
+)
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
 from logsteer.extras.dose_response import DoseResponse, evaluate_vector
@@ -33,7 +40,7 @@ _TRAINING = {"method": None, "whiten": None, "read": None, "hook": "NAME", "bos"
 EXAMPLES = """
   logsteer vectors train mood pairs.jsonl
   logsteer vectors list
-  logsteer steer "Once upon a time" --vector mood:4@2
+  logsteer steer "Once upon a time" --vector mood
 """
 SHOW_EXAMPLES = """
   logsteer vectors show mood
@@ -51,7 +58,10 @@ TRAIN_EXAMPLES = """
 """
 EVALUATE_EXAMPLES = """
   logsteer vectors evaluate mood --pairs pairs.jsonl --plot doses.png
-  logsteer vectors evaluate mood --pairs pairs.jsonl --scales=-2,0,2 --layers 2 --format csv
+  logsteer vectors evaluate mood --pairs pairs.jsonl --scales -2,0,2 --layers 2 --format csv
+"""
+COMBINE_EXAMPLES = """
+  logsteer vectors combine calm mood=-0.5 happy=1 --overwrite
 """
 IMPORT_EXAMPLES = """
   logsteer vectors import-sae sae --feature 3 --name golden
@@ -74,6 +84,16 @@ def add_vector_commands(parser: argparse.ArgumentParser, common: argparse.Argume
     formats = get_args(ContentFormat)
     get.add_argument("--format", choices=formats, help="default: as FILE ends")
     _add_train(add("train", _train, "make a vector from contrasting texts", TRAIN_EXAMPLES))
+    combine = add("combine", _combine, "sum stored vectors", COMBINE_EXAMPLES)
+    combine.add_argument(
+        "weights", metavar="VECTOR=WEIGHT", nargs="+", type=reading(_parse_weight),
+        help="a stored vector and its weight in the sum",
+    )  # fmt: skip
+    combine.add_argument(
+        "--orthogonal-to", metavar="VECTOR", action="append", default=[],
+        help="take away what the sum shares with it; repeatable",
+    )  # fmt: skip
+    add_options(combine, "vectors.combine", {"overwrite": None})
     text = "what a vector does to contrasting texts, by scale"
     _add_evaluate(add("evaluate", _evaluate, text, EVALUATE_EXAMPLES))
     text = "store a feature of a sparse autoencoder, and its encoder as NAME.probe"
@@ -93,7 +113,7 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
         "--scales",
         type=parse_scales,
         metavar="X,X,…",
-        help="default: up to those recommended, and their opposites; write --scales=-4,0,4",
+        help="default: up to those recommended, and their opposites",
     )
     parser.add_argument(
         "--layers", type=parse_layers, metavar="N,N-N,…", help="default: the one recommended"
@@ -139,6 +159,18 @@ def _get(client: Client, arguments: argparse.Namespace) -> None:
     card = client.vectors.get(arguments.name)
     data = client.vectors.download(arguments.name, form)
     Path(arguments.file or f"{arguments.name}.{form}").write_bytes(data)
+    show(arguments, card, _draw_vectors(card))
+
+
+def _parse_weight(text: str) -> tuple[str, float]:
+    name, _, weight = text.partition("=")
+    return name, float(weight)
+
+
+def _combine(client: Client, arguments: argparse.Namespace) -> None:
+    options: Any = given(arguments, "overwrite")
+    weights, without = dict(arguments.weights), arguments.orthogonal_to
+    card = client.vectors.combine(arguments.name, weights, without, **options)
     show(arguments, card, _draw_vectors(card))
 
 

@@ -257,7 +257,7 @@ def _plot_texts(texts: Sequence[TextResult], path: str | Path | None, name: str 
 
 def _plot_card(card: VectorCard, path: str | Path | None) -> Figure:
     """Draw how well each layer tells held-out texts apart, where that is known, and its norm."""
-    quality = card.about.quality or {}
+    quality: Mapping[str, Any] = card.about.quality or {}
     figure, places = _prepare(path, 2 if quality else 1)
     layers = [int(layer) for layer in card.norms]
     places[-1].bar(layers, list(card.norms.values()), color=_GREY, width=0.6, label="norm")

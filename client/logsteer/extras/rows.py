@@ -327,7 +327,7 @@ def _write_point(point: SweepPoint) -> Iterator[FlatRow]:
 
 
 def _write_layers(card: VectorCard) -> Iterator[FlatRow]:
-    quality = card.about.quality or {}
+    quality: Mapping[str, Any] = card.about.quality or {}
     for layer, norm in card.norms.items():
         found = quality.get(layer)
         told = {} if found is None else found.model_dump()

@@ -36,7 +36,6 @@ from logsteer.lm_eval.batches import (
     run_concurrently,
 )
 from logsteer.lm_eval.settings import (
-    SteeringLike,
     check_adapter,
     find_adapter,
     find_card,
@@ -45,7 +44,7 @@ from logsteer.lm_eval.settings import (
     read_steering,
     render_chat,
 )
-from logsteer.schemas import BosPolicy
+from logsteer.schemas import BosPolicy, SteeringLike
 from logsteer.schemas.openai import CompletionAnswer, TokenizerInfo
 
 _log = logging.getLogger(__name__)
@@ -95,7 +94,7 @@ class LogsteerLM(TemplateLM):  # type: ignore[misc]  # the harness is not typed
         prefix_token_id: int | None = None,
         max_batch_size: int | None = None,
         device: str | None = None,
-        steering: SteeringLike | str | Path | None = None,
+        steering: SteeringLike | Path | None = None,
         adapter: str | None = None,
     ) -> None:
         super().__init__()

@@ -3,14 +3,15 @@
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 from logsteer._calls import checked
 from logsteer.client import Client
 from logsteer.errors import LogsteerError
 from logsteer.extras.json_files import load_steering
-from logsteer.schemas import ModelCard, Steering, UsedAdapter
+from logsteer.schemas import ModelCard, Steering, SteeringLike, UsedAdapter
 from logsteer.schemas.openai import TokenizerInfo
+from logsteer.schemas.steering import RECOMMENDED
 
 
 def render_chat(
@@ -56,9 +57,6 @@ def _refuse(message: Any) -> NoReturn:
     raise TemplateError(str(message))
 
 
-SteeringLike: TypeAlias = Steering | Mapping[str, Any]
-"""A steering object, or its fields."""
-
 DEFAULT_BATCH_SIZE = 1024
 
 
@@ -97,18 +95,26 @@ def read_max_length(given: int | None, card: ModelCard) -> int:
     return given or limit
 
 
-def read_steering(client: Client, given: SteeringLike | str | Path) -> dict[str, Any]:
-    """Return a steering object as JSON has it, its vectors by content.
+def read_steering(client: Client, given: SteeringLike | Path) -> dict[str, Any]:
+    """Return a steering object as JSON has it, its vectors by content, as they are recommended.
 
-    So a run has one steering, whatever becomes of the vectors' names meanwhile.
+    So a run has one steering, whatever becomes of the vectors' names meanwhile. A string is JSON,
+    a file of that, or vectors as in "mood:4@3".
 
     Errors: LogsteerError for what is no steering object, and for an unknown vector.
     """
-    fields = given.model_dump() if isinstance(given, Steering) else load_steering(given)
-    steering = checked(Steering, fields).model_copy(deep=True)
+    is_file = isinstance(given, Path) or (isinstance(given, str) and Path(given).exists())
+    if is_file or str(given).lstrip().startswith("{"):
+        given = load_steering(given)  # type: ignore[arg-type]
+    steering = checked(Steering, given).model_copy(deep=True)
     for vector in steering.vectors:
         if vector.name is not None:
-            vector.sha256, vector.name = client.vectors.get(vector.name).sha256, None
+            card = client.vectors.get(vector.name)
+            advice = card.about.recommendation
+            vector.sha256, vector.name = card.sha256, None
+            vector.scale = vector.choose_scale(advice)
+            if vector.layers == RECOMMENDED:
+                vector.layers = None if advice is None else [advice.layer]
     return steering.model_dump(mode="json", exclude_none=True)
 
 

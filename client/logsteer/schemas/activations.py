@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from logsteer.schemas.common import (
     Answer,
+    ByLayer,
     Float,
     Index,
     Message,
@@ -84,7 +85,7 @@ class ItemActivations(Reply):
         description="Of the tokens in `token_ids` whose activations are given; for a mean, of "
         "those that it was taken over."
     )
-    activations: dict[str, list[list[Float]]] = Field(
+    activations: ByLayer[list[list[Float]]] = Field(
         description="By layer: a row for each position, or one row; a number a dimension."
     )
     flags: list[str] = Field(default_factory=list)

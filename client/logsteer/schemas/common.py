@@ -1,7 +1,9 @@
 """What several endpoints share: options of a request, and what every answer carries."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal, get_args
+from reprlib import Repr
+from shutil import get_terminal_size
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -11,7 +13,7 @@ from pydantic import (
     GetCoreSchemaHandler,
     model_validator,
 )
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 KeyScope = Literal["score", "steer", "write", "admin"]
 """`score`: read models and what is stored. `steer`: change a model for a request, by steering, an
@@ -69,10 +71,43 @@ class Request(BaseModel):
         return schema
 
 
+V = TypeVar("V")
+_SHORT = Repr()
+_SHORT.maxlist, _SHORT.maxstring, _SHORT.maxother = 3, 64, 64
+
+
+class ByLayer(dict[str, V]):
+    """Values by layer, which a number names as well: `layers[2]` is `layers["2"]`."""
+
+    def __getitem__(self, key: str | int) -> V:
+        return super().__getitem__(str(key))
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return the schema of a dictionary, which becomes this class."""
+        inner = handler.generate_schema(dict[str, get_args(source)[0]])  # type: ignore[misc]
+        return core_schema.no_info_after_validator_function(cls, inner)
+
+
 class Reply(BaseModel):
-    """A message from the server: fields that a newer server adds are kept, not refused."""
+    """A message from the server: fields that a newer server adds are kept, not refused.
+
+    Its repr is one line: what matters most of it, cut to what a terminal shows.
+    """
 
     model_config = ConfigDict(extra="allow")
+
+    def _headline(self) -> Mapping[str, Any]:
+        """Return what the repr shows."""
+        return {name: value for name, value in self if value is not None}
+
+    def __repr__(self) -> str:
+        shown = [f"{name}={_SHORT.repr(value)}" for name, value in self._headline().items()]
+        line = f"{type(self).__name__}({', '.join(shown)})"
+        width = get_terminal_size((100, 0)).columns
+        return line if len(line) <= width else f"{line[: width - 2]}…)"
+
+    __str__ = __repr__
 
 
 class NamedRefusals(Request):
@@ -153,6 +188,9 @@ class SamplingPolicy(Request):
     top_p: float = Field(default=1.0, gt=0, le=1, description=TOP_P)
     top_k: Index = Field(default=0, description="0: every token.")
     min_p: float = Field(default=0.0, ge=0, le=1, description=MIN_P)
+
+
+Policy = SamplingPolicy
 
 
 class Aggregate(Reply):
@@ -338,3 +376,7 @@ class Answer(Reply):
     usage: Usage
     timing: Timing
     provenance: Provenance
+
+    def _headline(self) -> Mapping[str, Any]:
+        own = super()._headline()
+        return {name: value for name, value in own.items() if name not in Answer.model_fields}

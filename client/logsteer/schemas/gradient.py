@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from logsteer.schemas.common import (
     Answer,
+    ByLayer,
     Float,
     Index,
     ItemOptions,
@@ -89,10 +90,10 @@ class TargetGradient(Reply):
     positions: list[int] | None = Field(
         default=None, description="Of the input tokens that the rows of `gradients` belong to."
     )
-    gradients: dict[str, list[list[Float]]] | None = Field(
+    gradients: ByLayer[list[list[Float]]] | None = Field(
         default=None, description="By layer: a row for each position, a number a dimension."
     )
-    norms: dict[str, list[Float]] | None = Field(
+    norms: ByLayer[list[Float]] | None = Field(
         default=None, description="By layer: the Euclidean norm of each row."
     )
     directional: Float = Field(default=None, description="d logprob / d eta.")

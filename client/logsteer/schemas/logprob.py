@@ -1,7 +1,7 @@
 """`POST /logprob`: the exact log-probability of targets given contexts."""
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -177,6 +177,17 @@ class ItemScore(ItemResult, Tabled):
         default_factory=list,
         description="Softmax over the targets' log-probabilities (any-space ones where asked for).",
     )
+
+    @property
+    def choice(self) -> ScoredTarget | None:
+        """The most probable target: `choice.target` is its text, `choice.logprob` its score."""
+        return None if self.best is None else self.targets[self.best]
+
+    def _headline(self) -> Mapping[str, Any]:
+        return {
+            "best": self.choice and self.choice.target,
+            "logprobs": {one.target: one.logprob for one in self.targets},
+        }
 
 
 class LogprobAnswer(Answer, AppliedInterventions, Tabled):

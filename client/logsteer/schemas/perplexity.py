@@ -1,10 +1,11 @@
 """`POST /perplexity`: log-likelihood of long texts, window by window."""
 
+import json
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, Json, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, Json, model_validator
 
 from logsteer.schemas.common import (
     MAX_COUNT,
@@ -116,6 +117,12 @@ class PerplexityRequest(WindowOptions, RowOptions, ItemOptions, ActivationFields
         return self
 
 
+def _quote(text: Any) -> Any:
+    """Return a vector as in mood:4@3 as JSON has it."""
+    is_plain = isinstance(text, str) and not text.lstrip().startswith(("{", "[", '"'))
+    return json.dumps(text) if is_plain else text
+
+
 class PerplexityStreamQuery(WindowOptions, PrecisionOption, NamedRefusals):
     """Query parameters of `POST /perplexity/stream`; the body is the text, in UTF-8."""
 
@@ -130,7 +137,9 @@ class PerplexityStreamQuery(WindowOptions, PrecisionOption, NamedRefusals):
         "probes": "a stream of any length keeps no tokens; send the text to /perplexity",
     }
 
-    steering: Json[Steering] | None = Field(default=None, description="As JSON.")
+    steering: Annotated[Json[Steering], BeforeValidator(_quote)] | None = Field(
+        default=None, description="As JSON, or a vector as in mood:4@3."
+    )
     override: Json[ParameterOverride] | None = Field(default=None, description="As JSON.")
     adapter: VectorName | None = None
 

@@ -1,6 +1,7 @@
 """`POST /steer` and `/generate`: continuations. `POST /sweep`: what steering does by its scale."""
 
-from typing import Annotated, ClassVar, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -148,17 +149,36 @@ class PromptCompletions(ItemResult, Tabled):
     )
 
 
-class SteerAnswer(Answer, AppliedInterventions, Tabled):
+class Continuations(Answer, AppliedInterventions, Tabled):
     """One result per prompt, in the order given."""
 
     results: list[PromptCompletions]
+
+    @property
+    def texts(self) -> list[str]:
+        """The text of every completion, prompt by prompt, without baselines."""
+        return [one.text for result in self.results for one in result.completions]
+
+    @property
+    def text(self) -> str:
+        """The text of the only completion; ValueError where there are several."""
+        if len(self.texts) != 1:
+            raise ValueError(f"there are {len(self.texts)} completions: read them from texts")
+        return self.texts[0]
+
+    def _headline(self) -> Mapping[str, Any]:
+        receipt = self.steering and {one.name: one.scale for one in self.steering.vectors}
+        return {"texts": self.texts, "model": self.model, "steered_by": receipt}
+
+
+class SteerAnswer(Continuations):
+    """One result per prompt, in the order given."""
+
     steering: SteeringReceipt
 
 
-class GenerateAnswer(Answer, AppliedInterventions, Tabled):
+class GenerateAnswer(Continuations):
     """One result per prompt, in the order given."""
-
-    results: list[PromptCompletions]
 
 
 class SteerStart(Reply):

@@ -1,11 +1,32 @@
 """Steering objects and probes: which activations of a request are changed and read, and how."""
 
-from typing import Annotated, Literal, Self
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    GetJsonSchemaHandler,
+    PlainValidator,
+    model_validator,
+)
+from pydantic_core import CoreSchema
 
-from logsteer.schemas.common import Count, Float, Index, ProbeRead, Reply, Request
+from logsteer.schemas.common import (
+    MAX_COUNT,
+    ByLayer,
+    Count,
+    Float,
+    Index,
+    ProbeRead,
+    Reply,
+    Request,
+)
 from logsteer.schemas.views import Tabled
+
+if TYPE_CHECKING:
+    from logsteer.schemas.vectors import Recommendation
 
 Operation = Literal["add", "ablate", "project", "clamp", "replace", "rotate"]
 Unit = Literal["raw", "unit", "residual_norm"]
@@ -23,6 +44,67 @@ HookName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z
 FLOAT32_MAX = 3.4028234663852886e38
 Finite = Annotated[float, Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX, allow_inf_nan=False)]
 """A number that float32 holds."""
+
+Recommended = Literal["recommended"]
+RECOMMENDED: Recommended = "recommended"
+
+_VECTOR = re.compile(r"(?P<name>[^:@]+)(:(?P<scale>[^:@]+))?(@(?P<layers>[^:@]+))?")
+
+
+def parse_layers(text: str) -> list[int]:
+    """Return the layers of a list such as 2 or 2,5-7; else raise ValueError."""
+    layers: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", part)
+        last = int(found[2] or found[1]) if found else -1
+        if found is None or last < int(found[1]):
+            raise ValueError(f"{text!r} is no list of layers such as 10,12-14")
+        layers += range(int(found[1]), last + 1)
+    return layers
+
+
+def parse_vector(text: str) -> dict[str, Any]:
+    """Return the fields of a vector written as in mood, mood:-2.5, mood:4@2 or mood:4@2,5-7.
+
+    A scale or layers that are left out are "recommended". Raises ValueError for another form.
+    """
+    found = _VECTOR.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r} has not the form NAME[:SCALE][@LAYERS], as in mood:4@3")
+    scale: float | Recommended = RECOMMENDED
+    if found["scale"] is not None:
+        try:
+            scale = float(found["scale"])
+        except ValueError as error:
+            raise ValueError(f"{text!r}: the scale {found['scale']!r} is no number") from error
+    layers = RECOMMENDED if found["layers"] is None else parse_layers(found["layers"])
+    return {"name": found["name"], "scale": scale, "layers": layers}
+
+
+def _read_scale(data: Any) -> float | Recommended:
+    if data == RECOMMENDED:
+        return RECOMMENDED
+    is_number = isinstance(data, int | float) and not isinstance(data, bool)
+    if not is_number or not abs(data) <= FLOAT32_MAX:
+        raise ValueError(f'give a number that float32 holds, or "{RECOMMENDED}"')
+    return float(data)
+
+
+def _read_layers(data: Any) -> list[int] | Recommended | None:
+    if data is None or data == RECOMMENDED:
+        return data  # type: ignore[no-any-return]
+    if not isinstance(data, list) or not data:
+        raise ValueError(f'give a list of layers such as [3], or "{RECOMMENDED}"')
+    if wrong := [one for one in data if type(one) is not int or not 0 <= one <= MAX_COUNT]:
+        raise ValueError(f"{wrong[0]!r:.40} is no layer: they are counted from 0")
+    if len(set(data)) != len(data):
+        raise ValueError(f"an entry is there twice: {data}; name each layer once")
+    return data
+
+
+def _spell_keys(data: Any) -> Any:
+    """Return numbers of layers as JSON has them."""
+    return {str(key): data[key] for key in data} if isinstance(data, Mapping) else data
 
 
 class ClampBounds(Request):
@@ -48,16 +130,21 @@ class VectorReference(Request):
 
     name: VectorName | None = None
     sha256: Sha256 | None = None
-    data: dict[LayerKey, list[Finite] | str] | None = Field(
-        default=None,
-        min_length=1,
-        description="The vector itself: layer -> numbers, or base64 of little-endian float32.",
+    data: Annotated[dict[LayerKey, list[Finite] | str] | None, BeforeValidator(_spell_keys)] = (
+        Field(
+            default=None,
+            min_length=1,
+            description="The vector itself: layer -> numbers, or base64 of little-endian float32.",
+        )
     )
-    layers: list[Index] | None = Field(
+    layers: Annotated[
+        list[int] | Recommended | None,
+        PlainValidator(_read_layers, json_schema_input_type=list[Index] | Recommended | None),
+    ] = Field(
         default=None,
-        min_length=1,
         description="Layers to use it at; null: the vector's own. A vector of a single layer may "
-        "be used at any layer.",
+        "be used at any layer. `recommended`: the layer that its training recommends; its own "
+        "where nothing is recommended.",
     )
     hook: HookName | None = Field(
         default=None,
@@ -70,8 +157,6 @@ class VectorReference(Request):
         given = [n for n in ("name", "sha256", "data") if getattr(self, n) is not None]
         if len(given) != 1:
             raise ValueError(f"give exactly one of name, sha256, data; got {given or 'none'}")
-        if self.layers is not None and len(set(self.layers)) != len(self.layers):
-            raise ValueError(f"layers has an entry twice: {self.layers}; name each layer once")
         return self
 
 
@@ -128,7 +213,15 @@ class SteeringVector(VectorReference):
     keeps |x|.
     """
 
-    scale: Finite = 1.0
+    scale: Annotated[
+        float | Recommended,
+        PlainValidator(_read_scale, json_schema_input_type=Finite | Recommended),
+    ] = Field(
+        default=1.0,
+        description="`recommended`: for op add and unit raw the larger of the scales that its "
+        "training recommends; 1 elsewhere, where nothing is recommended, and in a sweep. The "
+        "receipt says which it was.",
+    )
     unit: Unit = "raw"
     op: Operation = "add"
     params: ClampBounds | None = None
@@ -138,17 +231,47 @@ class SteeringVector(VectorReference):
         "vector's.",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_string(cls, data: Any) -> Any:
+        return parse_vector(data) if isinstance(data, str) else data
+
     @model_validator(mode="after")
     def _fits_operation(self) -> Self:
         if (self.op == "clamp") != (self.params is not None):
             raise ValueError("op clamp takes params with min and max, and no other op does")
         if self.op in ("ablate", "clamp", "rotate") and self.unit != "raw":
             raise ValueError(f"op {self.op} has no use for unit {self.unit}; leave unit out")
+        if isinstance(self.scale, str):
+            return self
         if self.op == "clamp" and self.scale != 1.0:
             raise ValueError("op clamp has no scale; give params.min and params.max")
         if self.op == "rotate" and abs(self.scale) > 180:
             raise ValueError(f"op rotate turns by at most 180 degrees, got scale {self.scale}")
         return self
+
+    def choose_scale(self, advice: "Recommendation | None") -> float:
+        """Return the scale to use; `advice` is what the vector's training recommends."""
+        if not isinstance(self.scale, str):
+            return self.scale
+        is_plain = self.op == "add" and self.unit == "raw"
+        return advice.scales[-1] if advice is not None and is_plain else 1.0
+
+
+class Steer(SteeringVector):
+    """A vector for Python: `Steer("mood")`, `Steer("mood", 4, layer=3)`, or with other fields.
+
+    A scale or layers that are left out are those that its training recommends.
+    """
+
+    def __init__(
+        self, name: str | None = None, scale: float | Recommended = RECOMMENDED, **fields: Any
+    ) -> None:
+        if "layer" in fields:
+            fields["layers"] = [fields.pop("layer")]
+        if name is not None:
+            fields["name"] = name
+        super().__init__(**{"scale": scale, "layers": RECOMMENDED, **fields})
 
 
 Slice = tuple[Index, Count]
@@ -168,7 +291,11 @@ class SlicePositions(Request):
 
 
 class Steering(Request):
-    """Vectors, applied in the order given, to the activations of some of a sequence's tokens."""
+    """Vectors, applied in the order given, to the activations of some of a sequence's tokens.
+
+    As a string, "mood:4@3" is a vector's name, scale and layer; what is left out is what training
+    recommends. Several vectors are a list of strings.
+    """
 
     vectors: list[SteeringVector] = Field(min_length=1, max_length=64)
     positions: PositionName | SlicePositions = Field(
@@ -177,6 +304,26 @@ class Steering(Request):
         "all, prompt (< P), completion (>= P), predicting (>= P - 1), last_prompt (= P - 1), or "
         "slices. Where targets or texts are scored, the prompt is what stands before them.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_strings(cls, data: Any) -> Any:
+        vectors = [data] if isinstance(data, str | SteeringVector) else data
+        return {"vectors": vectors} if isinstance(vectors, list) else data
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """Return the schema of the object, or a string, or a list of strings."""
+        text = {"type": "string", "examples": ["mood", "mood:4@3"]}
+        return {"anyOf": [handler(schema), text, {"type": "array", "items": text}]}
+
+
+SteeringLike: TypeAlias = (
+    str | Steering | SteeringVector | Mapping[str, Any] | Sequence[str | SteeringVector]
+)
+"""What a client takes for a steering object: "mood:4@3", `Steer`, a list of these, or fields."""
 
 
 class SteeredSite(Reply):
@@ -205,7 +352,7 @@ class SteeringReceipt(Tabled):
     """Proof of what was applied. Tokens from the prefix cache were steered when they were read."""
 
     tokens_steered: int = Field(description="Input tokens that were read under steering.")
-    layers: dict[str, SteeredSite] = Field(
+    layers: ByLayer[SteeredSite] = Field(
         description="By layer; a hook other than resid_post stands behind it, as in 3.attn_out."
     )
     vectors: list[UsedVector]

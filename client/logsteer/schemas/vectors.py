@@ -3,11 +3,12 @@
 Layer L with hook resid_post is the residual stream that leaves block L, 0-based.
 """
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from logsteer.schemas.common import Answer, BosPolicy, Float, Index, Reply, Request
+from logsteer.schemas.common import Answer, BosPolicy, ByLayer, Float, Index, Reply, Request
 from logsteer.schemas.steering import HOOK, Finite, HookName, VectorName
 from logsteer.schemas.views import Plotted, Tabled
 
@@ -110,7 +111,7 @@ class VectorAbout(Reply):
     whiten: bool | None = None
     pairs: int | None = None
     validation: Validation | None = None
-    quality: dict[str, LayerQuality] | None = Field(default=None, description="By layer.")
+    quality: ByLayer[LayerQuality] | None = Field(default=None, description="By layer.")
     recommendation: Recommendation | None = None
     parts: list[VectorPart] | None = None
     orthogonal_to: list[VectorPart] | None = None
@@ -140,8 +141,8 @@ class VectorCard(Plotted):
     hook: str
     layers: list[int]
     width: int = Field(description="Numbers of each layer: the model's hidden size.")
-    norms: dict[str, float] = Field(description="Euclidean norm, by layer.")
-    readouts: dict[str, VectorReadout] | None = Field(
+    norms: ByLayer[float] = Field(description="Euclidean norm, by layer.")
+    readouts: ByLayer[VectorReadout] | None = Field(
         default=None, description="What a projection on the vector means, by layer; null: unknown."
     )
     bytes: int
@@ -170,10 +171,21 @@ class DeletedVector(Reply):
 
 
 class ContrastPair(Request):
-    """Two texts that differ in what the vector is to stand for."""
+    """Two texts that differ in what the vector is to stand for; [positive, negative] for short."""
 
     positive: str = Field(min_length=1)
     negative: str = Field(min_length=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_sides(cls, data: Any) -> Any:
+        if isinstance(data, list | tuple) and len(data) == len(cls.model_fields):
+            return dict(zip(cls.model_fields, data, strict=True))
+        return dict(data) if isinstance(data, Mapping) else data
+
+
+PairLike: TypeAlias = ContrastPair | Mapping[str, Any] | tuple[str, str]
+"""What a client takes for a pair: (positive, negative), or its fields."""
 
 
 class TrainRequest(Request):
@@ -245,7 +257,7 @@ class SimilarVector(Reply):
 class SimilarVectors(Reply):
     """The stored vectors that are most like a new one, of the same hook and width."""
 
-    layers: dict[str, list[SimilarVector]] = Field(
+    layers: ByLayer[list[SimilarVector]] = Field(
         description="By layer: the nearest few, by the size of the cosine."
     )
     compared: int = Field(description="Stored vectors that were compared.")

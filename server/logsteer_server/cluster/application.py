@@ -179,7 +179,7 @@ def plan(arguments: ClusterArguments) -> Plan:
         version = digest([of_server, own, asked, group.replicas, group.max_replicas])
         servers.append(_bind_server(name, group, of_server | {"models": own}, arguments, version))
         for model in group.models:
-            card = {"engine": model.engine, "required": model.required}
+            card = model.model_dump(include={"engine", "required", "default"})
             models[model.id] = card | {"group": name, "version": version}
     ingress = serve.deployment(
         Ingress,

@@ -288,6 +288,8 @@ class Ingress:
                 exchange.get_query("model") if body is None else self._read_model(exchange, body)
             )
         if model is None:
+            model = next((own for own, card in self._models.items() if card["default"]), None)
+        if model is None:
             ids = ", ".join(self._models)
             detail = f"Several models are resident; name one of them as model: {ids}."
             raise api_error("invalid_request", detail, param="model")

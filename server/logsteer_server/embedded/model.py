@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from logsteer.errors import APIError
-from logsteer.schemas import Steering
+from logsteer.schemas import SteeringLike
 from logsteer_server.contract.engine import EngineSpec
 from logsteer_server.contract.jobs import (
     GenerateJob,
@@ -60,7 +60,7 @@ class Changes(TypedDict, total=False):
     """
 
     parameters: Parameters | None
-    steering: Steering | Mapping[str, Any] | None
+    steering: SteeringLike | None
     hooks: Sequence[Hook]
 
 

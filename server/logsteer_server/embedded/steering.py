@@ -1,10 +1,8 @@
 """Steering objects, as requests have them, for a model in Python."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from logsteer.schemas import Steering
+from logsteer.schemas import Steering, SteeringLike
 from logsteer_server.engines.tlens.causal import CausalModel, describe_model
 from logsteer_server.interventions.steering import ResolvedSteering, resolve_steering
 from logsteer_server.stores.namespace import Namespace
@@ -33,12 +31,11 @@ class SteeringResolver:
         self._info = describe_model(model)
         self._source = _NoVectors() if vectors is None else _open_store(Path(vectors))
 
-    def resolve(self, given: Steering | Mapping[str, Any] | None) -> ResolvedSteering | None:
+    def resolve(self, given: SteeringLike | None) -> ResolvedSteering | None:
         """Return the plan of a steering object, None for None. Errors: ValueError, APIError."""
         if given is None:
             return None
-        steering = given if isinstance(given, Steering) else Steering.model_validate(given)
-        return resolve_steering(steering, self._source, self._info)
+        return resolve_steering(Steering.model_validate(given), self._source, self._info)
 
 
 def _open_store(directory: Path) -> VectorStore:

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from logsteer.errors import APIError, api_error
-from logsteer.schemas.steering import VectorReference
+from logsteer.schemas.steering import RECOMMENDED, VectorReference
 from logsteer_server.contract.engine import EngineInfo
 from logsteer_server.contract.plan import Vector
 from logsteer_server.stores.layer_vectors import RESID_POST, LayerVectors, invalid_vector
@@ -80,7 +80,9 @@ def place_vectors(
 def _choose_layers(given: VectorReference, stored: StoredVectors, param: str) -> dict[int, int]:
     """Return, for each layer of the model that is asked for, the vector's own."""
     own = list(stored.vectors.layers)
-    if given.layers is None:
+    if given.layers == RECOMMENDED and stored.recommendation is not None:
+        own = [stored.recommendation.layer]
+    if given.layers is None or given.layers == RECOMMENDED:
         return {layer: layer for layer in own}
     if len(own) == 1:
         return dict.fromkeys(given.layers, own[0])

@@ -80,14 +80,15 @@ def resolve_steering(
             probe, condition = resolve_condition(use.when, number, source, info)
             probes.append(probe)
             conditions.append(condition)
-        used.append(UsedSteering(stored.name, stored.sha256, use.scale, number))
+        scale = use.choose_scale(stored.recommendation)
+        used.append(UsedSteering(stored.name, stored.sha256, scale, number))
         for _, (layer, hook), vector_D in place_vectors(use, stored, info, PARAM):
             if number is not None:
                 _check_order(probes[number], layer, hook)
             place = (layer, hook)
             if hook not in info.hooks:  # the same stream, by the name that the engine has
                 place = (layer - 1, RESID_POST)
-            sites.setdefault(place, _SiteDraft()).take(use, vector_D, layer, number)
+            sites.setdefault(place, _SiteDraft()).take(use, scale, vector_D, layer, number)
     finished = [draft.finish(*place, info.dtype) for place, draft in sorted(sites.items())]
     positions = place_positions(steering.positions)
     plan = SteeringPlan(tuple(finished), positions, tuple(probes), tuple(conditions))
@@ -123,7 +124,12 @@ class _SiteDraft:
         self._ops: list[ResidualOp] = []
 
     def take(
-        self, use: SteeringVector, vector_D: Vector, layer: int, condition: int | None
+        self,
+        use: SteeringVector,
+        scale: float,
+        vector_D: Vector,
+        layer: int,
+        condition: int | None,
     ) -> None:
         """Put one vector behind the others. Plain additions in front cost nothing each."""
         norm = float(np.linalg.norm(vector_D.astype(np.float64)))
@@ -132,14 +138,14 @@ class _SiteDraft:
             raise invalid_vector(f"it is 0 at layer {layer}, so it has no direction there.")
         joins = use.op == "add" and use.unit != "residual_norm" and condition is None
         if joins and not self._ops:
-            factor = use.scale / norm if use.unit == "unit" else use.scale
+            factor = scale / norm if use.unit == "unit" else scale
             added_D = factor * vector_D.astype(np.float64)  # which no request's numbers leave
             self._offset = added_D if self._offset is None else self._offset + added_D
             return
-        if use.op == "rotate" and abs(use.scale) > 180:
-            raise invalid_vector(f"it turns by {use.scale} degrees, at most 180 are possible.")
+        if use.op == "rotate" and abs(scale) > 180:
+            raise invalid_vector(f"it turns by {scale} degrees, at most 180 are possible.")
         direction = (vector_D.astype(np.float64) / norm).astype(np.float32) if norm else vector_D
-        op = ResidualOp(direction, **_describe_op(use, norm), condition=condition)
+        op = ResidualOp(direction, **_describe_op(use, scale, norm), condition=condition)
         sets = (op.base, op.per_norm, op.per_component, op.low, -op.high)
         if max(map(abs, sets[:3])) > MAX_NORM or max(sets[3:]) > MAX_NORM:
             raise invalid_vector(
@@ -166,9 +172,8 @@ class _SiteDraft:
         return Site(layer, hook, self._offset.astype(np.float32), tuple(self._ops))
 
 
-def _describe_op(use: SteeringVector, norm: float) -> dict[str, float]:
+def _describe_op(use: SteeringVector, scale: float, norm: float) -> dict[str, float]:
     """Return the fields of `ResidualOp` for an operation with a vector of this norm."""
-    scale = use.scale
     amount = {
         "raw": {"base": scale * norm},
         "unit": {"base": scale},

@@ -142,6 +142,13 @@ class ModelRegistry:
         return [model for model in self.by_id.values() if model.settings.required]
 
     @property
+    def default(self) -> ResidentModel | None:
+        """The model of requests that name none: the only one, or the one that is set as default."""
+        models = list(self.by_id.values())
+        meant = models if len(models) == 1 else [one for one in models if one.settings.default]
+        return meant[0] if meant else None
+
+    @property
     def has_started(self) -> bool:
         """Whether every required model has answered once, all at one time."""
         self._has_started = self._has_started or all(model.is_ready for model in self.required)
@@ -163,14 +170,14 @@ class ModelRegistry:
         await asyncio.gather(*(model.handle.close() for model in self._running))
 
     def find(self, model_id: str | None) -> ResidentModel:
-        """Return the model of that id, or the only one for None.
+        """Return the model of that id, or the default for None.
 
         Errors: APIError `unknown_model`, or `invalid_request` where None is ambiguous.
         """
         ids = ", ".join(self.by_id)
         if model_id is None:
-            if len(self.by_id) == 1:
-                return next(iter(self.by_id.values()))
+            if self.default is not None:
+                return self.default
             detail = f"Several models are resident; name one of them as model: {ids}."
             raise api_error("invalid_request", detail, param="model")
         if model_id not in self.by_id:

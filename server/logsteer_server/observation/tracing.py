@@ -79,7 +79,7 @@ class RequestTracer:
             if exporter is not None:
                 provider.add_span_processor(export.BatchSpanProcessor(exporter))
         except ImportError as error:
-            detail = f"tracing needs what is missing ({error.name}): install logsteer[otel]"
+            detail = f"tracing needs what is missing ({error.name}): install logsteer-server[otel]"
             raise MissingTracingError(detail) from error
         return cls(provider)
 

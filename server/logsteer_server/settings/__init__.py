@@ -5,6 +5,7 @@ from logsteer_server.settings.server import (
     ConfigurationError,
     Settings,
     load_settings,
+    name_model,
     parse_settings,
 )
 
@@ -13,5 +14,6 @@ __all__ = [
     "ModelSettings",
     "Settings",
     "load_settings",
+    "name_model",
     "parse_settings",
 ]

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from logsteer.schemas import EngineKind
 from logsteer_server.contract.engine import EngineSpec
 
-NOT_OF_ENGINES = {"required", "devices", "path", "max_replicas", "group"}
+NOT_OF_ENGINES = {"required", "default", "devices", "path", "max_replicas", "group"}
 """What an engine is not told, or not as it is set."""
 
 
@@ -22,6 +22,9 @@ class ModelSettings(BaseModel):
         min_length=1,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$",
         description="The name under which requests ask for it.",
+    )
+    default: bool = Field(
+        False, description="Whether it is meant where a request names no model, of several."
     )
     engine: EngineKind = Field(
         "vllm", description="vllm for speed, transformer_lens for reach; fake is for tests."

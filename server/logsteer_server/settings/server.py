@@ -1,8 +1,11 @@
 """The server's configuration: the one reader of files and environment variables."""
 
 import os
+import re
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import yaml
@@ -60,7 +63,7 @@ class Settings(BaseSettings):
         repr=False,
         description="Redis that counts the tokens of keys for all servers that name it; null: each "
         "counts its own. While it does not answer, requests are served uncounted. Takes "
-        "logsteer[redis].",
+        "logsteer-server[redis].",
     )
     share_caches: bool = Field(
         False,
@@ -84,7 +87,7 @@ class Settings(BaseSettings):
     tracing: bool = Field(
         False,
         description="Send a trace of each request as the standard OTEL_… variables say; takes "
-        "logsteer[otel].",
+        "logsteer-server[otel].",
     )
     metrics_address: str | None = Field(
         None,
@@ -180,9 +183,6 @@ class Settings(BaseSettings):
         ge=2**10,
         description="Bytes of the activations of one answer, estimated before any work.",
     )
-    max_training_bytes: int = Field(
-        2**30, ge=2**10, description="Bytes of activations held while a vector is trained."
-    )
     selftest: bool = Field(
         False, description="Test each model at its start; one that fails does not answer."
     )
@@ -245,6 +245,13 @@ class Settings(BaseSettings):
             raise ValueError(f"model ids must differ, got {ids}")
         return models
 
+    @field_validator("models")
+    @classmethod
+    def _one_is_meant(cls, models: list[ModelSettings]) -> list[ModelSettings]:
+        if len(meant := [model.id for model in models if model.default]) > 1:
+            raise ValueError(f"default is set for {meant}; requests that name no model mean one")
+        return models
+
     @model_validator(mode="after")
     def _has_one_kind_of_key(self) -> "Settings":
         if self.api_key is not None and self.key_file is not None:
@@ -271,7 +278,9 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _has_models(self) -> "Settings":
         if not self.models:
-            raise ValueError("no model is configured: name one under `models:`")
+            raise ValueError(
+                "no model is configured: name one under `models:`, or serve MODEL or --demo"
+            )
         return self
 
 
@@ -285,12 +294,36 @@ def parse_settings(document: Mapping[str, Any], directory: Path) -> Settings:
     return settings
 
 
-def load_settings(config: Path | None, **overrides: Any) -> Settings:
+DEMO = Path(__file__).parents[1] / "demo"
+"""The demo model; in the repository a link to `demo/model`."""
+
+
+def name_model(name: str | None, engine: str | None = None) -> dict[str, Any]:
+    """Return the settings of a server of one model: a directory, an id of the hub, or `demo`.
+
+    The engine is the usual one, or the one that is installed.
+    """
+    if name is None:
+        return {}
+    usual = "vllm" if find_spec("vllm") else "transformer_lens"
+    model: dict[str, Any] = {"id": name, "path": name, "engine": engine or usual}
+    if name == "demo":
+        model |= {"path": str(DEMO), "dtype": "float32", "memory": "512MiB", "compile": False}
+    else:
+        # As its own maker calls it: what of the name an id may hold.
+        model["id"] = re.sub(r"[^\w.:-]|^[^A-Za-z0-9]+", "", Path(name).resolve().name) or "model"
+    return {"models": [model]}
+
+
+def load_settings(
+    config: Path | None, named: Mapping[str, Any] = MappingProxyType({}), **overrides: Any
+) -> Settings:
     """Load the settings of a YAML file, the environment, and the arguments that are not None.
 
-    Errors: ConfigurationError, for a file that cannot be read or values that do not fit.
+    `named` stands for the file where there is none. Errors: ConfigurationError, for a file that
+    cannot be read or values that do not fit.
     """
-    document: dict[str, Any] = {}
+    document: dict[str, Any] = dict(named)
     if config is not None:
         try:
             loaded = yaml.safe_load(config.read_text())

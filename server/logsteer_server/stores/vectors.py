@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 
 from cachetools import LRUCache
 
-from logsteer.schemas import VectorAbout, VectorCard, VectorReadout
+from logsteer.schemas import Recommendation, VectorAbout, VectorCard, VectorReadout
 from logsteer_server.stores.layer_vectors import LayerVectors, parse_content
 from logsteer_server.stores.namespace import Namespace
 from logsteer_server.stores.store import StoredContent, stamp
@@ -19,11 +19,15 @@ Measured with tracemalloc at 590, 150 and 240, and 300 for its place."""
 
 @dataclass(frozen=True, slots=True)
 class StoredVectors:
-    """Vectors, and the name that they were found under: None where found by SHA-256."""
+    """Vectors, and the name that they were found under: None where found by SHA-256.
+
+    `recommendation` is what the training of that name recommends, where it does.
+    """
 
     name: str | None
     sha256: str
     vectors: LayerVectors
+    recommendation: Recommendation | None = None
 
 
 class ParsedVectors:
@@ -92,8 +96,9 @@ class VectorStore:
 
     def find(self, name: str) -> StoredVectors:
         """Return the vectors of a name."""
-        _, found = self.files.look_up(name)
-        return StoredVectors(name, found.sha256, self._load(found))
+        card, found = self.files.look_up(name)
+        advice = card.about.recommendation
+        return StoredVectors(name, found.sha256, self._load(found), advice)
 
     def find_content(self, sha256: str) -> StoredVectors:
         """Return the vectors with a SHA-256."""

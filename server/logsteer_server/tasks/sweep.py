@@ -117,10 +117,13 @@ def plan_sweep(
 
 
 def _scale(steering: Steering, scale: float, layers: list[int] | None) -> Steering:
-    """Return the steering object with its scales multiplied, at these layers where given."""
+    """Return the steering object with its scales multiplied, at these layers where given.
+
+    One that is recommended counts as 1: `scales` are then the vector's own.
+    """
     vectors = []
     for vector in steering.vectors:
-        changed: dict[str, Any] = {"scale": vector.scale * scale}
+        changed: dict[str, Any] = {"scale": vector.choose_scale(None) * scale}
         if layers is not None:
             changed["layers"] = layers
         vectors.append(vector.model_copy(update=changed))

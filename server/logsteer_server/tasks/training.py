@@ -43,6 +43,8 @@ from logsteer_server.text.tokenizer import TextCodec
 NEGLIGIBLE = 1e-6
 """Of a vector's norm: what is left of it below that is rounding."""
 MAX_SIMILAR = 3
+MAX_BYTES = 2**30
+"""Of activations that are held while a vector is trained."""
 COMPARED_VECTORS = 256
 """Stored vectors that a trained one is compared with: each is read from the store."""
 """Stored vectors that an answer names for each layer: the nearest."""
@@ -92,7 +94,7 @@ def plan_pairs(
     if needed > max_bytes:
         detail = (
             f"The activations would take {needed} bytes, at most {max_bytes} are held: train on "
-            "fewer layers or pairs, or raise max_training_bytes."
+            "fewer layers or pairs."
         )
         raise api_error("payload_too_large", detail)
     sides = ("positive", "negative")
@@ -240,10 +242,9 @@ class TrainTask(BodyTask[TrainRequest]):
             await self._compare(stored.vectors, planner)
             return
         site = CaptureSite(body.hook, body.layers, body.read)
-        limit = planner.settings.max_training_bytes
         texts = list_texts(body.pairs)
         planner.cover_text(max(map(len, texts)))
-        jobs = await planner.advance(plan_pairs(texts, site, body.bos, self.codec, info, limit))
+        jobs = await planner.advance(plan_pairs(texts, site, body.bos, self.codec, info, MAX_BYTES))
         collector = Collector()
         yield Batch(jobs, collector.take)
         trained = await planner.capacity.call_long(
