@@ -25,6 +25,13 @@ export interface Reading {
   findAlternatives: (index: number) => Promise<Alternatives | null>;
 }
 
+/** What a text's reading is made of: plain data, which a session keeps. */
+export interface Read {
+  query: Query;
+  answer: Schemas["PerplexityAnswer"];
+  encoded: Schemas["Encoded"];
+}
+
 export interface Alternatives {
   tokens: string[];
   logprobs: (number | null)[];
@@ -44,16 +51,21 @@ export function toRequest(query: Query): Schemas["PerplexityRequest"] {
   };
 }
 
-export async function readText(query: Query, signal: AbortSignal): Promise<Reading> {
+export async function readText(query: Query, signal: AbortSignal): Promise<Read> {
   const { model, text } = query;
   const [answer, cut] = await Promise.all([
     call("post", "/perplexity", toRequest(query), { signal }),
     call("post", "/tokenize", { model, texts: [text] }, { signal }),
   ]);
-  const total = answer.results[0];
   const encoded = cut.results[0];
-  const scored = total?.tokens;
-  if (!total || !encoded || !scored) throw new Error("The answer has no tokens.");
+  if (!answer.results[0]?.tokens || !encoded) throw new Error("The answer has no tokens.");
+  return { query, answer, encoded };
+}
+
+/** The columns of a text, a number for each of its tokens. */
+export function makeReading({ query, answer, encoded }: Read): Reading {
+  const total = answer.results[0] as Schemas["TextResult"];
+  const scored = total.tokens as NonNullable<typeof total.tokens>;
   // What stands in front of the text, such as a beginning of sequence, has no place in it.
   const first = encoded.offsets.findIndex((offset) => offset !== null);
   const prefix = encoded.token_ids.slice(0, first < 0 ? 0 : first);
@@ -67,7 +79,7 @@ export async function readText(query: Query, signal: AbortSignal): Promise<Readi
   };
   const probed = scored.probes?.[0];
   return {
-    tokens: readTokens(text, encoded, prefix.length),
+    tokens: readTokens(query.text, encoded, prefix.length),
     ids,
     logprobs: spread(scored.logprobs),
     ranks: spread(scored.ranks),

@@ -1,17 +1,18 @@
 import "./choices.css";
-import { useMemo, useState } from "preact/hooks";
+import { useMemo } from "preact/hooks";
 import { call, type Schemas } from "../lib/api";
 import { fixed, number, percent, plural, tick } from "../lib/format";
 import { linearScale, type Scale } from "../lib/scales";
 import type { JsonObject } from "../lib/snippets";
 import { useAutoRun, useTask } from "../lib/task";
-import { view, type ViewProps } from "../lib/view";
+import { view, type OutcomeProps, type ViewProps } from "../lib/view";
 import { ErrorNote, RunButton, RunForm } from "../parts/controls";
 import { CopyAs } from "../parts/CopyAs";
 import { Examples, type Example } from "../parts/Examples";
 import { Field, Segments, TextArea } from "../parts/fields";
 import { Icon } from "../parts/Icon";
 import { Legend } from "../parts/Legend";
+import { Panes } from "../parts/Panes";
 import { TokenCard } from "../parts/TokenCard";
 import { TokenText } from "../parts/TokenText";
 
@@ -86,9 +87,8 @@ function toRequest(state: State, model: string): Schemas["LogprobRequest"] {
   };
 }
 
-function ChoicesView({ state, setState, model }: ViewProps<State>) {
+function ChoicesView({ state, setState, model, result, onResult, isKept }: ViewProps<State, Shown>) {
   const task = useTask();
-  const [shown, setShown] = useState<Shown | null>(null);
   const request = model && toRequest(state, model.id);
   const canRun = model?.state === "ready" && state.targets.some((target) => target !== "");
   const run = (): void => {
@@ -98,12 +98,14 @@ function ChoicesView({ state, setState, model }: ViewProps<State>) {
         call("post", "/logprob", request, { signal }),
         call("post", "/tokenize", { model: request.model, texts: [state.context] }, { signal }),
       ]);
-      setShown({ answer, text: state.context, context: cut.results[0]?.tokens ?? [] });
+      const title = `${state.context.slice(-60)} | ${state.targets.join(" | ")}`;
+      onResult({ answer, text: state.context, context: cut.results[0]?.tokens ?? [] }, { fields: state, title });
     });
   };
-  useAutoRun(canRun ? JSON.stringify(request) : null, run);
+  useAutoRun(canRun && !isKept ? JSON.stringify(request) : null, run);
   return (
-    <>
+    <Panes
+      form={
       <RunForm label="Context and targets" onRun={run}>
         <TextArea
           label="Context"
@@ -140,14 +142,18 @@ function ChoicesView({ state, setState, model }: ViewProps<State>) {
           <RunButton task={task} onRun={run} label="Compare" disabled={!canRun} />
         </div>
       </RunForm>
+      }
+      below={
+        request && (
+          <CopyAs
+            asked={{ endpoint: "logprob", body: JSON.parse(JSON.stringify(request)) as JsonObject }}
+          />
+        )
+      }
+    >
       <ErrorNote error={task.error} />
-      {shown && <Result shown={shown} />}
-      {request && (
-        <CopyAs
-          asked={{ endpoint: "logprob", body: JSON.parse(JSON.stringify(request)) as JsonObject }}
-        />
-      )}
-    </>
+      {result && <Outcome result={result} />}
+    </Panes>
   );
 }
 
@@ -212,7 +218,7 @@ function Targets({ targets, onChange }: TargetsProps) {
   );
 }
 
-function Result({ shown }: { shown: Shown }) {
+function Outcome({ result: shown }: Pick<OutcomeProps<State, Shown>, "result">) {
   const { answer } = shown;
   const item = answer.results[0];
   const scale = useMemo(() => {
@@ -368,11 +374,12 @@ function Score({ name, target, shown, scale }: ScoreProps) {
   );
 }
 
-export const choices = view<State>({
+export const choices = view<State, Shown>({
   id: "choices",
   title: "Choices",
   icon: "choices",
   lead: "Which of these continues the context best?",
   initial: INITIAL,
   component: ChoicesView,
+  outcome: Outcome,
 });

@@ -1,15 +1,16 @@
 import "./long.css";
-import { useMemo, useRef, useState } from "preact/hooks";
+import { useMemo, useState } from "preact/hooks";
 import { call, stream, streamFile, type Schemas } from "../lib/api";
 import { bytes, count, number, plural } from "../lib/format";
 import type { JsonObject } from "../lib/snippets";
 import { useAutoRun, useTask } from "../lib/task";
-import { view, type ViewProps } from "../lib/view";
+import { view, type OutcomeProps, type ViewProps } from "../lib/view";
 import { ErrorNote, RunButton, RunForm } from "../parts/controls";
 import { CopyAs } from "../parts/CopyAs";
-import { Checkbox, NumberField, Select, TextArea } from "../parts/fields";
+import { Checkbox, Drop, FileButton, NumberField, Select, TextArea } from "../parts/fields";
 import { Icon } from "../parts/Icon";
 import { LineChart } from "../parts/LineChart";
+import { Panes } from "../parts/Panes";
 import { Stats } from "../parts/Stats";
 import SAMPLE from "../sample.txt?raw";
 
@@ -67,11 +68,11 @@ function toRequest(state: State, model: string, text: string): Schemas["Perplexi
   };
 }
 
-function LongView({ state, setState, model, isShown }: ViewProps<State>) {
+function LongView(props: ViewProps<State, Progress>) {
+  const { state, setState, model, isShown, result: progress, onResult, isKept } = props;
   const task = useTask();
   const [file, setFile] = useState<File | null>(null);
   const [fileError, setFileError] = useState<unknown>(null);
-  const [progress, setProgress] = useState<Progress | null>(null);
   const isSent = file === null || file.size <= MAX_JSON;
   const canRun = model?.state === "ready" && (file !== null || state.text !== "");
 
@@ -80,7 +81,8 @@ function LongView({ state, setState, model, isShown }: ViewProps<State>) {
     task.run(async (signal) => {
       const text = file === null ? state.text : isSent ? await readFile(file) : null;
       const request = toRequest(state, model.id, text ?? "");
-      const work = watch(setProgress, text);
+      const title = file?.name ?? state.text.slice(0, 80);
+      const work = watch((now, isWhole) => onResult(now, isWhole ? { fields: state, title } : undefined), text);
       const places =
         text !== null && text.length <= MAX_SHOWN
           ? findPlaces(model.id, text, signal).then(work.setOffsets, () => undefined)
@@ -95,7 +97,7 @@ function LongView({ state, setState, model, isShown }: ViewProps<State>) {
   };
   const asked = JSON.stringify([state.protocol, state.length, state.stride, model?.id]);
   const isSmall = file === null && state.text.length <= 40_000;
-  useAutoRun(canRun && isShown && isSmall ? asked + state.text : null, run, 600);
+  useAutoRun(canRun && isShown && isSmall && !isKept ? asked + state.text : null, run, 600);
 
   const take = (files: FileList | null | undefined): void => {
     const chosen = files?.[0];
@@ -116,7 +118,8 @@ function LongView({ state, setState, model, isShown }: ViewProps<State>) {
   };
 
   return (
-    <>
+    <Panes
+      form={
       <RunForm label="Text to score" onRun={run}>
         <Drop onTake={take}>
           {file === null ? (
@@ -163,7 +166,7 @@ function LongView({ state, setState, model, isShown }: ViewProps<State>) {
         </div>
         <div class="actions">
           <RunButton task={task} onRun={run} label="Score" disabled={!canRun} />
-          <FileButton onTake={take} />
+          <FileButton label="Choose a file" onTake={take} />
           {progress && <Bar progress={progress} isRunning={task.isRunning} />}
         </div>
         {!isSent && (
@@ -173,19 +176,21 @@ function LongView({ state, setState, model, isShown }: ViewProps<State>) {
           </p>
         )}
       </RunForm>
+      }
+      below={
+        model && file === null && (
+          <CopyAs
+            asked={{
+              endpoint: "perplexity",
+              body: JSON.parse(JSON.stringify(toRequest(state, model.id, state.text))) as JsonObject,
+            }}
+          />
+        )
+      }
+    >
       <ErrorNote error={fileError ?? task.error} />
-      {progress && (progress.latest ?? progress.result) !== null && (
-        <Result progress={progress} isLog={state.log} onLog={(log) => setState({ log })} />
-      )}
-      {model && file === null && (
-        <CopyAs
-          asked={{
-            endpoint: "perplexity",
-            body: JSON.parse(JSON.stringify(toRequest(state, model.id, state.text))) as JsonObject,
-          }}
-        />
-      )}
-    </>
+      {progress && <Outcome result={progress} state={state} setState={setState} />}
+    </Panes>
   );
 }
 
@@ -221,14 +226,14 @@ function toQuery(request: Schemas["PerplexityRequest"]): Record<string, string> 
 const DRAW_EVERY = 80;
 
 /** Collect events, and show what there is from time to time. */
-function watch(show: (progress: Progress) => void, text: string | null) {
+function watch(show: (progress: Progress, isWhole: boolean) => void, text: string | null) {
   const began = performance.now();
   const kept: Progress = { windows: [], latest: null, result: null, text, offsets: null, seconds: 0 };
   let timer = 0;
   const draw = (): void => {
     timer = 0;
     kept.seconds = (performance.now() - began) / 1000;
-    show({ ...kept, windows: [...kept.windows] });
+    show({ ...kept, windows: [...kept.windows] }, kept.result !== null);
   };
   const later = (): void => {
     timer ||= window.setTimeout(draw, DRAW_EVERY);
@@ -252,53 +257,6 @@ function watch(show: (progress: Progress) => void, text: string | null) {
       draw();
     },
   };
-}
-
-interface TakeProps {
-  onTake: (files: FileList | null | undefined) => void;
-}
-
-function Drop({ onTake, children }: TakeProps & { children: preact.ComponentChildren }) {
-  const [isOver, setOver] = useState(false);
-  return (
-    <div
-      class={`drop ${isOver ? "is-over" : ""}`}
-      onDragOver={(event) => {
-        event.preventDefault();
-        setOver(true);
-      }}
-      onDragLeave={() => setOver(false)}
-      onDrop={(event) => {
-        event.preventDefault();
-        setOver(false);
-        onTake(event.dataTransfer?.files);
-      }}
-    >
-      {children}
-    </div>
-  );
-}
-
-function FileButton({ onTake }: TakeProps) {
-  const input = useRef<HTMLInputElement>(null);
-  return (
-    <>
-      <input
-        ref={input}
-        type="file"
-        class="off-screen"
-        tabIndex={-1}
-        aria-label="File to score"
-        onChange={(event) => {
-          onTake(event.currentTarget.files);
-          event.currentTarget.value = "";
-        }}
-      />
-      <button type="button" class="quiet" onClick={() => input.current?.click()}>
-        <Icon name="file" /> Choose a file
-      </button>
-    </>
-  );
 }
 
 function Bar({ progress, isRunning }: { progress: Progress; isRunning: boolean }) {
@@ -330,13 +288,7 @@ function Bar({ progress, isRunning }: { progress: Progress; isRunning: boolean }
   );
 }
 
-interface ResultProps {
-  progress: Progress;
-  isLog: boolean;
-  onLog: (isLog: boolean) => void;
-}
-
-function Result({ progress, isLog, onLog }: ResultProps) {
+function Outcome({ result: progress, state, setState }: OutcomeProps<State, Progress>) {
   const [at, setAt] = useState<number | null>(null);
   const windows = useMemo(
     () => [...progress.windows].sort((a, b) => a.end - b.end),
@@ -345,6 +297,7 @@ function Result({ progress, isLog, onLog }: ResultProps) {
   const [x, series] = useMemo(() => toCurves(windows), [windows]);
   const latest = progress.latest;
   const total = progress.result?.total;
+  if ((progress.latest ?? progress.result) === null) return null;
   const looked = at === null ? undefined : windows[Math.min(at, windows.length - 1)];
   return (
     <section class="result" aria-label="Result">
@@ -365,7 +318,7 @@ function Result({ progress, isLog, onLog }: ResultProps) {
         <div class="sheet">
           <div class="long-head">
             <h2>Perplexity along the text</h2>
-            <Checkbox label="Logarithmic" value={isLog} onChange={onLog} />
+            <Checkbox label="Logarithmic" value={state.log} onChange={(log) => setState({ log })} />
           </div>
           <LineChart
             label={`Perplexity of each of ${windows.length} windows, and of the text up to there`}
@@ -373,7 +326,7 @@ function Result({ progress, isLog, onLog }: ResultProps) {
             series={series}
             xLabel="Token"
             yLabel="Perplexity"
-            logY={isLog}
+            logY={state.log}
             height={300}
             xFormat={(value) => count(Math.round(value))}
             onHover={setAt}
@@ -439,11 +392,12 @@ function Excerpt({ progress: { text, offsets }, window }: ExcerptProps) {
   );
 }
 
-export const long = view<State>({
+export const long = view<State, Progress>({
   id: "long",
   title: "Long text",
   icon: "long",
   lead: "How well does the model read a whole file?",
   initial: INITIAL,
   component: LongView,
+  outcome: Outcome,
 });

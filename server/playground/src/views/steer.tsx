@@ -11,10 +11,11 @@ import {
   type SteeringFields,
 } from "../lib/steering";
 import type { VectorCard } from "../lib/vectors";
-import { view, type ViewProps } from "../lib/view";
+import { view, type OutcomeProps, type ViewProps } from "../lib/view";
 import { CopyAs } from "../parts/CopyAs";
 import { ErrorNote, RunButton, RunForm } from "../parts/controls";
 import { Examples, type Example } from "../parts/Examples";
+import { Panes } from "../parts/Panes";
 import { NumberField, Segments, Select, Slider, TextArea, TextField } from "../parts/fields";
 import { Receipt } from "../parts/Receipt";
 import "./steer.css";
@@ -99,16 +100,18 @@ function attempt<T>(make: () => T): { value: T } | { error: unknown } {
   }
 }
 
-function SteerView({ state, setState, model, isShown }: ViewProps<State>) {
+function SteerView({ state, setState, model, isShown, result: shown, onResult, isKept }: ViewProps<State, Streams>) {
   const { cards, task: listing } = useVectors(isShown);
-  const { shown, task, send } = useStreams();
+  const { task, send } = useStreams((now, whole) =>
+    onResult(now, whole && { fields: state, title: `${state.vector || (cards?.[0]?.name ?? "")} × ${short(state.scale)}: ${state.prompt}` }),
+  );
   const named = model?.id;
   const made = useMemo(
     () => attempt(() => makeBody(state, cards ?? [], named)),
     [state, cards, named],
   );
   const body = "value" in made ? made.value : null;
-  const isReady = isShown && model?.state === "ready" && (cards?.length ?? 0) > 0;
+  const isReady = isShown && !isKept && model?.state === "ready" && (cards?.length ?? 0) > 0;
   const latest = useRef(body);
   latest.current = body;
   const run = (): void => {
@@ -125,29 +128,29 @@ function SteerView({ state, setState, model, isShown }: ViewProps<State>) {
     return <NoVector model={named} onTrained={(vector) => setState({ vector })} />;
   }
   return (
-    <>
-      <RunForm label="What is steered, and how" onRun={run}>
-        <div class="steer-form">
+    <Panes
+      form={
+        <RunForm label="What is steered, and how" onRun={run}>
           <PromptFields state={state} setState={setState} hasChat={model?.has_chat_template ?? true} />
-          <div class="steer-how">
-            <ScaleFields state={state} setState={setState} cards={cards} />
-            <div class="actions">
-              <RunButton task={task} onRun={run} label="Generate" disabled={body === null} />
-              {shown && <Timing {...shown} />}
-            </div>
-          </div>
-        </div>
-        <details class="more" open={isUnusual(state) || undefined}>
-          <summary>Vector, layers, operation, positions, sampling</summary>
+          <ScaleFields state={state} setState={setState} cards={cards} />
           <VectorFields
             fields={state}
             onChange={(change) => setState({ ...change, ...startOver(state, change, cards) })}
             cards={cards}
             model={model}
           />
-          <SamplingFields state={state} setState={setState} />
-        </details>
-      </RunForm>
+          <div class="actions">
+            <RunButton task={task} onRun={run} label="Generate" disabled={body === null} />
+            {shown && <Timing {...shown} />}
+          </div>
+          <details class="more">
+            <summary>Sampling</summary>
+            <SamplingFields state={state} setState={setState} />
+          </details>
+        </RunForm>
+      }
+      below={body && <CopyAs asked={{ endpoint: "steer", body }} />}
+    >
       <ErrorNote error={"error" in made ? made.error : (task.error ?? listing.error)} />
       {shown && (
         <>
@@ -161,9 +164,12 @@ function SteerView({ state, setState, model, isShown }: ViewProps<State>) {
           {shown.answer && <Receipt receipt={shown.answer.steering} />}
         </>
       )}
-      {body && <CopyAs asked={{ endpoint: "steer", body }} />}
-    </>
+    </Panes>
   );
+}
+
+function Outcome({ result, state }: OutcomeProps<State, Streams>) {
+  return <Columns shown={result} colouring={state.colour} isRunning={false} isStale={false} />;
 }
 
 /**
@@ -355,12 +361,6 @@ function describe(state: State, cards: readonly VectorCard[]): Caption {
   };
 }
 
-function isUnusual(state: State): boolean {
-  return (Object.keys(INITIAL_STEERING) as (keyof SteeringFields)[]).some(
-    (name) => name !== "vector" && name !== "layers" && state[name] !== INITIAL_STEERING[name],
-  );
-}
-
 function Timing({ firstMs, answer }: Streams) {
   if (firstMs === null) return null;
   return (
@@ -371,7 +371,7 @@ function Timing({ firstMs, answer }: Streams) {
   );
 }
 
-export const steer = view<State>({
+export const steer = view<State, Streams>({
   id: "steer",
   title: "Steer",
   icon: "steer",
@@ -394,4 +394,5 @@ export const steer = view<State>({
     seed: 1,
   },
   component: SteerView,
+  outcome: Outcome,
 });

@@ -1,13 +1,14 @@
-import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useEffect, useMemo, useRef } from "preact/hooks";
 import { call, type Schemas } from "../lib/api";
 import { useTask } from "../lib/task";
 import { findVector, INITIAL_STEERING, reachOf, type SteeringFields } from "../lib/steering";
 import type { VectorCard } from "../lib/vectors";
-import { view, type ViewProps } from "../lib/view";
+import { view, type OutcomeProps, type ViewProps } from "../lib/view";
 import { CopyAs } from "../parts/CopyAs";
 import { ErrorNote, RunButton, RunForm } from "../parts/controls";
 import { NumberField, Segments, TextArea, TextField } from "../parts/fields";
 import { Icon } from "../parts/Icon";
+import { Panes } from "../parts/Panes";
 import "./sweep.css";
 import { NoVector } from "./steering/NoVector";
 import { useNamed, useVectors } from "./steering/useVectors";
@@ -15,10 +16,9 @@ import { VectorFields } from "./steering/VectorFields";
 import { Curves } from "./sweep/Curves";
 import { makeSweep, pairUp, readItem, writeItem, type Swept, type SweepState } from "./sweep/request";
 
-function SweepView({ state, setState, model, isShown }: ViewProps<SweepState>) {
+function SweepView({ state, setState, model, isShown, result, onResult, isKept }: ViewProps<SweepState, Swept>) {
   const { cards, task: listing } = useVectors(isShown);
   const task = useTask();
-  const [swept, setSwept] = useState<Swept | null>(null);
   const named = model?.id;
   const made = useMemo(() => {
     try {
@@ -32,14 +32,15 @@ function SweepView({ state, setState, model, isShown }: ViewProps<SweepState>) {
     if (body === null) return;
     task.run(async (signal) => {
       const answer = await call("post", "/sweep", body as never, { signal });
-      setSwept(pairUp(body, answer as Schemas["SweepAnswer"]));
+      const title = `${state.vector || (cards?.[0]?.name ?? "")}: ${state.items.join("; ")}`;
+      onResult(pairUp(body, answer as Schemas["SweepAnswer"]), { fields: state, title });
     });
   };
   const isReady = isShown && model?.state === "ready" && (cards?.length ?? 0) > 0;
   useNamed(state.vector, cards, (vector) => setState({ vector }));
   const hasRun = useRef(false);
   useEffect(() => {
-    if (!isReady || hasRun.current || body === null) return;
+    if (!isReady || hasRun.current || body === null || isKept) return;
     hasRun.current = true;
     run();
   }, [isReady, body]);
@@ -48,9 +49,9 @@ function SweepView({ state, setState, model, isShown }: ViewProps<SweepState>) {
   if (cards.length === 0) {
     return <NoVector model={named} onTrained={(vector) => setState({ vector })} />;
   }
-  const card = findVector(state.vector, cards);
   return (
-    <>
+    <Panes
+      form={
       <RunForm label="What is steered, and what is scored" onRun={run}>
         <Cases items={state.items} onChange={(items) => setState({ items })} />
         <div class="row">
@@ -90,18 +91,24 @@ function SweepView({ state, setState, model, isShown }: ViewProps<SweepState>) {
           />
         </div>
       </RunForm>
+      }
+      below={body && <CopyAs asked={{ endpoint: "sweep", body }} />}
+    >
       <ErrorNote error={made.error ?? task.error ?? listing.error} />
-      {swept && (
-        <Curves
-          swept={swept}
-          measure={state.measure}
-          vector={card?.name ?? state.vector}
-          chosen={state.chosen < 0 ? swept.scales.length - 1 : state.chosen}
-          onChoose={(chosen) => setState({ chosen })}
-        />
-      )}
-      {body && <CopyAs asked={{ endpoint: "sweep", body }} />}
-    </>
+      {result && <Outcome result={result} state={state} setState={setState} />}
+    </Panes>
+  );
+}
+
+function Outcome({ result, state, setState }: OutcomeProps<SweepState, Swept>) {
+  return (
+    <Curves
+      swept={result}
+      measure={state.measure}
+      vector={state.vector}
+      chosen={state.chosen < 0 ? result.scales.length - 1 : state.chosen}
+      onChoose={(chosen) => setState({ chosen })}
+    />
   );
 }
 
@@ -159,7 +166,7 @@ function Cases({ items, onChange }: CasesProps) {
   );
 }
 
-export const sweep = view<SweepState>({
+export const sweep = view<SweepState, Swept>({
   id: "sweep",
   title: "Dose–response",
   icon: "sweep",
@@ -175,4 +182,5 @@ export const sweep = view<SweepState>({
     chosen: -1,
   },
   component: SweepView,
+  outcome: Outcome,
 });

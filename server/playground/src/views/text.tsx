@@ -1,18 +1,19 @@
 import { useEffect, useMemo, useState } from "preact/hooks";
 import type { Schemas } from "../lib/api";
 import { count, fixed, number, plural, signed, tick } from "../lib/format";
-import { readText, toRequest, type Alternatives, type Query, type Reading } from "../lib/reading";
+import { makeReading, readText, toRequest, type Alternatives, type Query, type Read, type Reading } from "../lib/reading";
 import { divergingScale, findReach, linearScale, logScale, type Scale } from "../lib/scales";
 import type { JsonObject } from "../lib/snippets";
 import { reachOf } from "../lib/steering";
 import { useAutoRun, useTask } from "../lib/task";
 import { refreshVectors, vectors } from "../lib/vectors";
-import { view, type ViewProps } from "../lib/view";
+import { view, type OutcomeProps, type ViewProps } from "../lib/view";
 import { ErrorNote, RunButton, RunForm } from "../parts/controls";
 import { CopyAs } from "../parts/CopyAs";
 import { Examples, type Example } from "../parts/Examples";
 import { NumberField, Segments, Select, TextArea } from "../parts/fields";
 import { Legend } from "../parts/Legend";
+import { Panes } from "../parts/Panes";
 import { Stats } from "../parts/Stats";
 import { TokenCard } from "../parts/TokenCard";
 import { TokenText } from "../parts/TokenText";
@@ -76,16 +77,15 @@ const INITIAL: State = {
   layer: RECOMMENDED,
 };
 
+/** A text as it was read, and as it was beside that. */
 interface Sides {
-  main: Reading;
-  other: Reading | null;
+  main: Read;
+  other: Read | null;
   otherName: string;
 }
 
-function TextView({ state, setState, model, models, isShown }: ViewProps<State>) {
+function TextView({ state, setState, model, models, isShown, result, onResult, isKept }: ViewProps<State, Sides>) {
   const task = useTask();
-  const [sides, setSides] = useState<Sides | null>(null);
-  const [active, setActive] = useState<number | null>(null);
   const stored = vectors.value;
   const usesVectors = state.colour === "probe" || state.beside === "steered";
   useEffect(() => {
@@ -105,15 +105,15 @@ function TextView({ state, setState, model, models, isShown }: ViewProps<State>)
         readText(query, signal),
         other ? readText(other.query, signal) : null,
       ]);
-      setSides({ main, other: second, otherName: other?.name ?? "" });
-      // What else was likely is there before somebody asks.
-      if (main.ids.length <= 600) void main.findAlternatives(main.ids.length - 1).catch(() => null);
+      const title = state.text.slice(0, 80);
+      onResult({ main, other: second, otherName: other?.name ?? "" }, { fields: state, title });
     });
   };
-  useAutoRun(canRun && state.text.length <= LIVE ? asked : null, run);
+  useAutoRun(canRun && !isKept && state.text.length <= LIVE ? asked : null, run);
 
   return (
-    <>
+    <Panes
+      form={
       <RunForm label="Text to score" onRun={run}>
         <TextArea
           label="Text"
@@ -149,14 +149,13 @@ function TextView({ state, setState, model, models, isShown }: ViewProps<State>)
         <div class="actions">
           <RunButton task={task} onRun={run} label="Score" disabled={!canRun} />
           <span class="hint" role="status">
-            {sides && describeWork(sides.main.answer)}
+            {result && describeWork(result.main.answer)}
           </span>
         </div>
       </RunForm>
-      <ErrorNote error={task.error} />
-      {sides && (
-        <Result sides={sides} colour={state.colour} active={active} onActive={setActive} />
-      )}
+      }
+      below={
+        <>
       {query && <CopyAs asked={{ endpoint: "perplexity", body: toBody(query) }} />}
       {other && (
         <CopyAs
@@ -164,8 +163,25 @@ function TextView({ state, setState, model, models, isShown }: ViewProps<State>)
           asked={{ endpoint: "perplexity", body: toBody(other.query) }}
         />
       )}
-    </>
+        </>
+      }
+    >
+      <ErrorNote error={task.error} />
+      {result && <Outcome result={result} state={state} setState={setState} />}
+    </Panes>
   );
+}
+
+function Outcome({ result, state }: OutcomeProps<State, Sides>) {
+  const [active, setActive] = useState<number | null>(null);
+  const main = useMemo(() => makeReading(result.main), [result.main]);
+  const other = useMemo(() => result.other && makeReading(result.other), [result.other]);
+  useEffect(() => {
+    // What else was likely is there before somebody asks.
+    if (main.ids.length <= 600) void main.findAlternatives(main.ids.length - 1).catch(() => null);
+  }, [main]);
+  const sides = { main, other, otherName: result.otherName };
+  return <Result sides={sides} colour={state.colour} active={active} onActive={setActive} />;
 }
 
 function toBody(query: Query): JsonObject {
@@ -336,7 +352,7 @@ function scaleOf(colour: Colour, columns: (number | null)[][], probe: string): S
 }
 
 interface ResultProps {
-  sides: Sides;
+  sides: { main: Reading; other: Reading | null; otherName: string };
   colour: Colour;
   active: number | null;
   onActive: (index: number | null) => void;
@@ -524,11 +540,12 @@ function Sums({ reading: { total } }: { reading: Reading }) {
   );
 }
 
-export const text = view<State>({
+export const text = view<State, Sides>({
   id: "text",
   title: "Text",
   icon: "text",
   lead: "How surprising is each token of a text?",
   initial: INITIAL,
   component: TextView,
+  outcome: Outcome,
 });

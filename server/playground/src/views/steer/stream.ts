@@ -1,5 +1,5 @@
 // A steered continuation and the unsteered one beside it, as they are generated.
-import { useRef, useState } from "preact/hooks";
+import { useRef } from "preact/hooks";
 import { stream, type Schemas } from "../../lib/api";
 import { useTask, type Task } from "../../lib/task";
 
@@ -79,13 +79,11 @@ function finish(completion: Completion | undefined): Column {
 }
 
 /** What is shown of the last request, and how to send one; the one before it is given up. */
-export function useStreams(): {
-  shown: Streams | null;
+export function useStreams(setShown: (shown: Streams, caption?: Caption) => void): {
   task: Task;
   send: (body: object, caption: Caption) => void;
 } {
   const task = useTask();
-  const [shown, setShown] = useState<Streams | null>(null);
   const frame = useRef(0);
   const send = (body: object, caption: Caption): void =>
     task.run(async (signal) => {
@@ -119,7 +117,7 @@ export function useStreams(): {
       };
       cancelAnimationFrame(frame.current);
       frame.current = 0;
-      setShown(now);
+      setShown(now, caption);
     });
-  return { shown, task, send };
+  return { task, send };
 }
