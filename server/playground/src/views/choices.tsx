@@ -9,9 +9,9 @@ import { view, type OutcomeProps, type ViewProps } from "../lib/view";
 import { ErrorNote, RunButton, RunForm } from "../parts/controls";
 import { CopyAs } from "../parts/CopyAs";
 import { Examples, type Example } from "../parts/Examples";
-import { Field, Segments, TextArea } from "../parts/fields";
-import { Icon } from "../parts/Icon";
+import { Segments, TextArea } from "../parts/fields";
 import { Legend } from "../parts/Legend";
+import { Lines } from "../parts/Lines";
 import { Panes } from "../parts/Panes";
 import { TokenCard } from "../parts/TokenCard";
 import { TokenText } from "../parts/TokenText";
@@ -113,7 +113,7 @@ function ChoicesView({ state, setState, model, result, onResult, isKept }: ViewP
           onChange={(context) => setState({ context })}
           rows={2}
         />
-        <Targets targets={state.targets} onChange={(targets) => setState({ targets })} />
+        <Lines label="Target" lines={state.targets} fresh=" " onChange={(targets) => setState({ targets })} />
         <Examples
           examples={EXAMPLES}
           onChoose={(chosen) => setState({ space: "as_given", boundary: "joint", ...chosen })}
@@ -154,67 +154,6 @@ function ChoicesView({ state, setState, model, result, onResult, isKept }: ViewP
       <ErrorNote error={task.error} />
       {result && <Outcome result={result} />}
     </Panes>
-  );
-}
-
-interface TargetsProps {
-  targets: string[];
-  onChange: (targets: string[]) => void;
-}
-
-/** The targets, a line each; pasted lines become targets of their own. */
-function Targets({ targets, onChange }: TargetsProps) {
-  const replace = (at: number, ...next: string[]): void =>
-    onChange([...targets.slice(0, at), ...next, ...targets.slice(at + 1)]);
-  return (
-    <fieldset class="targets">
-      <legend>Targets</legend>
-      <ul>
-        {targets.map((target, at) => (
-          <li key={at}>
-            <Field label={`Target ${at + 1}`}>
-              {(ids) => (
-                <span class="target-input">
-                  {target.startsWith(" ") && (
-                    <span class="target-space" aria-hidden="true" title="It begins with a space">
-                      ␣
-                    </span>
-                  )}
-                  <input
-                    {...ids}
-                    type="text"
-                    spellcheck={false}
-                    autocomplete="off"
-                    value={target}
-                    onInput={(event) => replace(at, event.currentTarget.value)}
-                    onPaste={(event) => {
-                      const lines = event.clipboardData?.getData("text/plain").split(/\r?\n/) ?? [];
-                      if (lines.length < 2) return;
-                      event.preventDefault();
-                      replace(at, ...lines.filter((line) => line !== ""));
-                    }}
-                  />
-                </span>
-              )}
-            </Field>
-            <button
-              type="button"
-              class="icon-button"
-              aria-label={`Remove target ${at + 1}`}
-              disabled={targets.length === 1}
-              onClick={() => replace(at)}
-            >
-              <Icon name="close" />
-            </button>
-          </li>
-        ))}
-        <li>
-          <button type="button" class="quiet" onClick={() => onChange([...targets, " "])}>
-            <Icon name="plus" /> Add a target
-          </button>
-        </li>
-      </ul>
-    </fieldset>
   );
 }
 

@@ -12,7 +12,7 @@ import { Panes } from "../parts/Panes";
 import "./sweep.css";
 import { NoVector } from "./steering/NoVector";
 import { useNamed, useVectors } from "./steering/useVectors";
-import { VectorFields } from "./steering/VectorFields";
+import { OperationFields, PositionFields, VectorAndLayers } from "./steering/VectorFields";
 import { Curves } from "./sweep/Curves";
 import { makeSweep, pairUp, readItem, writeItem, type Swept, type SweepState } from "./sweep/request";
 
@@ -49,26 +49,28 @@ function SweepView({ state, setState, model, isShown, result, onResult, isKept }
   if (cards.length === 0) {
     return <NoVector model={named} onTrained={(vector) => setState({ vector })} />;
   }
+  const alter = (change: Partial<SteeringFields>): void => setState({ ...change, ...rescale(state, change, cards) });
   return (
     <Panes
       form={
       <RunForm label="What is steered, and what is scored" onRun={run}>
         <Cases items={state.items} onChange={(items) => setState({ items })} />
-        <div class="row">
+        <VectorAndLayers
+          fields={state}
+          onChange={alter}
+          cards={cards}
+          model={model}
+          layersHint={`Sets of layers: 2;3;2,3 are three. 0 to ${(model?.num_layers ?? 1) - 1}, all, or own.`}
+        />
+        <div class="row sampling">
           <NumberField label="Scales from" value={state.from} step="any" onChange={(from) => setState({ from: from ?? 0 })} />
           <NumberField label="to" value={state.to} step="any" onChange={(to) => setState({ to: to ?? 0 })} />
           <NumberField label="Points" value={state.points} min={1} max={256} onChange={(points) => setState({ points: points ?? 1 })} />
         </div>
         <details class="more">
-          <summary>Vector, sets of layers, operation, positions; a text to follow</summary>
-          <VectorFields
-            fields={state}
-            onChange={(change) => setState({ ...change, ...rescale(state, change, cards) })}
-            cards={cards}
-            model={model}
-            without={["clamp"]}
-            layersHint={`Sets of layers, each a curve of its own: 2;3;2,3 are three. 0 to ${(model?.num_layers ?? 1) - 1}; own: all of the vector's.`}
-          />
+          <summary>Operation, positions; a text to follow</summary>
+          <OperationFields fields={state} onChange={alter} cards={cards} model={model} without={["clamp"]} />
+          <PositionFields fields={state} onChange={setState} />
           <TextArea
             label="Text whose perplexity is followed"
             value={state.text}

@@ -1,7 +1,8 @@
 // The request of a sweep from what its form says, and its answer as lines to draw.
 import type { Schemas } from "../../lib/api";
 import type { JsonObject } from "../../lib/snippets";
-import { findVector, makeSteering, parseLayers, type SteeringFields } from "../../lib/steering";
+import { findVector, makeSteering, makeVector, parseLayers, type SteeringFields } from "../../lib/steering";
+import { writeCsv } from "../../lib/tables";
 import type { VectorCard } from "../../lib/vectors";
 
 export type Measure = "change" | "logprob" | "prob";
@@ -72,7 +73,7 @@ export function makeSweep(state: SweepState, cards: readonly VectorCard[], model
     model,
     items: cases.length ? cases.map(({ context, targets }) => ({ context, targets })) : undefined,
     texts: texts.length ? texts : undefined,
-    steering: makeSteering({ ...state, layers: "own" }, cards, undefined),
+    steering: makeSteering([makeVector({ ...state, layers: "own" }, cards, undefined)], state),
     scales: spread(state.from, state.to, state.points),
     layers: readSets(state.layers, findVector(state.vector, cards)),
   } satisfies JsonObject;
@@ -99,21 +100,18 @@ export function pairUp(body: ReturnType<typeof makeSweep>, answer: Schemas["Swee
 
 /** Everything that is known, a line for each set of layers, scale and target or text. */
 export function toCsv({ cases, answer, sets }: Swept): string {
-  const cell = (value: string | number | null): string =>
-    typeof value === "string" && /[",\n]/.test(value) ? `"${value.replaceAll('"', '""')}"` : String(value ?? "");
-  const rows: (string | number | null)[][] = [
-    ["layers", "scale", "relative_norm", "context", "target", "logprob", "change", "kl", "perplexity"],
-  ];
+  const head = ["layers", "scale", "relative_norm", "context", "target", "logprob", "change", "kl", "perplexity"];
+  const rows: (string | number | null)[][] = [];
   const add = (layers: string, point: Schemas["SweepPoint"]): void => {
-    const head = [layers, point.scale, point.relative_norm];
+    const place = [layers, point.scale, point.relative_norm];
     point.items.forEach((item, at) =>
       item.targets.forEach((target, index) =>
-        rows.push([...head, cases[at]?.context ?? "", cases[at]?.targets[index] ?? "", target.logprob, target.change, item.kl, null]),
+        rows.push([...place, cases[at]?.context ?? "", cases[at]?.targets[index] ?? "", target.logprob, target.change, item.kl, null]),
       ),
     );
-    for (const text of point.texts) rows.push([...head, null, null, null, null, null, text.perplexity]);
+    for (const text of point.texts) rows.push([...place, null, null, null, null, null, text.perplexity]);
   };
   add("unsteered", answer.unsteered);
   for (const { name, points } of sets) for (const point of points) add(name, point);
-  return `${rows.map((row) => row.map(cell).join(",")).join("\n")}\n`;
+  return writeCsv(head, rows);
 }
