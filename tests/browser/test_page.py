@@ -41,10 +41,6 @@ LINKS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
         {"context": "Tom felt", "targets": json.dumps([" glad", " sad"]), "space": "both"},
         {"Context": "Tom felt", "Target 2": " sad", "With and without": True},
     ),
-    "long": (
-        {"text": "A day. " * 40, "protocol": "disjoint", "length": 32},
-        {"Windows": "disjoint", "Tokens in a window": "32"},
-    ),
     "steer": (
         {"vector": "mood", "scale": -1.5, "layers": "2,3", "seed": 9, "positions": "completion"},
         {"Layers": "2,3", "Seed of both": "9", "Positions": "completion", "Scale of mood": "-1.5"},
@@ -58,6 +54,7 @@ LINKS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
         {"Method": "lda", "Name": "mine"},
     ),
     "models": ({"against": "other"}, {"Compared with": "other"}),
+    "sessions": ({"search": "mood"}, {"Search": "mood"}),
 }
 """View -> fields of a link, and what stands in which input then."""
 
@@ -185,9 +182,10 @@ def test_a_key_is_asked_for_used_and_never_written_down(
 
 
 def test_errors_stand_where_they_arose_in_the_servers_words(visit: OpenPage, api: Client) -> None:
+    # An address from before long texts were read under Text.
     seen = visit("long?protocol=sliding&length=4&stride=99")
     seen.expect(422)
-    alert = seen.page.locator("#view-long").get_by_role("alert")
+    alert = seen.page.locator("#view-text").get_by_role("alert")
     alert.wait_for()
     refused = httpx.post(f"{seen.url}/perplexity", json=seen.sent_to("/perplexity"))
     assert refused.json()["detail"] in alert.inner_text()

@@ -154,7 +154,6 @@ def test_errors_are_in_the_servers_words(visit: OpenPage, api: Client) -> None:
     with pytest.raises(APIError) as refused:
         api.steer("Once upon a time", {"vectors": [{"name": "mood", "layers": [99]}]})
     assert refused.value.detail in alert.inner_text()
-    seen.page.locator("summary", has_text="Vector, layers").click()
     seen.page.get_by_label("Layers", exact=True).fill("three")
     expect(alert).to_contain_text("are not written as in 4 or 2,5-7")
 
@@ -206,7 +205,7 @@ def test_curves_are_those_of_the_api(visit: OpenPage, api: Client, tmp_path: Pat
     answer = api.sweep(**sent)
 
     view.locator("summary", has_text="All points").click()
-    rows = view.locator("tbody tr").all()
+    rows = view.get_by_role("region", name="All points").locator("tbody tr").all()
     assert len(rows) == len(answer.points)
     for row, point in zip(rows, answer.points, strict=True):
         cells = [read(cell) for cell in row.locator("td").all_inner_texts()[-5:]]
@@ -215,7 +214,7 @@ def test_curves_are_those_of_the_api(visit: OpenPage, api: Client, tmp_path: Pat
         assert cells[4] == pytest.approx(point.texts[0].perplexity, rel=6e-3)
 
     with seen.page.expect_download() as download:
-        view.get_by_role("button", name="CSV").first.click()
+        view.locator(".chart").first.get_by_role("button", name="CSV").click()
     download.value.save_as(tmp_path / "sweep.csv")
     table = list(csv.DictReader(io.StringIO((tmp_path / "sweep.csv").read_text())))
     steered = [line for line in table if line["target"] and line["layers"] != "unsteered"]
@@ -236,26 +235,43 @@ def test_curves_are_those_of_the_api(visit: OpenPage, api: Client, tmp_path: Pat
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_point_is_explained_in_words(visit: OpenPage, api: Client) -> None:
-    seen = visit("sweep?vector=mood&points=5")
+def test_a_cell_and_a_point_are_shown_in_numbers_and_generated_with(visit: OpenPage, api: Client) -> None:
+    seen = visit("sweep?vector=mood&points=5&layers=3%3B4")
     view = seen.see("sweep")
     chart = view.get_by_role("img").first
     chart.focus()
     for _ in range(2):  # the first press chooses the first point
         chart.press("ArrowRight")
-    words = view.get_by_role("region", name="The chosen scale in words")
+    words = view.get_by_role("region", name="The chosen scale")
     expect(words.get_by_role("heading")).to_have_text(f"At scale {MINUS}2")
     point = api.sweep(**seen.sent_to("/sweep")).points[1]
     assert point.relative_norm is not None
     assert f"{100 * point.relative_norm:.3g} %" in words.inner_text()
     change = point.items[0].targets[0].change
     assert change is not None
-    assert f"{change:+.2f} nats".replace("-", MINUS) in words.inner_text()
+    assert f"{change:+.2f}".replace("-", MINUS) in words.inner_text()
     chart.hover()
     box = chart.bounding_box()
     assert box is not None
-    chart.hover(position={"x": 0.97 * box["width"], "y": 0.4 * box["height"]})
+    chart.hover(position={"x": 0.95 * box["width"], "y": 0.4 * box["height"]})
     expect(words.get_by_role("heading")).to_have_text("At scale 4")
+
+    answer = api.sweep(**seen.sent_to("/sweep"))
+    cells = view.locator(".heat tbody button").all_inner_texts()
+    wanted = [
+        sum((a.logprob or 0) - (b.logprob or 0) for a, b in (i.targets for i in p.items)) / 2
+        for p in answer.points
+    ]
+    assert [read(cell) for cell in cells] == pytest.approx(wanted, abs=6e-3)
+    view.locator("[data-cell='1-1']").click()  # layer 4, scale -2
+    view.locator(".said .continuations[aria-busy=false]").wait_for()
+    sent = seen.sent_to("/steer")
+    (vector,) = sent["steering"]["vectors"]
+    assert (vector["layers"], vector["scale"]) == ([4], -2)
+    sent.pop("stream")
+    texts = [result.completions[0].text for result in api.steer(sent.pop("prompts"), **sent).results]
+    table = view.get_by_role("region", name="All texts").inner_text()
+    assert all(text.strip() in table for text in texts)
 
 
 # ------------------------------------------------------------------ Vectors

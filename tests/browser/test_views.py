@@ -97,8 +97,8 @@ def test_choices_shows_shares_and_tokens(visit: OpenPage, api: Client) -> None:
 
 
 def test_long_text_sums_up_its_windows(visit: OpenPage, api: Client) -> None:
-    seen = visit("long")
-    view = seen.see("long")
+    seen = visit("text?read=windows")
+    view = seen.see_windows()
     expect(view.get_by_role("status").filter(has_text=DONE_WITH)).to_be_visible()
     sent = seen.sent_to("/perplexity")
     assert sent["stream"] is True
@@ -109,10 +109,10 @@ def test_long_text_sums_up_its_windows(visit: OpenPage, api: Client) -> None:
 
 
 def test_long_text_takes_a_file_and_can_be_cancelled(visit: OpenPage, api: Client) -> None:
-    seen = visit("long?model=other")
-    view = seen.see("long")
+    seen = visit("text?read=windows&model=other")
+    view = seen.see_windows()
     text = "The girl went home. " * 2500  # a shorter one is scored without the button, too
-    view.get_by_label("File to score").set_input_files(
+    view.get_by_label("File: Choose a file").set_input_files(
         {"name": "home.txt", "mimeType": "text/plain", "buffer": text.encode()}
     )
     expect(view.get_by_role("textbox")).to_have_value(text)

@@ -32,6 +32,11 @@ const FIRST = VIEWS[0] as AnyView;
 /** Read which view the address names, and its state; the model goes where models are kept. */
 function readPlace(): { id: string; fields: Fields } {
   const place = readAddress(location.hash);
+  if (place.view === "long") {
+    // A link from before long texts were read under Text.
+    place.view = "text";
+    place.fields.set("read", "windows");
+  }
   const found = VIEWS.find((view) => view.id === place.view) ?? FIRST;
   chosenModel.value = place.fields.get("model") ?? chosenModel.value;
   return { id: found.id, fields: parseFields(found.initial, place.fields) };

@@ -1,6 +1,5 @@
 // The views, in the order of their tabs.
 import { choices } from "./views/choices";
-import { long } from "./views/long";
 import { models } from "./views/models";
 import { makeSessions } from "./views/sessions";
 import { steer } from "./views/steer";
@@ -8,6 +7,6 @@ import { sweep } from "./views/sweep";
 import { text } from "./views/text";
 import { vectors } from "./views/vectors";
 
-const ASKING = [text, choices, long, steer, sweep, vectors, models];
+const ASKING = [text, choices, steer, sweep, vectors, models];
 
 export const VIEWS = [...ASKING, makeSessions(ASKING)];

@@ -2,7 +2,6 @@
 const PATHS = {
   text: "M4 6h16M4 12h11M4 18h14",
   choices: "M4 7h14M4 12h8M4 17h4",
-  long: "M3 17l4-6 3 3 4-8 3 6 4-4",
   steer: "M4 18C10 18 9 6 20 6M15 3l5 3-4 4",
   sweep: "M4 4v16h16M7 15c4 0 5-9 12-9",
   vectors: "M5 19L18 6M11 6h7v7M5 12v7h7",

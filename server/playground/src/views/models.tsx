@@ -9,6 +9,7 @@ import { CopyAs } from "../parts/CopyAs";
 import { Select } from "../parts/fields";
 import { Icon } from "../parts/Icon";
 import { Stats } from "../parts/Stats";
+import { Table, type TableColumn } from "../parts/Table";
 
 type State = {
   /** What a self-test compares a model with; empty: nothing. */
@@ -184,7 +185,7 @@ function Selftest({ model, models, state, setState }: ModelProps) {
         </span>
       </div>
       <ErrorNote error={task.error} />
-      {checks && checks.length > 0 && <Checks checks={checks} />}
+      {checks && checks.length > 0 && <Table label="Promises and their verdicts" rows={checks} columns={COLUMNS} exportName={`selftest-${model.id}`} />}
       <CopyAs
         label="Copy the self-test as"
         asked={{ endpoint: "selftest", body, path: { model_id: model.id } }}
@@ -199,46 +200,32 @@ const VERDICTS: Record<Check["verdict"], string> = {
   not_run: "Not run",
 };
 
-function Checks({ checks }: { checks: readonly Check[] }) {
-  return (
-    <div class="table-box" tabIndex={0} role="region" aria-label="Promises and their verdicts">
-      <table>
-        <thead>
-          <tr>
-            <th scope="col">Verdict</th>
-            <th scope="col">Promise</th>
-            <th scope="col" class="num">
-              Largest difference
-            </th>
-            <th scope="col" class="num">
-              Tolerance
-            </th>
-            <th scope="col" class="num">
-              Compared
-            </th>
-          </tr>
-        </thead>
-        <tbody>
-          {checks.map((check) => (
-            <tr key={check.name}>
-              <td class={`verdict is-${check.verdict}`}>
-                {check.verdict === "not_run" ? "–" : <Icon name={check.verdict === "passed" ? "check" : "close"} />}{" "}
-                {VERDICTS[check.verdict]}
-              </td>
-              <th scope="row">
-                {check.promise}
-                <span class="hint">{check.reason}</span>
-              </th>
-              <td class="num">{number(check.largest_difference)}</td>
-              <td class="num">{check.verdict === "not_run" ? "–" : number(check.tolerance)}</td>
-              <td class="num">{count(check.num_compared)}</td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
-    </div>
-  );
-}
+const COLUMNS: TableColumn<Check>[] = [
+  {
+    name: "Promise",
+    value: (check) => check.promise,
+    show: (check) => (
+      <>
+        {check.promise}
+        <span class="hint">{check.reason}</span>
+      </>
+    ),
+    isText: true,
+  },
+  {
+    name: "Verdict",
+    value: (check) => VERDICTS[check.verdict],
+    show: (check) => (
+      <span class={`verdict is-${check.verdict}`}>
+        {check.verdict === "not_run" ? "–" : <Icon name={check.verdict === "passed" ? "check" : "close"} />}{" "}
+        {VERDICTS[check.verdict]}
+      </span>
+    ),
+  },
+  { name: "Largest difference", value: (check) => check.largest_difference, show: (check) => number(check.largest_difference), isDescending: true },
+  { name: "Tolerance", value: (check) => check.tolerance, show: (check) => (check.verdict === "not_run" ? "–" : number(check.tolerance)) },
+  { name: "Compared", value: (check) => check.num_compared, show: (check) => count(check.num_compared), isDescending: true },
+];
 
 export const models = view<State>({
   id: "models",

@@ -14,6 +14,7 @@ import {
   type Reach,
   type VectorFields,
 } from "../lib/steering";
+import { attempt } from "../lib/task";
 import type { VectorCard } from "../lib/vectors";
 import type { ModelCard } from "../lib/api";
 import { view, type OutcomeProps, type ViewProps } from "../lib/view";
@@ -173,14 +174,6 @@ function makePlan(state: State, cards: readonly VectorCard[], model: string | un
     system: state.system.trim(),
     ask,
   };
-}
-
-function attempt<T>(make: () => T): { value: T } | { error: unknown } {
-  try {
-    return { value: make() };
-  } catch (error) {
-    return { error };
-  }
 }
 
 function SteerView({ state, setState, model, isShown, result: shown, onResult, isKept }: ViewProps<State, Steered>) {

@@ -1,6 +1,9 @@
-import { useEffect, useMemo, useRef } from "preact/hooks";
+import type { ComponentChildren } from "preact";
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { call, type Schemas } from "../lib/api";
-import { useTask } from "../lib/task";
+import { short } from "../lib/format";
+import type { JsonObject } from "../lib/snippets";
+import { attempt, useTask } from "../lib/task";
 import { findVector, INITIAL_STEERING, reachOf, type SteeringFields } from "../lib/steering";
 import type { VectorCard } from "../lib/vectors";
 import { view, type OutcomeProps, type ViewProps } from "../lib/view";
@@ -14,20 +17,19 @@ import { NoVector } from "./steering/NoVector";
 import { useNamed, useVectors } from "./steering/useVectors";
 import { OperationFields, PositionFields, VectorAndLayers } from "./steering/VectorFields";
 import { Curves } from "./sweep/Curves";
-import { makeSweep, pairUp, readItem, writeItem, type Swept, type SweepState } from "./sweep/request";
+import { Columns } from "./steer/Columns";
+import { useStreams, type Plan, type Steered } from "./steer/stream";
+import { makeSweep, pairUp, readItem, writeItem, type Swept, type SweepBody, type SweepState } from "./sweep/request";
+
+/** Points up to which the first sweep runs by itself. */
+const MOST_AT_ONCE = 128;
 
 function SweepView({ state, setState, model, isShown, result, onResult, isKept }: ViewProps<SweepState, Swept>) {
   const { cards, task: listing } = useVectors(isShown);
   const task = useTask();
   const named = model?.id;
-  const made = useMemo(() => {
-    try {
-      return { body: makeSweep(state, cards ?? [], named), error: null };
-    } catch (error) {
-      return { body: null, error };
-    }
-  }, [state, cards, named]);
-  const { body } = made;
+  const made = useMemo(() => attempt(() => makeSweep(state, cards ?? [], named)), [state, cards, named]);
+  const body = "value" in made ? made.value : null;
   const run = (): void => {
     if (body === null) return;
     task.run(async (signal) => {
@@ -41,6 +43,7 @@ function SweepView({ state, setState, model, isShown, result, onResult, isKept }
   const hasRun = useRef(false);
   useEffect(() => {
     if (!isReady || hasRun.current || body === null || isKept) return;
+    if ((body.layers?.length ?? 1) * body.scales.length > MOST_AT_ONCE) return;
     hasRun.current = true;
     run();
   }, [isReady, body]);
@@ -60,7 +63,7 @@ function SweepView({ state, setState, model, isShown, result, onResult, isKept }
           onChange={alter}
           cards={cards}
           model={model}
-          layersHint={`Sets of layers: 2;3;2,3 are three. 0 to ${(model?.num_layers ?? 1) - 1}, all, or own.`}
+          layersHint={`Sets of them: 2;3;2,3 are three. each: all of the vector's, one by one; own: all at once.`}
         />
         <div class="row sampling">
           <NumberField label="Scales from" value={state.from} step="any" onChange={(from) => setState({ from: from ?? 0 })} />
@@ -96,21 +99,79 @@ function SweepView({ state, setState, model, isShown, result, onResult, isKept }
       }
       below={body && <CopyAs asked={{ endpoint: "sweep", body }} />}
     >
-      <ErrorNote error={made.error ?? task.error ?? listing.error} />
-      {result && <Outcome result={result} state={state} setState={setState} />}
+      <ErrorNote error={("error" in made ? made.error : task.error) ?? listing.error} />
+      {result && (
+        <Outcome
+          result={result}
+          state={state}
+          setState={(change) => setState(change.set === undefined ? change : { ...change, generated: change.chosen ?? 0 })}
+        >
+          {body && <Said swept={result} body={body} state={state} />}
+        </Outcome>
+      )}
     </Panes>
   );
 }
 
-function Outcome({ result, state, setState }: OutcomeProps<SweepState, Swept>) {
+type SweptProps = OutcomeProps<SweepState, Swept> & { children?: ComponentChildren };
+
+function Outcome({ result, state, setState, children }: SweptProps) {
   return (
     <Curves
       swept={result}
       measure={state.measure}
       vector={state.vector}
+      map={state.map}
+      onMap={(map) => setState({ map })}
       chosen={state.chosen < 0 ? result.scales.length - 1 : state.chosen}
-      onChoose={(chosen) => setState({ chosen })}
-    />
+      set={Math.min(Math.max(0, state.set), result.sets.length - 1)}
+      onChoose={setState}
+    >
+      {children}
+    </Curves>
+  );
+}
+
+/** What the model says at the chosen layers and scale: each context goes on, steered and not. */
+function Said({ swept, body, state }: { swept: Swept; body: SweepBody; state: SweepState }) {
+  const [shown, setShown] = useState<Steered | null>(null);
+  const { task, send } = useStreams(setShown);
+  const scale = swept.scales[state.chosen < 0 ? swept.scales.length - 1 : state.chosen] ?? 0;
+  const layers = body.layers?.[Math.min(Math.max(0, state.set), swept.sets.length - 1)];
+  const prompts = swept.cases.length ? swept.cases.map(({ context }) => context) : [state.text.slice(0, 200)];
+  const steering = {
+    ...body.steering,
+    vectors: (body.steering.vectors as JsonObject[]).map((vector) => ({ ...vector, layers: layers ?? vector.layers, scale })),
+  };
+  const request: JsonObject = { model: body.model, prompts, steering, max_tokens: 40, temperature: 0, baseline: true, stream: true };
+  const key = JSON.stringify(request);
+  const isWhole = shown !== null && JSON.stringify(shown.asks[0]?.body) === key;
+  const plan: Plan = {
+    titles: [{ title: "Without steering", note: "" }, { title: "Steered", note: `scale ${short(scale)}${layers ? `, layer ${layers.join(", ")}` : ""}` }],
+    prompts,
+    n: 1,
+    probe: "",
+    turns: [],
+    system: "",
+    ask: () => [{ endpoint: "steer", body: request, column: 1, baseline: 0 }],
+  };
+  // A cell that is chosen is generated with at once; points that are passed on a curve wait for the button.
+  const cell = useRef(`${state.set} ${state.generated}`);
+  useEffect(() => {
+    const next = `${state.set} ${state.generated}`;
+    if (next === cell.current) return;
+    cell.current = next;
+    send(plan);
+  }, [state.set, state.generated]);
+  return (
+    <section class="said" aria-label="What the model says there">
+      <div class="actions">
+        <RunButton task={task} onRun={() => send(plan)} label={`Generate at scale ${short(scale)}`} disabled={isWhole} />
+        <CopyAs asked={{ endpoint: "steer", body: request }} />
+      </div>
+      <ErrorNote error={task.error} />
+      {shown && <Columns shown={shown} colouring="surprisal" isRunning={task.isRunning} isStale={!isWhole && !task.isRunning} />}
+    </section>
   );
 }
 
@@ -175,13 +236,17 @@ export const sweep = view<SweepState, Swept>({
   lead: "How do its predictions move with the scale of a vector?",
   initial: {
     ...INITIAL_STEERING,
+    layers: "each",
     items: ["One day, Lily was very| happy| sad", "Tom felt| happy| sad"],
     text: "The capital of France is Paris. The third planet from the sun is Earth.",
     from: -4,
     to: 4,
-    points: 17,
+    points: 9,
     measure: "prob",
+    map: "preference",
     chosen: -1,
+    set: 0,
+    generated: -1,
   },
   component: SweepView,
   outcome: Outcome,

@@ -7,6 +7,9 @@ import type { VectorCard } from "../../lib/vectors";
 
 export type Measure = "change" | "logprob" | "prob";
 
+/** What a cell of the map says: log-odds of the first target against the second, and so on. */
+export type MapMeasure = "preference" | "kl" | "perplexity";
+
 export type SweepState = SteeringFields & {
   /** Each a context and its targets, as in `Tom felt| happy| sad`. */
   items: string[];
@@ -16,8 +19,12 @@ export type SweepState = SteeringFields & {
   to: number;
   points: number;
   measure: Measure;
-  /** The scale that the words explain. */
+  map: MapMeasure;
+  /** The scale and the set of layers that are looked at. */
   chosen: number;
+  set: number;
+  /** The scale of the cell that was chosen last, with which the model is to speak. */
+  generated: number;
 };
 
 export interface SweptCase {
@@ -46,9 +53,10 @@ export function spread(from: number, to: number, points: number): number[] {
     : scales;
 }
 
-/** Sets of layers as in `2;3;2,3`; undefined: the vector's own. */
+/** Sets of layers as in `2;3;2,3`; `each`: every layer alone; undefined: the vector's own. */
 function readSets(text: string, card: VectorCard | undefined): number[][] | undefined {
   if (text.trim() === "own") return undefined;
+  if (text.trim() === "each") return card?.layers.map((layer) => [layer]);
   if (text.trim() === "") {
     const best = card?.about.recommendation?.layer;
     return best === undefined ? undefined : [[best]];
@@ -79,6 +87,8 @@ export function makeSweep(state: SweepState, cards: readonly VectorCard[], model
   } satisfies JsonObject;
 }
 
+export type SweepBody = ReturnType<typeof makeSweep>;
+
 /** What was asked and what came back, side by side: the form may have changed since. */
 export interface Swept {
   cases: SweptCase[];
@@ -87,6 +97,19 @@ export interface Swept {
   answer: Schemas["SweepAnswer"];
   /** Points by set of layers, in the order of the scales. */
   sets: { name: string; points: Schemas["SweepPoint"][] }[];
+}
+
+/** What a cell of the map says; null where nothing was asked that says it. */
+export function measureCell(point: Schemas["SweepPoint"] | undefined, measure: MapMeasure): number | null {
+  if (point === undefined) return null;
+  if (measure === "perplexity") return point.texts[0]?.perplexity ?? null;
+  const values = point.items.map(({ kl, targets: [first, second] }) => {
+    if (measure === "kl") return kl;
+    if (first?.logprob == null) return null;
+    return second === undefined ? first.change : second.logprob === null ? null : first.logprob - second.logprob;
+  });
+  const known = values.filter((value) => value !== null);
+  return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
 }
 
 export function pairUp(body: ReturnType<typeof makeSweep>, answer: Schemas["SweepAnswer"]): Swept {

@@ -1,22 +1,23 @@
-import "./long.css";
+// A text of any length by windows: how well each is read, and all up to there.
+import "./windows.css";
+import type { ComponentChildren } from "preact";
 import { useMemo, useState } from "preact/hooks";
-import { call, stream, streamFile, type Schemas } from "../lib/api";
-import { bytes, count, number, plural } from "../lib/format";
-import type { JsonObject } from "../lib/snippets";
-import { useAutoRun, useTask } from "../lib/task";
-import { view, type OutcomeProps, type ViewProps } from "../lib/view";
-import { ErrorNote, RunButton, RunForm } from "../parts/controls";
-import { CopyAs } from "../parts/CopyAs";
-import { Checkbox, Drop, FileButton, NumberField, Select, TextArea } from "../parts/fields";
-import { Icon } from "../parts/Icon";
-import { LineChart } from "../parts/LineChart";
-import { Panes } from "../parts/Panes";
-import { Stats } from "../parts/Stats";
-import SAMPLE from "../sample.txt?raw";
+import { call, stream, streamFile, type Schemas } from "../../lib/api";
+import { bytes, count, number, plural } from "../../lib/format";
+import type { JsonObject } from "../../lib/snippets";
+import { useAutoRun, useTask } from "../../lib/task";
+import type { OutcomeProps, ViewProps } from "../../lib/view";
+import { ErrorNote, RunButton, RunForm } from "../../parts/controls";
+import { CopyAs } from "../../parts/CopyAs";
+import { Checkbox, Drop, FileButton, NumberField, Select, TextArea } from "../../parts/fields";
+import { Icon } from "../../parts/Icon";
+import { LineChart } from "../../parts/LineChart";
+import { Panes } from "../../parts/Panes";
+import { Stats } from "../../parts/Stats";
 
 type Protocol = "sliding" | "rolling" | "disjoint" | "llamacpp";
 
-type State = {
+export type WindowState = {
   text: string;
   protocol: Protocol;
   /** Tokens of a window; 0: the model's own context. */
@@ -26,7 +27,7 @@ type State = {
   log: boolean;
 };
 
-const INITIAL: State = { text: SAMPLE, protocol: "sliding", length: 64, stride: 32, log: true };
+export const INITIAL_WINDOWS: Omit<WindowState, "text"> = { protocol: "sliding", length: 64, stride: 32, log: true };
 
 const PROTOCOLS = [
   { value: "sliding", label: "Sliding windows" },
@@ -48,7 +49,7 @@ interface WindowEvent {
   perplexity: number | null;
 }
 
-interface Progress {
+export interface Progress {
   windows: Schemas["WindowScore"][];
   latest: WindowEvent | null;
   result: Schemas["PerplexityAnswer"] | null;
@@ -58,7 +59,7 @@ interface Progress {
   seconds: number;
 }
 
-function toRequest(state: State, model: string, text: string): Schemas["PerplexityRequest"] {
+function toRequest(state: WindowState, model: string, text: string): Schemas["PerplexityRequest"] {
   return {
     model,
     texts: [text],
@@ -68,8 +69,15 @@ function toRequest(state: State, model: string, text: string): Schemas["Perplexi
   };
 }
 
-function LongView(props: ViewProps<State, Progress>) {
-  const { state, setState, model, isShown, result: progress, onResult, isKept } = props;
+type WindowsProps<S extends WindowState> = ViewProps<S, Progress> & {
+  /** What stands above the text in the form, and below it. */
+  head: ComponentChildren;
+  examples: ComponentChildren;
+};
+
+export function Windows<S extends WindowState>(props: WindowsProps<S>) {
+  const { state, model, isShown, result: progress, onResult, isKept } = props;
+  const setState = props.setState as (change: Partial<WindowState>) => void;
   const task = useTask();
   const [file, setFile] = useState<File | null>(null);
   const [fileError, setFileError] = useState<unknown>(null);
@@ -121,10 +129,11 @@ function LongView(props: ViewProps<State, Progress>) {
     <Panes
       form={
       <RunForm label="Text to score" onRun={run}>
+        {props.head}
         <Drop onTake={take}>
           {file === null ? (
             <TextArea
-              label="Text, pasted or dropped here as a file"
+              label="Text"
               value={state.text}
               onChange={(text) => setState({ text })}
               rows={5}
@@ -140,6 +149,7 @@ function LongView(props: ViewProps<State, Progress>) {
             </p>
           )}
         </Drop>
+        {props.examples}
         <div class="row">
           <Select
             label="Windows"
@@ -189,7 +199,7 @@ function LongView(props: ViewProps<State, Progress>) {
       }
     >
       <ErrorNote error={fileError ?? task.error} />
-      {progress && <Outcome result={progress} state={state} setState={setState} />}
+      {progress && <WindowsOutcome result={progress} state={state} setState={setState} />}
     </Panes>
   );
 }
@@ -288,7 +298,7 @@ function Bar({ progress, isRunning }: { progress: Progress; isRunning: boolean }
   );
 }
 
-function Outcome({ result: progress, state, setState }: OutcomeProps<State, Progress>) {
+export function WindowsOutcome({ result: progress, state, setState }: OutcomeProps<WindowState, Progress>) {
   const [at, setAt] = useState<number | null>(null);
   const windows = useMemo(
     () => [...progress.windows].sort((a, b) => a.end - b.end),
@@ -391,13 +401,3 @@ function Excerpt({ progress: { text, offsets }, window }: ExcerptProps) {
     </div>
   );
 }
-
-export const long = view<State, Progress>({
-  id: "long",
-  title: "Long text",
-  icon: "long",
-  lead: "How well does the model read a whole file?",
-  initial: INITIAL,
-  component: LongView,
-  outcome: Outcome,
-});
