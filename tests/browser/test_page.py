@@ -108,7 +108,7 @@ def test_a_journey_by_keyboard_alone(visit: OpenPage, api: Client) -> None:
 
     reach(seen.page.get_by_role("link", name="Skip to the view"))
     reach(seen.page.get_by_role("tab", name="Text", exact=True))
-    for _ in range(3):
+    for _ in range(2):
         keyboard.press("ArrowRight")
     expect(seen.page.get_by_role("tab", name="Steer")).to_be_focused()
     view = seen.see("steer")
