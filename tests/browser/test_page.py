@@ -90,6 +90,52 @@ def test_what_is_changed_goes_into_the_address_and_back_leads_back(visit: OpenPa
     expect(seen.page.get_by_label("Context", exact=True)).to_have_value("Lily was")
 
 
+# ------------------------------------------------------------------ sessions
+
+
+def test_results_are_kept_named_compared_and_moved_as_a_file(
+    visit: OpenPage, tmp_path: Path
+) -> None:
+    seen = visit("choices?context=Tom+was")
+    shown = seen.see("choices").locator(".choices").inner_text()
+    seen.open("text?text=Lily+was+sad.")
+    seen.see("text")
+    seen.open("sessions")
+    view = seen.see("sessions")
+    entries = view.locator(".session")
+    expect(entries).to_have_count(2)
+    kept = entries.filter(has_text="Choices")
+    kept.get_by_role("button", name="Name ").click()
+    view.get_by_role("textbox", name="Name of").fill("about Tom")
+    seen.page.keyboard.press("Enter")
+    expect(kept.locator("b")).to_have_text("about Tom")
+    kept.get_by_role("button", name="Pin").click()
+    expect(entries.first).to_contain_text("about Tom")  # it was the older one
+    view.get_by_label("Search").fill("about tom")
+    expect(entries).to_have_count(1)
+    view.get_by_label("Search").fill("")
+    for box in view.get_by_role("checkbox").all():
+        box.check()
+    expect(view.locator(".compared .choice").first).to_be_visible()
+    expect(view.locator(".compared .token").first).to_be_visible()
+    with seen.page.expect_download() as download:
+        view.get_by_role("button", name="Export").click()
+    download.value.save_as(tmp_path / "sessions.json")
+
+    elsewhere = visit("sessions")
+    panel = elsewhere.see("sessions")
+    panel.get_by_label("File: Import a file").set_input_files(tmp_path / "sessions.json")
+    panel.get_by_role("button", name="about Tom Choices").click()
+    assert elsewhere.see("choices").locator(".choices").inner_text() == shown
+    elsewhere.wait_frames()
+    assert not [r for r in elsewhere.requests if r.url.endswith("/logprob")], "it was asked again"
+    # The same question asked again takes the place of what has neither a name nor a pin.
+    seen.open("text?text=Lily+was+sad.")
+    seen.see("text")
+    seen.open("sessions")
+    expect(entries).to_have_count(2)
+
+
 # ------------------------------------------------------------------ access
 
 

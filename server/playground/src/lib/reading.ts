@@ -6,6 +6,8 @@ export interface Query {
   text: string;
   steering?: Schemas["Steering"];
   probe?: Schemas["ProbeRequest"];
+  /** The layer that colours the text, where the probe is read at several. */
+  bestLayer?: number;
 }
 
 export interface Reading {
@@ -19,6 +21,8 @@ export interface Reading {
   readings: (number | null)[] | null;
   /** What was read, and where. */
   probe: string;
+  /** The same at every layer that was asked for. */
+  layers: { layer: number; readings: (number | null)[] }[];
   total: Schemas["TextResult"];
   answer: Schemas["PerplexityAnswer"];
   /** The most probable tokens where token `index` stands; null: it was not scored. */
@@ -77,16 +81,18 @@ export function makeReading({ query, answer, encoded }: Read): Reading {
     });
     return all;
   };
-  const probed = scored.probes?.[0];
+  // Entry i was read at the token that token i was predicted from, which is the one before it.
+  const readProbe = (one: Schemas["ProbeReadings"]): (number | null)[] => spread(one.after ?? one.before, -1);
+  const probed = scored.probes?.find(({ layer }) => layer === query.bestLayer) ?? scored.probes?.[0];
   return {
     tokens: readTokens(query.text, encoded, prefix.length),
     ids,
     logprobs: spread(scored.logprobs),
     ranks: spread(scored.ranks),
     entropies: spread(scored.columns?.entropy),
-    // Entry i was read at the token that token i was predicted from, which is the one before it.
-    readings: probed ? spread(probed.after ?? probed.before, -1) : null,
-    probe: probed ? `${probed.name} at layer ${probed.layer}` : "",
+    readings: probed ? readProbe(probed) : null,
+    layers: (scored.probes ?? []).map((one) => ({ layer: one.layer, readings: readProbe(one) })),
+    probe: probed ? `${probed.read === "cosine" ? "Cosine with" : "Projection on"} ${probed.name} at layer ${probed.layer}` : "",
     total,
     answer,
     findAlternatives: findAlternatives(query, ids, prefix, total.windows ?? []),

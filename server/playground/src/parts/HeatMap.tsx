@@ -30,6 +30,7 @@ const MAX_WRITTEN = 24;
 export function HeatMap(props: HeatMapProps) {
   const { label, rows, columns, rowLabel, columnLabel, values, scale, format, chosen, onChoose, exportName } = props;
   const [focus, setFocus] = useState({ row: chosen?.row ?? 0, column: chosen?.column ?? 0 });
+  const [looked, setLooked] = useState<{ row: number; column: number } | null>(null);
   const table = useRef<HTMLTableElement>(null);
   const dark = isDark.value;
   const isWritten = columns.length <= MAX_WRITTEN;
@@ -44,11 +45,20 @@ export function HeatMap(props: HeatMapProps) {
     setFocus({ row, column });
     table.current?.querySelector<HTMLElement>(`[data-cell="${row}-${column}"]`)?.focus();
   };
-  const at = { row: Math.min(focus.row, rows.length - 1), column: Math.min(focus.column, columns.length - 1) };
+  const row = Math.min(looked?.row ?? focus.row, rows.length - 1);
+  const column = Math.min(looked?.column ?? focus.column, columns.length - 1);
+  const looking = values[row]?.[column];
+  const at = {
+    row: Math.min(focus.row, rows.length - 1),
+    column: Math.min(focus.column, columns.length - 1),
+    // Where cells have no room for their numbers, the one under the pointer is told here.
+    shown: isWritten ? "" : `${rowLabel} ${rows[row]}, ${columnLabel} ${columns[column]}: ${looking == null ? "–" : format(looking)}`,
+  };
   return (
-    <figure class="heat">
+    <figure class={`heat ${isWritten ? "" : "is-dense"}`}>
       <div class="table-head">
         <Legend scale={scale} />
+        {at.shown && <span class="hint num heat-at">{at.shown}</span>}
         <span class="chart-export">
           <button type="button" class="quiet" onClick={() => save(drawSvg(props, colour), `${exportName}.svg`)}>
             <Icon name="down" /> SVG
@@ -66,7 +76,17 @@ export function HeatMap(props: HeatMapProps) {
         </span>
       </div>
       <div class="heat-box" role="region" aria-label={label} tabIndex={0}>
-        <table class="num" ref={table} onKeyDown={move}>
+        <table
+          class="num"
+          ref={table}
+          onKeyDown={move}
+          onPointerOver={(event) => {
+            const cell = event.target instanceof Element ? event.target.closest<HTMLElement>("[data-cell]") : null;
+            const [over, beside] = cell?.dataset.cell?.split("-").map(Number) ?? [];
+            if (over !== undefined && beside !== undefined) setLooked({ row: over, column: beside });
+          }}
+          onPointerLeave={() => setLooked(null)}
+        >
           <thead>
             <tr>
               <th scope="col">

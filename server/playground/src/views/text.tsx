@@ -1,7 +1,7 @@
 import type { ComponentChildren } from "preact";
 import { useEffect, useMemo, useState } from "preact/hooks";
 import type { Schemas } from "../lib/api";
-import { count, fixed, number, plural, signed, tick } from "../lib/format";
+import { count, fixed, number, plural, signed, tick, visible } from "../lib/format";
 import { makeReading, readText, toRequest, type Alternatives, type Query, type Read, type Reading } from "../lib/reading";
 import { divergingScale, findReach, linearScale, logScale, type Scale } from "../lib/scales";
 import type { JsonObject } from "../lib/snippets";
@@ -17,6 +17,7 @@ import { Segments, TextArea } from "../parts/fields";
 import SAMPLE from "../sample.txt?raw";
 import { VectorSelect } from "./steering/VectorFields";
 import { INITIAL_WINDOWS, Windows, WindowsOutcome, type Progress, type WindowState } from "./text/Windows";
+import { HeatMap } from "../parts/HeatMap";
 import { Legend } from "../parts/Legend";
 import { Panes } from "../parts/Panes";
 import { Stats } from "../parts/Stats";
@@ -30,6 +31,8 @@ type State = BesideState & WindowState & {
   read: "tokens" | "windows";
   colour: Colour;
   probe: string;
+  /** Where the probe is read: at its best layer, or at each that it has. */
+  at: "best" | "each";
 };
 
 /** Characters up to which a text is read again at every change; a longer one waits for the button. */
@@ -69,6 +72,7 @@ const INITIAL: State = {
   text: EXAMPLES[0]?.state.text ?? "",
   colour: "surprisal",
   probe: "",
+  at: "best",
 };
 
 /** A text as it was read, and as it was beside that. */
@@ -170,6 +174,17 @@ function Tokens({ state, setState, model, models, isShown, result, onResult, isK
               onChange={(probe) => setState({ probe })}
             />
           )}
+          {state.colour === "probe" && stored !== null && stored.length > 0 && (
+            <Segments
+              label="Read at"
+              value={state.at}
+              options={[
+                { value: "best", label: "its best layer" },
+                { value: "each", label: "every layer" },
+              ]}
+              onChange={(at) => setState({ at })}
+            />
+          )}
         </div>
         {state.colour === "probe" && stored?.length === 0 && <LacksVector />}
         <BesideFields state={state} setState={setState} model={model} models={models} cards={stored} />
@@ -230,8 +245,9 @@ function toQuery(state: State, model: string, stored: Stored): Query {
     text: state.text,
     probe:
       probe && layer !== undefined
-        ? { name: probe.name, layers: [layer], read: "projection" }
+        ? { name: probe.name, layers: state.at === "each" ? probe.layers : [layer], read: state.at === "each" ? "cosine" : "projection" }
         : undefined,
+    bestLayer: probe && layer,
   };
 }
 
@@ -265,7 +281,7 @@ function scaleOf(colour: Colour, columns: (number | null)[][], probe: string): S
       return linearScale("Entropy of the prediction, nats", Math.max(1, Math.ceil(top)), tick);
     case "probe": {
       const { reach, isClipped } = findReach(values);
-      return { ...divergingScale(`Projection on ${probe}`, reach, tick), isClipped };
+      return { ...divergingScale(probe, reach, tick), isClipped };
     }
     case "surprisal": {
       // One surprise of 20 nats would leave all others pale.
@@ -307,6 +323,7 @@ function Result({ sides, colour, active, onActive }: ResultProps) {
             describe={describe}
           />
         </div>
+        {colour === "probe" && main.layers.length > 1 && <Layers reading={main} />}
       </section>
     );
   }
@@ -343,8 +360,40 @@ function Result({ sides, colour, active, onActive }: ResultProps) {
           <Sums reading={other} />
         </div>
       </div>
+      {colour === "probe" && main.layers.length > 1 && <Layers reading={main} />}
+      {colour === "probe" && other.layers.length > 1 && <Layers reading={other} title={otherName} />}
       <Difference sides={sides} active={active} onActive={onActive} />
     </section>
+  );
+}
+
+/** Tokens of a map: each is a column. */
+const MAX_COLUMNS = 300;
+
+/** What the probe reads at every layer and token. */
+function Layers({ reading, title }: { reading: Reading; title?: string }) {
+  const { layers, tokens, answer } = reading;
+  const shown = useMemo(() => [...layers].sort((a, b) => b.layer - a.layer), [layers]);
+  const scale = useMemo(() => {
+    const { reach, isClipped } = findReach(shown.flatMap(({ readings }) => readings));
+    return { ...divergingScale("Cosine with the probe", reach, tick), isClipped };
+  }, [shown]);
+  return (
+    <div class="sheet">
+      <h2>Layers and tokens, {title ?? answer.model}</h2>
+      <HeatMap
+        label="What the probe reads, by layer and token"
+        rows={shown.map(({ layer }) => String(layer))}
+        columns={tokens.slice(0, MAX_COLUMNS).map(visible)}
+        rowLabel="layer"
+        columnLabel="token"
+        values={shown.map(({ readings }) => readings)}
+        scale={scale}
+        format={(value) => number(value)}
+        exportName="layers-and-tokens"
+      />
+      {tokens.length > MAX_COLUMNS && <p class="hint">The first {MAX_COLUMNS} of {count(tokens.length)} tokens.</p>}
+    </div>
   );
 }
 
